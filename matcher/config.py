@@ -1,0 +1,153 @@
+"""Frozen configuration of every part; strict to and from plain dictionaries (TOML, JSON)."""
+
+from __future__ import annotations
+
+import types as pytypes
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PositionConfig:
+    """Rotary encoding from learned frequencies (LightGlue, Lindenberger et al. 2023, eq. 4)."""
+
+    inputs: tuple[str, ...] = ("xy", "scale", "orientation")  # what turns the channels
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """Alternating self- and cross-attention layers."""
+
+    dim: int = 192
+    heads: int = 6
+    depth: int = 6
+
+
+@dataclass(frozen=True)
+class AssignmentConfig:
+    """Log-domain Sinkhorn with one dustbin score a point (SuperGlue, Sarlin et al. 2020, section 3.2)."""
+
+    max_iterations: int = 100
+    tolerance: float = 1e-2  # relative error of the point rows at which a pair stops
+
+
+@dataclass(frozen=True)
+class AdaptivityConfig:
+    """Early exit and point pruning (LightGlue, Lindenberger et al. 2023, section 3.3), decided per pair."""
+
+    early_exit: bool = True
+    exit_share: float = 0.95  # share of confident points at which a pair stops
+    pruning: bool = True
+    prune_matchability: float = 0.01  # confident points below it are dropped
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """The attentional matcher: projection, position, context, assignment."""
+
+    kind: str = "sift"  # front end whose features it accepts
+    descriptor_dim: int = 128
+    position: PositionConfig = PositionConfig()
+    context: ContextConfig = ContextConfig()
+    assignment: AssignmentConfig = AssignmentConfig()
+    adaptivity: AdaptivityConfig = AdaptivityConfig()
+    match_threshold: float = 0.1
+
+
+@dataclass(frozen=True)
+class NearestConfig:
+    """Mutual nearest neighbours with the ratio test (Lowe 2004, section 7.1)."""
+
+    ratio: float = 0.8
+
+
+@dataclass(frozen=True)
+class ExtractorConfig:
+    """Front end and the size of the pictures it sees."""
+
+    kind: str = "sift"
+    max_keypoints: int = 2048
+    resize: int = 1024  # longer side in pixels; larger pictures are made smaller
+    contrast_threshold: float = 0.01  # SIFT's DoG contrast; low, because the strongest points are kept anyway
+
+
+@dataclass(frozen=True)
+class EstimationConfig:
+    """Robust geometry; thresholds are pixels of the resized picture."""
+
+    kind: Literal["fundamental", "homography", "essential", "none"] = "fundamental"
+    max_epipolar_error: float = 1.5
+    max_reprojection_error: float = 3.0
+    min_inliers: int = 12
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """A preset: everything that turns two pictures into verified matches."""
+
+    matcher: NetworkConfig | NearestConfig = NetworkConfig()
+    extractor: ExtractorConfig = ExtractorConfig()
+    estimation: EstimationConfig = EstimationConfig()
+    weights: str | None = None  # name in the weights manifest
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as nested plain dictionaries."""
+    return asdict(config)
+
+
+def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
+    """A configuration from plain dictionaries.
+
+    Raises:
+        ValueError: an unknown key (the known ones are listed) or a value of the wrong type.
+    """
+    name = where or cls.__name__
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: expected a table, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"{name}: unknown key {', '.join(unknown)}; known keys: {', '.join(known)}")
+    return cls(**{key: _convert(hints[key], value, f"{name}.{key}") for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        return from_dict(hint, value, where)
+    if origin is Literal:
+        if value in args:
+            return value
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}")
+    if origin in (typing.Union, pytypes.UnionType):
+        return _convert_union(args, value, where)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where}: expected a list, got {value!r}")
+        return tuple(_convert(args[0], item, where) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint in (int, float) and isinstance(value, bool)):
+        raise ValueError(f"{where}: expected {hint.__name__}, got {value!r}")
+    return value
+
+
+def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    if isinstance(value, dict):
+        tables = [option for option in options if is_dataclass(option)]
+        fitting = [option for option in tables if set(value) <= {f.name for f in fields(option)}]
+        return from_dict((fitting or tables)[0], value, where)
+    for option in options:
+        try:
+            return _convert(option, value, where)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(f"{where}: {value!r} fits none of {', '.join(o.__name__ for o in options)}")

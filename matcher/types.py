@@ -1,0 +1,298 @@
+"""The nouns of the package: what flows from images to verified matches.
+
+Letters for shapes: B pairs or images in a batch, N and M keypoints of image 0 and 1, D descriptor size,
+K matches, H and W pixels. Points are xy; the centre of the first pixel is (0, 0); `size` is (width, height).
+Torch carries `Features`, `Assignment` and `Prediction`; NumPy carries everything that leaves the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GeometryKind = Literal["fundamental", "homography", "essential", "none"]
+GeometryStatus = Literal["ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated"]
+
+
+class MatcherError(Exception):
+    """A failure whose message is for the user; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(MatcherError, ValueError):
+    """An option, configuration or argument that cannot be used."""
+
+    exit_code = 2
+
+
+class ImageError(MatcherError):
+    """An image that cannot be read; the message names the file and the remedy."""
+
+    exit_code = 3
+
+
+class IntegrityError(MatcherError):
+    """Weights or stored data that are absent or damaged."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """One picture, upright and resized, ready for a front end."""
+
+    pixels: np.ndarray  # (H, W) or (H, W, 3) RGB, uint8
+    size: tuple[int, int]  # (width, height) as stored in the file, before orientation and resize
+    scale: tuple[float, float] = (1.0, 1.0)  # (sx, sy) = resized / upright size, after rounding
+    orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become upright
+    path: Path | None = None
+    mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Keypoints and descriptors of one image (no leading axis) or of a padded batch (leading axis B).
+
+    Arrays may be NumPy or torch when users build it; they are kept as torch tensors, positions in float32.
+
+    Raises:
+        UsageError: shapes that do not fit each other, or values that are not finite.
+    """
+
+    keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
+    descriptors: Tensor  # (..., N, D)
+    scores: Tensor | None = None  # (..., N) detector score, larger is better; ones when absent
+    size: Tensor | None = None  # (..., 2) stored (width, height); required
+    scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
+    orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
+    mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
+    exif: Tensor | None = None  # (...) int64 EXIF orientation 1-8 of the stored pixels; 1 when absent
+    kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "kind" and value is not None:
+                object.__setattr__(self, f.name, _as_tensor(value, f.name))
+        self._fill_defaults()
+        self._check()
+
+    def _fill_defaults(self) -> None:
+        points = self.keypoints
+        if self.size is None:
+            raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
+        if self.scores is None:
+            object.__setattr__(self, "scores", points.new_ones(points.shape[:-1]))
+        if self.mask is None:
+            object.__setattr__(self, "mask", points.new_ones(points.shape[:-1], dtype=torch.bool))
+        if self.exif is None:
+            object.__setattr__(self, "exif", torch.ones(points.shape[:-2], dtype=torch.int64, device=points.device))
+
+    def _check(self) -> None:
+        shape = self.keypoints.shape
+        if len(shape) < 2 or shape[-1] != 2:
+            raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
+        per_point = {"scores": self.scores, "scales": self.scales, "orientations": self.orientations, "mask": self.mask}
+        for name, value in per_point.items():
+            if value is not None and value.shape != shape[:-1]:
+                raise UsageError(f"Features.{name} must be {tuple(shape[:-1])}, not {tuple(value.shape)}")
+        if self.descriptors.shape[:-1] != shape[:-1]:
+            raise UsageError(f"Features.descriptors must be (..., {shape[-2]}, D), not {tuple(self.descriptors.shape)}")
+        if self.size.shape != (*shape[:-2], 2):
+            raise UsageError(f"Features.size must be {(*shape[:-2], 2)}, not {tuple(self.size.shape)}")
+        for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "size"):
+            value = getattr(self, name)
+            if value is not None and not bool(torch.isfinite(value).all()):
+                raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
+
+    def __len__(self) -> int:
+        """Points per image, padding included."""
+        return self.keypoints.shape[-2]
+
+    def _map(self, change) -> Features:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+        return replace(self, **{k: None if v is None else change(k, v) for k, v in values.items()})
+
+    def to(self, device: torch.device | str) -> Features:
+        """The same features on another device."""
+        return self._map(lambda _, value: value.to(device))
+
+    def select(self, index: Tensor) -> Features:
+        """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
+        return self._map(lambda name, value: value if name in _PER_IMAGE else value[index])
+
+    def unstack(self) -> list[Features]:
+        """A padded batch taken apart into single images without their padding."""
+        singles = [self._map(lambda _, value, b=b: value[b]) for b in range(self.keypoints.shape[0])]
+        return [single.select(single.mask) for single in singles]
+
+    @staticmethod
+    def stack(items: Sequence[Features]) -> Features:
+        """Single images as one batch, padded with masked zeros to the largest count."""
+        kinds = {item.kind for item in items}
+        if len(kinds) > 1:
+            raise UsageError(f"features of different front ends in one batch: {', '.join(sorted(kinds))}")
+        count = max(len(item) for item in items)
+        columns = {}
+        for name in (f.name for f in fields(Features) if f.name != "kind"):
+            values = [getattr(item, name) for item in items]
+            if any(v is None for v in values):
+                columns[name] = None
+            else:
+                columns[name] = torch.stack(values if name in _PER_IMAGE else [_pad(v, count) for v in values])
+        return Features(**columns, kind=kinds.pop())
+
+
+_PER_IMAGE = ("size", "exif")
+
+
+def _as_tensor(value, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiub":
+            raise UsageError(f"Features.{name} must hold numbers, not {array.dtype}")
+        value = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).copy())
+    if name == "mask":
+        return value.bool()
+    if name == "exif":
+        return value.to(torch.int64)
+    return value if name == "descriptors" and value.is_floating_point() else value.to(torch.float32)
+
+
+def _pad(value: Tensor, count: int) -> Tensor:
+    padded = value.new_zeros((count, *value.shape[1:]))
+    padded[: value.shape[0]] = value
+    return padded
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A soft partial assignment in the log domain (float32)."""
+
+    log_scores: Tensor  # (B, N, M) log probability that i and j are the same point
+    log_unmatched0: Tensor  # (B, N) log probability that point i of image 0 has no partner
+    log_unmatched1: Tensor  # (B, M)
+    iterations: int = 0  # Sinkhorn iterations run
+    converged: bool = True  # False: the iteration limit ended it
+
+
+@dataclass(frozen=True, eq=False)
+class PairPrediction:
+    """What the network says of one pair: an assignment of the points it kept."""
+
+    assignment: Assignment  # B = 1
+    index0: Tensor  # (N',) int64, row i of the assignment is input point index0[i] of image 0
+    index1: Tensor  # (M',)
+    layers_run: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The network's output for a batch, one entry a pair."""
+
+    pairs: tuple[PairPrediction, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """Mutual matches of one pair, best first."""
+
+    indices: np.ndarray  # (K, 2) int64 into the features of image 0 and 1
+    points0: np.ndarray  # (K, 2) float32 stored pixels
+    points1: np.ndarray  # (K, 2)
+    scores: np.ndarray  # (K,) float32 in [0, 1]
+    layers_run: int = 0
+    kept0: int = 0  # points not pruned
+    kept1: int = 0
+
+    def __len__(self) -> int:
+        """The number of matches K."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoViewGeometry:
+    """A model of how two views relate, or the reason why there is none."""
+
+    kind: GeometryKind
+    status: GeometryStatus
+    inliers: np.ndarray  # (K,) bool
+    matrix: np.ndarray | None = None  # (3, 3) float64: H, F or E; maps 0 to 1
+    T_0to1: np.ndarray | None = None  # (4, 4) float64, unit translation; essential only
+
+
+@dataclass(frozen=True)
+class Camera:
+    """A pinhole camera in stored-image pixels."""
+
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Everything known of one matched pair."""
+
+    features0: Features
+    features1: Features
+    matches: Matches
+    geometry: TwoViewGeometry
+    path0: Path | None = None
+    path1: Path | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, total
+
+    @property
+    def points0(self) -> np.ndarray:
+        """(K, 2) matched points of image 0, stored pixels."""
+        return self.matches.points0
+
+    @property
+    def points1(self) -> np.ndarray:
+        """(K, 2) matched points of image 1, stored pixels."""
+        return self.matches.points1
+
+    @property
+    def scores(self) -> np.ndarray:
+        """(K,) match probabilities."""
+        return self.matches.scores
+
+
+class Extractor(Protocol):
+    """A front end: images → features of each, unpadded."""
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Detect and describe."""
+        ...
+
+
+class Matcher(Protocol):
+    """Features of B pairs → matches of each; both arguments are batches."""
+
+    def __call__(self, features0: Features, features1: Features) -> list[Matches]:
+        """Match every pair of the batch."""
+        ...
+
+
+class Estimator(Protocol):
+    """Matched points → two-view geometry."""
+
+    def __call__(
+        self,
+        points0: np.ndarray,
+        points1: np.ndarray,
+        *,
+        cameras: tuple[Camera, Camera] | None = None,
+        scores: np.ndarray | None = None,
+        thresholds_scale: float = 1.0,
+    ) -> TwoViewGeometry:
+        """Estimate robustly; never raise for bad points, say it in the status."""
+        ...
