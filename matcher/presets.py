@@ -1,0 +1,122 @@
+"""Named configurations, each written as its difference from another, and the options that adjust one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict
+
+from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, Precision, from_dict, to_dict
+from matcher.types import GeometryKind, UsageError
+
+_HYBRID = PipelineConfig(weights="hybrid")
+
+PRESETS: dict[str, PipelineConfig] = {
+    "hybrid": _HYBRID,
+    "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
+}
+DEFAULT_PRESET = "hybrid"
+
+
+class LoadOptions(TypedDict, total=False):
+    """What adjusts a preset; None always means the preset's own value."""
+
+    weights: str | Path | None  # a name in the manifest or a safetensors file
+    frontend_weights: str | Path | None  # of a learned front end
+    device: str | None  # "auto" (CUDA when there is one, else the processor), "cpu", "cuda", "cuda:1", "mps"
+    precision: Precision | None  # of the network; "auto" is what the device is fast at
+    max_keypoints: int | None  # a picture
+    resize: int | None  # longer side in pixels; larger pictures are made smaller
+    match_threshold: float | None  # least score of a match, 0 to 1; for `nearest`, T is the ratio test 1 − T
+    early_exit: bool | None  # stop a pair at the layer where it is sure
+    pruning: bool | None  # drop points that cannot match
+    geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
+    upright: bool | None  # turn pictures as their EXIF orientation says
+    max_pixels: int | None  # larger pictures are refused before they are decoded
+
+
+# Where an option lies in a configuration; the other options steer how a pipeline is built.
+_PLACES = {
+    "max_keypoints": ("extractor", "max_keypoints"),
+    "resize": ("extractor", "resize"),
+    "geometry": ("estimation", "kind"),
+    "match_threshold": ("matcher", "match_threshold"),
+    "early_exit": ("matcher", "adaptivity", "early_exit"),
+    "pruning": ("matcher", "adaptivity", "pruning"),
+}
+
+
+def find_preset(name: str) -> PipelineConfig:
+    """The configuration of that name.
+
+    Raises:
+        UsageError: there is none; the message lists those that exist.
+    """
+    if name not in PRESETS:
+        raise UsageError(unknown_name("preset", name, PRESETS))
+    return PRESETS[name]
+
+
+def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
+    """The configuration with the options of `LoadOptions` put in their places.
+
+    Raises:
+        UsageError: an unknown option, a value of the wrong type or out of range, or an option that the
+            configuration has no use for.
+    """
+    for name in options:
+        if name not in LoadOptions.__annotations__:
+            raise UsageError(unknown_name("option", name, LoadOptions.__annotations__))
+    given = {name: value for name, value in options.items() if value is not None}
+    _check_values(given)
+    values = to_dict(config)
+    if isinstance(config.matcher, NearestConfig):
+        given = _for_nearest(given, values["matcher"])
+    for name, (*tables, key) in _PLACES.items():
+        if name in given:
+            table = values
+            for step in tables:
+                table = table[step]
+            table[key] = given[name]
+    try:
+        matcher = from_dict(type(config.matcher), values.pop("matcher"), "matcher")
+        return replace(from_dict(PipelineConfig, values), matcher=matcher)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def unknown_name(what: str, name: object, known: Mapping[str, Any]) -> str:
+    """A message for a name that is not known: the nearest one, and all of them."""
+    near = get_close_matches(str(name), known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else "."
+    return f"unknown {what} {name!r}{hint} Known: {', '.join(known)}"
+
+
+def depth(config: PipelineConfig) -> int:
+    """Depth of the network of a configuration, 0 without one."""
+    return config.matcher.context.depth if isinstance(config.matcher, NetworkConfig) else 0
+
+
+def _check_values(given: dict[str, Any]) -> None:
+    for name in ("max_keypoints", "resize", "max_pixels"):
+        if name in given and (type(given[name]) is not int or given[name] < 1):
+            raise UsageError(f"{name} must be a whole number of at least 1, not {given[name]!r}")
+    threshold = given.get("match_threshold", 0.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise UsageError(f"match_threshold must be a number from 0 to 1, not {threshold!r}")
+    if not isinstance(given.get("upright", True), bool):
+        raise UsageError(f"upright must be True or False, not {given['upright']!r}")
+
+
+def _for_nearest(given: dict[str, Any], matcher: dict[str, Any]) -> dict[str, Any]:
+    """Without a network some options mean nothing and are refused; the threshold sets the ratio."""
+    useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
+    if given.get("precision", "auto") not in ("auto", "float32"):
+        useless.append("precision")
+    if useless:
+        raise UsageError(f"this preset has no network, so {useless[0]} means nothing to it")
+    if "match_threshold" in given:
+        matcher["ratio"] = 1 - given["match_threshold"]
+    return {name: value for name, value in given.items() if name != "match_threshold"}
