@@ -1,0 +1,71 @@
+"""When a pair may stop early and which points it may drop (LightGlue, Lindenberger et al. 2023, section 3.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from matcher.config import AdaptivityConfig
+from matcher.network.attention import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The live points of the pairs still running, packed."""
+
+    x: Tensor  # (T, dim)
+    turns: Tensor  # (T, 2, head_dim/2)
+    index: Tensor  # (T,) int64, the input point each token is
+    layout: Layout
+    pairs: tuple[int, ...]  # which input pair each entry of the layout is
+
+    def keep(self, keep: Tensor, pairs: list[int]) -> Tokens:
+        """Only the tokens marked in `keep` (T,) bool and only the entries `pairs` of the layout."""
+        lengths = [int(n) for n in _sums(keep, self.layout)]
+        counts = tuple((lengths[2 * p], lengths[2 * p + 1]) for p in pairs)
+        alive = torch.zeros_like(keep)
+        for p in pairs:
+            alive[self.layout.starts[2 * p] : self.layout.starts[2 * p + 2]] = True
+        chosen = (keep & alive).nonzero().squeeze(1)
+        return replace(
+            self,
+            x=self.x[chosen],
+            turns=self.turns[chosen],
+            index=self.index[chosen],
+            layout=Layout(counts),
+            pairs=tuple(self.pairs[p] for p in pairs),
+        )
+
+
+def confidence_threshold(layer: int, depth: int) -> float:
+    """λ of layer 0 … depth−1: 0.8 + 0.1·exp(−4ℓ/L), eq. 11: early layers must be surer."""
+    return 0.8 + 0.1 * math.exp(-4.0 * layer / depth)
+
+
+def ready_pairs(tokens: Tokens, confident: Tensor, totals: list[int], config: AdaptivityConfig) -> list[int]:
+    """Entries of the layout whose share of confident points lets them stop.
+
+    Args:
+        tokens: the live points.
+        confident: (T,) bool.
+        totals: points of each input pair before any pruning; dropped points count as confident.
+        config: with `exit_share`.
+    """
+    if not config.early_exit:
+        return []
+    doubtful = [int(n) for n in _sums(~confident, tokens.layout)]
+    return [
+        entry
+        for entry, pair in enumerate(tokens.pairs)
+        if doubtful[2 * entry] + doubtful[2 * entry + 1] < (1 - config.exit_share) * totals[pair]
+    ]
+
+
+def _sums(flags: Tensor, layout: Layout) -> Tensor:
+    """How many flags (T,) are set in each picture of the layout."""
+    starts = torch.tensor(layout.starts, device=flags.device)
+    totals = torch.cat([starts.new_zeros(1), flags.cumsum(0)])
+    return totals[starts[1:]] - totals[starts[:-1]]

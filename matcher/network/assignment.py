@@ -1,0 +1,200 @@
+"""From described points to a soft partial assignment: log-domain optimal transport with dustbins.
+
+SuperGlue (Sarlin et al. 2020), section 3.2; stabilised scaling after Schmitzer 2019, "Stabilized sparse scaling
+algorithms for entropy regularized transport problems", section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from matcher.types import Assignment
+
+# Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.
+SCALING_LIMIT = 1e12
+
+
+class AssignmentHead(nn.Module):
+    """One projection for similarities and one matchability logit a point, for one layer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(dim, dim)
+        self.matchability = nn.Linear(dim, 1)
+
+    def forward(self, x0: Tensor, x1: Tensor) -> Tensor:
+        """Tokens (…, N, dim), (…, M, dim) → scores with dustbins (…, N+1, M+1), float32.
+
+        Similarities are scaled by 1/√dim; a point's dustbin score is minus its matchability logit; the corner is 0.
+        """
+        width = self.projection.out_features
+        m0, m1 = (self.projection(x.to(self.projection.weight.dtype)).float() / width**0.25 for x in (x0, x1))
+        with torch.autocast(x0.device.type, enabled=False):
+            similarity = m0 @ m1.transpose(-1, -2)
+        bin0, bin1 = (-self.logits(x) for x in (x0, x1))
+        rows = torch.cat([similarity, bin0.unsqueeze(-1)], dim=-1)
+        corner = bin1.new_zeros(*bin1.shape[:-1], 1)
+        return torch.cat([rows, torch.cat([bin1, corner], dim=-1).unsqueeze(-2)], dim=-2)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Matchability logit (…, N) of tokens (…, N, dim), float32."""
+        return self.matchability(x.to(self.matchability.weight.dtype)).squeeze(-1).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Potentials:
+    """Dual potentials of a transport problem: log P = scores + u + v."""
+
+    u: Tensor  # (B, N+1)
+    v: Tensor  # (B, M+1)
+    iterations: Tensor  # (B,) int64
+    converged: Tensor  # (B,) bool
+
+
+def log_masses(
+    scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log masses of rows (B, N+1) and columns (B, M+1): 1 a valid point, each dustbin the other side's count."""
+    batch, rows, columns = scores.shape
+    valid0 = scores.new_ones(batch, rows - 1) if mask0 is None else mask0.to(scores.dtype)
+    valid1 = scores.new_ones(batch, columns - 1) if mask1 is None else mask1.to(scores.dtype)
+    mu = torch.cat([valid0, valid1.sum(1, keepdim=True)], dim=1)
+    nu = torch.cat([valid1, valid0.sum(1, keepdim=True)], dim=1)
+    return mu.log(), nu.log()
+
+
+def sinkhorn(
+    scores: Tensor,
+    mask0: Tensor | None = None,
+    mask1: Tensor | None = None,
+    *,
+    max_iterations: int = 100,
+    tolerance: float | None = 1e-2,
+) -> Potentials:
+    """Scale exp(scores) until its rows and columns have their masses.
+
+    Args:
+        scores: (B, N+1, M+1) with the dustbins last.
+        mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
+        max_iterations: row and column updates at most.
+        tolerance: stop a pair once every valid point's row mass is right to this relative error (columns are
+            exact after each update); None runs all iterations.
+
+    Returns:
+        Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
+    """
+    scores = scores.detach().float()
+    log_mu, log_nu = log_masses(scores, mask0, mask1)
+    singles = [
+        _sinkhorn_pair(s, mu, nu, max_iterations, tolerance)
+        for s, mu, nu in zip(scores, log_mu, log_nu, strict=True)
+    ]
+    u, v, iterations, converged = (list(x) for x in zip(*singles, strict=True))
+    device = scores.device
+    return Potentials(
+        torch.stack(u),
+        torch.stack(v),
+        torch.tensor(iterations, device=device),
+        torch.tensor(converged, device=device),
+    )
+
+
+def _sinkhorn_pair(
+    scores: Tensor, log_mu: Tensor, log_nu: Tensor, max_iterations: int, tolerance: float | None
+) -> tuple[Tensor, Tensor, int, bool]:
+    """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials."""
+    mu, nu = log_mu.exp(), log_nu.exp()
+    points = log_mu[:-1].isfinite()
+    u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
+    u, v = _log_iteration(scores, u, v, log_mu, log_nu)
+    kernel, a, b = _absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
+    iterations, converged = 1, False
+    while iterations < max_iterations:
+        rows = kernel @ b
+        if tolerance is not None and bool(((a * rows)[:-1] - mu[:-1])[points].abs().le(tolerance).all()):
+            converged = True
+            break
+        a = torch.where(mu > 0, mu / rows, 1.0)
+        b = torch.where(nu > 0, nu / (a @ kernel), 1.0)
+        iterations += 1
+        if not _in_range(a, b):
+            # Redo this update in the log domain from the last absorbed potentials, then absorb.
+            safe_a, safe_b = (x.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0) for x in (a, b))
+            u, v = _log_iteration(scores, u + safe_a.log(), v + safe_b.log(), log_mu, log_nu)
+            kernel, a, b = _absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
+    return u + a.log(), v + b.log(), iterations, converged
+
+
+def _in_range(a: Tensor, b: Tensor) -> bool:
+    low = torch.minimum(a.amin(), b.amin())
+    high = torch.maximum(a.amax(), b.amax())
+    return bool((low > 1 / SCALING_LIMIT) & (high < SCALING_LIMIT))
+
+
+def _absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    return (scores + u[:, None]).add_(v[None, :]).exp_()
+
+
+def _log_iteration(
+    scores: Tensor, u: Tensor, v: Tensor, log_mu: Tensor, log_nu: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One row and one column update in the log domain; masked points stay at −inf."""
+    v = torch.where(log_nu.isfinite(), v, -math.inf)
+    u = torch.where(log_mu.isfinite(), log_mu - torch.logsumexp(scores + v, dim=1), -math.inf)
+    v = torch.where(log_nu.isfinite(), log_nu - torch.logsumexp(scores + u[:, None], dim=0), -math.inf)
+    return u.nan_to_num(nan=-math.inf), v.nan_to_num(nan=-math.inf)
+
+
+def assign(
+    scores: Tensor,
+    mask0: Tensor | None = None,
+    mask1: Tensor | None = None,
+    *,
+    max_iterations: int = 100,
+    tolerance: float | None = 1e-2,
+) -> Assignment:
+    """Scores with dustbins (B, N+1, M+1) → `Assignment` by Sinkhorn; masked points get −inf."""
+    if 0 in (scores.shape[1] - 1, scores.shape[2] - 1):
+        return _unassigned(scores)
+    found = sinkhorn(scores, mask0, mask1, max_iterations=max_iterations, tolerance=tolerance)
+    log_p = scores.float() + found.u.unsqueeze(2) + found.v.unsqueeze(1)
+    return Assignment(
+        log_scores=log_p[:, :-1, :-1],
+        log_unmatched0=log_p[:, :-1, -1],
+        log_unmatched1=log_p[:, -1, :-1],
+        iterations=int(found.iterations.max()),
+        converged=bool(found.converged.all()),
+    )
+
+
+def _unassigned(scores: Tensor) -> Assignment:
+    """One side has no points: every point of the other is unmatched for sure."""
+    batch, rows, columns = scores.shape
+    return Assignment(
+        log_scores=scores.new_zeros(batch, rows - 1, columns - 1),
+        log_unmatched0=scores.new_zeros(batch, rows - 1),
+        log_unmatched1=scores.new_zeros(batch, columns - 1),
+    )
+
+
+def mutual_matches(log_scores: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Mutual best entries of (N, M) log probabilities above `threshold`, best first.
+
+    Returns:
+        indices (K, 2) int64 and probabilities (K,) float32.
+    """
+    rows, columns = log_scores.shape
+    if not rows or not columns:
+        return log_scores.new_zeros(0, 2, dtype=torch.int64), log_scores.new_zeros(0)
+    best, partner = log_scores.max(dim=1)
+    back = log_scores.max(dim=0).indices
+    here = torch.arange(rows, device=log_scores.device)
+    keep = (back[partner] == here) & (best > math.log(threshold) if threshold > 0 else best > -math.inf)
+    indices = torch.stack([here[keep], partner[keep]], dim=1)
+    probabilities = best[keep].exp().clamp(max=1.0)
+    order = torch.argsort(probabilities, descending=True, stable=True)
+    return indices[order], probabilities[order]

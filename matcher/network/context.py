@@ -1,0 +1,78 @@
+"""Context: alternating self- and cross-attention, and how sure each point is of what it knows.
+
+Every block is x + ffn([x | message]), the form that SuperGlue, LightGlue and LoFTR share.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from matcher.config import ContextConfig
+from matcher.network.attention import Layout, attend
+from matcher.network.position import rotate
+
+
+class FeedForward(nn.Module):
+    """x + ffn([x | message]); the last projection starts at zero, so an untrained block changes nothing."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.widen = nn.Linear(2 * dim, 2 * dim)
+        self.norm = nn.LayerNorm(2 * dim)
+        self.narrow = nn.Linear(2 * dim, dim)
+        nn.init.zeros_(self.narrow.weight)
+        nn.init.zeros_(self.narrow.bias)
+
+    def forward(self, x: Tensor, message: Tensor) -> Tensor:
+        """Tokens (T, dim) and what they heard (T, dim) → tokens (T, dim)."""
+        hidden = self.widen(torch.cat([x.to(message.dtype), message], dim=-1))
+        update = self.narrow(nn.functional.gelu(self.norm(hidden)))
+        return x + update
+
+
+class SelfBlock(nn.Module):
+    """Every point listens to its own picture; positions turn queries and keys."""
+
+    def __init__(self, config: ContextConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+        self.ffn = FeedForward(config.dim)
+
+    def forward(self, x: Tensor, turns: Tensor, layout: Layout) -> Tensor:
+        """Tokens (T, dim), rotary turns (T, 2, head_dim/2) → tokens (T, dim)."""
+        qkv = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (3 * self.heads, -1))  # (T, 3·heads, d)
+        q, k = rotate(qkv[:, : 2 * self.heads], turns).chunk(2, dim=1)
+        message = attend(q, k, qkv[:, 2 * self.heads :], layout, across=False)
+        return self.ffn(x, self.out(message))
+
+
+class CrossBlock(nn.Module):
+    """Every point listens to the other picture; queries and keys are one projection (LightGlue, eq. 5)."""
+
+    def __init__(self, config: ContextConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 2 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+        self.ffn = FeedForward(config.dim)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """Tokens (T, dim) → tokens (T, dim)."""
+        qk, v = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (2, self.heads, -1)).unbind(1)
+        return self.ffn(x, self.out(attend(qk, qk, v, layout, across=True)))
+
+
+class Layer(nn.Module):
+    """One self- and one cross-attention block."""
+
+    def __init__(self, config: ContextConfig) -> None:
+        super().__init__()
+        self.within = SelfBlock(config)
+        self.across = CrossBlock(config)
+
+    def forward(self, x: Tensor, turns: Tensor, layout: Layout) -> Tensor:
+        """Tokens (T, dim) → tokens (T, dim), float32 between blocks."""
+        return self.across(self.within(x, turns, layout), layout)

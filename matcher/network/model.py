@@ -1,0 +1,135 @@
+"""The attentional matcher: it composes the blocks that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from matcher.config import NetworkConfig
+from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs
+from matcher.network.assignment import AssignmentHead, assign
+from matcher.network.attention import Layout, interleave
+from matcher.network.context import Layer
+from matcher.network.position import RotaryPosition
+from matcher.types import Features, PairPrediction, Prediction, UsageError
+
+
+class Model(nn.Module):
+    """Features of two pictures → a soft assignment of their points.
+
+    1. project descriptors; 2. alternate self- and cross-attention, positions turning the queries and keys;
+    3. after each layer decide per pair whether to stop and which points to drop; 4. assign by Sinkhorn.
+    """
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        dim, depth, heads = config.context.dim, config.context.depth, config.context.heads
+        if dim % (2 * heads):
+            raise UsageError(f"context.dim {dim} must be a multiple of twice context.heads {heads}")
+        self.config = config
+        self.project = nn.Linear(config.descriptor_dim, dim)
+        self.position = RotaryPosition(config.position, dim // heads)
+        self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
+        self.heads = nn.ModuleList(AssignmentHead(dim) for _ in range(depth))
+        self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(depth - 1))
+        self._start_at_nearest_neighbour()
+
+    @torch.no_grad()
+    def _start_at_nearest_neighbour(self) -> None:
+        """Untrained, the scores are cosines of descriptors at a useful temperature, whatever the layer."""
+        dim = self.config.context.dim
+        nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
+        nn.init.zeros_(self.project.bias)
+        for head in self.heads:
+            nn.init.orthogonal_(head.projection.weight, gain=(30 / dim**0.5) ** 0.5)
+            nn.init.zeros_(head.projection.bias)
+            nn.init.zeros_(head.matchability.weight)
+            nn.init.zeros_(head.matchability.bias)
+
+    def check(self, features: Features) -> None:
+        """Refuse features of another front end or size by name.
+
+        Raises:
+            UsageError: kind or descriptor size does not fit.
+        """
+        config, size = self.config, features.descriptors.shape[-1]
+        if features.kind not in ("any", config.kind):
+            raise UsageError(f"this matcher takes {config.kind} features, not {features.kind}")
+        if size != config.descriptor_dim:
+            raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
+
+    def tokens(self, features0: Features, features1: Features) -> Tokens:
+        """The valid points of a batch of B pairs as packed tokens."""
+        for features in (features0, features1):
+            self.check(features)
+        masks = (features0.mask, features1.mask)
+        counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
+        columns = []
+        for features, mask in zip((features0, features1), masks, strict=True):
+            index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+            values = (features.descriptors, self.position(features), index)
+            columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
+        descriptors, turns, index = (interleave(a, b) for a, b in zip(*columns, strict=True))
+        x = self.project(descriptors.to(self.project.weight.dtype)).float()
+        return Tokens(x, turns, index, Layout(counts), tuple(range(len(counts))))
+
+    def states(self, tokens: Tokens) -> Iterator[Tensor]:
+        """Token states (T, dim) after each layer, all layers, nothing dropped: what training looks at."""
+        x = tokens.x
+        for layer in self.layers:
+            x = layer(x, tokens.turns, tokens.layout)
+            yield x
+
+    def forward(self, features0: Features, features1: Features) -> Prediction:
+        """Assignments of B pairs (both arguments batched), with early exit and pruning as configured."""
+        tokens = self.tokens(features0, features1)
+        totals = [n + m for n, m in tokens.layout.counts]
+        found: dict[int, PairPrediction] = {}
+        last = len(self.layers) - 1
+        for depth, layer in enumerate(self.layers):
+            x = layer(tokens.x, tokens.turns, tokens.layout)
+            tokens = Tokens(x, tokens.turns, tokens.index, tokens.layout, tokens.pairs)
+            if depth == last:
+                found |= self._assign(tokens, list(range(len(tokens.pairs))), depth)
+                break
+            tokens = self._adapt(tokens, totals, depth, found)
+            if not tokens.pairs:
+                break
+        return Prediction(tuple(found[pair] for pair in range(len(totals))))
+
+    def _adapt(
+        self, tokens: Tokens, totals: list[int], depth: int, found: dict[int, PairPrediction]
+    ) -> Tokens:
+        """Let sure pairs leave (their assignment goes to `found`) and drop points that cannot match."""
+        config = self.config.adaptivity
+        if not (config.early_exit or config.pruning):
+            return tokens
+        threshold = confidence_threshold(depth, len(self.layers))
+        confident = self.confidences(tokens.x, depth) > threshold
+        leaving = ready_pairs(tokens, confident, totals, config)
+        found |= self._assign(tokens, leaving, depth)
+        staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
+        keep = torch.ones_like(confident)
+        if config.pruning:
+            matchable = self.heads[depth].logits(tokens.x).sigmoid() > config.prune_matchability
+            keep = matchable | ~confident
+        if leaving or not bool(keep.all()):
+            return tokens.keep(keep, staying)
+        return tokens
+
+    def confidences(self, x: Tensor, depth: int) -> Tensor:
+        """(T,) probability that the last layer would not change a point's partner any more."""
+        head = self.confidence[depth]
+        return head(x.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
+
+    def _assign(self, tokens: Tokens, entries: list[int], depth: int) -> dict[int, PairPrediction]:
+        states, index = tokens.layout.split(tokens.x), tokens.layout.split(tokens.index)
+        limits = self.config.assignment
+        found = {}
+        for entry in entries:
+            scores = self.heads[depth](*states[entry]).unsqueeze(0)
+            assignment = assign(scores, max_iterations=limits.max_iterations, tolerance=limits.tolerance)
+            found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1)
+        return found

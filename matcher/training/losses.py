@@ -1,0 +1,86 @@
+"""Negative log likelihood of the true assignment, and the targets of the confidence heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from matcher.network.assignment import log_masses
+from matcher.training.pairs import UNMATCHED
+from matcher.training.recipe import OptimiserRecipe
+
+TINY = 1e-30
+
+
+def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
+    """Differentiable log P (B, N+1, M+1) of scores with dustbins (B, N+1, M+1), float32.
+
+    The potentials are found without gradients; the last `unrolled` iterations are then repeated with them, which
+    is the truncated Neumann series of the implicit gradient at that point (Eisenberger et al. 2022, section 4).
+    """
+    log_mu, log_nu = log_masses(scores)
+    mu, nu = log_mu.exp(), log_nu.exp()
+    with torch.no_grad():
+        u = log_mu - torch.logsumexp(scores, dim=2)
+        v = log_nu - torch.logsumexp(scores + u.unsqueeze(2), dim=1)
+        kernel = (scores + u.unsqueeze(2) + v.unsqueeze(1)).exp()
+        a, b = _scale(kernel, mu, nu, iterations)
+        u, v = u + a.log(), v + b.log()
+    base = scores + u.unsqueeze(2) + v.unsqueeze(1)
+    a, b = _scale(base.exp(), mu, nu, unrolled)
+    return base + a.log().unsqueeze(2) + b.log().unsqueeze(1)
+
+
+def _scale(kernel: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    a, b = torch.ones_like(mu), torch.ones_like(nu)
+    for _ in range(iterations):
+        a = mu / torch.bmm(kernel, b.unsqueeze(2)).squeeze(2).clamp_min(TINY)
+        b = nu / torch.bmm(a.unsqueeze(1), kernel).squeeze(1).clamp_min(TINY)
+    return a, b
+
+
+def assignment_loss(scores: Tensor, partner0: Tensor, partner1: Tensor, recipe: OptimiserRecipe) -> Tensor:
+    """Mean −log P of true matches, and of the dustbins of unmatched points (SuperGlue, eq. 10), halves each.
+
+    Args:
+        scores: (B, N+1, M+1) with dustbins.
+        partner0, partner1: (B, N), (B, M) true partners, UNMATCHED or IGNORED.
+        recipe: iterations and the weight of the matchability term, a binary cross-entropy that keeps the
+            logits probabilities, so that pruning can have a threshold.
+    """
+    log_p = log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)
+    matched, lonely0, lonely1 = partner0 >= 0, partner0 == UNMATCHED, partner1 == UNMATCHED
+    found = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
+    unmatched0, unmatched1 = log_p[:, :-1, -1], log_p[:, -1, :-1]
+    positive = -_mean(found, matched)
+    negative = -0.5 * (_mean(unmatched0, lonely0) + _mean(unmatched1, lonely1))
+    matchability = _matchability_loss(-scores[:, :-1, -1], partner0) + _matchability_loss(
+        -scores[:, -1, :-1], partner1
+    )
+    return 0.5 * (positive + negative) + recipe.matchability_weight * matchability
+
+
+def _matchability_loss(logits: Tensor, partner: Tensor) -> Tensor:
+    known = (partner >= 0) | (partner == UNMATCHED)
+    return _mean(F.binary_cross_entropy_with_logits(logits, (partner >= 0).float(), reduction="none"), known)
+
+
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    return (values * chosen).sum() / chosen.sum().clamp_min(1)
+
+
+def decisions(scores: Tensor, iterations: int) -> Tensor:
+    """(B, N + M) what each point would be assigned to: a point of the other picture, or the dustbin."""
+    log_p = log_assignment(scores, iterations, 0)
+    return torch.cat([log_p[:, :-1].argmax(2), log_p[:, :, :-1].argmax(1)], dim=1)
+
+
+def confidence_loss(logits: Tensor, here: Tensor, final: Tensor) -> Tensor:
+    """Binary cross-entropy of "this layer decides as the last one does" (LightGlue, section 3.3).
+
+    Args:
+        logits: (B, N + M) of the confidence head.
+        here, final: (B, N + M) decisions of this and of the last layer.
+    """
+    return F.binary_cross_entropy_with_logits(logits, (here == final).float())

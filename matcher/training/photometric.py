@@ -1,0 +1,57 @@
+"""What light, lenses and files do to a picture, drawn at random (grey uint8)."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+
+
+def disturb(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A photometrically changed copy of (H, W) uint8: tone, shading, blur, noise, compression."""
+    picture = grey.astype(np.float32) / 255
+    if rng.random() < 0.7:
+        picture = _tone(picture, rng)
+    if rng.random() < 0.4:
+        picture = picture * _shading(picture.shape, rng)
+    if rng.random() < 0.35:
+        picture = _blur(picture, rng)
+    if rng.random() < 0.5:
+        picture = picture + rng.normal(0, rng.uniform(0.003, 0.04), picture.shape).astype(np.float32)
+    stored = (picture.clip(0, 1) * 255).astype(np.uint8)
+    if rng.random() < 0.5:
+        quality = int(rng.integers(25, 95))
+        stored = cv2.imdecode(
+            cv2.imencode(".jpg", stored, [cv2.IMWRITE_JPEG_QUALITY, quality])[1], cv2.IMREAD_GRAYSCALE
+        )
+    return stored
+
+
+def _tone(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    gamma = np.exp(rng.uniform(-0.7, 0.7))
+    contrast, brightness = rng.uniform(0.5, 1.3), rng.uniform(-0.15, 0.15)
+    return ((picture**gamma - 0.5) * contrast + 0.5 + brightness).clip(0, 1)
+
+
+def _shading(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """A smooth field of light, or one hard shadow edge."""
+    if rng.random() < 0.6:
+        coarse = rng.uniform(0.5, 1.2, (3, 4)).astype(np.float32)
+        return cv2.resize(coarse, shape[::-1], interpolation=cv2.INTER_CUBIC)
+    field = np.ones(shape, np.float32)
+    height, width = shape
+    polygon = rng.uniform(-0.3, 1.3, (3, 2)) * (width, height)
+    cv2.fillPoly(field, [polygon.astype(np.int32)], float(rng.uniform(0.35, 0.8)))
+    return cv2.GaussianBlur(field, (0, 0), rng.uniform(0.5, 6))
+
+
+def _blur(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    if rng.random() < 0.6:
+        return cv2.GaussianBlur(picture, (0, 0), rng.uniform(0.4, 2.0))
+    length = int(rng.integers(3, 12))
+    kernel = np.zeros((length, length), np.float32)
+    direction = rng.uniform(0, np.pi)
+    offset = np.array([np.cos(direction), np.sin(direction)]) * length / 2
+    centre = np.array([(length - 1) / 2] * 2)
+    start, end = (tuple(int(round(x)) for x in centre + sign * offset) for sign in (-1, 1))
+    cv2.line(kernel, start, end, 1.0)
+    return cv2.filter2D(picture, -1, kernel / kernel.sum())
