@@ -1,0 +1,87 @@
+"""The command line: parse, make one library call, print.
+
+Each command is a function in a file of its own that imports what it needs when it runs, so `--help` is fast.
+A new command is one import and one line in `COMMANDS` or `GROUPS`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import matcher
+from matcher.cli.exits import exit_code_of
+from matcher.cli.match import match
+from matcher.cli.presets import presets
+from matcher.cli.weights import COMMANDS as WEIGHTS
+
+COMMANDS = {"match": match, "presets": presets}
+GROUPS = {"weights": ("List and check the shipped weights.", WEIGHTS)}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"matcher {matcher.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Match pictures: keypoints in, verified matches out.
+
+    Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 an image could not be read, 4 some items failed,
+    5 weights absent or damaged, 6 out of disk or memory, 130 and 143 interrupted.
+    """
+
+
+def build() -> typer.Typer:
+    """The application with all its commands."""
+    # Without markup typer prints plain help, which takes half the time of the framed one.
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+    app.callback()(_root)
+    for name, command in COMMANDS.items():
+        app.command(name)(command)
+    for name, (purpose, commands) in GROUPS.items():
+        group = typer.Typer(help=purpose, no_args_is_help=True)
+        for key, command in commands.items():
+            group.command(key)(command)
+        app.add_typer(group, name=name)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
+    _survive_odd_names()
+    with_signals = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if with_signals else None
+    try:
+        code = build()(args=arguments, prog_name="matcher", standalone_mode=False)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except (Exception, KeyboardInterrupt) as error:
+        return exit_code_of(error)
+    finally:
+        if with_signals:
+            signal.signal(signal.SIGTERM, before)
+    return code if isinstance(code, int) else 0
+
+
+def _terminate(*_: object) -> None:
+    """Leave by an exception, so that half-written files are removed."""
+    sys.exit(143)
+
+
+def _survive_odd_names() -> None:
+    """A file name that the terminal's encoding lacks is escaped instead of failing the print."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,138 @@
+"""A `Result` as the command line shows and saves it: a JSON object, arrays, a summary."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matcher.files import check_output, write_whole
+from matcher.pipeline import Pipeline
+from matcher.types import Features, Result, UsageError
+
+DATA_SUFFIXES = (".npz", ".json")
+
+
+def check_outputs(output: Path | None, plot: Path | None, inputs: Sequence[Path | None]) -> None:
+    """Refuse outputs that could not be written or that would replace an input.
+
+    Raises:
+        UsageError: which, and why.
+    """
+    outputs = []
+    if output is not None:
+        outputs.append(check_output(output, DATA_SUFFIXES))
+    if plot is not None:
+        from matcher.drawing import PLOT_SUFFIXES  # matplotlib is loaded only for those who draw
+
+        outputs.append(check_output(plot, PLOT_SUFFIXES))
+    for path in outputs:
+        for taken in inputs:
+            if taken is not None and path.exists() and taken.exists() and path.samefile(taken):
+                raise UsageError(f"{path} is an input; name another file for the output")
+
+
+def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | None) -> None:
+    """Write the files asked for, each whole or not at all; the pictures are read again to be drawn."""
+    if output is not None:
+        write_whole(output, as_bytes(result, pipeline, output.suffix.lower()))
+    if plot is not None:
+        from matcher.drawing import plot_result
+
+        plot_result(result, pipeline.read(result.path0), pipeline.read(result.path1), plot)
+
+
+def show(result: Result, pipeline: Pipeline, *, as_json: bool, written: Iterable[Path]) -> None:
+    """Print the JSON object alone, or the summary and what was written."""
+    if as_json:
+        print(json.dumps(as_object(result, pipeline), allow_nan=False))
+        return
+    print(summary(result, pipeline))
+    for path in written:
+        print(f"wrote {path}")
+
+
+def as_object(result: Result, pipeline: Pipeline) -> dict[str, Any]:
+    """What `--json` prints: counts, geometry and seconds, ready for `json.dumps`."""
+    source, geometry = pipeline.weights, result.geometry
+    return {
+        "preset": pipeline.preset,
+        "weights": None if source is None else {"name": source.name, "sha256": source.sha256},
+        "image0": _picture(result.path0, result.features0),
+        "image1": _picture(result.path1, result.features1),
+        "keypoints0": len(result.features0),
+        "keypoints1": len(result.features1),
+        "matches": len(result.matches),
+        "layers_run": result.matches.layers_run,
+        "layers": pipeline.layers,
+        "kept0": result.matches.kept0,
+        "kept1": result.matches.kept1,
+        "geometry": {
+            "kind": geometry.kind,
+            "status": geometry.status,
+            "inliers": int(geometry.inliers.sum()),
+            "matrix": None if geometry.matrix is None else geometry.matrix.tolist(),
+            "T_0to1": None if geometry.T_0to1 is None else geometry.T_0to1.tolist(),
+        },
+        "seconds": {stage: round(value, 6) for stage, value in result.seconds.items()},
+    }
+
+
+def as_arrays(result: Result) -> dict[str, np.ndarray]:
+    """What an output file holds; a matrix or pose that was not found has shape (0, 0)."""
+    geometry, absent = result.geometry, np.zeros((0, 0))
+    return {
+        "keypoints0": result.features0.keypoints.numpy(),
+        "keypoints1": result.features1.keypoints.numpy(),
+        "indices": result.matches.indices,
+        "points0": result.points0,
+        "points1": result.points1,
+        "scores": result.scores,
+        "inliers": geometry.inliers,
+        "geometry_kind": np.array(geometry.kind),
+        "matrix": absent if geometry.matrix is None else geometry.matrix,
+        "T_0to1": absent if geometry.T_0to1 is None else geometry.T_0to1,
+        "size0": np.array(_size(result.features0)),
+        "size1": np.array(_size(result.features1)),
+    }
+
+
+def as_bytes(result: Result, pipeline: Pipeline, suffix: str) -> bytes:
+    """An output file: `.npz` holds the arrays, `.json` the object and, under "arrays", the same arrays."""
+    arrays = as_arrays(result)
+    if suffix == ".npz":
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)
+        return buffer.getvalue()
+    lists = {name: array.tolist() for name, array in arrays.items()}
+    return json.dumps({**as_object(result, pipeline), "arrays": lists}, allow_nan=False).encode()
+
+
+def summary(result: Result, pipeline: Pipeline) -> str:
+    """Some lines for a person."""
+    found, geometry, seconds = as_object(result, pipeline), result.geometry, result.seconds
+    lines = [
+        f"{found[image]['path']}  {found[image]['width']} x {found[image]['height']}  {found[points]} keypoints"
+        for image, points in (("image0", "keypoints0"), ("image1", "keypoints1"))
+    ]
+    depth = f", {found['layers_run']} of {found['layers']} layers" if pipeline.layers else ""
+    lines.append(f"{found['matches']} matches ({pipeline.preset}{depth})")
+    if geometry.kind != "none":
+        lines.append(f"{found['geometry']['inliers']} agree with one {geometry.kind} ({geometry.status})")
+    stages = ", ".join(f"{stage} {value:.2f}" for stage, value in seconds.items() if stage != "total")
+    lines.append(f"{seconds['total']:.2f} s ({stages})")
+    return "\n".join(lines)
+
+
+def _picture(path: Path | None, features: Features) -> dict[str, Any]:
+    width, height = _size(features)
+    return {"path": None if path is None else str(path), "width": width, "height": height}
+
+
+def _size(features: Features) -> tuple[int, int]:
+    width, height = (round(value) for value in features.size.tolist())
+    return width, height
