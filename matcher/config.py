@@ -23,7 +23,7 @@ class ContextConfig:
     """Alternating self- and cross-attention layers."""
 
     dim: int = 192
-    heads: int = 6
+    heads: int = 3
     depth: int = 6
 
 

@@ -1,0 +1,1 @@
+"""Front ends: pictures in, features out."""

@@ -1,0 +1,1 @@
+"""The attentional network: position, context, assignment, and the model that composes them."""

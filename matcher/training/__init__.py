@@ -1,0 +1,1 @@
+"""Training: scenes, views, pairs, losses, loop."""
