@@ -1,9 +1,48 @@
 """Fixtures that several test files share."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+
+from matcher.config import ContextConfig, NetworkConfig
+from matcher.network.model import Model
+from matcher.weights import FOLDERS, save_model
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20260)
+
+
+@pytest.fixture
+def views() -> tuple[Path, Path]:
+    """Two pictures of one scene."""
+    return ROOT / "assets" / "view0.jpg", ROOT / "assets" / "view1.jpg"
+
+
+@pytest.fixture
+def small_model() -> Model:
+    """An untrained network, which matches like nearest neighbours."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return Model(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
+
+
+@pytest.fixture
+def small_weights(small_model, tmp_path) -> Path:
+    """The untrained network as a weights file."""
+    save_model(small_model, tmp_path / "small.safetensors")
+    return tmp_path / "small.safetensors"
+
+
+@pytest.fixture
+def shipped_weights() -> Path:
+    """The shipped default weights."""
+    for folder in FOLDERS:
+        if (folder / "hybrid.safetensors").is_file():
+            return folder / "hybrid.safetensors"
+    pytest.skip("weights/hybrid.safetensors is not in this checkout")

@@ -240,6 +240,7 @@ def test_very_long_picture_keeps_a_pixel_of_width():
 # --- files that must be refused ---
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("tenth", range(1, 10))
 @pytest.mark.parametrize(
     ("suffix", "options"),
