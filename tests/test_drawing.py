@@ -1,0 +1,208 @@
+import dataclasses
+import time
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from matcher.drawing import draw_matches, figure_pixels, plot_result
+from matcher.geometry import upright_size, upright_to_stored
+from matcher.images import image_from_array, read_image
+from matcher.types import Features, ImageError, Matches, Result, TwoViewGeometry, UsageError
+
+HEADER = 52  # rows above the pictures
+MISSING = np.zeros((0, 2))
+
+
+def grey(width=400, height=300, value=60):
+    return np.full((height, width), value, np.uint8)
+
+
+def body(figure):
+    """(H, W, 3) the rendered figure below its header."""
+    return figure_pixels(figure)[HEADER:]
+
+
+def coloured(pixels):
+    """(H, W) bool: pixels that are neither grey nor white."""
+    return pixels.max(axis=2).astype(int) - pixels.min(axis=2) > 40
+
+
+def make_result(points0, points1, size0, size1, status="ok", inliers=None, exif=1):
+    count = len(points0)
+
+    def features(points, size, orientation):
+        return Features(points, np.zeros((count, 4)), size=size, exif=np.asarray(orientation))
+
+    matches = Matches(np.stack([np.arange(count)] * 2, 1), points0, points1, np.linspace(1, 0.2, count))
+    inliers = np.ones(count, bool) if inliers is None else inliers
+    geometry = TwoViewGeometry("fundamental", status, inliers)
+    return Result(features(points0, size0, exif), features(points1, size1, 1), matches, geometry)
+
+
+def grid_points(count, size, seed=0):
+    return np.random.default_rng(seed).uniform(5, np.array(size) - 6, (count, 2))
+
+
+def test_line_joins_the_two_points():
+    # 400x300 is shown at twice its size; pictures start at x = 0 and 812, stored p at 2·(p + 0.5) - 0.5.
+    pixels = body(draw_matches(grey(), grey(), np.array([[50.0, 100.0]]), np.array([[350.0, 100.0]])))
+    assert pixels.shape == (600, 1612, 3) and pixels.dtype == np.uint8
+    rows, columns = np.nonzero(coloured(pixels))
+    assert abs(rows.mean() - 200.5) < 0.6
+    assert abs(columns.min() - 100.5) <= 3 and abs(columns.max() - (812 + 700.5)) <= 3
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_points_of_a_turned_picture_land_on_its_upright_view(tmp_path, orientation):
+    stored = (400, 300)
+    upright = upright_size(stored, orientation)
+    target = np.array([[upright[0] - 41.0, 30.0]])  # near the upper right corner as one sees it
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    PIL.Image.fromarray(grey()).save(tmp_path / "turned.png", exif=exif)
+    image = read_image(tmp_path / "turned.png", resize=200)
+    points = upright_to_stored(target, stored, orientation)
+    pixels = body(draw_matches(image, grey(800, 800), points, np.array([[0.0, 0.0]])))
+    scale = 800 / 400
+    top = (800 - upright[1] * scale) / 2
+    x, y = scale * (target[0] + 0.5) - 0.5 + (0, top)
+    found = coloured(pixels)
+    assert found[round(y) - 1 : round(y) + 2, round(x) - 1 : round(x) + 2].any()
+    assert not found[:, : round(x) - 6].any()  # the line starts there and goes right
+
+
+def test_inliers_and_outliers_differ_and_without_geometry_nothing_is_an_outlier():
+    points0, points1 = np.array([[50.0, 60.0], [50.0, 240.0]]), np.array([[350.0, 60.0], [350.0, 240.0]])
+    verified = body(draw_matches(grey(), grey(), points0, points1, inliers=np.array([True, False])))
+    good, bad = (half[coloured(half)].astype(int) for half in (verified[:300], verified[300:]))
+    assert (good[:, 1] - good[:, 0]).mean() > -40  # yellow
+    assert (bad[:, 0] - bad[:, 1]).mean() > 40  # vermilion
+    assert len(good) > 1.5 * len(bad)  # outliers are thinner
+    plain = body(draw_matches(grey(), grey(), points0, points1))
+    assert np.array_equal(plain[:300], verified[:300])
+    assert not np.array_equal(plain[300:], verified[300:])
+
+
+def test_confidence_changes_the_colour():
+    point = np.array([[50.0, 60.0]])
+    views = [body(draw_matches(grey(), grey(), point, point, scores=np.array([s]))) for s in (1.0, 0.05)]
+    sure, unsure = (view[coloured(view)][:, 0].mean() for view in views)
+    assert sure > unsure + 60
+
+
+def test_thousands_of_lines_leave_the_picture_visible_and_take_less_than_a_second():
+    points0, points1 = grid_points(2000, (400, 300)), grid_points(2000, (400, 300), seed=1)
+    inliers = np.arange(2000) % 3 > 0
+    draw_matches(grey(), grey(), points0[:1], points1[:1])
+    start = time.process_time()
+    pixels = figure_pixels(
+        draw_matches(
+            grey(), grey(), points0, points1, inliers=inliers, keypoints0=points0, keypoints1=points1
+        )
+    )
+    assert time.process_time() - start < 1.0
+    assert coloured(pixels[HEADER:]).mean() < 0.5
+
+
+def test_drawn_lines_are_spread_over_the_picture():
+    crowd = grid_points(300, (60, 60))
+    lone = np.array([[380.0, 280.0]])
+    points, scores = np.concatenate([crowd, lone]), np.concatenate([np.full(300, 0.9), [0.1]])
+    figure = draw_matches(grey(), grey(), points, points, scores=scores, max_lines=8)
+    lines = figure.axes[0].collections[-2].get_segments()
+    assert len(lines) == 8
+    assert any(abs(line[0] - (760.5, 560.5)).max() < 1 for line in lines)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_line_limit(limit):
+    points = grid_points(40, (400, 300))
+    figure = draw_matches(grey(), grey(), points, points, inliers=np.arange(40) < 20, max_lines=limit)
+    drawn = sum(len(c.get_segments()) for c in figure.axes[0].collections if hasattr(c, "get_segments"))
+    assert drawn == 2 * limit + limit // 4  # inliers have a dark line below
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (grey(), np.full((300, 400, 3), (200, 40, 40), np.uint8)),  # grey with colour
+        (grey(1000, 20), grey(20, 1000)),
+        (grey(1, 1), grey(2500, 2000)),
+        (grey().astype(np.uint16) * 257, grey().astype(np.float32) / 255),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1])
+def test_any_pair_makes_a_picture(first, second, count):
+    point = np.zeros((count, 2))
+    pixels = figure_pixels(
+        draw_matches(
+            first, second, point, point, inliers=np.ones(count, bool), keypoints0=MISSING, title="a $ b\nc"
+        )
+    )
+    assert pixels.shape[1] >= 960 and HEADER < pixels.shape[0] <= HEADER + 800
+    assert pixels[HEADER:].min() < 250
+    assert pixels[:HEADER].min() < 100  # the title is there
+
+
+def test_bad_arguments_are_named():
+    two, three = np.zeros((2, 2)), np.zeros((3, 2))
+    with pytest.raises(UsageError, match="one length"):
+        draw_matches(grey(), grey(), two, three)
+    with pytest.raises(UsageError, match="scores"):
+        draw_matches(grey(), grey(), two, two, scores=np.ones(3))
+    with pytest.raises(UsageError, match="points1"):
+        draw_matches(grey(), grey(), two, np.zeros(2))
+    with pytest.raises(UsageError, match="finite"):
+        draw_matches(grey(), grey(), two, two + np.nan)
+    with pytest.raises(UsageError, match="max_lines"):
+        draw_matches(grey(), grey(), two, two, max_lines=-1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "magic"),
+    [(".png", b"\x89PNG"), (".jpg", b"\xff\xd8"), (".JPEG", b"\xff\xd8"), (".pdf", b"%PDF")],
+)
+def test_plot_result_writes_each_format_and_nothing_else(tmp_path, suffix, magic):
+    points = grid_points(30, (400, 300))
+    path = tmp_path / f"plot{suffix}"
+    path.write_text("old")
+    assert plot_result(make_result(points, points, (400, 300), (400, 300)), grey(), grey(), path) == path
+    assert path.read_bytes().startswith(magic)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_plot_result_reads_files_and_is_deterministic(tmp_path):
+    PIL.Image.fromarray(grey()).save(tmp_path / "a.png")
+    points = grid_points(30, (400, 300))
+    result = make_result(points, points, (400, 300), (400, 300))
+    for name in ("one.pdf", "two.pdf", "one.png", "two.png"):
+        plot_result(result, tmp_path / "a.png", image_from_array(grey()), tmp_path / name, title="demo")
+    for suffix in ("pdf", "png"):
+        assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+
+
+def test_plot_result_without_geometry_draws_no_outliers(tmp_path):
+    points = grid_points(10, (400, 300))
+    result = make_result(points, points, (400, 300), (400, 300), "not_estimated", np.zeros(10, bool))
+    plot_result(result, grey(), grey(), tmp_path / "none.png")
+    geometry = dataclasses.replace(result.geometry, status="no_model")
+    plot_result(dataclasses.replace(result, geometry=geometry), grey(), grey(), tmp_path / "failed.png")
+    none, failed = (
+        np.asarray(PIL.Image.open(tmp_path / f"{n}.png"))[HEADER:, :, :3] for n in ("none", "failed")
+    )
+    assert none[coloured(none)][:, 1].mean() > failed[coloured(failed)][:, 1].mean() + 30
+
+
+def test_plot_result_refuses_what_it_cannot_do(tmp_path):
+    points = grid_points(3, (400, 300))
+    result = make_result(points, points, (400, 300), (400, 300))
+    with pytest.raises(UsageError, match=r"\.png.*\.jpg.*\.pdf"):
+        plot_result(result, grey(), grey(), tmp_path / "plot.svg")
+    with pytest.raises(UsageError, match="no folder"):
+        plot_result(result, grey(), grey(), tmp_path / "absent" / "plot.png")
+    with pytest.raises(UsageError, match="image1"):
+        plot_result(result, grey(), grey(300, 400), tmp_path / "plot.png")
+    with pytest.raises(ImageError):
+        plot_result(result, tmp_path / "missing.jpg", grey(), tmp_path / "plot.png")
+    assert list(tmp_path.iterdir()) == []
