@@ -83,6 +83,7 @@ class EstimationConfig:
     max_epipolar_error: float = 1.5
     max_reprojection_error: float = 3.0
     min_inliers: int = 12
+    seed: int = 0  # of the sampling; used by essential only
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class RobustEstimator:
         if any(_on_a_line(side, every, threshold, minimum, chance) for side in (points0, points1)):
             return "degenerate", None
         if kind == "essential":
-            model = _essential(points0, points1, cameras, threshold)
+            model = _essential(points0, points1, cameras, threshold, self.config.seed)
         else:
             model = (_homography if homography else _fundamental)(points0, points1, threshold)
         if model is None or not model.inliers.any():
@@ -185,7 +185,7 @@ def _fundamental(points0: np.ndarray, points1: np.ndarray, threshold: float) -> 
 
 
 def _essential(
-    points0: np.ndarray, points1: np.ndarray, cameras: tuple[Camera, Camera], threshold: float
+    points0: np.ndarray, points1: np.ndarray, cameras: tuple[Camera, Camera], threshold: float, seed: int
 ) -> _Model | None:
     """PoseLib refines the pose on its inliers and drops points behind a camera."""
     dicts = [
@@ -195,6 +195,7 @@ def _essential(
         "max_epipolar_error": threshold,
         "max_iterations": _MAX_ITERATIONS_ESSENTIAL,
         "success_prob": _CONFIDENCE,
+        "seed": seed,
     }
     pose, report = poselib.estimate_relative_pose(points0, points1, *dicts, options, {})
     length = np.linalg.norm(pose.t)

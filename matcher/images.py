@@ -22,6 +22,7 @@ import PIL.Image
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
@@ -45,7 +46,7 @@ def read_image(
     max_pixels: int = MAX_PIXELS,
     mask: PathLike | np.ndarray | None = None,
 ) -> Image:
-    """The first frame of a JPEG, PNG, TIFF, WebP, BMP or (with the `heif` extra) HEIC file.
+    """The first frame of a JPEG, PNG, TIFF, WebP, BMP, PGM, PPM or (with the `heif` extra) HEIC file.
 
     16-bit samples are scaled by their full range; alpha 0 becomes mask False.
 
@@ -133,6 +134,7 @@ _FORMATS: tuple[tuple[str, bytes, Callable[[BinaryIO], PIL.Image.Image]], ...] =
     ("TIFF", rb"II[*+]\0|MM\0[*+]", TiffImageFile),
     ("WebP", rb"RIFF.{4}WEBP", WebPImageFile),
     ("BMP", rb"BM", BmpImageFile),
+    ("PGM or PPM", rb"P[2356]\s", PpmImageFile),
     ("HEIC", rb".{4}ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)", _open_heif),
 )
 
