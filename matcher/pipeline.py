@@ -155,12 +155,7 @@ class Pipeline:
             return None
         if camera0 is None:
             raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
-        cameras = (camera0, camera1 or camera0)
-        for name, camera in zip(("camera0", "camera1"), cameras, strict=True):
-            values = (camera.fx, camera.fy, camera.cx, camera.cy)
-            if not np.isfinite(values).all() or min(camera.fx, camera.fy) <= 0:
-                raise UsageError(f"{name} must have finite values and positive focal lengths, not {values}")
-        return cameras
+        return camera0, camera1 or camera0
 
 
 def threshold_scale(image0: Image, image1: Image, kind: GeometryKind) -> float:

@@ -158,7 +158,8 @@ def _as_tensor(value, name: str) -> Tensor:
         array = np.asarray(value)
         if array.dtype.kind not in "fiub":
             raise UsageError(f"Features.{name} must hold numbers, not {array.dtype}")
-        value = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).copy())
+        # A copy that keeps scalars scalar, which ascontiguousarray would not.
+        value = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     if name == "mask":
         return value.bool()
     if name == "exif":

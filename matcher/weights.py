@@ -160,7 +160,9 @@ def _find_row(name: str, folder: Path | None) -> WeightsRow:
     rows = read_manifest(folder)
     if name not in rows:
         known = ", ".join(rows) or "none"
-        raise IntegrityError(f"no weights named {name!r} and no such file; shipped weights: {known}")
+        raise IntegrityError(
+            f"no weights are named {name!r}; shipped: {known}. A file is given as NAME.safetensors"
+        )
     return rows[name]
 
 

@@ -116,8 +116,10 @@ def summary(result: Result, pipeline: Pipeline) -> str:
     """Some lines for a person."""
     found, geometry, seconds = as_object(result, pipeline), result.geometry, result.seconds
     lines = [
-        f"{found[image]['path']}  {found[image]['width']} x {found[image]['height']}  {found[points]} keypoints"
-        for image, points in (("image0", "keypoints0"), ("image1", "keypoints1"))
+        f"{image['path']}  {image['width']} x {image['height']}  {count} keypoints"
+        for image, count in zip(
+            (found["image0"], found["image1"]), (found["keypoints0"], found["keypoints1"]), strict=True
+        )
     ]
     depth = f", {found['layers_run']} of {found['layers']} layers" if pipeline.layers else ""
     lines.append(f"{found['matches']} matches ({pipeline.preset}{depth})")

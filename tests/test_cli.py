@@ -1,0 +1,283 @@
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+import matcher
+from matcher import pipeline as pipeline_module
+from matcher.cli import main
+from matcher.cli.exits import exit_code_of
+
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = [
+    "preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "layers_run", "layers",
+    "kept0", "kept1", "geometry", "seconds",
+]  # fmt: skip
+ARRAYS = {
+    "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "inliers", "geometry_kind",
+    "matrix", "T_0to1", "size0", "size1",
+}  # fmt: skip
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def match(views: tuple[Path, Path], *options: object) -> int:
+    return run("match", *views, "--preset", "nearest", "--max-keypoints", 400, *options)
+
+
+def test_json_is_one_object_and_nothing_else(views, capfd):
+    assert match(views, "--json") == 0
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert list(found) == KEYS
+    assert found["preset"] == "nearest"
+    assert found["weights"] is None
+    assert found["image0"] == {"path": str(views[0]), "width": 800, "height": 600}
+    assert list(found["geometry"]) == ["kind", "status", "inliers", "matrix", "T_0to1"]
+    assert found["geometry"]["kind"] == "fundamental"
+    assert found["geometry"]["status"] == "ok"
+    assert 12 <= found["geometry"]["inliers"] <= found["matches"]
+    assert np.shape(found["geometry"]["matrix"]) == (3, 3)
+    assert list(found["seconds"]) == ["read", "extract", "match", "verify", "total"]
+
+
+def test_the_network_is_named(views, small_weights, capfd):
+    assert (
+        run("match", *views, "--weights", small_weights, "--json", "--device", "cpu", "--max-keypoints", 200)
+        == 0
+    )
+    found = json.loads(capfd.readouterr().out)
+    assert found["preset"] == "hybrid"
+    assert found["weights"]["name"] == "small"
+    assert len(found["weights"]["sha256"]) == 64
+    assert (found["layers_run"], found["layers"]) == (3, 3)
+
+
+def test_the_default_call_works_with_shipped_weights(views, shipped_weights, capfd):
+    assert run("match", *views) == 0
+    out = capfd.readouterr().out
+    assert "hybrid" in out
+    assert "(ok)" in out
+
+
+def test_the_summary(views, capfd):
+    assert match(views) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "400 keypoints" in out
+    assert "agree with one fundamental (ok)" in out
+
+
+def test_outputs_hold_the_result(views, tmp_path, capfd):
+    assert match(views, "--output", tmp_path / "r.npz", "--geometry", "homography") == 0
+    assert match(views, "--output", tmp_path / "r.json", "--geometry", "homography") == 0
+    result = matcher.load("nearest", max_keypoints=400, geometry="homography").match(*views)
+    saved = np.load(tmp_path / "r.npz", allow_pickle=False)
+    assert set(saved) == ARRAYS
+    np.testing.assert_array_equal(saved["points1"], result.points1)
+    np.testing.assert_array_equal(saved["inliers"], result.geometry.inliers)
+    np.testing.assert_array_equal(saved["matrix"], result.geometry.matrix)
+    assert str(saved["geometry_kind"]) == "homography"
+    assert saved["T_0to1"].shape == (0, 0)
+    assert saved["size0"].tolist() == [800, 600]
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert set(found) == {*KEYS, "arrays"}
+    np.testing.assert_allclose(found["arrays"]["points0"], saved["points0"])
+    assert f"wrote {tmp_path / 'r.json'}" in capfd.readouterr().out
+
+
+def test_a_plot_is_drawn_and_replaced(views, tmp_path):
+    (tmp_path / "m.png").write_bytes(b"old")
+    assert match(views, "--plot", tmp_path / "m.png") == 0
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_essential_needs_a_camera(views, capfd):
+    assert match(views, "--geometry", "essential") == 2
+    assert "needs camera0" in capfd.readouterr().err
+    assert match(views, "--geometry", "essential", "--camera0", "700,700,400,300", "--json") == 0
+    geometry = json.loads(capfd.readouterr().out)["geometry"]
+    assert geometry["kind"] == "essential"
+    assert geometry["T_0to1"] is None or np.shape(geometry["T_0to1"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--camera0", "1,2,3"], 2, "--camera0 must be four numbers"),
+        (["--camera0", "1,2,3,4"], 2, "'essential' only"),
+        (["--geometry", "affine"], 2, "affine"),
+        (["--preset", "superglue"], 2, "Known: hybrid, nearest"),
+        (["--threshold", "7"], 2, "from 0 to 1"),
+        (["--max-keypoints", "0"], 2, "at least 1"),
+        (["--device", "abacus"], 2, "abacus"),
+        (["--output", "r.txt"], 2, ".npz or .json"),
+        (["--output", "none/r.npz"], 2, "make it first"),
+        (["--plot", "r.gif"], 2, ".png"),
+        (["--nonsense"], 2, "--nonsense"),
+        (["--mask0", "gone.png"], 3, "gone.png"),
+        (["--max-pixels", "1000"], 3, "1000"),
+        (["--preset", "hybrid", "--weights", "gone.safetensors"], 5, "gone.safetensors is absent"),
+    ],
+)
+def test_mistakes_have_a_message_and_a_code(views, options, code, message, capfd):
+    assert match(views, *options) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_input_is_never_replaced(views, tmp_path, capfd):
+    picture = tmp_path / "a.png"
+    picture.write_bytes(views[0].read_bytes())
+    assert run("match", picture, views[1], "--preset", "nearest", "--plot", picture) == 2
+    assert "is an input" in capfd.readouterr().err
+    assert picture.read_bytes() == views[0].read_bytes()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"hello", b"half"])
+def test_pictures_that_cannot_be_read(views, tmp_path, content, capfd):
+    path = tmp_path / "bad.jpg"
+    if content is not None:
+        path.write_bytes(views[0].read_bytes()[:20000] if content == b"half" else content)
+    assert run("match", path, views[1], "--preset", "nearest") == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "bad.jpg" in err
+    assert "Traceback" not in err
+
+
+def test_damaged_weights_exit_5(views, small_weights, capfd):
+    small_weights.write_bytes(small_weights.read_bytes()[:5000])
+    assert run("match", *views, "--weights", small_weights) == 5
+    assert "small.safetensors" in capfd.readouterr().err
+
+
+def test_presets_and_version(capfd):
+    assert run("presets") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["hybrid", "nearest"]
+    assert run("--version") == 0
+    assert capfd.readouterr().out == f"matcher {matcher.__version__}\n"
+
+
+def test_weights_are_listed_and_verified(small_weights, monkeypatch, capfd):
+    folder = small_weights.parent
+    data = small_weights.read_bytes()
+    row = {
+        "name": "small", "file": small_weights.name, "sha256": hashlib.sha256(data).hexdigest(),
+        "preset": "hybrid", "licence": "CC0-1.0", "source": "s", "trained_on": "nothing", "metrics": "none",
+    }  # fmt: skip
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
+    (folder / "manifest.toml").write_text(f"[[weights]]\nbytes = {len(data)}\n{text}")
+    monkeypatch.setattr("matcher.weights.FOLDERS", (folder,))
+    assert run("weights", "list") == 0
+    assert "CC0-1.0" in capfd.readouterr().out
+    assert run("weights", "verify") == 0
+    assert "ok       small" in capfd.readouterr().out
+    assert run("weights", "verify", "large") == 2
+    small_weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert run("weights", "verify") == 5
+    assert "1 of 1 weights files" in capfd.readouterr().err
+
+
+def test_internal_errors_have_one_line_and_a_hint(views, monkeypatch, capfd):
+    def broken(*_, **__):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(pipeline_module, "load", broken)
+    assert match(views) == 1
+    err = capfd.readouterr().err
+    assert "internal error: KeyError: 'surprise'" in err
+    assert "MATCHER_DEBUG=1" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("MATCHER_DEBUG", "1")
+    assert match(views) == 1
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (MemoryError(), 6),
+        (OSError(28, "No space left on device"), 6),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), 6),
+        (OSError(5, "Input/output error"), 1),
+        (matcher.UsageError("x"), 2),
+        (matcher.ImageError("x"), 3),
+        (matcher.IntegrityError("x"), 5),
+        (typer.BadParameter("x"), 2),
+    ],
+)
+def test_exit_codes(error, code, capfd):
+    assert exit_code_of(error) == code
+    assert capfd.readouterr().err
+
+
+def test_an_interrupt_returns_130(views, monkeypatch, capfd):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline_module, "load", interrupted)
+    assert match(views) == 130
+
+
+def test_a_full_disk_exits_6_and_leaves_nothing(views, tmp_path, monkeypatch, capfd):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert match(views, "--output", tmp_path / "r.npz") == 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "matcher", *(str(argument) for argument in arguments)]
+
+
+def test_as_a_command(views, tmp_path):
+    arguments = command("match", *views, "--preset", "nearest", "--json", "--output", tmp_path / "r.npz")
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["matches"] > 50
+    assert (tmp_path / "r.npz").exists()
+
+
+def test_help_is_fast_and_loads_nothing_heavy():
+    code = "import sys\nfrom matcher.cli import main\nmain(['--help'])\nprint(*sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not loaded & {"torch", "numpy", "cv2", "matplotlib", "poselib", "PIL", "safetensors", "rich"}
+    before = os.times()
+    subprocess.run(command("--help"), cwd=ROOT, capture_output=True, check=True)
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < 0.3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_a_termination_returns_143():
+    code = (
+        "import sys, time, matcher.cli as cli\n"
+        "cli.COMMANDS['wait'] = lambda: (print('ready', flush=True), time.sleep(30))\n"
+        "sys.exit(cli.main(['wait']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143

@@ -1,0 +1,268 @@
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import matcher
+from matcher.geometry import warp_points
+from matcher.images import image_from_array, read_image
+from matcher.network.inference import AttentionMatcher
+from matcher.pipeline import resolve_device, threshold_scale
+from matcher.types import Camera, Features, Image, ImageError, UsageError
+
+H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
+
+
+@pytest.fixture
+def pair(views) -> tuple[np.ndarray, np.ndarray]:
+    """A picture and its warp by H_0TO1."""
+    picture = cv2.cvtColor(cv2.imread(str(views[0])), cv2.COLOR_BGR2RGB)
+    return picture, cv2.warpPerspective(picture, H_0TO1, (picture.shape[1], picture.shape[0]))
+
+
+@pytest.fixture
+def network(small_weights) -> matcher.Pipeline:
+    """The default preset with small untrained weights."""
+    return matcher.load(weights=small_weights, max_keypoints=300, device="cpu", precision="float32")
+
+
+def share_right(result: matcher.Result, homography: np.ndarray, pixels: float = 3.0) -> float:
+    error = np.linalg.norm(warp_points(result.points0, homography) - result.points1, axis=1)
+    return float(np.mean(error < pixels))
+
+
+@pytest.mark.parametrize("preset", ["hybrid", "nearest"])
+def test_a_known_homography_is_found(pair, small_weights, preset):
+    options = {"weights": small_weights, "device": "cpu"} if preset == "hybrid" else {}
+    pipeline = matcher.load(preset, geometry="homography", max_keypoints=800, **options)
+    result = pipeline.match(*pair)
+    assert share_right(result, H_0TO1) > 0.8
+    assert result.geometry.status == "ok"
+    corners = np.array([[0, 0], [799, 0], [0, 599], [799, 599]], dtype=float)
+    np.testing.assert_allclose(
+        warp_points(corners, result.geometry.matrix), warp_points(corners, H_0TO1), atol=2.0
+    )
+    assert result.matches.layers_run == pipeline.layers == (3 if preset == "hybrid" else 0)
+
+
+def test_shipped_weights_match_a_known_homography(pair, shipped_weights):
+    pipeline = matcher.load(geometry="homography", max_keypoints=800, device="cpu")
+    assert pipeline.weights.name == "hybrid"
+    result = pipeline.match(*pair)
+    assert share_right(result, H_0TO1) > 0.9
+    assert len(result.matches) > 300
+    assert result.matches.scores.min() >= 0.1
+
+
+def test_the_result_is_complete(network, views):
+    result = network.match(*views)
+    assert (result.path0, result.path1) == views
+    assert len(result.matches) > 20
+    assert list(result.seconds) == ["read", "extract", "match", "verify", "total"]
+    parts = [value for stage, value in result.seconds.items() if stage != "total"]
+    assert sum(parts) == pytest.approx(result.seconds["total"])
+    assert min(parts) >= 0
+    assert result.points0.dtype == result.points1.dtype == result.scores.dtype == np.float32
+    assert result.matches.indices.dtype == np.int64
+    assert result.geometry.inliers.shape == (len(result.matches),)
+    np.testing.assert_array_equal(
+        result.points1, result.features1.keypoints.numpy()[result.matches.indices[:, 1]]
+    )
+
+
+def test_matching_twice_gives_the_same_and_leaves_torch_alone(network, views):
+    before = (
+        torch.random.get_rng_state(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+    )
+    first, second = network.match(*views), network.match(*views)
+    after = (
+        torch.random.get_rng_state(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+    )
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    for a, b in ((first.matches.indices, second.matches.indices), (first.scores, second.scores)):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(first.geometry.matrix, second.geometry.matrix)
+
+
+def test_paths_arrays_and_images_give_the_same(network, views):
+    by_path = network.match(*views)
+    by_text = network.match(*(str(view) for view in views))
+    by_image = network.match(*(read_image(view) for view in views))
+    arrays = [cv2.cvtColor(cv2.imread(str(view), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB) for view in views]
+    by_array = network.match(*arrays)
+    for other in (by_text, by_image):
+        np.testing.assert_array_equal(by_path.points0, other.points0)
+    # Two JPEG decoders differ by a grey level here and there.
+    assert abs(len(by_array.matches) - len(by_path.matches)) < 0.1 * len(by_path.matches) + 5
+    assert by_array.path0 is None
+
+
+def test_extract_once_and_match_many(network, views):
+    features = [network.extract(view) for view in views]
+    whole = network.match(*views)
+    np.testing.assert_array_equal(network.match_features(*features).indices, whole.matches.indices)
+    empty = features[0].select(torch.zeros(len(features[0]), dtype=torch.bool))
+    few = features[1].select(torch.arange(40))
+    pairs = [tuple(features), (few, features[0]), (empty, features[1]), (features[0], empty), (empty, empty)]
+    batch = network.match_features_batch(pairs)
+    for pair, together in zip(pairs, batch, strict=True):
+        alone = network.match_features(*pair)
+        np.testing.assert_array_equal(alone.indices, together.indices)
+        np.testing.assert_allclose(alone.scores, together.scores, atol=1e-5)
+    assert [len(matches) for matches in batch[2:]] == [0, 0, 0]
+    for matches in batch:
+        assert matches.indices.dtype == np.int64
+        assert matches.indices.shape == (len(matches), 2)
+        assert matches.points0.shape == matches.points1.shape == (len(matches), 2)
+        assert matches.scores.dtype == matches.points0.dtype == np.float32
+    assert network.match_features_batch([]) == []
+
+
+@pytest.mark.parametrize("preset", ["hybrid", "nearest"])
+def test_black_and_tiny_pictures_give_no_matches(small_weights, preset):
+    options = {"weights": small_weights, "device": "cpu"} if preset == "hybrid" else {}
+    pipeline = matcher.load(preset, **options)
+    for picture in (np.zeros((100, 120), np.uint8), np.full((1, 1, 3), 200, np.uint8)):
+        result = pipeline.match(picture, picture)
+        assert len(result.matches) == 0
+        assert result.points0.shape == (0, 2)
+        assert result.geometry.status == "too_few"
+        assert result.geometry.matrix is None
+
+
+def test_masks_keep_keypoints_inside(network, pair, tmp_path):
+    mask = np.zeros(pair[0].shape[:2], np.uint8)
+    mask[:, :400] = 255
+    cv2.imwrite(str(tmp_path / "mask.png"), mask)
+    for given in (mask, tmp_path / "mask.png"):
+        result = network.match(*pair, mask0=given)
+        assert len(result.features0) > 50
+        assert float(result.features0.keypoints[:, 0].max()) < 402
+        assert float(result.features1.keypoints[:, 0].max()) > 500
+    with pytest.raises(UsageError, match="own mask"):
+        network.extract(image_from_array(pair[0]), mask)
+
+
+def test_results_are_in_stored_pixels_whatever_the_resize(pair):
+    pipeline = matcher.load("nearest", resize=400, geometry="homography")
+    large = [cv2.resize(picture, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC) for picture in pair]
+    shift = np.array([[2, 0, 0.5], [0, 2, 0.5], [0, 0, 1]])
+    expected = shift @ H_0TO1 @ np.linalg.inv(shift)
+    result = pipeline.match(*large)
+    assert result.features0.size.tolist() == [1600, 1200]
+    # 3 pixels of the resized picture are 12 of the stored one.
+    assert share_right(result, expected, pixels=12.0) > 0.9
+    inliers = result.geometry.inliers
+    error = np.linalg.norm(warp_points(result.points0, result.geometry.matrix) - result.points1, axis=1)
+    assert error[inliers].max() <= 12.1
+    assert error[inliers].max() > 3.0
+
+
+def test_the_threshold_scale_follows_the_residual():
+    def image(scale: float) -> Image:
+        return Image(np.zeros((2, 2), np.uint8), (2, 2), (scale, scale))
+
+    for kind in ("fundamental", "homography", "essential"):
+        assert threshold_scale(image(0.25), image(0.25), kind) == pytest.approx(4)
+    assert threshold_scale(image(0.25), image(0.5), "homography") == pytest.approx(2)
+    # Sampson: a point off by one resized pixel in both pictures (4 and 2 stored ones).
+    expected = 1 / np.sqrt((1 / 4**2 + 1 / 2**2) / 2)
+    assert threshold_scale(image(0.25), image(0.5), "fundamental") == pytest.approx(expected)
+
+
+def test_essential_needs_cameras_and_others_refuse_them(views):
+    camera = Camera(700, 700, 400, 300)
+    with pytest.raises(UsageError, match="needs camera0"):
+        matcher.load("nearest", geometry="essential").match(*views)
+    with pytest.raises(UsageError, match="'essential' only"):
+        matcher.load("nearest").match(*views, camera1=camera)
+    geometry = matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry
+    assert geometry.kind == "essential"
+    assert geometry.T_0to1 is None or np.linalg.norm(geometry.T_0to1[:3, 3]) == pytest.approx(1)
+
+
+def test_options_reach_the_network(small_weights):
+    options = {"match_threshold": 0.7, "early_exit": False, "pruning": False, "precision": "bfloat16"}
+    pipeline = matcher.load(weights=small_weights, device="cpu", **options)
+    assert isinstance(pipeline.matcher, AttentionMatcher)
+    assert pipeline.matcher.precision == "bfloat16"
+    config = pipeline.matcher.model.config
+    assert config.match_threshold == 0.7
+    assert not config.adaptivity.early_exit
+    assert not config.adaptivity.pruning
+    assert config == pipeline.config.matcher
+    assert pipeline.layers == 3
+    default = matcher.load(weights=small_weights, device="cpu", precision="float32").matcher.model
+    for key, value in default.state_dict().items():
+        torch.testing.assert_close(
+            value, pipeline.matcher.model.state_dict()[key].float(), rtol=1e-2, atol=1e-2
+        )
+
+
+def test_the_threshold_cuts_matches(small_weights, pair):
+    options = {"weights": small_weights, "device": "cpu", "precision": "float32", "max_keypoints": 300}
+    low = matcher.load(match_threshold=0.02, **options).match(*pair).matches
+    middle = float(np.median(low.scores))
+    high = matcher.load(match_threshold=middle, **options).match(*pair).matches
+    assert len(low) > 20
+    kept = low.indices[low.scores > middle]
+    np.testing.assert_array_equal(high.indices[: len(kept)], kept)
+    assert len(high) <= len(low) / 2 + 1
+
+
+def test_bad_calls_are_refused(network, views):
+    with pytest.raises(UsageError, match="did you mean 'max_keypoints'"):
+        matcher.load("nearest", max_keypoint=3)
+    with pytest.raises(UsageError, match="unknown preset 'superglue'"):
+        matcher.load("superglue")
+    with pytest.raises(UsageError, match="front end sift has no weights"):
+        matcher.load("nearest", frontend_weights="x.safetensors")
+    with pytest.raises(UsageError, match="not list"):
+        network.match([[0, 1]], views[1])
+    with pytest.raises(ImageError, match="gone"):
+        network.match("gone.jpg", views[1])
+    with pytest.raises(UsageError, match="precision"):
+        matcher.load(precision="float8")
+
+
+def test_features_that_do_not_fit_are_refused(network, views):
+    features = network.extract(views[0])
+    with pytest.raises(UsageError, match="unstack"):
+        network.match_features(Features.stack([features]), Features.stack([features]))
+    with pytest.raises(UsageError, match="sift features, not disk"):
+        network.match_features(replace(features, kind="disk"), replace(features, kind="disk"))
+    with pytest.raises(UsageError, match="64-d"):
+        narrow = replace(features, descriptors=features.descriptors[:, :64])
+        network.match_features(narrow, narrow)
+
+
+def test_devices():
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UsageError, match="not one of"):
+        resolve_device("gpu")
+    for name in ["cuda:99", "mps:7", "meta"] + ([] if torch.cuda.is_available() else ["cuda"]):
+        with pytest.raises(UsageError, match="not available"):
+            resolve_device(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_matches_of_the_processor(small_weights, pair):
+    results = [
+        matcher.load(weights=small_weights, device=device, precision="float32", max_keypoints=500).match(
+            *pair
+        )
+        for device in ("cpu", "cuda")
+    ]
+    on_cpu, on_gpu = ({tuple(row) for row in result.matches.indices.tolist()} for result in results)
+    assert len(on_cpu ^ on_gpu) <= 0.01 * len(on_cpu)

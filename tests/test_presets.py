@@ -1,0 +1,83 @@
+import pytest
+
+from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, from_dict, to_dict
+from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
+from matcher.types import UsageError
+from matcher.weights import load_model, read_manifest
+
+
+def test_names_and_default():
+    assert set(PRESETS) == {"hybrid", "nearest"}
+    assert find_preset(DEFAULT_PRESET).weights == "hybrid"
+    with pytest.raises(UsageError, match="did you mean 'hybrid'"):
+        find_preset("hybird")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_plain_dictionaries(name):
+    assert from_dict(PipelineConfig, to_dict(PRESETS[name])) == PRESETS[name]
+
+
+def test_options_land_in_their_places():
+    options = {
+        "max_keypoints": 512,
+        "resize": 640,
+        "geometry": "homography",
+        "match_threshold": 0.3,
+        "early_exit": False,
+        "pruning": False,
+        "device": "cpu",
+    }
+    config = configure(PRESETS["hybrid"], options)
+    assert (config.extractor.max_keypoints, config.extractor.resize) == (512, 640)
+    assert config.estimation.kind == "homography"
+    assert isinstance(config.matcher, NetworkConfig)
+    assert config.matcher.match_threshold == 0.3
+    assert not config.matcher.adaptivity.early_exit
+    assert not config.matcher.adaptivity.pruning
+    assert config.matcher.context == PRESETS["hybrid"].matcher.context
+
+
+def test_none_means_the_presets_own_value():
+    nothing = dict.fromkeys(LoadOptions.__annotations__)
+    for config in PRESETS.values():
+        assert configure(config, nothing) == config
+
+
+def test_the_threshold_of_nearest_is_its_ratio():
+    config = configure(PRESETS["nearest"], {"match_threshold": 0.25})
+    assert config.matcher == NearestConfig(ratio=0.75)
+    assert depth(config) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_keypoint": 5}, r"did you mean 'max_keypoints'\? Known: weights, .*max_pixels"),
+        ({"zzz": 5}, "unknown option 'zzz'. Known: weights"),
+        ({"max_keypoints": 0}, "at least 1"),
+        ({"max_keypoints": "many"}, "whole number"),
+        ({"resize": True}, "whole number"),
+        ({"match_threshold": 1.5}, "from 0 to 1"),
+        ({"match_threshold": float("nan")}, "from 0 to 1"),
+        ({"early_exit": "yes"}, "early_exit"),
+        ({"geometry": "affine"}, "fundamental, homography, essential, none"),
+        ({"upright": 1}, "True or False"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        configure(PRESETS["hybrid"], options)
+
+
+@pytest.mark.parametrize("options", [{"weights": "hybrid"}, {"pruning": True}, {"precision": "bfloat16"}])
+def test_options_without_use_are_refused(options):
+    with pytest.raises(UsageError, match="no network"):
+        configure(PRESETS["nearest"], options)
+
+
+def test_presets_agree_with_the_shipped_weights(shipped_weights):
+    for name, config in PRESETS.items():
+        if config.weights is not None:
+            assert read_manifest()[config.weights].preset == name
+            assert load_model(config.weights)[0].config == config.matcher

@@ -1,0 +1,195 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from matcher.config import to_dict
+from matcher.types import IntegrityError
+from matcher.weights import load_model, read_manifest, save_model, verify
+
+ROW = """
+[[weights]]
+name = "small"
+file = "small.safetensors"
+sha256 = "{digest}"
+bytes = {size}
+preset = "hybrid"
+licence = "Apache-2.0"
+source = "this test"
+trained_on = "nothing"
+metrics = "none"
+"""
+
+
+@pytest.fixture
+def shelf(small_weights) -> Path:
+    """A folder with a manifest and the weights it names."""
+    data = small_weights.read_bytes()
+    row = ROW.format(digest=hashlib.sha256(data).hexdigest(), size=len(data))
+    (small_weights.parent / "manifest.toml").write_text(row)
+    return small_weights.parent
+
+
+def config_of(model) -> dict[str, str]:
+    return {"config": json.dumps(to_dict(model.config))}
+
+
+def test_a_model_survives_the_round_trip(small_model, tmp_path):
+    path = tmp_path / "m.safetensors"
+    digest = save_model(small_model, path, {"recipe": "none"})
+    before = torch.random.get_rng_state()
+    loaded, found, name = load_model(path)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert (found, name) == (digest, "m")
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert loaded.config == small_model.config
+    assert not loaded.training
+    expected, state = small_model.state_dict(), loaded.state_dict()
+    assert state.keys() == expected.keys()
+    for key, value in state.items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected[key].half().float(), rtol=0, atol=0)
+
+
+def test_saving_again_gives_the_loaded_values(small_weights, tmp_path):
+    save_model(load_model(small_weights)[0], tmp_path / "again.safetensors")
+    first, second = load_file(small_weights), load_file(tmp_path / "again.safetensors")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_bfloat16_files_load_as_float32(small_model, tmp_path):
+    tensors = {key: value.bfloat16() for key, value in small_model.state_dict().items()}
+    save_file(tensors, tmp_path / "b.safetensors", metadata=config_of(small_model))
+    assert {p.dtype for p in load_model(tmp_path / "b.safetensors")[0].parameters()} == {torch.float32}
+
+
+def test_what_float16_cannot_hold_is_not_saved(small_model, tmp_path):
+    with torch.no_grad():
+        small_model.project.weight[0, 0] = 1e6
+    with pytest.raises(IntegrityError, match=r"not finite in float16: project\.weight"):
+        save_model(small_model, tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shipped_name_is_checked_and_loaded(shelf):
+    rows = read_manifest(shelf)
+    assert verify(rows["small"], shelf) == shelf / "small.safetensors"
+    model, digest, name = load_model("small", shelf)
+    assert (digest, name) == (rows["small"].sha256, "small")
+    assert model.config.context.dim == 48
+
+
+@pytest.mark.parametrize("position", [0, 9, 2000, -1])
+def test_one_flipped_bit_of_a_shipped_file_is_noticed(shelf, position):
+    path = shelf / "small.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    for check in (lambda: load_model("small", shelf), lambda: verify(read_manifest(shelf)["small"], shelf)):
+        with pytest.raises(
+            IntegrityError, match=r"small\.safetensors is damaged: sha256 .*git checkout"
+        ) as caught:
+            check()
+        assert caught.value.exit_code == 5
+
+
+def test_a_shipped_file_that_is_cut_or_gone_is_noticed(shelf):
+    path = shelf / "small.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(IntegrityError, match="bytes instead of"):
+        load_model("small", shelf)
+    path.unlink()
+    with pytest.raises(IntegrityError, match="is absent: restore it with"):
+        load_model("small", shelf)
+
+
+def test_unknown_names_and_absent_files(shelf):
+    with pytest.raises(IntegrityError, match="no weights are named 'large'; shipped: small"):
+        load_model("large", shelf)
+    with pytest.raises(IntegrityError, match=r"gone\.safetensors is absent"):
+        load_model(shelf / "gone.safetensors")
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        load_model(shelf)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.5, 0.999])
+def test_a_file_cut_anywhere_is_refused(small_weights, share):
+    data = small_weights.read_bytes()
+    small_weights.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(IntegrityError, match=r"small\.safetensors .*(cut short|intact)"):
+        load_model(small_weights)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"hello\n", "cut short"),
+        (b"<!DOCTYPE html><html><body>404 Not Found</body></html>" * 9, "not a safetensors file"),
+        (b"\xff" * 4096, "not a safetensors file"),
+        (b"PK\x03\x04" + b"\0" * 400, "pickle"),
+        (b"\x80\x02}q\x00." * 40, "pickle"),
+        (save({"a": torch.zeros(3)}), "no configuration"),
+        (save({"a": torch.zeros(3)}, metadata={"config": "{"}), "configuration that cannot be used"),
+        (save({"a": torch.zeros(3)}, metadata={"config": '{"depth": 3}'}), "unknown key depth"),
+        (save({"a": torch.zeros(3)}, metadata={"config": '{"context": {"dim": 7}}'}), "no network can have"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=message) as caught:
+        load_model(path)
+    assert str(path) in str(caught.value)
+
+
+def test_wrong_tensors_are_listed(small_model, tmp_path):
+    tensors = {key: value.clone() for key, value in small_model.state_dict().items()}
+    del tensors["project.bias"]
+    tensors["stranger"] = torch.zeros(2)
+    tensors["project.weight"] = torch.zeros(48, 64)
+    tensors["layers.0.within.out.bias"][3] = float("nan")
+    save_file(tensors, tmp_path / "m.safetensors", metadata=config_of(small_model))
+    with pytest.raises(IntegrityError) as caught:
+        load_model(tmp_path / "m.safetensors")
+    for part in (
+        "missing: project.bias",
+        "extra: stranger",
+        "misshaped: project.weight is (48, 64), not (48, 128)",
+        "not finite: layers.0.within.out.bias",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[weights]",
+        '[[weights]]\nname = "x"',
+        ROW.replace("small.safe", "../small.safe"),
+        'weights = "x"',
+        "\0",
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path, text):
+    (tmp_path / "manifest.toml").write_text(text.format(digest="0", size=1) if "{" in text else text)
+    with pytest.raises(IntegrityError, match=r"manifest\.toml is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_an_absent_manifest_is_refused(tmp_path):
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        read_manifest(tmp_path)
+
+
+def test_shipped_weights_are_what_the_manifest_says(shipped_weights):
+    rows = read_manifest()
+    assert "hybrid" in rows
+    for row in rows.values():
+        assert verify(row).stat().st_size == row.bytes <= 25e6
+        assert all((row.licence, row.source, row.trained_on, row.metrics))
+        model, digest, name = load_model(row.name)
+        assert (digest, name) == (row.sha256, row.name)
+        assert sum(p.numel() for p in model.parameters()) > 100_000
