@@ -31,7 +31,6 @@ _SIDE, _GAP, _HEADER, _MIN_WIDTH, _DPI = 800, 12, 52, 960, 100  # pixels; _SIDE:
 _CELL = 64  # pixels; the drawn lines are spread over cells of this size
 _DIM = 0.85  # brightness of the pictures below the lines
 _OUTLIER = (0.84, 0.37, 0.0)  # vermilion of Okabe and Ito's palette
-_CONFIDENCE = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +227,7 @@ def _draw_lines(
     inner, outer = by_score[good[by_score]], by_score[~good[by_score]]
     lines_in = _spread(inner, ends[:, 0], max_lines)
     lines_out = _spread(outer, ends[:, 0], max_lines // 4)
-    colours = _CONFIDENCE(np.clip(scores, 0, 1))
+    colours = _confidence_colours()(np.clip(scores, 0, 1))
     crowd = min(1.0, len(lines_in) / 200)
     alpha, width = 0.9 - 0.35 * crowd, 1.3 - 0.4 * crowd
     axes.add_collection(
@@ -255,6 +254,10 @@ def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
     return best_first[np.sort(chosen)][::-1]
 
 
+def _confidence_colours() -> ListedColormap:
+    return ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
+
+
 def _dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
     axes.scatter(points[:, 0], points[:, 1], s=area, color=colour, alpha=alpha, linewidths=0)
 
@@ -277,7 +280,7 @@ def _draw_header(
     style = {"fontsize": 8, "va": "center", "color": "0.35"}
     y = 1 - 38 / height
     bar = figure.add_axes((88 / width, y - 4 / height, 120 / width, 8 / height))
-    bar.imshow(np.linspace(0, 1, 64)[None], cmap=_CONFIDENCE, aspect="auto")
+    bar.imshow(np.linspace(0, 1, 64)[None], cmap=_confidence_colours(), aspect="auto")
     bar.set_axis_off()
     figure.text(12 / width, y, "confidence 0", **style)
     legend = "1"

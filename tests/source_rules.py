@@ -1,0 +1,215 @@
+"""The house rules as functions of parsed source: floors, circles, import-time work, public descriptions."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FACADE = "matcher"  # matcher/__init__.py: names its modules in strings, imported by the top floor only
+TOP = 11
+
+FLOORS = {
+    "types": 1,
+    "config": 1,
+    "geometry": 2,
+    "presets": 2,
+    "files": 2,
+    "images": 3,
+    "estimation": 3,
+    "frontends": 3,
+    "network": 3,
+    "nearest": 4,
+    "retrieval": 4,
+    "weights": 5,
+    "checkpoints": 6,
+    "pipeline": 7,
+    "sequence": 8,
+    "collection": 8,
+    "drawing": 8,
+    "evaluation": 8,
+    "explain": 9,
+    "training": 9,
+    "report": 10,
+    "cli": TOP,
+    "web": TOP,
+    "__main__": TOP + 1,
+}
+
+# Calls that may run while a module is imported: they build a constant and touch nothing else.
+PURE_CALLS = {
+    "NewType",
+    "Path",
+    "TypeVar",
+    "dict",
+    "frozenset",
+    "namedtuple",
+    "np.array",
+    "range",
+    "re.compile",
+    "replace",
+    "tuple",
+    "typer.Argument",
+    "typer.Option",
+    "field",
+    "dataclass",
+    "torch.inference_mode",
+    "torch.no_grad",
+}
+Modules = dict[str, ast.Module]
+
+
+def read_package() -> Modules:
+    """Every module of the package by its dotted name, a folder's `__init__` under the folder's."""
+    modules = {}
+    for path in sorted((ROOT / "matcher").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return modules
+
+
+def made_up(**sources: str) -> Modules:
+    """A small package to try the rules on: `network__model="..."` is `matcher.network.model`."""
+    return {f"matcher.{name.replace('__', '.')}": ast.parse(text) for name, text in sources.items()}
+
+
+def imports(modules: Modules, name: str) -> set[str]:
+    """All that a module imports, at any depth, as dotted names; `from room import file` names the file."""
+    found = set()
+    for node in ast.walk(modules[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                is_package = any(other.startswith(f"{name}.") for other in modules)
+                parts = name.split(".")
+                kept = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*kept, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in modules else base)
+    return found
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else FACADE
+
+
+def floor_faults(modules: Modules) -> list[str]:
+    """Imports that go up or sideways."""
+    faults = []
+    for name in modules:
+        here = room(name)
+        for target in sorted(imports(modules, name)):
+            if target.split(".")[0] != "matcher":
+                continue
+            there = room(target)
+            if here == FACADE:
+                faults.append(f"{name} imports {target}: the facade is lazy")
+            elif there == FACADE:
+                if FLOORS.get(here, 0) < TOP:
+                    faults.append(f"{name} imports the facade")
+            elif there != here and FLOORS.get(there, 99) >= FLOORS.get(here, 0):
+                faults.append(
+                    f"{name} (floor {FLOORS.get(here)}) imports {target} (floor {FLOORS.get(there)})"
+                )
+    return faults
+
+
+def circles(modules: Modules) -> list[str]:
+    """Modules that import themselves by way of others."""
+    edges = {name: imports(modules, name) & set(modules) - {FACADE} for name in modules}
+    found = []
+    for start in edges:
+        seen, open_ends = set(), list(edges[start])
+        while open_ends:
+            name = open_ends.pop()
+            if name not in seen:
+                seen.add(name)
+                open_ends += edges[name]
+        if start in seen:
+            found.append(start)
+    return found
+
+
+def import_time_faults(module: ast.Module, *, is_main: bool = False) -> list[str]:
+    """Statements and calls outside functions that do more than define something."""
+    faults = []
+    for node in module.body:
+        if isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            if test not in ("TYPE_CHECKING", "typing.TYPE_CHECKING") and not (is_main and "__name__" in test):
+                faults.append(f"line {node.lineno}: if {test}")
+        else:
+            faults += _statement_faults(node)
+    return faults
+
+
+def _statement_faults(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Pass)):
+        return []
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        defaults = [d for d in (*node.args.defaults, *node.args.kw_defaults) if d is not None]
+        return _call_faults(*defaults, *node.decorator_list)
+    if isinstance(node, ast.ClassDef):
+        inner = [fault for statement in node.body for fault in _statement_faults(statement)]
+        return inner + _call_faults(*node.decorator_list)
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return _call_faults(node.value) if node.value is not None else []
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return []  # a docstring, or the ... of a protocol
+    return [f"line {node.lineno}: {ast.unparse(node)[:60]}"]
+
+
+def _call_faults(*nodes: ast.expr) -> list[str]:
+    faults = []
+    for call in (inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+        name = ast.unparse(call.func)
+        builds_dataclass = re.fullmatch(r"[A-Z]\w*(Config|Recipe)", name)
+        on_path = name.startswith("Path(") and name.endswith((".resolve", ".with_name", ".joinpath"))
+        if not (name in PURE_CALLS or builds_dataclass or on_path):
+            faults.append(f"line {call.lineno}: calls {name}")
+    return faults
+
+
+def definitions(module: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(module) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def public_faults(module: ast.Module) -> list[str]:
+    """Public functions, classes and methods without a docstring or with a bare argument or result."""
+    faults = []
+    for node in module.body:
+        if isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        ) and not node.name.startswith("_"):
+            methods = node.body if isinstance(node, ast.ClassDef) else []
+            functions = [
+                node,
+                *(m for m in methods if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef))),
+            ]
+            for part in functions:
+                special = part.name.startswith("__")
+                if part.name.startswith("_") and not special:
+                    continue
+                if not special and not ast.get_docstring(part):
+                    faults.append(f"{part.name} (line {part.lineno}) has no docstring")
+                if not isinstance(part, ast.ClassDef):
+                    faults += _annotation_faults(part)
+    return faults
+
+
+def _annotation_faults(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    arguments = function.args
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    where = f"{function.name} (line {function.lineno})"
+    bare = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+    faults = [f"{where}: {', '.join(bare)} not annotated"] if bare else []
+    return faults if function.returns is not None else [*faults, f"{where}: result not annotated"]

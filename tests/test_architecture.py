@@ -1,0 +1,198 @@
+"""The house rules, checked on every file of the package, and the exact list of public names."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from source_rules import (
+    FACADE,
+    FLOORS,
+    ROOT,
+    circles,
+    definitions,
+    floor_faults,
+    import_time_faults,
+    imports,
+    made_up,
+    public_faults,
+    read_package,
+    room,
+)
+
+import matcher
+
+PUBLIC_NAMES = [
+    "PRESETS",
+    "Camera",
+    "Features",
+    "Image",
+    "ImageError",
+    "IntegrityError",
+    "Matches",
+    "MatcherError",
+    "Pipeline",
+    "Result",
+    "TwoViewGeometry",
+    "UsageError",
+    "__version__",
+    "load",
+    "plot_result",
+    "read_image",
+]
+
+GLOBAL_SWITCHES = re.compile(
+    r"torch\.(set_\w+|use_deterministic_algorithms|autograd\.set_\w+|cuda\.set_\w+)|np\.random\.(seed|set_state)"
+    r"|np\.seterr|random\.seed|cv2\.(setRNGSeed|setUseOptimized|ocl\.setUseOpenCL)|matplotlib\.(use|rc|rcdefaults)"
+    r"|warnings\.filterwarnings"
+)
+HEAVY = {"torch", "cv2", "numpy", "matplotlib", "PIL", "poselib", "safetensors", "kornia"}
+# What pyproject.toml calls by another name than Python does.
+IMPORT_NAMES = {"opencv-python-headless": "cv2", "pillow": "PIL", "pillow-heif": "pillow_heif"}
+TRAINING_MAY_USE = {"torch", "numpy", "cv2", "safetensors"}
+
+PACKAGE = read_package()
+FILES = sorted((ROOT / "matcher").rglob("*.py"))
+
+
+def in_all(check) -> list[str]:
+    return [f"{name}: {fault}" for name, module in PACKAGE.items() for fault in check(name, module)]
+
+
+def test_every_file_has_a_floor():
+    unknown = {name for name in PACKAGE if room(name) != FACADE and room(name) not in FLOORS}
+    assert not unknown, f"give these a floor in FLOORS and in the design: {sorted(unknown)}"
+
+
+def test_imports_go_down():
+    assert floor_faults(PACKAGE) == []
+
+
+def test_no_circles():
+    assert circles(PACKAGE) == []
+
+
+def test_the_rules_of_floors_see_every_kind_of_import():
+    assert floor_faults(made_up(types="import torch", geometry="from matcher.types import Image")) == []
+    assert floor_faults(made_up(images="", drawing="from matcher import images")) == []
+    assert floor_faults(made_up(network__model="from .context import Layer", network__context="")) == []
+    for bad in (
+        made_up(types="from matcher.geometry import resized", geometry=""),  # up
+        made_up(geometry="def f():\n    from matcher.pipeline import load", pipeline=""),  # up, in a function
+        made_up(images="import matcher.estimation", estimation=""),  # sideways
+        made_up(network__model="from ..frontends import sift", frontends__sift=""),  # sideways, relative
+        made_up(images="from . import pipeline", pipeline=""),  # up, relative
+        made_up(pipeline="import matcher"),  # the facade from below
+        {
+            **made_up(pipeline=""),
+            "matcher": ast.parse("from matcher.pipeline import load"),
+        },  # a facade not lazy
+    ):
+        assert len(floor_faults(bad)) == 1
+    turn = made_up(network__a="from .b import x", network__b="def f():\n    from matcher.network import a")
+    assert circles(turn) == ["matcher.network.a", "matcher.network.b"]
+
+
+def test_nothing_runs_at_import():
+    assert in_all(lambda name, module: import_time_faults(module, is_main=name == "matcher.__main__")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.set_num_threads(1)",
+        "x = open('file')",
+        "for i in range(3):\n    pass",
+        "try:\n    import torch\nexcept ImportError:\n    torch = None",
+        "if True:\n    x = 1",
+        "class A:\n    x = load()",
+        "def f(x=load()):\n    pass",
+        "@register('name')\ndef f():\n    pass",
+        "if __name__ == '__main__':\n    main()",
+    ],
+)
+def test_work_at_import_is_seen(source):
+    assert len(import_time_faults(ast.parse(source))) == 1
+
+
+def test_no_global_switches_and_no_import_by_string():
+    def switches(name: str, module: ast.Module) -> list[str]:
+        calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
+        faults = [call for call in calls if GLOBAL_SWITCHES.fullmatch(call)]
+        if name != FACADE:
+            faults += [
+                call for call in calls if call.endswith(("import_module", "__import__", "exec", "eval"))
+            ]
+        return [fault for fault in faults if not fault.endswith(".eval")]
+
+    assert in_all(switches) == []
+
+
+def test_names_say_what_things_are():
+    forbidden = re.compile(r"(^|_)(utils?|helpers?)($|_)|^base(_|$)", re.IGNORECASE)
+    bad = [str(path) for path in FILES if forbidden.search(path.stem) or forbidden.search(path.parent.name)]
+    for name, module in PACKAGE.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef) and re.search(r"Manager|Wrapper|Helper|Utils?$", node.name):
+                bad.append(f"{name}.{node.name}")
+    assert bad == []
+
+
+def test_files_and_functions_can_be_read_in_one_sitting():
+    long_files = [
+        f"{p.name}: {n} lines" for p in FILES if (n := len(p.read_text("utf-8").splitlines())) > 300
+    ]
+    assert long_files == []
+
+    def long_functions(_: str, module: ast.Module) -> list[str]:
+        lengths = [(node.name, node.end_lineno - node.lineno + 1) for node in definitions(module)]
+        return [f"{name}: {length} lines" for name, length in lengths if length > 50]
+
+    assert in_all(long_functions) == []
+
+
+def test_the_public_parts_are_described_and_typed():
+    assert [name for name, module in PACKAGE.items() if not ast.get_docstring(module)] == []
+    assert in_all(lambda _, module: public_faults(module)) == []
+
+
+def test_only_declared_dependencies_are_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project.get("optional-dependencies", {})
+    wanted = [
+        *project["dependencies"],
+        *(item for name, group in extras.items() if name != "test" for item in group),
+    ]
+    names = [re.match(r"[\w.-]+", item)[0].lower() for item in wanted]
+    declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+    assert "torchvision" not in names
+    for module in PACKAGE:
+        outside = {target.split(".")[0] for target in imports(PACKAGE, module)} - set(sys.stdlib_module_names)
+        assert outside <= declared | {"matcher"}, f"{module} imports {outside - declared - {'matcher'}}"
+        if room(module) == "training":
+            assert outside <= TRAINING_MAY_USE | {"matcher"}, module
+        assert "matplotlib.pyplot" not in imports(PACKAGE, module), f"{module}: pyplot keeps global state"
+
+
+def test_help_stays_light():
+    code = (
+        "import json, sys, matcher, matcher.cli\n"
+        "code = matcher.cli.main(['--help'])\n"
+        "print('\\n' + json.dumps([code, sorted({name.split('.')[0] for name in sys.modules})]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    code, loaded = json.loads(run.stdout.splitlines()[-1])
+    assert code == 0
+    assert not HEAVY & set(loaded)
+
+
+def test_public_names_are_exactly_these():
+    assert sorted(matcher.__all__) == sorted(PUBLIC_NAMES)
+    assert sorted(dir(matcher)) == sorted(PUBLIC_NAMES)
+    for name in PUBLIC_NAMES:
+        assert getattr(matcher, name) is not None
+    with pytest.raises(AttributeError, match="load"):
+        matcher.absent  # noqa: B018
