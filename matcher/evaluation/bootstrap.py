@@ -1,0 +1,65 @@
+"""How sure a figure is: 95 % intervals by resampling the pairs (Efron 1979), seeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 1000
+COVERAGE = 0.95
+Statistic = Callable[[np.ndarray], np.ndarray]  # (…, n) → (…,)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def resample(count: int, seed: int) -> np.ndarray:
+    """(RESAMPLES, count) int64 indices drawn with replacement; the same for every row of a table."""
+    return np.random.default_rng([seed, count]).integers(0, count, (RESAMPLES, count))
+
+
+def estimate(values: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
+    """A statistic of the pairs' values, and the percentile interval over resampled pairs.
+
+    Args:
+        values: (S, n): of n pairs under S estimator seeds; the statistic is averaged over the seeds.
+        statistic: along the last axis.
+        draws: (R, n) from `resample`.
+    """
+    return _summary(statistic(values).mean(), statistic(values[:, draws]).mean(axis=0))
+
+
+def difference(values: np.ndarray, other: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
+    """As `estimate`, of the difference between two rows on the same resampled pairs (a paired interval)."""
+    value = statistic(values).mean() - statistic(other).mean()
+    resampled = statistic(values[:, draws]).mean(axis=0) - statistic(other[:, draws]).mean(axis=0)
+    return _summary(value, resampled)
+
+
+def mean(values: np.ndarray) -> np.ndarray:
+    """Mean along the last axis of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    count = known.sum(axis=-1)
+    total = np.where(known, values, 0.0).sum(axis=-1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def median(values: np.ndarray) -> np.ndarray:
+    """Median along the last axis."""
+    return np.median(values, axis=-1) if values.shape[-1] else np.full(values.shape[:-1], np.nan)
+
+
+def _summary(value: float, resampled: np.ndarray) -> Estimate:
+    known = resampled[np.isfinite(resampled)]
+    if not len(known):
+        return Estimate(float(value), float("nan"), float("nan"))
+    low, high = np.percentile(known, [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)])
+    return Estimate(float(value), float(low), float(high))
