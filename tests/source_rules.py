@@ -1,7 +1,6 @@
 """The house rules as functions of parsed source: floors, circles, import-time work, public descriptions."""
 
 import ast
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,8 +132,22 @@ def circles(modules: Modules) -> list[str]:
     return found
 
 
-def import_time_faults(module: ast.Module, *, is_main: bool = False) -> list[str]:
-    """Statements and calls outside functions that do more than define something."""
+def plain_classes(modules: Modules) -> frozenset[str]:
+    """Dataclasses and named tuples of the package: to build one at import is a constant, not work."""
+    classes = [
+        node for module in modules.values() for node in ast.walk(module) if isinstance(node, ast.ClassDef)
+    ]
+    marks = {
+        node.name: {ast.unparse(d).split("(")[0] for d in (*node.decorator_list, *node.bases)}
+        for node in classes
+    }
+    return frozenset(name for name, mark in marks.items() if mark & {"dataclass", "NamedTuple"})
+
+
+def import_time_faults(
+    module: ast.Module, plain: frozenset[str] = frozenset(), *, is_main: bool = False
+) -> list[str]:
+    """Statements and calls outside functions that do more than define; `plain` classes may be built."""
     faults = []
     for node in module.body:
         if isinstance(node, ast.If):
@@ -142,33 +155,33 @@ def import_time_faults(module: ast.Module, *, is_main: bool = False) -> list[str
             if test not in ("TYPE_CHECKING", "typing.TYPE_CHECKING") and not (is_main and "__name__" in test):
                 faults.append(f"line {node.lineno}: if {test}")
         else:
-            faults += _statement_faults(node)
+            faults += _statement_faults(node, plain)
     return faults
 
 
-def _statement_faults(node: ast.stmt) -> list[str]:
+def _statement_faults(node: ast.stmt, plain: frozenset[str]) -> list[str]:
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.Pass)):
         return []
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         defaults = [d for d in (*node.args.defaults, *node.args.kw_defaults) if d is not None]
-        return _call_faults(*defaults, *node.decorator_list)
+        return _call_faults(plain, *defaults, *node.decorator_list)
     if isinstance(node, ast.ClassDef):
-        inner = [fault for statement in node.body for fault in _statement_faults(statement)]
-        return inner + _call_faults(*node.decorator_list)
+        inner = [fault for statement in node.body for fault in _statement_faults(statement, plain)]
+        return inner + _call_faults(plain, *node.decorator_list)
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        return _call_faults(node.value) if node.value is not None else []
+        return _call_faults(plain, node.value) if node.value is not None else []
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return []  # a docstring, or the ... of a protocol
     return [f"line {node.lineno}: {ast.unparse(node)[:60]}"]
 
 
-def _call_faults(*nodes: ast.expr) -> list[str]:
+def _call_faults(plain: frozenset[str], *nodes: ast.expr) -> list[str]:
     faults = []
     for call in (inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)):
         name = ast.unparse(call.func)
-        builds_dataclass = re.fullmatch(r"[A-Z]\w*(Config|Recipe)", name)
+        of_text = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Constant)
         on_path = name.startswith("Path(") and name.endswith((".resolve", ".with_name", ".joinpath"))
-        if not (name in PURE_CALLS or builds_dataclass or on_path):
+        if not (name in PURE_CALLS or name in plain or of_text or on_path):
             faults.append(f"line {call.lineno}: calls {name}")
     return faults
 
