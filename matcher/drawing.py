@@ -274,7 +274,7 @@ def _draw_header(
     width, height = figure.get_size_inches() * _DPI
     if title is None:
         title = f"{count} matches" + ("" if good is None else f", {int(good.sum())} inliers")
-    title, room = " ".join(title.split()), int(width / 7)
+    title, room = " ".join(title.split()), int(width / 8)
     title = title if len(title) <= room else title[: room - 1] + "…"
     figure.text(12 / width, 1 - 16 / height, title, fontsize=11, va="center", parse_math=False)
     style = {"fontsize": 8, "va": "center", "color": "0.35"}
