@@ -20,7 +20,7 @@ _VIEW_SUFFIXES = (".png", ".ppm", ".pgm", ".jpg")
 
 
 def read_affine(folder: Path) -> PairSet:
-    """The Oxford affine-covariant layout: img1 … imgN and H1toNp (3×3 text), in the folder or in folders below."""
+    """The Oxford affine-covariant layout: img1 … imgN, H1toNp (3×3 text), in the folder or in those below."""
     pairs = []
     for sequence in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
         for truth in sorted(sequence.glob("H1to*p")):
@@ -30,7 +30,7 @@ def read_affine(folder: Path) -> PairSet:
             sides = (Picture(_view(sequence, "img1")), Picture(_view(sequence, f"img{number}")))
             name = f"{sequence.name} 1-{number}"
             pairs.append(HomographyPair(name, sequence.name, *sides, read_matrix(truth, (3, 3))))
-    return PairSet(folder.name, "homography", tuple(pairs), oracle=True)
+    return PairSet(folder.resolve().name, "homography", tuple(pairs), oracle=True)
 
 
 def read_opencv_homography(folder: Path) -> PairSet:
@@ -45,15 +45,15 @@ def read_opencv_homography(folder: Path) -> PairSet:
         raise UsageError(f"{path}: no 3×3 matrix named H13; fetch the file again")
     sides = (Picture(folder / "graf1.png"), Picture(folder / "graf3.png"))
     pair = HomographyPair("graf 1-3", "graf", *sides, matrix)
-    return PairSet(f"{folder.name}-homography", "homography", (pair,), oracle=True)
+    return PairSet(f"{folder.resolve().name}-homography", "homography", (pair,), oracle=True)
 
 
 def read_opencv_stereo(folder: Path) -> PairSet:
-    """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity in pixels, 0 = unknown)."""
+    """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity, 0 = unknown)."""
     points0, points1 = _disparity_points(folder / "aloeGT.png", 1.0)
     sides = (Picture(folder / "aloeL.jpg"), Picture(folder / "aloeR.jpg"))
     pair = CorrespondencePair("aloe", "aloe", *sides, points0, points1)
-    return PairSet(f"{folder.name}-stereo", "correspondences", (pair,), oracle=True)
+    return PairSet(f"{folder.resolve().name}-stereo", "correspondences", (pair,), oracle=True)
 
 
 def read_middlebury(folder: Path) -> PairSet:
@@ -63,11 +63,11 @@ def read_middlebury(folder: Path) -> PairSet:
         sides = (Picture(scene / "im2.png"), Picture(scene / "im6.png"))
         points = _disparity_points(scene / "disp2.pgm", 0.25)
         pairs.append(CorrespondencePair(scene.name, scene.name, *sides, *points))
-    return PairSet(folder.name, "correspondences", tuple(pairs), oracle=True)
+    return PairSet(folder.resolve().name, "correspondences", tuple(pairs), oracle=True)
 
 
 def read_multimodal(folder: Path) -> PairSet:
-    """Remote-sensing pairs with homographies fitted to hand-set landmarks; coarse and non-rigid ones left out."""
+    """Remote-sensing pairs; homographies fitted to hand-set landmarks, coarse and non-rigid ones left out."""
     pairs, left_out = [], 0
     for row in _read_json(folder / "pairs.json"):
         if not row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL or row["nonrigid"]:
@@ -82,19 +82,17 @@ def read_multimodal(folder: Path) -> PairSet:
         f"the truth is good to 1-2 px; {left_out} pairs with a median landmark residual of "
         f"{MAX_LANDMARK_RESIDUAL:g} px or more, or not rigid, are left out"
     )
-    return PairSet(folder.name, "homography", tuple(pairs), oracle=True, note=note)
+    return PairSet(folder.resolve().name, "homography", tuple(pairs), oracle=True, note=note)
 
 
 def read_kitti(folder: Path) -> PairSet:
-    """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (camera to world), at frame gaps."""
+    """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (camera to world)."""
     pairs = []
     for sequence in sorted(path.parent for path in folder.rglob("poses.txt")):
         frames = sorted((sequence / "image_l").glob("*.png"))
         world = read_matrix(sequence / "poses.txt", (-1, 12)).reshape(-1, 3, 4)
         if len(frames) != len(world):
-            raise UsageError(
-                f"{sequence}: {len(frames)} pictures but {len(world)} poses; they must be the same"
-            )
+            raise UsageError(f"{sequence}: {len(frames)} pictures but {len(world)} poses; fetch it again")
         K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
         poses = [np.vstack([pose, [0, 0, 0, 1]]) for pose in world]
         for gap in FRAME_GAPS:
@@ -103,7 +101,7 @@ def read_kitti(folder: Path) -> PairSet:
                 name, T = f"{sequence.name} {a}-{b}", np.linalg.inv(poses[b]) @ poses[a]
                 sides = (Picture(frames[a]), Picture(frames[b]))
                 pairs.append(PosePair(name, f"gap {gap}", *sides, K, K, T))
-    return PairSet(folder.name, "pose", tuple(pairs))
+    return PairSet(folder.resolve().name, "pose", tuple(pairs))
 
 
 def read_posed(folder: Path) -> PairSet:
@@ -116,7 +114,7 @@ def read_posed(folder: Path) -> PairSet:
         K0, K1 = np.array(view0["K"], dtype=np.float64), np.array(view1["K"], dtype=np.float64)
         pairs.append(PosePair(name, "", *sides, K0, K1, T1 @ np.linalg.inv(T0)))
     note = "the poses come from structure from motion, so they are no independent truth"
-    return PairSet(folder.name, "pose", tuple(pairs), note=note)
+    return PairSet(folder.resolve().name, "pose", tuple(pairs), note=note)
 
 
 def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The field's measures of matches and of the geometry estimated from them.
 
-Pixels are those of the pictures as they were matched, after resizing: `scale0`, `scale1` are resized / stored.
+Pixels are those of the pictures as matched, after resizing; `scale0`, `scale1` are resized / stored size.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
 def pose_error(estimated: np.ndarray | None, truth: np.ndarray) -> tuple[float, float]:
     """Angle of the rotation between two poses, and between their translations, in degrees.
 
-    The sign of a translation is free, as in the field's evaluations (SuperGlue, section 5.2): 180° count as 0.
+    The sign of a translation is free, as in the field's evaluations (SuperGlue, section 5.2): 180° is 0.
 
     Args:
         estimated: (4, 4) T_0to1; None is a failed estimation, both errors infinite.

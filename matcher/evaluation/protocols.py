@@ -1,4 +1,4 @@
-"""What a benchmark is: pairs of pictures, each with one kind of truth, in a set that opens them one at a time."""
+"""What a benchmark is: pairs of pictures, each with one kind of truth, in a set opened one by one."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ class Chosen(Sequence[Pair]):
     """Some pairs of a sequence, still opened one at a time."""
 
     pairs: Sequence[Pair]
-    index: tuple[int, ...]
+    places: tuple[int, ...]
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.places)
 
     def __getitem__(self, position: int) -> Pair:
-        return self.pairs[self.index[position]]
+        return self.pairs[self.places[position]]
 
     def __iter__(self) -> Iterator[Pair]:
-        return (self.pairs[i] for i in self.index)
+        return (self.pairs[i] for i in self.places)

@@ -1,7 +1,7 @@
 """Readers of the field's published benchmarks, in the layouts they are distributed in.
 
-HPatches: `hpatches-sequences-release` (Balntas et al. 2017). ScanNet-1500 and MegaDepth-1500: text lists of pairs
-with intrinsics and pose (SuperGlue, glue-factory), or LoFTR's scene files `*.npz`.
+HPatches: `hpatches-sequences-release` (Balntas et al. 2017). ScanNet-1500 and MegaDepth-1500: text lists of
+pairs with intrinsics and pose (SuperGlue, glue-factory), or LoFTR's scene files `*.npz`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from matcher.evaluation.protocols import HomographyPair, PairSet, Picture, PoseP
 from matcher.types import UsageError
 
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
-_LARGE = frozenset(
-    "i_contruction i_crownnight i_dc i_pencils i_whitebuilding v_artisans v_astronautis v_talent".split()
+_LARGE = (
+    "i_contruction",
+    "i_crownnight",
+    "i_dc",
+    "i_pencils",
+    "i_whitebuilding",
+    "v_artisans",
+    "v_astronautis",
+    "v_talent",
 )
 _SHORTER_SIDE = 480  # the pictures' size in the published figures
 _KINDS = {"i_": "illumination", "v_": "viewpoint"}
@@ -83,9 +90,9 @@ def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
 
 
 def read_scene_files(folder: Path, images: Path | None = None) -> PairSet:
-    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses (world to camera), pair_infos.
+    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
 
-    The paths in them begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
+    Poses are world to camera. The paths in them begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
 
     Raises:
         UsageError: a file that is not such a scene, or pictures that are nowhere.

@@ -16,10 +16,11 @@ import numpy as np
 from matcher.evaluation.protocols import HomographyPair, PairSet, Picture, UnrelatedPair
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
-from matcher.types import UsageError
+from matcher.types import ImageError, UsageError
 
 LONGER_SIDE = 640  # larger photos are shrunk to it, so that a level means the same on every folder
 _LEAST_OVERLAP = 0.4  # share of the photo that the view still shows
+_LEAST_SIDE = 32
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".heic", ".ppm", ".pgm"}
 
 
@@ -60,14 +61,14 @@ class SyntheticPairs(Sequence[HomographyPair]):
 
     photos: tuple[Path, ...]
     levels: tuple[int, ...]
-    count: int
+    total: int
     seed: int
 
     def __len__(self) -> int:
-        return self.count
+        return self.total
 
     def __getitem__(self, position: int) -> HomographyPair:
-        if not 0 <= position < self.count:
+        if not 0 <= position < self.total:
             raise IndexError(position)
         turn, place = divmod(position, len(self.levels))
         level = self.levels[place]
@@ -75,6 +76,10 @@ class SyntheticPairs(Sequence[HomographyPair]):
         order = np.random.default_rng([self.seed, turn // len(self.photos)]).permutation(len(self.photos))
         path = self.photos[order[turn % len(self.photos)]]
         pixels = read_image(path, resize=LONGER_SIDE, upright=False).pixels
+        if min(pixels.shape[:2]) < _LEAST_SIDE:
+            raise ImageError(
+                f"{path}: too small to be warped; photos of {_LEAST_SIDE} pixels or more are needed"
+            )
         rng = np.random.default_rng([self.seed, level, turn])
         homography = draw_homography((pixels.shape[1], pixels.shape[0]), LEVELS[level], rng)
         view = disturb(warp(pixels, homography), LEVELS[level].light, rng)
@@ -111,7 +116,7 @@ def synthetic_set(
 
 
 def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generator) -> np.ndarray:
-    """(3, 3) photo to view, centre-of-pixel coordinates; drawn again until the view shows enough of the photo."""
+    """(3, 3) photo to view, drawn again until the view shows enough of the photo."""
     width, height = size
     centre = (np.array(size, dtype=np.float64) - 1) / 2
     corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
@@ -171,14 +176,14 @@ class UnrelatedPairs(Sequence[UnrelatedPair]):
     """Pairs of different photos, of different folders where there are several."""
 
     photos: tuple[Path, ...]
-    count: int
+    total: int
     seed: int
 
     def __len__(self) -> int:
-        return self.count
+        return self.total
 
     def __getitem__(self, position: int) -> UnrelatedPair:
-        if not 0 <= position < self.count:
+        if not 0 <= position < self.total:
             raise IndexError(position)
         rng = np.random.default_rng([self.seed, position])
         path0 = self.photos[rng.integers(len(self.photos))]

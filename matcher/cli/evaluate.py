@@ -1,0 +1,188 @@
+"""`matcher evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from matcher.cli import options
+
+if TYPE_CHECKING:
+    from matcher.evaluation.run import Entrant, Progress
+
+PARTIAL = 4
+
+
+def evaluate(
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="SET_OR_DIR", show_default=False, help="A named set, a folder or a pair list."
+        ),
+    ],
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", help="May be repeated; default: hybrid. nearest is always a row."),
+    ] = None,
+    weights: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Weights file; may be repeated, a row each.")
+    ] = None,
+    full_depth: Annotated[
+        bool, typer.Option("--full-depth", help="Add a row for each network without early exit and pruning.")
+    ] = False,
+    max_keypoints: options.MaxKeypoints = None,
+    resize: options.Resize = None,
+    threshold: options.Threshold = None,
+    pairs: Annotated[int | None, typer.Option(help="At most so many pairs, spread over the set.")] = None,
+    levels: Annotated[str, typer.Option(help="Of synthetic pairs: how hard.")] = "1,2,3,4",
+    seed: Annotated[int, typer.Option(min=0, help="Of synthetic pairs and intervals.")] = 0,
+    estimator_seeds: Annotated[int, typer.Option(min=1, help="Poses are estimated so often.")] = 3,
+    images: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where a pair list's pictures are.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write SET.md and SET.json there.")
+    ] = None,
+    precision: options.Precision = None,
+    device: options.Device = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the processor; default: all.")] = None,
+) -> int:
+    """Measure presets side by side on pairs with a known truth.
+
+    SET_OR_DIR: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu, multimodal, middlebury2003,
+    kitti_mini, sceaux_castle or bench (all of these folders), found in the folder named by MATCHER_DATA; or a
+    folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500 or one of the above; or any folder of
+    photos, which are warped into synthetic pairs.
+    """
+    from matcher.evaluation.run import evaluate as measure
+    from matcher.evaluation.sets import SetOptions, find_sets
+    from matcher.evaluation.tables import as_markdown, as_object
+
+    _check_output(output)
+    sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
+    load_options = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
+    network_options = {"match_threshold": threshold, "precision": precision}
+    entrants = _entrants(preset or ["hybrid"], weights or [], full_depth, load_options, network_options)
+    skipped = 0
+    with _limited(threads):
+        for pair_set in sets:
+            with _progress(pair_set.name) as progress:
+                found = measure(pair_set, entrants, seeds=estimator_seeds, progress=progress)
+            table = as_object(found, seed=seed)
+            typer.echo(as_markdown(table))
+            if output is not None:
+                _write(output, pair_set.name, table)
+            skipped += len(found.skipped)
+    if skipped:
+        typer.echo(f"matcher: {skipped} pairs were skipped; the tables say why", err=True)
+    return PARTIAL if skipped else 0
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    from matcher.types import UsageError
+
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError as error:
+        raise UsageError(f"--levels must be numbers such as 1,2,3,4, not {text!r}") from error
+
+
+def _entrants(
+    presets: list[str],
+    weights: list[Path],
+    full_depth: bool,
+    common: dict[str, object],
+    network: dict[str, object],
+) -> list[Entrant]:
+    """A row for every preset and weights file, full-depth rows where asked for, and `nearest` first."""
+    from matcher.config import NearestConfig
+    from matcher.evaluation.run import Entrant
+    from matcher.pipeline import load
+    from matcher.presets import find_preset
+
+    rows = {"nearest": Entrant("nearest", load("nearest", **common))}
+    for name in presets:
+        if isinstance(find_preset(name).matcher, NearestConfig):
+            rows.setdefault(name, Entrant(name, load(name, **common)))
+            continue
+        for file in weights or [None]:
+            title = name if file is None else f"{name} {_short(file, weights)}"
+            rows[title] = Entrant(title, load(name, weights=file, **common, **network))
+            if full_depth:
+                title += ", full depth"
+                pipeline = load(name, weights=file, early_exit=False, pruning=False, **common, **network)
+                rows[title] = Entrant(title, pipeline)
+    return list(rows.values())
+
+
+def _short(file: Path, weights: list[Path]) -> str:
+    """The file's stem, or its whole path where another file has the same stem."""
+    return file.stem if sum(other.stem == file.stem for other in weights) == 1 else str(file)
+
+
+def _check_output(folder: Path | None) -> None:
+    from matcher.types import UsageError
+
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder}: not a folder that can be made ({error.strerror})") from error
+
+
+def _write(folder: Path, name: str, table: dict[str, object]) -> None:
+    import json
+
+    from matcher.evaluation.tables import as_markdown
+    from matcher.files import check_output, write_whole
+
+    for suffix, text in (
+        (".md", as_markdown(table)),
+        (".json", json.dumps(table, indent=1, allow_nan=False)),
+    ):
+        path = check_output(folder / f"{name}{suffix}", (suffix,))
+        write_whole(path, text.encode())
+        typer.echo(f"wrote {path}", err=True)
+
+
+@contextmanager
+def _limited(threads: int | None) -> Iterator[None]:
+    """Torch and OpenCV with so many threads, and with as many as before afterwards."""
+    import cv2
+    import torch
+
+    before = torch.get_num_threads(), cv2.getNumThreads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+        cv2.setNumThreads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        cv2.setNumThreads(before[1])
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Progress]:
+    """A bar on a terminal, a line every tenth of the way elsewhere; on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: _say(name, done, total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _say(name: str, done: int, total: int) -> None:
+    if done == total or (done * 10) // total > ((done - 1) * 10) // total:
+        typer.echo(f"{name}: {done} of {total} pairs", err=True)

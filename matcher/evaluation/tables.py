@@ -1,0 +1,231 @@
+"""An `Evaluation` as tables: Markdown for people, JSON for programs; both say how the figures were made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import matcher
+from matcher.evaluation.bootstrap import (
+    COVERAGE,
+    Estimate,
+    Statistic,
+    difference,
+    estimate,
+    mean,
+    median,
+    resample,
+)
+from matcher.evaluation.metrics import auc
+from matcher.evaluation.run import Evaluation
+from matcher.presets import depth
+
+NEAREST = "nearest"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column: which values, and what is made of them."""
+
+    title: str
+    key: str  # of the values
+    statistic: Statistic
+    digits: int = 3
+    headline: bool = False  # compared with `nearest`, and reported by group
+
+
+def _auc(unit: str, thresholds: Sequence[int]) -> tuple[Measure, ...]:
+    return tuple(
+        Measure(f"AUC@{t}{unit}", "error", partial(auc, threshold=t), headline=True) for t in thresholds
+    )
+
+
+def _shares(name: str, key: str) -> tuple[Measure, ...]:
+    return tuple(Measure(f"{name}@{t} px", f"{key}{t}", mean, headline=t == 3) for t in (1, 3))
+
+
+_COST = (
+    Measure("matches", "matches", mean, 0),
+    Measure("layers", "layers", mean, 2),
+    Measure("kept", "kept", mean, 2),
+    Measure("ms", "milliseconds", median, 1),
+)
+_MATCHES = (*_shares("precision", "precision"), *_shares("recall", "recall"))
+MEASURES: dict[str, tuple[Measure, ...]] = {
+    "homography": (*_auc(" px", (1, 3, 5, 10)), *_MATCHES, *_COST),
+    "pose": (*_auc("°", (5, 10, 20)), *_shares("epipolar precision", "precision"), *_COST),
+    "correspondences": (*_MATCHES, Measure("labels@3 px", "labels3", mean, headline=True), *_COST),
+    "unrelated": (
+        Measure("matches, median", "matches", median, 1, headline=True),
+        Measure("accepted", "accepted", mean, headline=True),
+        *_COST,
+    ),
+}
+_MEANING = {
+    "homography": "AUC of the mean corner error in image 1; precision and recall by the mean reprojection "
+    "error of both directions, possible matches being mutual nearest keypoints under the truth",
+    "pose": "AUC of max(rotation, translation angle), the translation's sign free; precision by the "
+    "symmetric epipolar distance",
+    "correspondences": "matches of unlabelled pixels are not judged; labels: share of the labelled points "
+    "within 3 px of the epipolar lines of the estimated fundamental matrix",
+    "unrelated": "every match is wrong; accepted: share of pairs whose estimated geometry has status ok",
+}
+_ESTIMATORS = {
+    "homography": "OpenCV USAC_MAGSAC",
+    "essential": "PoseLib LO-RANSAC",
+    "fundamental": "OpenCV USAC_MAGSAC",
+}
+
+
+def as_object(evaluation: Evaluation, *, seed: int = 0) -> dict[str, Any]:
+    """The evaluation as plain values for `json.dumps`; NaN becomes None.
+
+    Args:
+        evaluation: what was measured.
+        seed: of the bootstrap.
+    """
+    groups = np.array(evaluation.groups)
+    named = [g for g in dict.fromkeys(evaluation.groups)]
+    everything = np.arange(len(groups))
+    by_group = {group: np.flatnonzero(groups == group) for group in named} if len(named) > 1 else {}
+    rows = []
+    for name in evaluation.values:
+        row = {"name": name, **_source(evaluation, name), "all": _figures(evaluation, name, everything, seed)}
+        row["groups"] = {group: _figures(evaluation, name, at, seed) for group, at in by_group.items()}
+        if NEAREST in evaluation.values and name != NEAREST:
+            row["minus_nearest"] = _differences(evaluation, name, seed)
+        rows.append(row)
+    return {
+        **_header(evaluation, seed),
+        "pairs_by_group": {g: len(at) for g, at in by_group.items()},
+        "rows": rows,
+    }
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    """Tables of the object that `as_object` made: everything, differences from `nearest`, groups."""
+    measures = MEASURES[found["protocol"]]
+    shown = [m for m in measures if m.title != "layers" or any(row["depth"] for row in found["rows"])]
+    lines = [f"## {found['set']}", "", *_preamble(found), "", *_head(["", *(m.title for m in shown)])]
+    for row in found["rows"]:
+        lines.append(_line([row["name"], *(_cell(row["all"][m.title], m) for m in shown)]))
+    head = [m for m in measures if m.headline]
+    compared = [row for row in found["rows"] if "minus_nearest" in row]
+    if compared:
+        lines += ["", "Difference from `nearest` on the same pairs:", ""]
+        lines += _head(["", *(m.title for m in head)])
+        lines += [
+            _line([r["name"], *(_cell(r["minus_nearest"][m.title], m, "+") for m in head)]) for r in compared
+        ]
+    if found["pairs_by_group"]:
+        lines += ["", "By group:", "", *_head(["group", "pairs", "", *(m.title for m in head)])]
+        for group, count in found["pairs_by_group"].items():
+            for row in found["rows"]:
+                cells = (_number(row["groups"][group][m.title]["value"], m) for m in head)
+                lines.append(_line([group, str(count), row["name"], *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _header(evaluation: Evaluation, seed: int) -> dict[str, Any]:
+    pipeline = evaluation.rows[0].pipeline
+    extractor, config = pipeline.config.extractor, pipeline.config.estimation
+    kind = {"homography": "homography", "pose": "essential"}.get(evaluation.set.protocol, "fundamental")
+    threshold = config.max_reprojection_error if kind == "homography" else config.max_epipolar_error
+    counts = [row["keypoints"] for row in evaluation.values.values()]
+    return {
+        "set": evaluation.set.name,
+        "note": evaluation.set.note,
+        "protocol": evaluation.set.protocol,
+        "meaning": _MEANING[evaluation.set.protocol],
+        "pairs": len(evaluation.names),
+        "skipped": list(evaluation.skipped),
+        "max_keypoints": extractor.max_keypoints,
+        "mean_keypoints": float(np.mean(counts[0])),
+        "resize": extractor.resize if evaluation.set.shorter_side is None else None,
+        "shorter_side": evaluation.set.shorter_side,
+        "estimator": {
+            "geometry": kind,
+            "method": _ESTIMATORS[kind],
+            "threshold_px": threshold,
+            "seeds": list(evaluation.seeds),
+        },
+        "interval": {"coverage": COVERAGE, "method": "percentile bootstrap over pairs", "seed": seed},
+        "version": matcher.__version__,
+    }
+
+
+def _source(evaluation: Evaluation, name: str) -> dict[str, Any]:
+    for entrant in evaluation.rows:
+        if entrant.name == name:
+            weights = entrant.pipeline.weights
+            return {
+                "preset": entrant.pipeline.preset,
+                "weights": None if weights is None else {"name": weights.name, "sha256": weights.sha256},
+                "depth": depth(entrant.pipeline.config),
+            }
+    return {"preset": None, "weights": None, "depth": 0}
+
+
+def _figures(evaluation: Evaluation, name: str, at: np.ndarray, seed: int) -> dict[str, Any]:
+    draws = resample(len(at), seed)
+    return {
+        m.title: _plain(estimate(evaluation.values[name][m.key][:, at], m.statistic, draws))
+        for m in MEASURES[evaluation.set.protocol]
+    }
+
+
+def _differences(evaluation: Evaluation, name: str, seed: int) -> dict[str, Any]:
+    draws = resample(len(evaluation.names), seed)
+    ours, theirs = evaluation.values[name], evaluation.values[NEAREST]
+    return {
+        m.title: _plain(difference(ours[m.key], theirs[m.key], m.statistic, draws))
+        for m in MEASURES[evaluation.set.protocol]
+        if m.headline
+    }
+
+
+def _plain(figure: Estimate) -> dict[str, float | None]:
+    return {key: round(value, 6) if np.isfinite(value) else None for key, value in asdict(figure).items()}
+
+
+def _preamble(found: dict[str, Any]) -> list[str]:
+    estimator, skipped = found["estimator"], found["skipped"]
+    seeds = len(estimator["seeds"])
+    size = (
+        f"longer side at most {found['resize']} px"
+        if found["shorter_side"] is None
+        else f"shorter side {found['shorter_side']} px"
+    )
+    lines = [
+        f"{found['pairs']} pairs, {len(skipped)} skipped; at most {found['max_keypoints']} keypoints "
+        f"(mean {found['mean_keypoints']:.0f}), {size}; {estimator['geometry']} by {estimator['method']} at "
+        f"{estimator['threshold_px']:g} px{f', mean of {seeds} seeds' if seeds > 1 else ''}; 95 % intervals "
+        "by bootstrap over pairs.",
+        f"{found['meaning'][0].upper()}{found['meaning'][1:]}. Pixels are those of the pictures as matched.",
+    ]
+    if found["note"]:
+        lines.append(f"{found['note'][0].upper()}{found['note'][1:]}.")
+    return [*lines, *(f"- skipped: {reason}" for reason in skipped)]
+
+
+def _head(titles: Sequence[str]) -> list[str]:
+    return [_line(titles), _line(["---"] * len(titles))]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(figure: dict[str, float | None], measure: Measure, sign: str = "") -> str:
+    value = _number(figure["value"], measure, sign)
+    if figure["low"] is None or not measure.headline:
+        return value
+    return f"{value} ({_number(figure['low'], measure, sign)} – {_number(figure['high'], measure, sign)})"
+
+
+def _number(value: float | None, measure: Measure, sign: str = "") -> str:
+    return "–" if value is None else f"{value:{sign}.{measure.digits}f}"
