@@ -32,7 +32,7 @@ def prepare(extras: tuple[str, ...] = ()) -> Path:
         _create(folder)
     print("installing (torch and OpenCV are large: this takes some minutes the first time)", flush=True)
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    options = ["--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt")]
+    options = ["-qq", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt")]
     command = [python, "-m", "pip", "install", *options, "--editable", target]
     if subprocess.run(command).returncode:
         sys.exit("the installation failed; the lines above say why. Is there a network connection?")
