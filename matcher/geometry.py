@@ -1,14 +1,15 @@
 """The pixel convention, in one place, and the plane geometry built on it.
 
-The centre of the first pixel is (0, 0). Resizing by (sx, sy) maps p to (p + 0.5)·s − 0.5. Points are xy, `size`
-is (width, height). *Stored* pixels are those of the file; *upright* pixels are what EXIF orientation makes of them.
+The centre of the first pixel is (0, 0). Resizing by (sx, sy) maps p to (p + 0.5)·s − 0.5. Points are xy,
+`size` is (width, height). *Stored* pixels are those of the file; *upright* pixels are what EXIF orientation
+makes of them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (index 0 unused).
+# stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (0 is unused).
 UPRIGHT = np.array(
     [
         [[1, 0], [0, 1]],

@@ -63,7 +63,7 @@ class Features:
     Arrays may be NumPy or torch when users build it; they are kept as torch tensors, positions in float32.
 
     Raises:
-        UsageError: shapes that do not fit each other, or values that are not finite.
+        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no picture.
     """
 
     keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
@@ -93,24 +93,25 @@ class Features:
         if self.mask is None:
             object.__setattr__(self, "mask", points.new_ones(points.shape[:-1], dtype=torch.bool))
         if self.exif is None:
-            object.__setattr__(self, "exif", torch.ones(points.shape[:-2], dtype=torch.int64, device=points.device))
+            object.__setattr__(self, "exif", points.new_ones(points.shape[:-2], dtype=torch.int64))
 
     def _check(self) -> None:
         shape = self.keypoints.shape
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
-        per_point = {"scores": self.scores, "scales": self.scales, "orientations": self.orientations, "mask": self.mask}
-        for name, value in per_point.items():
-            if value is not None and value.shape != shape[:-1]:
-                raise UsageError(f"Features.{name} must be {tuple(shape[:-1])}, not {tuple(value.shape)}")
-        if self.descriptors.shape[:-1] != shape[:-1]:
-            raise UsageError(f"Features.descriptors must be (..., {shape[-2]}, D), not {tuple(self.descriptors.shape)}")
-        if self.size.shape != (*shape[:-2], 2):
-            raise UsageError(f"Features.size must be {(*shape[:-2], 2)}, not {tuple(self.size.shape)}")
+        wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
+        wanted |= {"size": (*shape[:-2], 2), "exif": tuple(shape[:-2])}
+        wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
+        for name, expected in wanted.items():
+            value = getattr(self, name)
+            if value is not None and value.shape != expected:
+                raise UsageError(f"Features.{name} must be {expected}, not {tuple(value.shape)}")
         for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "size"):
             value = getattr(self, name)
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
+        if not bool((self.size > 0).all() & (self.exif >= 1).all() & (self.exif <= 8).all()):
+            raise UsageError("Features.size must be positive, Features.exif an EXIF orientation 1-8")
 
     def __len__(self) -> int:
         """Points per image, padding included."""
@@ -135,19 +136,18 @@ class Features:
 
     @staticmethod
     def stack(items: Sequence[Features]) -> Features:
-        """Single images as one batch, padded with masked zeros to the largest count."""
-        kinds = {item.kind for item in items}
-        if len(kinds) > 1:
-            raise UsageError(f"features of different front ends in one batch: {', '.join(sorted(kinds))}")
+        """Single images padded with masked zeros to one batch; `UsageError` for mixed kinds or no image."""
+        kinds = sorted({f"{item.kind} ({item.descriptors.shape[-1]}-d)" for item in items})
+        if len(kinds) != 1:
+            raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
         count = max(len(item) for item in items)
         columns = {}
         for name in (f.name for f in fields(Features) if f.name != "kind"):
             values = [getattr(item, name) for item in items]
-            if any(v is None for v in values):
-                columns[name] = None
-            else:
-                columns[name] = torch.stack(values if name in _PER_IMAGE else [_pad(v, count) for v in values])
-        return Features(**columns, kind=kinds.pop())
+            if name not in _PER_IMAGE:
+                values = [None if value is None else _pad(value, count) for value in values]
+            columns[name] = None if any(value is None for value in values) else torch.stack(values)
+        return Features(**columns, kind=items[0].kind)
 
 
 _PER_IMAGE = ("size", "exif")

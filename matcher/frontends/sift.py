@@ -46,8 +46,8 @@ def detect_sift(
     """SIFT on uint8 pixels (H, W[, 3]), the strongest `max_keypoints` inside `mask`, strongest first.
 
     Returns:
-        points (N, 2), diameters (N,), angles (N,) in radians from x towards y, responses (N,), raw descriptors
-        (N, 128), all float32, in the pixels given.
+        points (N, 2), diameters (N,), angles (N,) in radians from x towards y, responses (N,) and raw
+        descriptors (N, 128), all float32, in the pixels given.
     """
     grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     # OpenCV keeps the strongest before it looks at the mask, so with a mask the cut is made here.

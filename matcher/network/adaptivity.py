@@ -1,4 +1,7 @@
-"""When a pair may stop early and which points it may drop (LightGlue, Lindenberger et al. 2023, section 3.3)."""
+"""When a pair may stop early and which points it may drop.
+
+LightGlue (Lindenberger et al. 2023), section 3.3.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From described points to a soft partial assignment: log-domain optimal transport with dustbins.
 
-SuperGlue (Sarlin et al. 2020), section 3.2; stabilised scaling after Schmitzer 2019, "Stabilized sparse scaling
-algorithms for entropy regularized transport problems", section 3.2.
+SuperGlue (Sarlin et al. 2020), section 3.2; stabilised scaling after Schmitzer 2019, "Stabilized sparse
+scaling algorithms for entropy regularized transport problems", section 3.2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class AssignmentHead(nn.Module):
     def forward(self, x0: Tensor, x1: Tensor) -> Tensor:
         """Tokens (…, N, dim), (…, M, dim) → scores with dustbins (…, N+1, M+1), float32.
 
-        Similarities are scaled by 1/√dim; a point's dustbin score is minus its matchability logit; the corner is 0.
+        Similarities are scaled by 1/√dim; a point's dustbin score is minus its matchability logit; the
+        corner is 0.
         """
         width = self.projection.out_features
         m0, m1 = (self.projection(x.to(self.projection.weight.dtype)).float() / width**0.25 for x in (x0, x1))
@@ -58,7 +59,10 @@ class Potentials:
 def log_masses(
     scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log masses of rows (B, N+1) and columns (B, M+1): 1 a valid point, each dustbin the other side's count."""
+    """Log masses of rows (B, N+1) and columns (B, M+1).
+
+    A valid point has mass 1, a masked one 0, each dustbin the number of valid points of the other image.
+    """
     batch, rows, columns = scores.shape
     valid0 = scores.new_ones(batch, rows - 1) if mask0 is None else mask0.to(scores.dtype)
     valid1 = scores.new_ones(batch, columns - 1) if mask1 is None else mask1.to(scores.dtype)
@@ -80,9 +84,9 @@ def sinkhorn(
     Args:
         scores: (B, N+1, M+1) with the dustbins last.
         mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
-        max_iterations: row and column updates at most.
-        tolerance: stop a pair once every valid point's row mass is right to this relative error (columns are
-            exact after each update); None runs all iterations.
+        max_iterations: row and column updates at most, one at least.
+        tolerance: stop a pair once the mass of every row, dustbin included, is right to this relative error
+            (columns are exact after each update); None runs all iterations.
 
     Returns:
         Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
@@ -108,15 +112,14 @@ def _sinkhorn_pair(
 ) -> tuple[Tensor, Tensor, int, bool]:
     """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials."""
     mu, nu = log_mu.exp(), log_nu.exp()
-    points = log_mu[:-1].isfinite()
     u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
     u, v = _log_iteration(scores, u, v, log_mu, log_nu)
     kernel, a, b = _absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
-    iterations, converged = 1, False
-    while iterations < max_iterations:
+    iterations = 1
+    while True:
         rows = kernel @ b
-        if tolerance is not None and bool(((a * rows)[:-1] - mu[:-1])[points].abs().le(tolerance).all()):
-            converged = True
+        converged = tolerance is not None and bool(((a * rows - mu).abs() <= tolerance * mu).all())
+        if converged or iterations >= max_iterations:
             break
         a = torch.where(mu > 0, mu / rows, 1.0)
         b = torch.where(nu > 0, nu / (a @ kernel), 1.0)
@@ -174,6 +177,7 @@ def assign(
 def _unassigned(scores: Tensor) -> Assignment:
     """One side has no points: every point of the other is unmatched for sure."""
     batch, rows, columns = scores.shape
+    scores = scores.float()
     return Assignment(
         log_scores=scores.new_zeros(batch, rows - 1, columns - 1),
         log_unmatched0=scores.new_zeros(batch, rows - 1),

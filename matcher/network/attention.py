@@ -92,11 +92,6 @@ def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool
     return out
 
 
-def pack(batch: Tensor, mask: Tensor) -> Tensor:
-    """The valid entries of a padded batch (B, N, …) as one list (T, …)."""
-    return batch.flatten(0, 1) if bool(mask.all()) else batch[mask]
-
-
 def interleave(first: list[Tensor], second: list[Tensor]) -> Tensor:
     """Per-pair tensors of image 0 and image 1 as one packed list in the order of `Layout`."""
     return torch.cat([x for pair in zip(first, second, strict=True) for x in pair])

@@ -16,7 +16,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> str:
-    """What "auto" means on this device: bfloat16 where it is fast, float16 on GPUs without it, else float32."""
+    """What "auto" means on this device: bfloat16 where it is fast, float16 on GPUs without, else float32.
+
+    Raises:
+        UsageError: a precision that is none of these.
+    """
     if precision in DTYPES:
         return precision
     if precision != "auto":
@@ -36,11 +40,10 @@ class AttentionMatcher:
     ) -> None:
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
-        self.model = copy.deepcopy(model).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
-        # Phases and dustbins need more digits than half precision has.
-        self.model.position.float()
-        for head in (*self.model.heads, *self.model.confidence):
-            head.float()
+        self.model = copy.deepcopy(model).eval().requires_grad_(False).to(self.device, torch.float32)
+        # Phases, similarities and dustbins need more digits than half precision has: they stay in float32.
+        for part in (self.model.project, self.model.layers):
+            part.to(DTYPES[self.precision])
 
     @torch.inference_mode()
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:

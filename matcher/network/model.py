@@ -52,18 +52,22 @@ class Model(nn.Module):
         """Refuse features of another front end or size by name.
 
         Raises:
-            UsageError: kind or descriptor size does not fit.
+            UsageError: kind or descriptor size does not fit, or the features are not a batch.
         """
         config, size = self.config, features.descriptors.shape[-1]
+        if features.keypoints.dim() != 3:
+            raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
         if features.kind not in ("any", config.kind):
             raise UsageError(f"this matcher takes {config.kind} features, not {features.kind}")
         if size != config.descriptor_dim:
             raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
 
     def tokens(self, features0: Features, features1: Features) -> Tokens:
-        """The valid points of a batch of B pairs as packed tokens."""
+        """The valid points of a batch of B pairs as packed tokens; raises as `check` does."""
         for features in (features0, features1):
             self.check(features)
+        if features0.mask.shape[0] != features1.mask.shape[0]:
+            raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
         masks = (features0.mask, features1.mask)
         counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
         columns = []

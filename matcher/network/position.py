@@ -59,23 +59,26 @@ def _required(value: Tensor | None, name: str) -> Tensor:
 class RotaryPosition(nn.Module):
     """Learned frequencies: phases = W·inputs, which turn pairs of channels.
 
-    LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021. One table for all layers
-    and heads. Channel c of the first half of a head is paired with channel c of its second half.
+    LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021. One table for all
+    layers and heads. Channel c of the first half of a head is paired with channel c of its second half.
+
+    Raises:
+        UsageError: no inputs, or one that is not in `CHANNELS`.
     """
 
     def __init__(self, config: PositionConfig, head_dim: int) -> None:
         super().__init__()
         unknown = set(config.inputs) - set(CHANNELS)
-        if unknown:
-            raise UsageError(f"unknown position inputs {sorted(unknown)}; known: {', '.join(CHANNELS)}")
+        if unknown or not config.inputs:
+            what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
+            raise UsageError(f"{what}; known: {', '.join(CHANNELS)}")
         self.names = config.inputs
         self.frequencies = nn.Linear(sum(CHANNELS[n] for n in config.inputs), head_dim // 2, bias=False)
         # Wavelengths from the whole picture down to a few hundredths of it.
         with torch.no_grad():
             self.frequencies.weight.normal_()
-            if config.inputs:
-                spread = torch.logspace(math.log10(0.5), math.log10(12.0), head_dim // 2)
-                self.frequencies.weight[:, :2] *= spread[:, None]
+            spread = torch.logspace(math.log10(0.5), math.log10(12.0), head_dim // 2)
+            self.frequencies.weight[:, :2] *= spread[:, None]
 
     def forward(self, features: Features) -> Tensor:
         """(…, N, 2, head_dim/2) cosines and sines, float32 whatever the rest runs in."""
