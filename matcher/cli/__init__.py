@@ -15,12 +15,14 @@ from typing import Annotated
 import typer
 
 import matcher
+from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
 from matcher.cli.match import match
 from matcher.cli.presets import presets
+from matcher.cli.train import train
 from matcher.cli.weights import COMMANDS as WEIGHTS
 
-COMMANDS = {"match": match, "presets": presets}
+COMMANDS = {"match": match, "evaluate": evaluate, "presets": presets, "train": train}
 GROUPS = {"weights": ("List and check the shipped weights.", WEIGHTS)}
 
 

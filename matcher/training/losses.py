@@ -16,8 +16,9 @@ TINY = 1e-30
 def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
     """Differentiable log P (B, N+1, M+1) of scores with dustbins (B, N+1, M+1), float32.
 
-    The potentials are found without gradients; the last `unrolled` iterations are then repeated with them, which
-    is the truncated Neumann series of the implicit gradient at that point (Eisenberger et al. 2022, section 4).
+    The potentials are found without gradients; the last `unrolled` iterations are then repeated with them,
+    which is the truncated Neumann series of the implicit gradient at that point (Eisenberger et al. 2022,
+    section 4).
     """
     log_mu, log_nu = log_masses(scores)
     mu, nu = log_mu.exp(), log_nu.exp()

@@ -52,6 +52,6 @@ def _blur(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     direction = rng.uniform(0, np.pi)
     offset = np.array([np.cos(direction), np.sin(direction)]) * length / 2
     centre = np.array([(length - 1) / 2] * 2)
-    start, end = (tuple(int(round(x)) for x in centre + sign * offset) for sign in (-1, 1))
+    start, end = (tuple(round(float(x)) for x in centre + sign * offset) for sign in (-1, 1))
     cv2.line(kernel, start, end, 1.0)
     return cv2.filter2D(picture, -1, kernel / kernel.sum())

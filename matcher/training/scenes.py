@@ -1,8 +1,9 @@
 """Scenes made of photo-textured planes, rendered from moving cameras with exact correspondences.
 
-A scene is a list of planes; a view maps each plane's texture pixels to image pixels by a homography whose third
-coordinate is the depth, so visibility is a comparison of inverse depths. One plane that fills the picture gives
-the homographies on which the field pre-trains; several at different depths give parallax and occlusion.
+A scene is a list of planes; a view maps each plane's texture pixels to image pixels by a homography whose
+third coordinate is the depth, so visibility is a comparison of inverse depths. One plane that fills the
+picture gives the homographies on which the field pre-trains; several at different depths give parallax and
+occlusion.
 """
 
 from __future__ import annotations
@@ -82,9 +83,8 @@ def place_camera(
     spin = cv2.Rodrigues(np.array([0, 0, np.deg2rad(rng.uniform(-roll, roll))]))[0]
     orbit = _tilt(recipe.max_tilt * (0.6 if spatial else 1.0), rng)
     target = np.array([0, 0, 1.0]) + np.append(rng.uniform(-0.2, 0.2, 2), 0)
-    fitting = (
-        focal / max(width, height) * 0.8
-    )  # the distance from which a plane of width 1 overfills the view
+    # The distance from which a plane of width 1 overfills the view.
+    fitting = focal / max(width, height) * 0.8
     distance = fitting * recipe.max_zoom ** rng.uniform(-0.6, 0.6)
     R = spin @ orbit
     return K, R, np.array([0, 0, distance]) - R @ target

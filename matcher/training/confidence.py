@@ -1,0 +1,73 @@
+"""The second stage: confidence heads, trained on a network that stays as it is (LightGlue, section 3.3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from matcher.network.model import Model
+from matcher.training.losses import confidence_loss, decisions
+from matcher.training.optimisers import set_learning_rate
+from matcher.training.pairs import PairBatch
+from matcher.training.recipe import OptimiserRecipe
+from matcher.training.state import load_state, save_state
+from matcher.training.trainer import paired_states
+from matcher.types import IntegrityError
+
+LEARNING_RATE = 2e-3  # falls linearly to zero
+
+
+class ConfidenceTrainer:
+    """The confidence heads of a frozen network and their optimiser; `step` takes one batch."""
+
+    def __init__(self, model: Model, recipe: OptimiserRecipe, device: torch.device) -> None:
+        self.model, self.recipe, self.device = model, recipe, device
+        heads = model.confidence.requires_grad_(True)
+        self.optimiser = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self.done = 0  # steps
+
+    def step(self, batch: PairBatch) -> float:
+        """One update of the heads below the last layer; returns the loss."""
+        set_learning_rate([self.optimiser], LEARNING_RATE * (1 - self.done / self.recipe.confidence_steps))
+        with torch.no_grad():
+            states = paired_states(self.model, batch, self.device)
+            decided = [
+                decisions(head(*x), self.recipe.sinkhorn_iterations)
+                for head, x in zip(self.model.heads, states, strict=True)
+            ]
+        losses = [
+            confidence_loss(head(torch.cat(x, dim=1)).squeeze(2), here, decided[-1])
+            for head, x, here in zip(self.model.confidence, states[:-1], decided[:-1], strict=True)
+        ]
+        loss = torch.stack(losses).mean()
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        self.done += 1
+        return float(loss.detach())
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint of this stage, whole or not at all.
+
+        Raises:
+            OSError: the disk is full; an earlier checkpoint is kept.
+        """
+        heads = self.model.confidence.state_dict()
+        save_state(path, {"done": self.done, "heads": heads, "optimiser": self.optimiser.state_dict()})
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint of this stage.
+
+        Raises:
+            IntegrityError: the checkpoint is damaged or of another network.
+        """
+        state = load_state(path, self.device)
+        try:
+            self.model.confidence.load_state_dict(state["heads"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.done = state["done"]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise IntegrityError(
+                f"{path} does not fit this network; delete it to repeat the stage"
+            ) from error

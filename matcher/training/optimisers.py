@@ -1,0 +1,59 @@
+"""What moves the parameters, and how fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from matcher.network.model import Model
+from matcher.training.recipe import OptimiserRecipe
+from matcher.types import UsageError
+
+
+def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
+    """Muon (Jordan et al. 2024) for the layers' matrices if the recipe says so, AdamW for everything else.
+
+    The confidence heads are left out; they have a stage of their own.
+
+    Raises:
+        UsageError: the recipe wants Muon and this PyTorch has none.
+    """
+    if recipe.muon and not hasattr(torch.optim, "Muon"):
+        raise UsageError(
+            f"optimiser.muon needs PyTorch 2.9 or later, this is {torch.__version__}; set it to false"
+        )
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon else []
+    chosen = {id(p) for p in matrices}
+    trained = [p for name, p in model.named_parameters() if not name.startswith("confidence")]
+    rest = [p for p in trained if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=recipe.learning_rate)]
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices,
+            lr=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimisers.append(muon)
+    return optimisers
+
+
+def learning_rate_share(recipe: OptimiserRecipe, step: int) -> float:
+    """Share of the learning rate at a step: linear warm-up times a cosine down to `final_share`."""
+    done = min(1.0, step / max(1, recipe.steps))
+    cosine = recipe.final_share + (1 - recipe.final_share) * 0.5 * (1 + math.cos(math.pi * done))
+    return cosine * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+
+
+def set_learning_rate(optimisers: Sequence[Optimizer], rate: float) -> None:
+    """The same rate for every group."""
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate

@@ -1,0 +1,330 @@
+"""Whole runs, small: what they write, how they resume, and what bad input says."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_data import TINY, with_steps, write_photos
+
+import matcher.training.run as run_module
+from matcher.cli import main
+from matcher.config import to_dict
+from matcher.training.folder import claim_folder
+from matcher.training.recipe import Recipe, fingerprint, read_recipe, shipped_recipe
+from matcher.training.run import RunOptions, train
+from matcher.types import IntegrityError, MatcherError, UsageError
+from matcher.weights import load_model
+
+TINY_TOML = """
+name = "tiny"
+validate_every = 3
+save_every = 2
+network.context = {dim = 32, heads = 2, depth = 2}
+scene = {scenes = 6, views = 3, width = 160, height = 120, max_keypoints = 160}
+pair = {points = [32], points_per_batch = 256}
+optimiser = {steps = 6, warmup_steps = 2, confidence_steps = 4, inner_layers = 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with photos, a recipe, and the views of `TINY` made by the first run in it."""
+    folder = tmp_path_factory.mktemp("training")
+    write_photos(folder / "photos", 10)
+    (folder / "photos" / "broken.jpg").write_text("text")
+    (folder / "tiny.toml").write_text(TINY_TOML)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_validation_scenes(monkeypatch):
+    monkeypatch.setattr(run_module, "VALIDATION_SCENES", 6)
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """The unbroken run: its folder, its log lines and the rows that a plot would get."""
+    lines, plotted = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "VALIDATION_SCENES", 6)
+        options = RunOptions(place / "photos", None, place / "runs" / "whole")
+        weights = train(
+            TINY,
+            options,
+            lines.append,
+            on_validation=lambda rows: plotted.append([dict(row) for row in rows]),
+        )
+    return weights, lines, plotted
+
+
+def options(place: Path, name: str) -> RunOptions:
+    return RunOptions(place / "photos", None, place / "runs" / name)
+
+
+def tensors(weights: Path) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in load_model(weights)[0].state_dict().items()}
+
+
+def arguments(place: Path, name: str, *more: str) -> list[str]:
+    given = {"--recipe": place / "tiny.toml", "--photos": place / "photos", "--run": place / "runs" / name}
+    return ["train", *(str(part) for pair in given.items() for part in pair), *more]
+
+
+def test_the_recipe_in_toml_is_the_recipe_of_the_tests(place):
+    assert read_recipe(place / "tiny.toml") == TINY
+
+
+def test_a_run_writes_weights_that_load(finished):
+    weights, lines, _ = finished
+    model, _, name = load_model(weights)
+    assert name == "tiny"
+    assert model.config == TINY.network
+    assert lines[0] == "10 photos to train on, 1 to validate on"
+    assert lines[-1] == f"wrote {weights}"
+    assert any(line.startswith("step 6 loss ") for line in lines)
+
+
+def test_a_run_logs_loss_and_validation(finished):
+    weights, lines, plotted = finished
+    rows = [json.loads(line) for line in (weights.parent / "log.jsonl").read_text().splitlines()]
+    assert [(row["step"], "loss" in row, "f1" in row) for row in rows] == [
+        (3, False, True),
+        (6, True, False),
+        (6, False, True),
+    ]
+    assert rows[-1]["pairs"] == 24
+    assert rows[-1]["seconds"] > 0
+    assert plotted[-1] == rows
+    assert len(plotted) == 2
+    assert sum("validation: precision" in line for line in lines) == 2
+
+
+def test_unreadable_photos_are_counted_in_the_log(place, finished):
+    found = [line for line in finished[1] if "cannot be read" in line]
+    assert found == ["skipped 1 photos that cannot be read: broken.jpg"]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6, 8])
+def test_a_run_stopped_and_continued_gives_the_same_weights(place, finished, steps, tmp_path):
+    """After 6 steps it stops in the second stage. All views are there already, as the cache is shared."""
+    asked, lines = [], []
+
+    def stopped() -> bool:
+        asked.append(None)
+        return len(asked) >= steps + 6  # the validation views ask six times
+
+    where = options(place, f"stopped{steps}")
+    assert train(TINY, where, lines.append, stopped=stopped) is None
+    assert "the same command continues" in lines[-1]
+    weights = train(TINY, where, lines.append)
+    expected, found = tensors(finished[0]), tensors(weights)
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    steps_logged = [
+        json.loads(line)["step"] for line in (where.folder / "log.jsonl").read_text().splitlines()
+    ]
+    assert steps_logged[-2:] == [6, 6]
+    assert steps_logged == sorted(steps_logged)
+
+
+def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_back(place, finished):
+    where = options(place, "ahead")
+    train(TINY, where, lambda line: None)
+    with (where.folder / "log.jsonl").open("a") as lines:
+        lines.write('{"step": 9}\n{"st')
+    train(TINY, where, lambda line: None)
+    assert len((where.folder / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_training_and_validation_photos_are_kept_apart(place, tmp_path):
+    own = write_photos(tmp_path / "photos", 4)
+    write_photos(own / "val", 2, seed=1)
+    both = RunOptions(own, own / "val", tmp_path / "run")
+    training, held_out = run_module._split(TINY, both, lambda line: None)
+    assert (len(training), len(held_out)) == (4, 2)
+    assert not {*training} & {*held_out}
+    with pytest.raises(UsageError, match="every photo is also one to validate on"):
+        run_module._split(TINY, replace(both, photos=own / "val"), lambda line: None)
+
+
+def test_a_run_whose_loss_is_never_finite_ends(place, finished, monkeypatch):
+    monkeypatch.setattr(run_module, "MOST_SKIPPED", 2)
+    broken = replace(TINY.optimiser, learning_rate=1e30, muon=False, steps=50, warmup_steps=1)
+    lines = []
+    with pytest.raises(MatcherError, match=r"not finite in 3 steps; lower optimiser\.learning_rate"):
+        train(replace(TINY, optimiser=broken, validate_every=100), options(place, "nan"), lines.append)
+
+
+def test_a_folder_belongs_to_one_recipe(tmp_path):
+    claim_folder(tmp_path / "run", TINY)
+    claim_folder(tmp_path / "run", TINY)
+    with pytest.raises(UsageError, match=r"another recipe \(optimiser\.steps 6 → 7\); give another --run"):
+        claim_folder(tmp_path / "run", with_steps(TINY, 7))
+    (tmp_path / "run" / "recipe.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"recipe\.json is damaged"):
+        claim_folder(tmp_path / "run", TINY)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="no run can be kept there"):
+        claim_folder(tmp_path / "file", TINY)
+
+
+def test_a_lost_best_network_is_named(place, finished):
+    where = options(place, "lost")
+    train(TINY, where, lambda line: None)
+    (where.folder / "best.pt").unlink()
+    with pytest.raises(IntegrityError, match=r"best\.pt is absent"):
+        train(TINY, where, lambda line: None)
+
+
+def test_the_shipped_recipe_is_read_and_unchanged_by_a_round_trip():
+    recipe = read_recipe(shipped_recipe("hybrid"))
+    assert recipe.name == "hybrid"
+    assert fingerprint(recipe) == fingerprint(replace(recipe))
+    assert fingerprint(recipe) != fingerprint(Recipe(name="other"))
+    assert "optimiser" in to_dict(recipe)
+    with pytest.raises(UsageError, match="--recipe"):
+        shipped_recipe("absent")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz = 3", "unknown key stepz; known keys: name"),
+        ("[optimiser]\nlr = 3", "unknown key lr"),
+        ('[optimiser]\nsteps = "many"', "optimiser.steps: expected int, got 'many'"),
+        ("[scene]\nviews = true", "scene.views: expected int"),
+        ("[scene]\nviews = 1", "scene.scenes, scene.views: at least 2"),
+        ("[pair]\npoints = []", "pair.points"),
+        ("[pair]\npoints = [4096]", "pair.points"),
+        ("[pair]\nnegative_share = 1.5", "pair.negative_share: between 0 and 1"),
+        ("[network.context]\ndim = 30\nheads = 4", "context.dim 30"),
+        ("name = '../up'", "name: must be a plain file name"),
+        ("a = [", "not a TOML file"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_exit_2(place, tmp_path, capsys, text, words):
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(text)
+    code = main(
+        ["train", "--recipe", str(recipe), "--photos", str(place / "photos"), "--run", str(tmp_path / "r")]
+    )
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_folders_without_photos_are_exit_2(place, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for folder, words in (("empty", "no photos here"), ("absent", "no such folder")):
+        photos = ["--photos", str(tmp_path / folder), "--run", str(tmp_path / "run")]
+        assert main(["train", "--recipe", str(place / "tiny.toml"), *photos]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_photos_none_of_which_can_be_read_are_exit_2(place, tmp_path, capsys):
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_text("text")
+    code = main(
+        [
+            "train",
+            "--recipe",
+            str(place / "tiny.toml"),
+            "--photos",
+            str(tmp_path),
+            "--run",
+            str(tmp_path / "r"),
+        ]
+    )
+    assert code == 2
+    assert "can be read" in capsys.readouterr().err
+
+
+def test_other_steps_in_the_same_folder_are_exit_2(place, finished, capsys):
+    assert main(arguments(place, "whole", "--steps", "9")) == 2
+    assert "optimiser.steps 6 → 9" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_exit_5(place, finished, tmp_path, capsys):
+    claim_folder(place / "runs" / "damaged", TINY)
+    (place / "runs" / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 cut")
+    assert main(arguments(place, "damaged")) == 5
+    error = capsys.readouterr().err
+    assert "checkpoint.pt is damaged" in error
+    assert "delete" in error
+
+
+def test_a_full_disk_is_exit_6_and_keeps_the_checkpoint(place, finished, monkeypatch, capsys):
+    written = []
+
+    def fsync(number: int) -> None:
+        written.append(number)
+        if len(written) > 5:  # recipe, log, checkpoint of step 2, best network, curve
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matcher.files.os.fsync", fsync)
+    assert main(arguments(place, "full")) == 6
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert "the last good one is kept" in error
+    monkeypatch.undo()
+    monkeypatch.setattr(run_module, "VALIDATION_SCENES", 6)
+    assert main(arguments(place, "full")) == 0
+    assert "resumed at step" in capsys.readouterr().out
+
+
+def test_the_command_draws_the_curve(place, finished, capsys):
+    assert main(arguments(place, "drawn", "--steps", "6", "--threads", "1")) == 0
+    picture = (place / "runs" / "drawn" / "curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert "wrote" in capsys.readouterr().out
+
+
+def started(place: Path, name: str) -> tuple[subprocess.Popen, Path]:
+    """A run of many steps as a process of its own, once it has written a checkpoint."""
+    command = [
+        sys.executable,
+        "-m",
+        "matcher",
+        *arguments(place, name, "--steps", "100000", "--threads", "1"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    checkpoint = place / "runs" / name / "checkpoint.pt"
+    deadline = time.monotonic() + 60
+    while not checkpoint.exists():
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, checkpoint
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_the_run(place, finished, number, code):
+    process, checkpoint = started(place, f"signal{code}")
+    before = checkpoint.stat().st_mtime_ns
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == code, error
+    assert checkpoint.stat().st_mtime_ns > before
+    assert "Traceback" not in error
+
+
+def test_a_killed_run_leaves_a_whole_checkpoint(place, finished):
+    process, _ = started(place, "killed")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    lines: list[str] = []
+    asked: list[None] = []
+
+    def stopped() -> bool:
+        asked.append(None)
+        return len(asked) > 6
+
+    assert train(with_steps(TINY, 100000), options(place, "killed"), lines.append, stopped=stopped) is None
+    assert any(line.startswith("resumed at step") for line in lines)

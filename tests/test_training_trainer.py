@@ -1,0 +1,173 @@
+"""The two trainers: schedule, moving average, skipped steps, resumption."""
+
+import errno
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from training_data import TINY, random_batch, with_steps
+
+from matcher.training.confidence import ConfidenceTrainer
+from matcher.training.optimisers import build_optimisers, learning_rate_share
+from matcher.training.recipe import OptimiserRecipe
+from matcher.training.trainer import Trainer
+from matcher.types import IntegrityError, UsageError
+
+CPU = torch.device("cpu")
+
+
+def batches(count: int) -> list:
+    return [random_batch(np.random.default_rng([7, step])) for step in range(count)]
+
+
+def parameters(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in (*trainer.model.parameters(), *trainer.average.parameters())]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_loss_falls_on_one_batch():
+    trainer = Trainer(with_steps(TINY, 60), CPU)
+    batch = random_batch(np.random.default_rng(1))
+    losses = [trainer.step(batch) for _ in range(60)]
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:3])
+    assert trainer.progress.step == 60
+    assert trainer.progress.pairs == 180
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
+    unbroken = Trainer(TINY, CPU)
+    for batch in batches(6):
+        unbroken.step(batch)
+    first = Trainer(TINY, CPU)
+    for batch in batches(3):
+        first.step(batch)
+    first.save(tmp_path / "checkpoint.pt")
+    second = Trainer(TINY, CPU)
+    second.resume(tmp_path / "checkpoint.pt")
+    for batch in batches(6)[3:]:
+        second.step(batch)
+    assert same(parameters(unbroken), parameters(second))
+    assert not same(parameters(unbroken), parameters(first))
+    assert second.progress == unbroken.progress
+
+
+def test_building_a_trainer_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    Trainer(TINY, CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(broken, monkeypatch):
+    trainer = Trainer(TINY, CPU)
+    trainer.step(batches(1)[0])
+    before = parameters(trainer)
+    if broken == "loss":
+        monkeypatch.setattr(trainer, "_loss", lambda batch: torch.tensor(math.nan, requires_grad=True))
+    else:
+        trainer.model.project.weight.register_hook(lambda grad: grad * math.inf)
+    assert math.isnan(trainer.step(batches(2)[1]))
+    assert same(parameters(trainer), before)
+    assert (trainer.progress.skipped, trainer.progress.step) == (1, 2)
+
+
+def test_the_average_follows_the_formula():
+    trainer = Trainer(replace(TINY, optimiser=replace(TINY.optimiser, average_decay=0.3)), CPU)
+    mean = [p.detach().clone() for p in trainer.model.parameters()]
+    for step, batch in enumerate(batches(4)):
+        trainer.step(batch)
+        decay = min(0.3, (1 + step) / (10 + step))
+        mean = [decay * m + (1 - decay) * p for m, p in zip(mean, trainer.model.parameters(), strict=True)]
+    for expected, found in zip(mean, trainer.average.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_learning_rate_warms_up_and_falls():
+    recipe = OptimiserRecipe(steps=1000, warmup_steps=100, final_share=0.02)
+    share = [learning_rate_share(recipe, step) for step in range(1001)]
+    assert share[0] == pytest.approx(0.01, rel=1e-3)
+    assert max(share) == pytest.approx(share[99])
+    assert share[500] == pytest.approx(0.51)
+    assert share[1000] == pytest.approx(0.02)
+    assert (np.diff(share[100:]) < 0).all()
+
+
+def test_every_parameter_but_the_confidence_heads_is_trained_once():
+    model = Trainer(TINY, CPU).model
+    optimisers = build_optimisers(model, TINY.optimiser)
+    chosen = [id(p) for o in optimisers for group in o.param_groups for p in group["params"]]
+    expected = [id(p) for name, p in model.named_parameters() if not name.startswith("confidence")]
+    assert sorted(chosen) == sorted(expected)
+    assert len(optimisers) == 2
+    assert len(build_optimisers(model, replace(TINY.optimiser, muon=False))) == 1
+
+
+def test_muon_needs_a_pytorch_that_has_it(monkeypatch):
+    model = Trainer(TINY, CPU).model
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(UsageError, match="muon needs PyTorch"):
+        build_optimisers(model, TINY.optimiser)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    path, trainer = tmp_path / "checkpoint.pt", Trainer(TINY, CPU)
+    trainer.step(batches(1)[0])
+    trainer.save(path)
+    trainer.step(batches(2)[1])
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matcher.files.os.fsync", full)
+    with pytest.raises(OSError, match="the last good one is kept") as caught:
+        trainer.save(path)
+    assert caught.value.errno == errno.ENOSPC
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+    again = Trainer(TINY, CPU)
+    again.resume(path)
+    assert again.progress.step == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "other"])
+def test_a_damaged_checkpoint_names_the_file_and_the_remedy(tmp_path, damage):
+    path, trainer = tmp_path / "checkpoint.pt", Trainer(TINY, CPU)
+    trainer.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(
+        {"cut": whole[: len(whole) // 2], "text": b"hello", "empty": b"", "other": whole}[damage]
+    )
+    if damage == "other":
+        torch.save({"step": 3}, path)
+    with pytest.raises(IntegrityError, match=r"checkpoint\.pt .*delete"):
+        Trainer(TINY, CPU).resume(path)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    Trainer(TINY, CPU).save(tmp_path / "checkpoint.pt")
+    with pytest.raises(UsageError, match="another recipe"):
+        Trainer(with_steps(TINY, 7), CPU).resume(tmp_path / "checkpoint.pt")
+
+
+def test_confidence_heads_learn_and_leave_the_rest_alone(tmp_path):
+    recipe = replace(TINY.optimiser, confidence_steps=30)
+    model = Trainer(TINY, CPU).average
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    heads = ConfidenceTrainer(model, recipe, CPU)
+    losses = [heads.step(random_batch(np.random.default_rng(3))) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"confidence.0.weight", "confidence.0.bias"}
+
+    heads.save(tmp_path / "confidence.pt")
+    again = ConfidenceTrainer(Trainer(TINY, CPU).average, recipe, CPU)
+    again.resume(tmp_path / "confidence.pt")
+    last = random_batch(np.random.default_rng(4))
+    assert again.step(last) == heads.step(last)
+    assert torch.equal(again.model.confidence[0].weight, heads.model.confidence[0].weight)
