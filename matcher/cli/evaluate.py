@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,47 +10,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import matcher
 from matcher.cli import options
 
 if TYPE_CHECKING:
+    from matcher.evaluation.protocols import PairSet
     from matcher.evaluation.run import Entrant, Progress
 
 PARTIAL = 4
 
+Where = Annotated[
+    str,
+    typer.Argument(metavar="SET_OR_DIR", show_default=False, help="A named set, a folder or a pair list."),
+]
+Presets = Annotated[
+    list[str] | None,
+    typer.Option("--preset", help="May be repeated; default: hybrid. nearest is always a row."),
+]
+WeightsFiles = Annotated[
+    list[Path] | None, typer.Option(metavar="FILE", help="Weights file; may be repeated, a row each.")
+]
+FullDepth = Annotated[
+    bool, typer.Option("--full-depth", help="Add a row for each network without early exit and pruning.")
+]
+Pairs = Annotated[int | None, typer.Option(help="At most so many pairs, spread over the set.")]
+Levels = Annotated[str, typer.Option(help="Of synthetic pairs: how hard.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of synthetic pairs and intervals.")]
+EstimatorSeeds = Annotated[int, typer.Option(min=1, help="Poses are estimated so often.")]
+Images = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a pair list's pictures are.")]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Write SET.md and SET.json there.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Of the processor; default: all.")]
+
 
 def evaluate(
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="SET_OR_DIR", show_default=False, help="A named set, a folder or a pair list."
-        ),
-    ],
-    preset: Annotated[
-        list[str] | None,
-        typer.Option("--preset", help="May be repeated; default: hybrid. nearest is always a row."),
-    ] = None,
-    weights: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Weights file; may be repeated, a row each.")
-    ] = None,
-    full_depth: Annotated[
-        bool, typer.Option("--full-depth", help="Add a row for each network without early exit and pruning.")
-    ] = False,
+    where: Where,
+    preset: Presets = None,
+    weights: WeightsFiles = None,
+    full_depth: FullDepth = False,
     max_keypoints: options.MaxKeypoints = None,
     resize: options.Resize = None,
     threshold: options.Threshold = None,
-    pairs: Annotated[int | None, typer.Option(help="At most so many pairs, spread over the set.")] = None,
-    levels: Annotated[str, typer.Option(help="Of synthetic pairs: how hard.")] = "1,2,3,4",
-    seed: Annotated[int, typer.Option(min=0, help="Of synthetic pairs and intervals.")] = 0,
-    estimator_seeds: Annotated[int, typer.Option(min=1, help="Poses are estimated so often.")] = 3,
-    images: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where a pair list's pictures are.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write SET.md and SET.json there.")
-    ] = None,
+    pairs: Pairs = None,
+    levels: Levels = "1,2,3,4",
+    seed: Seed = 0,
+    estimator_seeds: EstimatorSeeds = 3,
+    images: Images = None,
+    output: Output = None,
     precision: options.Precision = None,
     device: options.Device = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the processor; default: all.")] = None,
+    threads: Threads = None,
 ) -> int:
     """Measure presets side by side on pairs with a known truth.
 
@@ -58,28 +67,34 @@ def evaluate(
     folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500 or one of the above; or any folder of
     photos, which are warped into synthetic pairs.
     """
-    from matcher.evaluation.run import evaluate as measure
+    _limit(threads)
     from matcher.evaluation.sets import SetOptions, find_sets
-    from matcher.evaluation.tables import as_markdown, as_object
 
     _check_output(output)
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
-    load_options = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
-    network_options = {"match_threshold": threshold, "precision": precision}
-    entrants = _entrants(preset or ["hybrid"], weights or [], full_depth, load_options, network_options)
-    skipped = 0
-    with _limited(threads):
-        for pair_set in sets:
-            with _progress(pair_set.name) as progress:
-                found = measure(pair_set, entrants, seeds=estimator_seeds, progress=progress)
-            table = as_object(found, seed=seed)
-            typer.echo(as_markdown(table))
-            if output is not None:
-                _write(output, pair_set.name, table)
-            skipped += len(found.skipped)
+    common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
+    network = {"match_threshold": threshold, "precision": precision}
+    entrants = _entrants(preset or ["hybrid"], weights or [], full_depth, common, network)
+    skipped = sum(_measure(pair_set, entrants, seed, estimator_seeds, output) for pair_set in sets)
     if skipped:
         typer.echo(f"matcher: {skipped} pairs were skipped; the tables say why", err=True)
     return PARTIAL if skipped else 0
+
+
+def _measure(
+    pair_set: PairSet, entrants: list[Entrant], seed: int, estimator_seeds: int, output: Path | None
+) -> int:
+    """Measure one set, print its table, write its files; the number of pairs that were skipped."""
+    from matcher.evaluation.run import evaluate as run
+    from matcher.evaluation.tables import as_markdown, as_object
+
+    with _progress(pair_set.name) as progress:
+        found = run(pair_set, entrants, seeds=estimator_seeds, progress=progress)
+    table = {**as_object(found, seed=seed), "version": matcher.__version__}
+    typer.echo(as_markdown(table))
+    if output is not None:
+        _write(output, pair_set.name, table)
+    return len(found.skipped)
 
 
 def _levels(text: str) -> tuple[int, ...]:
@@ -150,21 +165,11 @@ def _write(folder: Path, name: str, table: dict[str, object]) -> None:
         typer.echo(f"wrote {path}", err=True)
 
 
-@contextmanager
-def _limited(threads: int | None) -> Iterator[None]:
-    """Torch and OpenCV with so many threads, and with as many as before afterwards."""
-    import cv2
-    import torch
-
-    before = torch.get_num_threads(), cv2.getNumThreads()
+def _limit(threads: int | None) -> None:
+    """Torch and OpenCV read these when they are loaded, which is after this."""
     if threads is not None:
-        torch.set_num_threads(threads)
-        cv2.setNumThreads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        cv2.setNumThreads(before[1])
+        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
+            os.environ[variable] = str(threads)
 
 
 @contextmanager

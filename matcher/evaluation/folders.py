@@ -106,14 +106,18 @@ def read_kitti(folder: Path) -> PairSet:
 
 def read_posed(folder: Path) -> PairSet:
     """All pairs of the photos in poses.json: image, K, R (world to camera), C (centre); scale arbitrary."""
+    rows = _read_json(folder / "poses.json")
+    present = [view for view in rows if (folder / view["image"]).is_file()]
     pairs = []
-    for view0, view1 in combinations(_read_json(folder / "poses.json"), 2):
+    for view0, view1 in combinations(present, 2):
         T0, T1 = _world_to_camera(view0), _world_to_camera(view1)
         sides = (Picture(folder / view0["image"]), Picture(folder / view1["image"]))
         name = f"{Path(view0['image']).stem}-{Path(view1['image']).stem}"
         K0, K1 = np.array(view0["K"], dtype=np.float64), np.array(view1["K"], dtype=np.float64)
         pairs.append(PosePair(name, "", *sides, K0, K1, T1 @ np.linalg.inv(T0)))
     note = "the poses come from structure from motion, so they are no independent truth"
+    if len(present) < len(rows):
+        note += f"; {len(rows) - len(present)} of {len(rows)} listed photos are absent"
     return PairSet(folder.resolve().name, "pose", tuple(pairs), note=note)
 
 

@@ -75,7 +75,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
                 "that holds photos/ and bench/, or name a folder of your own"
             )
         if each == "synthetic":
-            found.append(_synthetic(folder, options))
+            found.append(_synthetic(find_photos(folder), options))
         elif each == "unrelated":
             found.append(_unrelated(folder, options))
         else:
@@ -84,18 +84,19 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
 
 
 def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
-    readers = [reader for fits, reader in _LAYOUTS if fits(folder)]
+    readers = [reader for fits, reader in _layouts(options) if fits(folder)]
     if readers:
-        return [pair_set for reader in readers for pair_set in reader(folder, options)]
+        return [pair_set for reader in readers for pair_set in reader(folder)]
     if not any(folder.iterdir()):
         raise UsageError(f"{folder} is empty")
     try:
-        return [_synthetic(folder, options)]
+        photos = find_photos(folder)
     except UsageError as error:
         raise UsageError(
             f"{folder}: no layout that is known here (HPatches, MegaDepth-1500, ScanNet-1500, pair lists, "
             "H1toNp sequences, KITTI-like sequences, Middlebury stereo) and no photos to make pairs of"
         ) from error
+    return [_synthetic(photos, options)]
 
 
 def _narrowed(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
@@ -105,9 +106,9 @@ def _narrowed(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
         yield pair_set if options.pairs is None else pair_set.first(options.pairs)
 
 
-def _synthetic(folder: Path, options: SetOptions) -> PairSet:
+def _synthetic(photos: list[Path], options: SetOptions) -> PairSet:
     count = 400 if options.pairs is None else options.pairs
-    return synthetic_set(find_photos(folder), count=count, levels=options.levels, seed=options.seed)
+    return synthetic_set(photos, count=count, levels=options.levels, seed=options.seed)
 
 
 def _unrelated(folder: Path, options: SetOptions) -> PairSet:
@@ -127,16 +128,21 @@ def _lists(folder: Path) -> list[Path]:
 
 
 _Fits = Callable[[Path], object]
-_Reader = Callable[[Path, SetOptions], list[PairSet]]
-_LAYOUTS: tuple[tuple[_Fits, _Reader], ...] = (
-    (_hpatches_root, lambda folder, _: [published.read_hpatches(_hpatches_root(folder))]),
-    (published.scene_files, lambda folder, o: [published.read_scene_files(folder, o.images)]),
-    (_lists, lambda folder, o: [published.read_pair_list(path, o.images) for path in _lists(folder)]),
-    (lambda f: [*f.glob("H1to2p"), *f.glob("*/H1to2p")], lambda f, _: [folders.read_affine(f)]),
-    (lambda f: (f / "H1to3p.xml").is_file(), lambda f, _: [folders.read_opencv_homography(f)]),
-    (lambda f: (f / "aloeGT.png").is_file(), lambda f, _: [folders.read_opencv_stereo(f)]),
-    (lambda f: [*f.glob("*/disp2.pgm")], lambda f, _: [folders.read_middlebury(f)]),
-    (lambda f: (f / "pairs.json").is_file(), lambda f, _: [folders.read_multimodal(f)]),
-    (lambda f: [*f.glob("poses.txt"), *f.glob("*/poses.txt")], lambda f, _: [folders.read_kitti(f)]),
-    (lambda f: (f / "poses.json").is_file(), lambda f, _: [folders.read_posed(f)]),
-)
+_Reader = Callable[[Path], list[PairSet]]
+
+
+def _layouts(options: SetOptions) -> list[tuple[_Fits, _Reader]]:
+    """What shows that a folder has a layout, and its reader."""
+    images = options.images
+    return [
+        (_hpatches_root, lambda f: [published.read_hpatches(_hpatches_root(f))]),
+        (published.scene_files, lambda f: [published.read_scene_files(f, images)]),
+        (_lists, lambda f: [published.read_pair_list(path, images) for path in _lists(f)]),
+        (lambda f: [*f.glob("H1to2p"), *f.glob("*/H1to2p")], lambda f: [folders.read_affine(f)]),
+        (lambda f: (f / "H1to3p.xml").is_file(), lambda f: [folders.read_opencv_homography(f)]),
+        (lambda f: (f / "aloeGT.png").is_file(), lambda f: [folders.read_opencv_stereo(f)]),
+        (lambda f: [*f.glob("*/disp2.pgm")], lambda f: [folders.read_middlebury(f)]),
+        (lambda f: (f / "pairs.json").is_file(), lambda f: [folders.read_multimodal(f)]),
+        (lambda f: [*f.glob("poses.txt"), *f.glob("*/poses.txt")], lambda f: [folders.read_kitti(f)]),
+        (lambda f: (f / "poses.json").is_file(), lambda f: [folders.read_posed(f)]),
+    ]

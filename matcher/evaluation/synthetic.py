@@ -32,14 +32,14 @@ class Level:
     perspective: float  # corners move by up to this share of the side
     scale: float  # size changes by up to this factor, either way
     shift: float  # share of the side
-    light: float  # strength of the photometric change, 1 = strong
+    light: float  # strength of the photometric change, see `disturb`
 
 
 LEVELS = {
-    1: Level(rotation=15, perspective=0.06, scale=1.15, shift=0.05, light=0.3),
-    2: Level(rotation=25, perspective=0.12, scale=1.35, shift=0.08, light=0.5),
-    3: Level(rotation=35, perspective=0.18, scale=1.6, shift=0.10, light=0.75),
-    4: Level(rotation=180, perspective=0.22, scale=1.8, shift=0.10, light=1.0),
+    1: Level(rotation=15, perspective=0.10, scale=1.3, shift=0.05, light=0.5),
+    2: Level(rotation=25, perspective=0.16, scale=1.5, shift=0.08, light=0.8),
+    3: Level(rotation=35, perspective=0.22, scale=1.8, shift=0.10, light=1.1),
+    4: Level(rotation=180, perspective=0.26, scale=2.0, shift=0.10, light=1.4),
 }
 
 
@@ -156,9 +156,9 @@ def disturb(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np
     """Another camera and light: gain, gamma, a shading from one side, blur, noise, JPEG; uint8 as given."""
     height, width = pixels.shape[:2]
     gain, gamma = 1 + 0.35 * strength * rng.uniform(-1, 1), 2 ** (0.6 * strength * rng.uniform(-1, 1))
-    direction, depth = rng.uniform(0, 2 * np.pi), 0.5 * strength * rng.random()
+    direction, depth = rng.uniform(0, 2 * np.pi), 0.4 * strength * rng.random()
     blur, noise = 1.2 * strength * rng.random(), 8 * strength * rng.random()
-    quality = round(95 - 45 * strength * rng.random())
+    quality = round(95 - 40 * strength * rng.random())
     x, y = np.linspace(-0.5, 0.5, width), np.linspace(-0.5, 0.5, height)[:, None]
     shading = 1 - depth * (0.5 + x * np.cos(direction) + y * np.sin(direction))
     shading = shading.astype(np.float32) if pixels.ndim == 2 else shading.astype(np.float32)[..., None]

@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+
+from matcher.evaluation.bootstrap import difference, estimate, mean, resample
+from matcher.evaluation.metrics import (
+    auc,
+    corner_error,
+    distances,
+    pose_error,
+    possible_matches,
+    precision,
+    recall,
+    reprojection_errors,
+    reprojection_matrix,
+)
+
+
+def trapezoids(errors, threshold):
+    """The published definition, written as it is usually computed."""
+    ordered = np.concatenate([[0.0], np.sort(errors)])
+    share = np.arange(len(ordered)) / len(errors)
+    last = np.searchsorted(ordered, threshold)
+    x = np.concatenate([ordered[:last], [threshold]])
+    y = np.concatenate([share[:last], [share[last - 1]]])
+    return np.trapezoid(y, x) / threshold
+
+
+@pytest.mark.parametrize("threshold", [1, 3, 5, 10, 30])
+def test_auc_is_the_published_one(rng, threshold):
+    errors = rng.gamma(1.0, 4.0, 57)
+    errors[:5] = np.inf
+    assert auc(errors, threshold) == pytest.approx(trapezoids(errors, threshold), abs=1e-12)
+
+
+def test_auc_of_extremes():
+    assert auc(np.zeros(4), 5) == 1
+    assert auc(np.full(4, np.inf), 5) == 0
+    assert np.isnan(auc(np.zeros(0), 5))
+    many = np.stack([np.zeros(4), np.full(4, np.inf), np.array([1.0, 2.0, np.inf, 9.0])])
+    assert np.allclose(auc(many, 5), [1, 0, trapezoids(many[2], 5)])
+
+
+def test_corner_error_measures_a_shift_in_resized_pixels():
+    shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
+    assert corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5)
+    assert corner_error(2 * shift, np.eye(3), (640, 480), scale1=0.5) == pytest.approx(2.5)
+    assert corner_error(None, np.eye(3), (640, 480)) == np.inf
+    behind = np.array([[1, 0, 0], [0, 1, 0], [-0.01, 0, 1.0]])
+    assert corner_error(behind, np.eye(3), (640, 480)) == np.inf
+
+
+def test_pose_error_in_degrees_without_the_sign_of_the_translation():
+    truth = np.eye(4)
+    truth[:3, 3] = [2, 0, 0]
+    angle = np.deg2rad(7)
+    found = np.eye(4)
+    found[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    found[:3, 3] = [-np.cos(2 * angle), np.sin(2 * angle), 0]
+    assert pose_error(found, truth) == pytest.approx((7, 14))
+    assert pose_error(truth, truth) == pytest.approx((0, 0), abs=1e-5)
+    assert pose_error(None, truth) == (np.inf, np.inf)
+
+
+def test_reprojection_is_the_mean_of_both_directions():
+    H = np.diag([2.0, 2.0, 1.0])
+    points0, points1 = np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]])
+    assert reprojection_errors(points0, points1, H) == pytest.approx([(4 + 2) / 2])
+    assert reprojection_errors(points0, points1, H, 1.0, 0.5) == pytest.approx([(2 + 2) / 2])
+    assert reprojection_matrix(points0, points1, H)[0, 0] == pytest.approx(3)
+    swapped = reprojection_errors(points1, points0, np.linalg.inv(H))
+    assert swapped == pytest.approx(reprojection_errors(points0, points1, H))
+
+
+def test_precision_and_recall_of_a_small_case():
+    keypoints0 = np.array([[0.0, 0.0], [10.0, 0.0], [20.0, 0.0], [30.0, 0.0]])
+    keypoints1 = np.array([[0.5, 0.0], [12.0, 0.0], [90.0, 0.0], [30.2, 0.0]])
+    errors = distances(keypoints0, keypoints1)
+    possible = possible_matches(errors, 3)
+    assert possible.tolist() == [[0, 0], [1, 1], [3, 3]]
+    assert possible_matches(errors, 1).tolist() == [[0, 0], [3, 3]]
+    indices = np.array([[0, 0], [1, 2], [2, 1]])  # one right, one wrong, one of an impossible keypoint
+    found = errors[indices[:, 0], indices[:, 1]]
+    assert precision(found, 3) == pytest.approx(1 / 3)
+    assert recall(indices, found, possible, 3) == pytest.approx(1 / 3)
+    assert precision(found[:0], 3) == 0
+    assert np.isnan(recall(indices, found, possible[:0], 3))
+    assert possible_matches(np.zeros((0, 3)), 3).shape == (0, 2)
+
+
+def test_interval_covers_and_is_the_same_again(rng):
+    inside = 0
+    for trial in range(100):
+        values = rng.normal(2, 1, (1, 60))
+        found = estimate(values, mean, resample(60, trial))
+        assert found.low < found.value < found.high
+        inside += found.low < 2 < found.high
+    assert 85 <= inside <= 100
+    assert estimate(values, mean, resample(60, 7)) == estimate(values, mean, resample(60, 7))
+
+
+def test_paired_difference_is_surer_than_two_figures(rng):
+    values = rng.normal(0, 1, (1, 80))
+    better = values + 0.1 + rng.normal(0, 0.02, (1, 80))
+    draws = resample(80, 0)
+    found = difference(better, values, mean, draws)
+    assert found.low > 0.09 and found.high < 0.11
+    alone = estimate(better, mean, draws)
+    assert alone.high - alone.low > 5 * (found.high - found.low)
+
+
+def test_mean_leaves_out_what_is_unknown():
+    assert mean(np.array([1.0, np.nan, 3.0])) == 2
+    assert np.isnan(mean(np.array([np.nan])))

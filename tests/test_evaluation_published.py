@@ -1,0 +1,152 @@
+"""Tiny folders in the layouts of the published benchmarks."""
+
+import pickle
+import zipfile
+from io import BytesIO
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.evaluation.run import Entrant, evaluate
+from matcher.evaluation.sets import SetOptions, find_sets
+from matcher.evaluation.synthetic import warp
+from matcher.types import UsageError
+
+K = np.array([[300.0, 0, 160], [0, 310, 120], [0, 0, 1]])
+T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 0, 1]])
+
+
+@pytest.fixture
+def entrants():
+    return [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
+
+
+@pytest.fixture
+def picture(rng):
+    noise = rng.integers(0, 256, (60, 80)).astype(np.uint8)
+    return cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
+
+
+def words(*matrices):
+    return " ".join(f"{value:.6f}" for matrix in matrices for value in np.ravel(matrix))
+
+
+def test_hpatches(tmp_path, picture, entrants):
+    H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
+    large = cv2.resize(picture, (1280, 960), interpolation=cv2.INTER_CUBIC)
+    large = np.repeat(large[..., None], 3, axis=2)
+    for sequence in ("v_one", "i_two", "v_talent"):
+        folder = tmp_path / "hpatches-sequences-release" / sequence
+        folder.mkdir(parents=True)
+        for number in range(1, 4):
+            cv2.imwrite(str(folder / f"{number}.ppm"), large if number == 1 else warp(large, H))
+            if number > 1:
+                (folder / f"H_1_{number}").write_text("\n".join(" ".join(map(str, row)) for row in H) + "\n")
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    assert (len(found), found.shorter_side) == (4, 480)  # the large sequence is left out
+    assert sorted(pair.group for pair in found.pairs) == ["illumination"] * 2 + ["viewpoint"] * 2
+    measured = evaluate(found.first(1), entrants)
+    assert measured.values["nearest"]["error"][0, 0] < 1
+    assert measured.values["nearest"]["precision3"][0, 0] > 0.9
+    image = found.pairs[0].image0.open(1024, found.shorter_side)
+    assert image.pixels.shape[:2] == (480, 640) and image.size == (1280, 960)
+
+
+@pytest.mark.parametrize("kind", ["superglue", "glue-factory", "R and t"])
+def test_pair_lists(tmp_path, picture, kind):
+    folder = tmp_path / "images" / "scene0707_00"
+    folder.mkdir(parents=True)
+    for name in ("15.png", "585.png"):
+        cv2.imwrite(str(folder / name), picture)
+    names = "scene0707_00/15.png scene0707_00/585.png"
+    line = {
+        "superglue": f"{names} 0 0 {words(K, K, T)}",
+        "glue-factory": f"{names} {words(K, K, T)}",
+        "R and t": f"{names} {words(K, K, T[:3, :3], T[:3, 3])}",
+    }[kind]
+    (tmp_path / "readme.txt").write_text("not a list\n")
+    (tmp_path / "test_pairs_with_gt.txt").write_text(f"{line}\n\n{line}\n")
+    for where in (tmp_path, tmp_path / "test_pairs_with_gt.txt"):
+        (found,) = find_sets(str(where), SetOptions())
+        assert (found.protocol, found.name, len(found)) == ("pose", "test_pairs_with_gt", 2)
+        pair = found.pairs[1]
+        assert np.allclose(pair.K1, K) and np.allclose(pair.T_0to1, T)
+        assert pair.image0.path == folder / "15.png"
+    (moved,) = find_sets(str(tmp_path), SetOptions(images=tmp_path / "images"))
+    assert moved.pairs[0].image1.path == folder / "585.png"
+    with pytest.raises(UsageError, match="--images"):
+        find_sets(str(tmp_path), SetOptions(images=folder))
+
+
+def test_damaged_lists(tmp_path, picture):
+    cv2.imwrite(str(tmp_path / "a.png"), picture)
+    path = tmp_path / "pairs.txt"
+    path.write_text(f"a.png a.png {words(K, K, T)}\na.png a.png 1 2 3\n")
+    with pytest.raises(UsageError, match="line 2"):
+        find_sets(str(path), SetOptions())
+    path.write_text("a.png b.png\n")
+    with pytest.raises(UsageError, match="not a pair list"):
+        find_sets(str(path), SetOptions())
+
+
+def test_intrinsics_of_another_size_are_refused(tmp_path, picture, entrants):
+    cv2.imwrite(str(tmp_path / "a.png"), picture)
+    (tmp_path / "pairs.txt").write_text(f"a.png a.png {words(4 * K, 4 * K, T)}\n")
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    with pytest.raises(UsageError, match="another size"):
+        evaluate(found, entrants)
+
+
+def scene(tmp_path, picture):
+    folder = tmp_path / "Undistorted_SfM" / "0015" / "images"
+    folder.mkdir(parents=True)
+    paths = [None, "Undistorted_SfM/0015/images/a.jpg", "Undistorted_SfM/0015/images/b.jpg"]
+    for path in paths[1:]:
+        cv2.imwrite(str(tmp_path / path), picture)
+    pairs = np.empty(1, dtype=object)
+    pairs[0] = (np.array([1, 2]), 0.25, np.zeros((1, 4)))
+    poses = np.empty(3, dtype=object)
+    poses[1:] = [np.linalg.inv(T), np.eye(4)]
+    intrinsics = np.empty(3, dtype=object)
+    intrinsics[1:] = [K, 2 * K]
+    return {
+        "image_paths": np.array(paths, dtype=object),
+        "intrinsics": intrinsics,
+        "poses": poses,
+        "pair_infos": pairs,
+        "depth_paths": np.array(paths, dtype=object),
+    }
+
+
+def test_scene_files(tmp_path, picture):
+    index = tmp_path / "megadepth_test_1500_scene_info"
+    index.mkdir()
+    np.savez(index / "0015_0.1_0.3.npz", **scene(tmp_path, picture))
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    assert (found.name, len(found), found.pairs[0].group) == ("megadepth1500", 1, "0015_0.1_0.3")
+    pair = found.pairs[0]
+    assert np.allclose(pair.T_0to1, T)  # world to camera 1, after camera 0 to world
+    assert np.allclose(pair.K0, K) and np.allclose(pair.K1, 2 * K)
+    assert pair.image1.path == tmp_path / "Undistorted_SfM" / "0015" / "images" / "b.jpg"
+
+
+class Attack:
+    def __reduce__(self):
+        return print, ("run by the pickle",)
+
+
+def test_scene_files_run_no_code(tmp_path, picture, capsys):
+    np.savez(tmp_path / "0015.npz", **scene(tmp_path, picture))
+    with zipfile.ZipFile(tmp_path / "0015.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": ()})
+    members["poses.npy"] = header.getvalue() + pickle.dumps(Attack())
+    with zipfile.ZipFile(tmp_path / "0015.npz", "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(UsageError, match="print"):
+        find_sets(str(tmp_path), SetOptions())
+    assert "run by" not in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""The whole of `matcher evaluate`: rows, tables, bad input."""
+
+import json
+import os
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.config import EstimationConfig
+from matcher.estimation import RobustEstimator
+from matcher.evaluation.run import Entrant, evaluate
+from matcher.evaluation.synthetic import find_photos, synthetic_set, unrelated_set
+from matcher.evaluation.tables import as_markdown, as_object
+from matcher.types import Camera
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def photos(tmp_path, rng):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(3):
+        noise = rng.integers(0, 256, (60, 80, 3)).astype(np.uint8)
+        cv2.imwrite(
+            str(folder / f"{number}.png"), cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
+        )
+    return folder
+
+
+@pytest.fixture
+def found(photos):
+    entrants = [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
+    return evaluate(synthetic_set(find_photos(photos), count=12, levels=(1, 4)), entrants)
+
+
+def test_rows_and_bounds(found):
+    assert list(found.values) == ["nearest", "oracle"]
+    assert found.groups == ("level 1", "level 4") * 6
+    oracle, nearest = found.values["oracle"], found.values["nearest"]
+    assert np.all(oracle["precision3"] == 1) and np.all(oracle["recall3"] == 1)
+    assert np.all((nearest["precision3"] >= 0) & (nearest["precision3"] <= 1))
+    assert np.all(nearest["precision1"] <= nearest["precision3"])
+    assert nearest["precision3"].mean() > 0.8 and nearest["recall3"].mean() > 0.5
+    assert np.median(nearest["error"]) < 2
+    assert np.all(nearest["milliseconds"] > 0) and np.all(nearest["kept"] == 1)
+
+
+def test_evaluation_is_deterministic(photos, found):
+    entrants = [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
+    again = evaluate(synthetic_set(find_photos(photos), count=12, levels=(1, 4)), entrants)
+    for name, measures in found.values.items():
+        for key, values in measures.items():
+            if key != "milliseconds":
+                assert np.array_equal(values, again.values[name][key], equal_nan=True)
+
+
+def test_tables_say_how_they_were_made(found):
+    table = as_object(found)
+    json.dumps(table, allow_nan=False)
+    assert table["pairs"] == 12 and table["pairs_by_group"] == {"level 1": 6, "level 4": 6}
+    assert table["estimator"] == {
+        "geometry": "homography",
+        "method": "OpenCV USAC_MAGSAC",
+        "threshold_px": 3.0,
+        "seeds": [0],
+    }
+    figure = table["rows"][0]["all"]["AUC@5 px"]
+    assert figure["low"] <= figure["value"] <= figure["high"]
+    difference = table["rows"][1]["minus_nearest"]["recall@3 px"]
+    assert difference["value"] == pytest.approx(1 - table["rows"][0]["all"]["recall@3 px"]["value"], abs=1e-5)
+    text = as_markdown(table)
+    assert (
+        "USAC_MAGSAC at 3 px" in text and "12 pairs, 0 skipped" in text and "| level 4 | 6 | oracle |" in text
+    )
+
+
+def test_unrelated_pairs_count_what_is_kept(photos):
+    found = evaluate(
+        unrelated_set(find_photos(photos), count=4), [Entrant("nearest", matcher.load("nearest"))]
+    )
+    assert list(found.values) == ["nearest"]
+    assert set(found.values["nearest"]) >= {"matches", "accepted"}
+    assert found.values["nearest"]["accepted"].mean() == 0
+
+
+def test_seeds_change_the_sampling_of_the_essential_estimator(rng):
+    points0 = rng.uniform(0, 640, (80, 2))
+    points1 = rng.uniform(0, 640, (80, 2))
+    camera = Camera(500, 500, 320, 320)
+    found = [
+        RobustEstimator(EstimationConfig(kind="essential", seed=seed))(
+            points0, points1, cameras=(camera, camera)
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert np.array_equal(found[0].matrix, found[1].matrix)
+    assert not np.array_equal(found[0].matrix, found[2].matrix)
+
+
+def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, capsys, monkeypatch):
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
+        monkeypatch.setenv(variable, "2")  # given back after the test
+    code = run(
+        "evaluate", photos, "--weights", small_weights, "--full-depth", "--max-keypoints", 100, "--pairs", 4,
+        "--levels", "1,2", "--output", tmp_path / "out", "--threads", 1,
+    )  # fmt: skip
+    assert code == 0 and os.environ["OPENCV_FOR_THREADS_NUM"] == "1"
+    printed, said = capsys.readouterr()
+    table = json.loads((tmp_path / "out" / "synthetic.json").read_text())
+    names = [row["name"] for row in table["rows"]]
+    assert names == ["nearest", "hybrid small", "hybrid small, full depth", "oracle"]
+    assert table["max_keypoints"] == 100 and table["mean_keypoints"] <= 100
+    full = table["rows"][2]
+    assert full["depth"] == 3 and full["all"]["layers"]["value"] == 3 and full["all"]["kept"]["value"] == 1
+    assert len(full["weights"]["sha256"]) == 64
+    assert (tmp_path / "out" / "synthetic.md").read_text() in printed
+    assert "synthetic: 4 of 4 pairs" in said
+
+
+def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
+    (photos / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    code = run("evaluate", photos, "--preset", "nearest", "--pairs", 8, "--levels", 1, "--output", tmp_path)
+    out, err = capsys.readouterr()
+    assert code == 4
+    assert "6 pairs, 2 skipped" in out and "broken.png" in out and "2 pairs were skipped" in err
+    assert len(json.loads((tmp_path / "synthetic.json").read_text())["skipped"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["{empty}"], 2, "is empty"),
+        (["{text}"], 2, "not a pair list"),
+        (["{folder_of_text}"], 2, "no layout"),
+        (["no_such_folder"], 2, "the sets are synthetic"),
+        (["{broken}", "--preset", "nearest"], 3, "no pair could be read"),
+        (["{photos}", "--levels", "1,9", "--preset", "nearest"], 2, "levels"),
+        (["{photos}", "--levels", "easy", "--preset", "nearest"], 2, "--levels"),
+        (["{photos}", "--pairs", "0", "--preset", "nearest"], 2, "at least 1"),
+        (["{photos}", "--preset", "nosuch"], 2, "unknown preset"),
+        (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
+        (["{photos}", "--preset", "nearest", "--output", "{text}"], 2, "--output"),
+    ],
+)
+def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, code, message):
+    places = {name: tmp_path / name for name in ("empty", "folder_of_text", "broken")}
+    for place in places.values():
+        place.mkdir()
+    (places["broken"] / "a.jpg").write_bytes(b"no picture")
+    places["text"] = places["folder_of_text"] / "text.txt"
+    places["text"].write_text("some words\n")
+    given = [argument.format(photos=photos, **places) for argument in arguments]
+    assert run("evaluate", *given) == code
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err

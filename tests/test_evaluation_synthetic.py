@@ -1,0 +1,116 @@
+from itertools import pairwise
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.evaluation.metrics import reprojection_errors
+from matcher.evaluation.synthetic import (
+    LEVELS,
+    disturb,
+    draw_homography,
+    find_photos,
+    synthetic_set,
+    unrelated_set,
+    warp,
+)
+from matcher.geometry import inside, warp_points
+from matcher.types import UsageError
+
+
+@pytest.fixture
+def photos(tmp_path, rng):
+    """Five textured pictures in two folders."""
+    for number in range(5):
+        noise = rng.integers(0, 256, (60, 80, 3)).astype(np.uint8)
+        folder = tmp_path / ("a" if number < 3 else "b")
+        folder.mkdir(exist_ok=True)
+        cv2.imwrite(
+            str(folder / f"{number}.png"), cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
+        )
+    return tmp_path
+
+
+def test_pairs_follow_from_seed_and_number_alone(photos):
+    few, many = (synthetic_set(find_photos(photos), count=count, seed=3).pairs for count in (8, 40))
+    other = synthetic_set(find_photos(photos), count=8, seed=4).pairs
+    for i in range(8):
+        assert np.array_equal(few[i].H_0to1, many[i].H_0to1)
+        assert np.array_equal(few[i].image1.pixels, many[i].image1.pixels)
+        assert not np.array_equal(few[i].H_0to1, other[i].H_0to1)
+    assert [few[i].group for i in range(5)] == ["level 1", "level 2", "level 3", "level 4", "level 1"]
+    assert len({many[4 * i].image0.path for i in range(5)}) == 5  # every photo once before any again
+    with pytest.raises(IndexError):
+        few[8]
+
+
+def test_truth_is_exact_in_the_pixel_convention(photos):
+    """Matches of the warped view agree with the homography to a fraction of a pixel, without a bias."""
+    pipe = matcher.load("nearest")
+    pair = synthetic_set(find_photos(photos), count=1, levels=(1,)).pairs[0]
+    found = pipe.match(pair.image0.pixels, pair.image1.pixels)
+    errors = reprojection_errors(found.points0, found.points1, pair.H_0to1)
+    near = errors < 3
+    assert near.sum() > 100
+    bias = (warp_points(found.points0, pair.H_0to1) - found.points1)[near].mean(axis=0)
+    assert np.median(errors[near]) < 0.5
+    assert np.abs(bias).max() < 0.1
+
+
+def test_warp_moves_pixel_centres_and_is_black_outside(rng):
+    pixels = rng.integers(1, 256, (40, 50)).astype(np.uint8)
+    shift = np.array([[1, 0, 7.0], [0, 1, -3.0], [0, 0, 1]])
+    view = warp(pixels, shift)
+    assert np.array_equal(view[:37, 7:], pixels[3:, :43])
+    assert not view[:, :7].any() and not view[37:].any()
+
+
+@pytest.mark.parametrize("number", LEVELS)
+def test_levels_keep_their_bounds(number, rng):
+    size, level = (640, 480), LEVELS[number]
+    for _ in range(50):
+        H = draw_homography(size, level, rng)
+        grid = np.stack(np.meshgrid(np.linspace(0, 639, 20), np.linspace(0, 479, 20)), -1).reshape(-1, 2)
+        assert inside(warp_points(grid, H), size).mean() > 0.3
+        assert np.isfinite(warp_points(grid, H)).all()
+
+
+def test_levels_grow():
+    numbers = list(LEVELS.values())
+    assert [level.rotation for level in numbers] == [15, 25, 35, 180]
+    for before, after in pairwise(numbers):
+        assert after.perspective > before.perspective and after.scale > before.scale
+        assert after.light > before.light
+
+
+@pytest.mark.parametrize("shape", [(50, 60), (50, 60, 3)])
+def test_disturbance_keeps_shape_and_grows(shape, rng):
+    pixels = rng.integers(60, 200, shape).astype(np.uint8)
+    changes = []
+    for strength in (0.1, 1.5):
+        found = [disturb(pixels, strength, np.random.default_rng(i)) for i in range(20)]
+        assert all(view.shape == shape and view.dtype == np.uint8 for view in found)
+        changes.append(np.mean([np.abs(view.astype(float) - pixels).mean() for view in found]))
+    assert changes[1] > 1.5 * changes[0]
+
+
+def test_unrelated_pairs_come_from_different_folders(photos):
+    found = unrelated_set(find_photos(photos), count=30, seed=1)
+    assert len(found) == 30
+    assert all(pair.image0.path.parent != pair.image1.path.parent for pair in found.pairs)
+    again = unrelated_set(find_photos(photos), count=5, seed=1)
+    assert [pair.name for pair in again.pairs] == [pair.name for pair in found.pairs][:5]
+
+
+def test_what_cannot_be_made(photos, tmp_path):
+    paths = find_photos(photos)
+    with pytest.raises(UsageError, match="levels"):
+        synthetic_set(paths, levels=(1, 5))
+    with pytest.raises(UsageError, match="at least 1"):
+        synthetic_set(paths, count=0)
+    with pytest.raises(UsageError, match="two photos"):
+        unrelated_set(paths[:1])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no pictures"):
+        find_photos(tmp_path / "empty")
