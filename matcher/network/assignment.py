@@ -149,7 +149,7 @@ def _log_iteration(
     v = torch.where(log_nu.isfinite(), v, -math.inf)
     u = torch.where(log_mu.isfinite(), log_mu - torch.logsumexp(scores + v, dim=1), -math.inf)
     v = torch.where(log_nu.isfinite(), log_nu - torch.logsumexp(scores + u[:, None], dim=0), -math.inf)
-    return u.nan_to_num(nan=-math.inf), v.nan_to_num(nan=-math.inf)
+    return u, v
 
 
 def assign(

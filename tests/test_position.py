@@ -1,0 +1,128 @@
+"""Rotary encoding against its equation, and the frame that positions are measured in."""
+
+import numpy as np
+import pytest
+import torch
+
+from matcher.config import PositionConfig
+from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
+from matcher.network.position import RotaryPosition, normalise_positions, position_inputs, rotate
+from matcher.types import Features, UsageError
+
+NAMES = ("xy", "scale", "orientation")
+
+
+def make_features(rng: np.random.Generator, count: int = 12, size: tuple[int, int] = (640, 360)) -> Features:
+    return Features(
+        keypoints=rng.uniform(0, size, (count, 2)),
+        descriptors=np.zeros((count, 4)),
+        size=size,
+        scales=rng.uniform(2, 40, count),
+        orientations=rng.uniform(-np.pi, np.pi, count),
+    )
+
+
+def test_positions_are_centred_and_scaled_by_the_longer_side() -> None:
+    corners = [[-0.5, -0.5], [639.5, 359.5], [319.5, 179.5]]
+    features = Features(corners, np.zeros((3, 4)), size=(640, 360))
+    # Half a pixel less than the geometric centre: the formula is (p − size/2) / (max(size)/2).
+    expected = (np.array(corners) - [320, 180]) / 320
+    np.testing.assert_allclose(normalise_positions(features), expected, atol=1e-6)
+
+
+def test_inputs_are_of_order_one(rng: np.random.Generator) -> None:
+    inputs = position_inputs(make_features(rng), NAMES)
+    assert inputs.shape == (12, 5)
+    assert inputs.abs().max() < 3
+
+
+@pytest.mark.parametrize("exif", range(1, 9))
+def test_a_turned_picture_has_the_inputs_of_the_upright_one(rng: np.random.Generator, exif: int) -> None:
+    stored_size = (640, 360)
+    size = upright_size(stored_size, exif)
+    upright = make_features(rng, size=size)
+    turned = Features(
+        keypoints=upright_to_stored(upright.keypoints.double().numpy(), stored_size, exif),
+        descriptors=upright.descriptors,
+        size=stored_size,
+        scales=upright.scales,
+        orientations=turn_angles(upright.orientations.double().numpy(), UPRIGHT[exif].T),
+        exif=exif,
+    )
+    expected = position_inputs(upright, NAMES)
+    torch.testing.assert_close(position_inputs(turned, NAMES), expected, atol=1e-5, rtol=0)
+    batch = position_inputs(Features.stack([turned, turned]), NAMES)
+    torch.testing.assert_close(batch, expected.expand(2, -1, -1), atol=1e-5, rtol=0)
+
+
+def test_a_batch_mixes_orientations(rng: np.random.Generator) -> None:
+    items = [make_features(rng, count=n) for n in (3, 5, 4)]
+    turned = [
+        Features(f.keypoints, f.descriptors, size=f.size, exif=e)
+        for f, e in zip(items, (1, 6, 3), strict=True)
+    ]
+    batch = normalise_positions(Features.stack(turned))
+    for row, single in zip(batch, turned, strict=True):
+        assert row[: len(single)].equal(normalise_positions(single))
+
+
+def test_rotation_is_the_equation(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    position = RotaryPosition(PositionConfig(), head_dim=8)
+    features = make_features(rng)
+    x = torch.from_numpy(rng.normal(size=(12, 3, 8)).astype(np.float32))
+    turned = rotate(x, position(features)).detach().numpy()
+
+    inputs = position_inputs(features, NAMES).double().numpy()
+    weight = position.frequencies.weight.detach().double().numpy()
+    expected = np.zeros((12, 3, 8))
+    for point in range(12):
+        for channel in range(4):
+            angle = weight[channel] @ inputs[point]
+            matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+            pair = [channel, channel + 4]
+            expected[point][:, pair] = x[point, :, pair].double().numpy() @ matrix.T
+    np.testing.assert_allclose(turned, expected, atol=2e-5)
+
+
+def test_products_depend_on_differences_of_position_only(rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    position = RotaryPosition(PositionConfig(inputs=("xy",)), head_dim=16)
+    features = make_features(rng)
+    shifted = Features(
+        features.keypoints + torch.tensor([30.0, -20.0]), features.descriptors, size=features.size
+    )
+    q, k = torch.randn(2, 12, 1, 16)
+
+    def products(f: Features) -> torch.Tensor:
+        turns = position(f)
+        return rotate(q, turns)[:, 0] @ rotate(k, turns)[:, 0].T
+
+    torch.testing.assert_close(products(features), products(shifted), atol=1e-4, rtol=0)
+    assert not torch.allclose(products(features), q[:, 0] @ k[:, 0].T, atol=0.1)
+
+
+def test_gradients_of_rotate() -> None:
+    # `turns` lies on the unit circle, so the check goes through the angles.
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 2, 6, generator=rng, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(5, 3, generator=rng, dtype=torch.float64, requires_grad=True)
+
+    def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        return rotate(x, torch.stack([angles.cos(), angles.sin()], dim=1))
+
+    assert torch.autograd.gradcheck(turned, (x, angles))
+
+
+def test_missing_scales_or_orientations_are_named(rng: np.random.Generator) -> None:
+    bare = Features(rng.uniform(size=(3, 2)), np.zeros((3, 4)), size=(10, 10))
+    with pytest.raises(UsageError, match="scales"):
+        position_inputs(bare, NAMES)
+    with pytest.raises(UsageError, match="orientations"):
+        position_inputs(bare, ("xy", "orientation"))
+
+
+@pytest.mark.parametrize(("inputs", "message"), [(("xy", "colour"), "colour"), ((), "empty")])
+def test_impossible_inputs_are_refused(inputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        RotaryPosition(PositionConfig(inputs=inputs), head_dim=8)
