@@ -31,6 +31,12 @@ class FeedForward(nn.Module):
         return x + update
 
 
+def start_loud(*weights: Tensor) -> None:
+    """Orthogonal weights, so that what is heard is as loud as what was said."""
+    for weight in weights:
+        nn.init.orthogonal_(weight)
+
+
 class SelfBlock(nn.Module):
     """Every point listens to its own picture; positions turn queries and keys."""
 
@@ -40,6 +46,17 @@ class SelfBlock(nn.Module):
         self.qkv = nn.Linear(config.dim, 3 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
         self.ffn = FeedForward(config.dim)
+        self._start_local(config)
+
+    @torch.no_grad()
+    def _start_local(self, config: ContextConfig) -> None:
+        """Constant queries and keys, which the positions turn: at first a point listens to its neighbours."""
+        pairs = config.dim // config.heads // 2
+        reach = torch.linspace(4.0, 12.0, config.heads)  # peak of the logits, head by head
+        constant = (reach * (2 * pairs) ** 0.5 / (2 * pairs)).sqrt().repeat_interleave(2 * pairs)
+        self.qkv.weight[: 2 * config.dim] *= 0.5
+        self.qkv.bias[: 2 * config.dim] = constant.repeat(2)
+        start_loud(self.qkv.weight[2 * config.dim :], self.out.weight)
 
     def forward(self, x: Tensor, turns: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim), rotary turns (T, 2, head_dim/2) → tokens (T, dim)."""
@@ -58,6 +75,14 @@ class CrossBlock(nn.Module):
         self.qkv = nn.Linear(config.dim, 2 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
         self.ffn = FeedForward(config.dim)
+        self._start_alike(config)
+
+    @torch.no_grad()
+    def _start_alike(self, config: ContextConfig) -> None:
+        """At first a point listens to the points of the other picture that look like it."""
+        nn.init.orthogonal_(self.qkv.weight[: config.dim], gain=(20 / (config.dim / config.heads) ** 0.5) ** 0.5)
+        nn.init.zeros_(self.qkv.bias)
+        start_loud(self.qkv.weight[config.dim :], self.out.weight)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim)."""

@@ -43,10 +43,17 @@ class Model(nn.Module):
         nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
         nn.init.zeros_(self.project.bias)
         for head in self.heads:
-            nn.init.orthogonal_(head.projection.weight, gain=(30 / dim**0.5) ** 0.5)
+            nn.init.orthogonal_(head.projection.weight, gain=(15 / dim**0.5) ** 0.5)
             nn.init.zeros_(head.projection.bias)
             nn.init.zeros_(head.matchability.weight)
             nn.init.zeros_(head.matchability.bias)
+
+    @torch.no_grad()
+    def standardise(self, descriptors: Tensor) -> None:
+        """Shift and scale the projection so that tokens of `descriptors` (T, D) have mean 0 and variance 1."""
+        mean = descriptors.mean(0)
+        self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
+        self.project.bias.copy_(-self.project.weight @ mean)
 
     def check(self, features: Features) -> None:
         """Refuse features of another front end or size by name.
