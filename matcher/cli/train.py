@@ -40,6 +40,9 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the recipe's.")] = None,
 ) -> None:
     """Train a network on photos. The same command continues a run that was interrupted."""
+    if threads:
+        # Read when torch is first imported, which is below.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
 
     from matcher.cli.curve import write_curve
@@ -52,8 +55,6 @@ def train(
     chosen = _recipe(recipe, steps)
     photos, validation = _folders(photos, validation)
     run = run or Path("runs") / chosen.name
-    if threads:
-        torch.set_num_threads(threads)
     with _stop_signals() as received:
         weights = train_network(
             chosen,

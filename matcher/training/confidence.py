@@ -62,7 +62,7 @@ class ConfidenceTrainer:
         Raises:
             IntegrityError: the checkpoint is damaged or of another network.
         """
-        state = load_state(path, self.device)
+        state = load_state(path)
         try:
             self.model.confidence.load_state_dict(state["heads"])
             self.optimiser.load_state_dict(state["optimiser"])

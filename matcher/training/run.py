@@ -158,7 +158,7 @@ class Run:
     def second_stage(self) -> Path:
         """Confidence heads on the best parameters, then the weights file."""
         trainer, recipe, checkpoint = self.trainer, self.trainer.recipe, self.folder / "confidence.pt"
-        trainer.average.load_state_dict(load_state(self.folder / "best.pt", trainer.device))
+        trainer.average.load_state_dict(load_state(self.folder / "best.pt"))
         if recipe.network.context.depth > 1 and recipe.optimiser.confidence_steps > 0:
             heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)
             if checkpoint.exists():

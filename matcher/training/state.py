@@ -28,15 +28,15 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
         raise OSError(error.errno, f"{error.strerror}: this checkpoint is lost, {left}", str(path)) from error
 
 
-def load_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """Read a checkpoint.
+def load_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, its tensors on the CPU.
 
     Raises:
         IntegrityError: absent, cut short or damaged; the message names the file and the remedy.
     """
     remedy = "restore a copy of it, or delete the run folder to start again"
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise IntegrityError(f"{path} is absent: {remedy}") from None
     except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:

@@ -109,7 +109,7 @@ class Trainer:
             IntegrityError: the checkpoint is damaged.
             UsageError: it belongs to another recipe.
         """
-        state = load_state(path, self.device)
+        state = load_state(path)
         # Checkpoints of the first version do not name their recipe; the note in their folder does.
         if state.get("recipe", fingerprint(self.recipe)) != fingerprint(self.recipe):
             raise UsageError(f"{path} is a checkpoint of another recipe; give another --run folder")
