@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types as pytypes
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -32,7 +32,7 @@ class AssignmentConfig:
     """Log-domain Sinkhorn with one dustbin score a point (SuperGlue, Sarlin et al. 2020, section 3.2)."""
 
     max_iterations: int = 100
-    tolerance: float = 1e-2  # relative error of the point rows at which a pair stops
+    tolerance: float = 1e-2  # relative error of the row masses at which a pair stops
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,19 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     """A configuration from plain dictionaries.
 
     Raises:
-        ValueError: an unknown key (the known ones are listed) or a value of the wrong type.
+        ValueError: an unknown key (the known ones are listed), a value of the wrong type or a missing one.
     """
     name = where or cls.__name__
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected a table, got {values!r}")
     hints = typing.get_type_hints(cls)
     known = [f.name for f in fields(cls)]
-    unknown = sorted(set(values) - set(known))
+    unknown = sorted(str(key) for key in set(values) - set(known))
     if unknown:
         raise ValueError(f"{name}: unknown key {', '.join(unknown)}; known keys: {', '.join(known)}")
+    required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"{name}: missing key {', '.join(missing)}")
     return cls(**{key: _convert(hints[key], value, f"{name}.{key}") for key, value in values.items()})
 
 

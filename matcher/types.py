@@ -156,8 +156,8 @@ _PER_IMAGE = ("size", "exif")
 def _as_tensor(value, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         array = np.asarray(value)
-        if array.dtype.kind not in "fiub":
-            raise UsageError(f"Features.{name} must hold numbers, not {array.dtype}")
+        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+            raise UsageError(f"Features.{name} must hold numbers of at most 64 bits, not {array.dtype}")
         # A copy that keeps scalars scalar, which ascontiguousarray would not.
         value = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     if name == "mask":

@@ -1,0 +1,109 @@
+"""Configurations survive dictionaries, JSON and TOML, and refuse what they do not know."""
+
+import json
+import tomllib
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
+
+import pytest
+
+from matcher.config import (
+    AdaptivityConfig,
+    ContextConfig,
+    EstimationConfig,
+    ExtractorConfig,
+    NearestConfig,
+    NetworkConfig,
+    PipelineConfig,
+    PositionConfig,
+    from_dict,
+    to_dict,
+)
+
+CHANGED = PipelineConfig(
+    matcher=NetworkConfig(
+        position=PositionConfig(inputs=("xy",)),
+        context=ContextConfig(dim=64, heads=4, depth=2),
+        adaptivity=AdaptivityConfig(early_exit=False, exit_share=0.5),
+    ),
+    extractor=ExtractorConfig(max_keypoints=7),
+    estimation=EstimationConfig(kind="essential"),
+    weights="mine",
+)
+
+
+@pytest.mark.parametrize("config", [PipelineConfig(), CHANGED, PipelineConfig(matcher=NearestConfig(0.7))])
+def test_round_trip(config: PipelineConfig) -> None:
+    assert from_dict(PipelineConfig, to_dict(config)) == config
+    assert from_dict(PipelineConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_an_empty_table_is_the_default() -> None:
+    assert from_dict(PipelineConfig, {}) == PipelineConfig()
+
+
+def test_toml() -> None:
+    text = "depth = 4\nheads = 2\n"
+    assert from_dict(ContextConfig, tomllib.loads(text)) == ContextConfig(heads=2, depth=4)
+    assert from_dict(PipelineConfig, tomllib.loads("[matcher]\nratio = 0.9")).matcher == NearestConfig(0.9)
+
+
+def test_whole_numbers_serve_as_floats() -> None:
+    config = from_dict(EstimationConfig, {"max_epipolar_error": 2})
+    assert config.max_epipolar_error == 2.0
+    assert isinstance(config.max_epipolar_error, float)
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (
+            ContextConfig,
+            {"dim": 64, "colour": 1, "age": 2},
+            "unknown key age, colour; known keys: dim, heads, depth",
+        ),
+        (NetworkConfig, {"context": {"dpeth": 3}}, r"NetworkConfig\.context: unknown key dpeth"),
+        (ContextConfig, {"dim": "64"}, r"ContextConfig\.dim: expected int, got '64'"),
+        (ContextConfig, {"dim": 64.0}, "expected int"),
+        (ContextConfig, {"dim": True}, "expected int"),
+        (ContextConfig, {"dim": None}, "expected int"),
+        (NearestConfig, {"ratio": False}, "expected float"),
+        (NearestConfig, {"ratio": "high"}, "expected float"),
+        (AdaptivityConfig, {"pruning": 1}, "expected bool"),
+        (
+            EstimationConfig,
+            {"kind": "affine"},
+            "'affine' is not one of fundamental, homography, essential, none",
+        ),
+        (EstimationConfig, {"kind": ["none"]}, "is not one of"),
+        (PositionConfig, {"inputs": "xy"}, "expected a list"),
+        (PositionConfig, {"inputs": ["xy", 3]}, "expected str"),
+        (PipelineConfig, {"weights": 3}, "fits none of str, NoneType"),
+        (PipelineConfig, {"matcher": {"ratio": 0.8, "depth": 3}}, "unknown key"),
+        (PipelineConfig, {"matcher": 3}, "matcher"),
+        (ContextConfig, 5, "expected a table"),
+        (ContextConfig, {3: 4}, "unknown key 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(cls: type, values, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_dict(cls, values)
+
+
+def test_a_missing_value_without_default_is_named() -> None:
+    @dataclass(frozen=True)
+    class Named:
+        name: str
+        age: int = 0
+
+    with pytest.raises(ValueError, match=r"Named: .*name"):
+        from_dict(Named, {"age": 3})
+
+
+def test_all_parts_are_frozen_and_comparable() -> None:
+    config = PipelineConfig()
+    for part in (config, config.matcher, *(getattr(config.matcher, f.name) for f in fields(config.matcher))):
+        if is_dataclass(part):
+            assert replace(part) == part
+            assert hash(part) == hash(replace(part))
+            with pytest.raises(FrozenInstanceError):
+                setattr(part, fields(part)[0].name, None)

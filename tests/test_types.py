@@ -1,0 +1,199 @@
+"""Features from users' arrays: what is taken, how it is kept, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from matcher.types import Features, ImageError, IntegrityError, MatcherError, UsageError
+
+
+def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "keypoints": rng.uniform(0, 100, (count, 2)).astype(np.float32),
+        "descriptors": rng.normal(size=(count, dim)).astype(np.float32),
+        "scores": rng.uniform(size=count).astype(np.float32),
+        "size": np.array([100, 80], np.float32),
+        "scales": rng.uniform(1, 9, count).astype(np.float32),
+        "orientations": rng.uniform(-3, 3, count).astype(np.float32),
+        "mask": np.ones(count, bool),
+    }
+
+
+def assert_same(first: Features, second: Features) -> None:
+    for name in ("keypoints", "descriptors", "scores", "size", "scales", "orientations", "mask", "exif"):
+        a, b = getattr(first, name), getattr(second, name)
+        assert (a is None) == (b is None), name
+        assert a is None or a.equal(b), name
+    assert first.kind == second.kind
+
+
+def test_numpy_and_torch_input_are_the_same() -> None:
+    values = arrays()
+    assert_same(Features(**values), Features(**{k: torch.from_numpy(v) for k, v in values.items()}))
+
+
+def test_defaults() -> None:
+    features = Features([[1, 2], [3, 4]], [[1, 0], [0, 1]], size=(10, 20))
+    assert features.keypoints.dtype == features.descriptors.dtype == features.size.dtype == torch.float32
+    assert features.scores.tolist() == [1, 1]
+    assert features.mask.tolist() == [True, True]
+    assert features.exif.shape == ()
+    assert features.exif == 1
+    assert features.scales is None
+    assert features.orientations is None
+    assert len(features) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.astype(np.float64),
+        lambda x: x.astype(x.dtype.newbyteorder(">")),
+        lambda x: x.astype(">f8"),
+        lambda x: np.asfortranarray(x),
+        lambda x: np.repeat(x, 2, axis=0)[::2],
+        lambda x: x[::-1].copy()[::-1],
+        lambda x: x.tolist(),
+    ],
+    ids=["float64", "big endian", "big endian 8", "Fortran", "strided", "reversed", "lists"],
+)
+def test_any_layout_of_numbers_is_taken(change) -> None:
+    values = arrays()
+    changed = {k: change(v) if v.dtype != bool else v for k, v in values.items()}
+    features, expected = Features(**changed), Features(**values)
+    assert features.keypoints.dtype == torch.float32
+    for name in values:
+        torch.testing.assert_close(
+            getattr(features, name), getattr(expected, name), check_dtype=False, rtol=1e-6, atol=0
+        )
+
+
+def test_read_only_arrays_are_copied() -> None:
+    values = arrays()
+    for value in values.values():
+        value.flags.writeable = False
+    features = Features(**values)  # torch would warn of tensors on memory that may not be written
+    features.keypoints[0, 0] = -7
+    assert values["keypoints"][0, 0] != -7
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint16, np.uint64, np.float16, bool])
+def test_number_types_of_descriptors(dtype) -> None:
+    values = arrays() | {"descriptors": np.ones((6, 8), dtype)}
+    features = Features(**values)
+    assert features.descriptors.is_floating_point()
+    assert features.descriptors.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keypoints", np.zeros((6, 3))),
+        ("keypoints", np.zeros(6)),
+        ("keypoints", np.zeros(())),
+        ("keypoints", np.zeros((5, 2))),
+        ("descriptors", np.zeros((5, 8))),
+        ("descriptors", np.zeros(6)),
+        ("descriptors", np.zeros((1, 6, 8))),
+        ("scores", np.zeros(5)),
+        ("scores", np.zeros((6, 1))),
+        ("scales", np.zeros(7)),
+        ("orientations", np.zeros((6, 2))),
+        ("mask", np.ones(5, bool)),
+        ("size", np.ones(3)),
+        ("size", np.ones((6, 2))),
+        ("exif", np.ones(1)),
+    ],
+)
+def test_wrong_shapes_are_refused(name: str, value: np.ndarray) -> None:
+    with pytest.raises(UsageError, match=r"Features\.\w+ must be \("):
+        Features(**(arrays() | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["keypoints", "descriptors", "scores", "size", "scales", "orientations"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused(name: str, bad: float) -> None:
+    values = arrays()
+    values[name].flat[0] = bad
+    with pytest.raises(UsageError, match=rf"Features\.{name} .*not finite"):
+        Features(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("size", (0, 80), "size"),
+        ("size", (100, -1), "size"),
+        ("exif", 0, "exif"),
+        ("exif", 9, "exif"),
+        ("scores", ["a"] * 6, "scores must hold numbers"),
+        ("descriptors", np.zeros((6, 8), complex), "descriptors must hold numbers"),
+        ("scores", np.zeros(6, np.longdouble), "scores must hold numbers of at most 64 bits"),
+    ],
+)
+def test_impossible_values_are_refused(name: str, value, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Features(**(arrays() | {name: value}))
+
+
+def test_size_is_never_guessed() -> None:
+    with pytest.raises(UsageError, match="size"):
+        Features(np.zeros((3, 2)), np.zeros((3, 4)))
+
+
+def test_stack_and_unstack_round_trip() -> None:
+    items = [Features(**arrays(n, seed=n), exif=1 + n % 8, kind="sift") for n in (4, 0, 7, 1)]
+    batch = Features.stack(items)
+    assert batch.keypoints.shape == (4, 7, 2)
+    assert batch.exif.tolist() == [5, 1, 8, 2]
+    assert batch.mask.sum(1).tolist() == [4, 0, 7, 1]
+    assert batch.descriptors[~batch.mask].eq(0).all()
+    for item, back in zip(items, batch.unstack(), strict=True):
+        assert_same(item, back)
+
+
+def test_stack_keeps_holes_in_a_mask_and_unstack_drops_them() -> None:
+    mask = np.array([True, False, True, True, False, True])
+    features = Features(**(arrays() | {"mask": mask}))
+    batch = Features.stack([features, Features(**arrays(8))])
+    assert batch.mask[0].tolist() == [*mask.tolist(), False, False]
+    assert_same(batch.unstack()[0], features.select(torch.from_numpy(mask)))
+
+
+def test_stack_of_optional_columns() -> None:
+    full, bare = Features(**arrays()), Features(**{k: v for k, v in arrays().items() if k != "scales"})
+    batch = Features.stack([full, bare])
+    assert batch.scales is None
+    assert batch.orientations is not None
+
+
+def test_stack_refuses_what_does_not_belong_together() -> None:
+    sift, other = Features(**arrays(), kind="sift"), Features(**arrays(), kind="other")
+    with pytest.raises(UsageError, match=r"other \(8-d\), sift \(8-d\)"):
+        Features.stack([sift, other])
+    with pytest.raises(UsageError, match=r"sift \(4-d\), sift \(8-d\)"):
+        Features.stack([sift, Features(**arrays(dim=4), kind="sift")])
+    with pytest.raises(UsageError, match="no image"):
+        Features.stack([])
+
+
+def test_select_takes_points_and_keeps_the_picture() -> None:
+    features = Features(**arrays(), exif=6, kind="sift")
+    chosen = features.select(torch.tensor([4, 1]))
+    assert chosen.keypoints.equal(features.keypoints[[4, 1]])
+    assert chosen.scales.equal(features.scales[[4, 1]])
+    assert (chosen.size.tolist(), int(chosen.exif), chosen.kind) == ([100, 80], 6, "sift")
+    flags = features.keypoints[:, 0] > features.keypoints[:, 0].median()
+    assert features.select(flags).keypoints.equal(features.keypoints[flags])
+
+
+def test_to_keeps_values() -> None:
+    features = Features(**arrays())
+    assert_same(features.to("cpu"), features)
+
+
+def test_exit_codes_of_errors() -> None:
+    codes = {kind: kind.exit_code for kind in (MatcherError, UsageError, ImageError, IntegrityError)}
+    assert list(codes.values()) == [1, 2, 3, 5]
+    assert all(issubclass(kind, MatcherError) for kind in codes)
