@@ -147,3 +147,22 @@ def test_damaged_truth_names_the_file(tmp_path):
     (tmp_path / "H1to2p").write_text("1 0 0\n0 1 0\n0 0 1\n")
     with pytest.raises(UsageError, match="img2"):
         find_sets(str(tmp_path), SetOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pairs.json", "[{}]"),
+        ("pairs.json", "not json"),
+        ("poses.json", "[1, 2]"),
+        (
+            "poses.json",
+            '[{"image": "a.png", "K": 1, "R": 2, "C": 3}, {"image": "a.png", "K": 1, "R": 2, "C": 3}]',
+        ),
+    ],
+)
+def test_foreign_json_is_a_message(tmp_path, name, text):
+    (tmp_path / "a.png").write_bytes(b"never opened")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=name):
+        find_sets(str(tmp_path), SetOptions())

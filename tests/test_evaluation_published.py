@@ -150,3 +150,10 @@ def test_scene_files_run_no_code(tmp_path, picture, capsys):
     with pytest.raises(UsageError, match="print"):
         find_sets(str(tmp_path), SetOptions())
     assert "run by" not in capsys.readouterr().out
+
+
+def test_scene_files_with_holes(tmp_path, picture):
+    broken = scene(tmp_path, picture) | {"poses": np.empty(3, dtype=object)}
+    np.savez(tmp_path / "0015.npz", **broken)
+    with pytest.raises(UsageError, match=r"0015\.npz"):
+        find_sets(str(tmp_path), SetOptions())

@@ -19,6 +19,7 @@ class Estimate:
     value: float
     low: float
     high: float
+    spread: float  # standard deviation over the estimator's seeds
 
 
 def resample(count: int, seed: int) -> np.ndarray:
@@ -34,14 +35,14 @@ def estimate(values: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Est
         statistic: along the last axis.
         draws: (R, n) from `resample`.
     """
-    return _summary(statistic(values).mean(), statistic(values[:, draws]).mean(axis=0), values.shape[1])
+    return _summary(statistic(values), statistic(values[:, draws]).mean(axis=0), values.shape[1])
 
 
 def difference(values: np.ndarray, other: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
     """As `estimate`, of the difference between two rows on the same resampled pairs (a paired interval)."""
-    value = statistic(values).mean() - statistic(other).mean()
+    by_seed = statistic(values) - statistic(other)
     resampled = statistic(values[:, draws]).mean(axis=0) - statistic(other[:, draws]).mean(axis=0)
-    return _summary(value, resampled, values.shape[1])
+    return _summary(by_seed, resampled, values.shape[1])
 
 
 def mean(values: np.ndarray) -> np.ndarray:
@@ -57,10 +58,11 @@ def median(values: np.ndarray) -> np.ndarray:
     return np.median(values, axis=-1) if values.shape[-1] else np.full(values.shape[:-1], np.nan)
 
 
-def _summary(value: float, resampled: np.ndarray, pairs: int) -> Estimate:
+def _summary(by_seed: np.ndarray, resampled: np.ndarray, pairs: int) -> Estimate:
     """One pair says nothing of the others, so it has no interval."""
+    value, spread = float(by_seed.mean()), float(by_seed.std())
     known = resampled[np.isfinite(resampled)]
     if not len(known) or pairs < 2:
-        return Estimate(float(value), float("nan"), float("nan"))
+        return Estimate(value, float("nan"), float("nan"), spread)
     low, high = np.percentile(known, [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)])
-    return Estimate(float(value), float(low), float(high))
+    return Estimate(value, float(low), float(high), spread)

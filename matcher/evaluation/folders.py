@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,14 @@ def read_middlebury(folder: Path) -> PairSet:
 def read_multimodal(folder: Path) -> PairSet:
     """Remote-sensing pairs; homographies fitted to hand-set landmarks, coarse and non-rigid ones left out."""
     pairs, left_out = [], 0
-    for row in _read_json(folder / "pairs.json"):
+    keys = ("pair", "category", "image_fix", "image_mov", "landmark_median_residual_px", "nonrigid")
+    for row in _read_rows(folder / "pairs.json", keys):
         if not row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL or row["nonrigid"]:
             left_out += 1
             continue
-        matrix = np.array(
-            _read_json(folder / f"{row['pair']}_gt.json")["H_mov_to_fix_0based"], dtype=np.float64
-        )
+        path = folder / f"{row['pair']}_gt.json"
+        (truth,) = _read_rows(path, ("H_mov_to_fix_0based",))
+        matrix = _array(truth["H_mov_to_fix_0based"], (3, 3), path)
         sides = (Picture(folder / row["image_mov"]), Picture(folder / row["image_fix"]))
         pairs.append(HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix))
     note = (
@@ -106,14 +108,14 @@ def read_kitti(folder: Path) -> PairSet:
 
 def read_posed(folder: Path) -> PairSet:
     """All pairs of the photos in poses.json: image, K, R (world to camera), C (centre); scale arbitrary."""
-    rows = _read_json(folder / "poses.json")
+    path = folder / "poses.json"
+    rows = _read_rows(path, ("image", "K", "R", "C"))
     present = [view for view in rows if (folder / view["image"]).is_file()]
     pairs = []
     for view0, view1 in combinations(present, 2):
-        T0, T1 = _world_to_camera(view0), _world_to_camera(view1)
+        (K0, T0), (K1, T1) = (_camera(view, path) for view in (view0, view1))
         sides = (Picture(folder / view0["image"]), Picture(folder / view1["image"]))
         name = f"{Path(view0['image']).stem}-{Path(view1['image']).stem}"
-        K0, K1 = np.array(view0["K"], dtype=np.float64), np.array(view1["K"], dtype=np.float64)
         pairs.append(PosePair(name, "", *sides, K0, K1, T1 @ np.linalg.inv(T0)))
     note = "the poses come from structure from motion, so they are no independent truth"
     if len(present) < len(rows):
@@ -137,11 +139,23 @@ def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
     return matrix
 
 
-def _read_json(path: Path) -> Any:
+def _read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON objects in a file, one or a list, which must have these keys."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from error
+    rows = found if isinstance(found, list) else [found]
+    if not all(isinstance(row, dict) and row.keys() >= set(keys) for row in rows):
+        raise UsageError(f"{path}: not a benchmark's file; objects with {', '.join(keys)} are needed")
+    return rows
+
+
+def _array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
+    try:
+        return np.array(values, dtype=np.float64).reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {shape} numbers are needed ({error}); fetch the file again") from error
 
 
 def _view(folder: Path, stem: str) -> Path:
@@ -163,8 +177,9 @@ def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray
     return points0, points1
 
 
-def _world_to_camera(view: dict[str, Any]) -> np.ndarray:
+def _camera(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """K (3, 3), and the pose (4, 4) that takes points of the world to the camera."""
     T = np.eye(4)
-    T[:3, :3] = view["R"]
-    T[:3, 3] = -T[:3, :3] @ np.asarray(view["C"], dtype=np.float64)
-    return T
+    T[:3, :3] = _array(view["R"], (3, 3), path)
+    T[:3, 3] = -T[:3, :3] @ _array(view["C"], (3,), path)
+    return _array(view["K"], (3, 3), path), T

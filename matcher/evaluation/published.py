@@ -70,7 +70,7 @@ def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
         UsageError: a line that is no pair, or pictures that are nowhere.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if line.strip():
             row = _parse_line(line.split())
             if row is None:
@@ -97,18 +97,28 @@ def read_scene_files(folder: Path, images: Path | None = None) -> PairSet:
     Raises:
         UsageError: a file that is not such a scene, or pictures that are nowhere.
     """
-    pairs, root = [], images
+    pairs: list[PosePair] = []
     for path in scene_files(folder):
-        scene = _read_scene(path)
-        for info in scene["pair_infos"]:
-            a, b = (int(i) for i in info[0])
-            name0, name1 = str(scene["image_paths"][a]), str(scene["image_paths"][b])
-            root = root or _image_root(path, name0, None)
-            K0, K1 = (np.asarray(scene["intrinsics"][i], dtype=np.float64).reshape(3, 3) for i in (a, b))
-            T0, T1 = (np.asarray(scene["poses"][i], dtype=np.float64).reshape(4, 4) for i in (a, b))
-            sides = (Picture(root / name0), Picture(root / name1))
-            pairs.append(PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, K0, K1, T1 @ np.linalg.inv(T0)))
+        try:
+            pairs += _scene_pairs(path, _read_scene(path), images)
+        except UsageError:
+            raise
+        except (TypeError, ValueError, IndexError, np.linalg.LinAlgError) as error:
+            raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
     return PairSet("megadepth1500", "pose", tuple(pairs))
+
+
+def _scene_pairs(path: Path, scene: dict[str, Any], images: Path | None) -> list[PosePair]:
+    pairs, root = [], images
+    for info in scene["pair_infos"]:
+        a, b = (int(i) for i in info[0])
+        name0, name1 = str(scene["image_paths"][a]), str(scene["image_paths"][b])
+        root = root or _image_root(path, name0, None)
+        K0, K1 = (np.asarray(scene["intrinsics"][i], dtype=np.float64).reshape(3, 3) for i in (a, b))
+        T0, T1 = (np.asarray(scene["poses"][i], dtype=np.float64).reshape(4, 4) for i in (a, b))
+        sides = (Picture(root / name0), Picture(root / name1))
+        pairs.append(PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, K0, K1, T1 @ np.linalg.inv(T0)))
+    return pairs
 
 
 def scene_files(folder: Path) -> list[Path]:
