@@ -1,0 +1,225 @@
+"""SIFT in the project's pixel convention, on pictures whose keypoints are known."""
+
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from matcher.config import ExtractorConfig
+from matcher.frontends.sift import SiftExtractor, detect_sift, root_sift
+from matcher.geometry import UPRIGHT, resize_points, resized, stored_to_upright, upright_size
+from matcher.types import Features, Image, UsageError
+
+CENTRES = np.array([[40.0, 50.0], [120.25, 44.5], [79.6, 120.3], [160.1, 110.75], [201.4, 60.0]])
+
+
+def blobs(
+    size: tuple[int, int] = (240, 160), centres: np.ndarray = CENTRES, sigma: float = 5.0
+) -> np.ndarray:
+    """Bright Gaussians (H, W) uint8; the centre of the first pixel is (0, 0)."""
+    y, x = np.mgrid[: size[1], : size[0]]
+    squares = (x[..., None] - centres[:, 0]) ** 2 + (y[..., None] - centres[:, 1]) ** 2
+    return (30 + 200 * np.exp(-squares / (2 * sigma**2)).sum(-1)).clip(0, 255).round().astype(np.uint8)
+
+
+def texture(size: tuple[int, int], seed: int = 0) -> np.ndarray:
+    """Smooth noise (H, W) uint8 with detail at several scales."""
+    rng = np.random.default_rng(seed)
+    picture = np.zeros(size[::-1], np.float32)
+    for sigma in (1.5, 3.0, 6.0):
+        noise = cv2.GaussianBlur(rng.normal(size=size[::-1]).astype(np.float32), (0, 0), sigma)
+        picture += noise / noise.std()
+    return (128 + 35 * picture).clip(0, 255).astype(np.uint8)
+
+
+def extract(pixels: np.ndarray, size: tuple[int, int] | None = None, **fields) -> Features:
+    config = fields.pop("config", ExtractorConfig())
+    image = Image(pixels, size or pixels.shape[1::-1], **fields)
+    return SiftExtractor(config)([image])[0]
+
+
+def nearest(features: Features, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distance from each point to its nearest keypoint, and which one that is."""
+    distances = np.linalg.norm(points[:, None] - features.keypoints.numpy()[None], axis=-1)
+    return distances.min(1), distances.argmin(1)
+
+
+@pytest.mark.parametrize("sigma", [3.0, 5.0, 8.0])
+def test_blobs_are_found_at_their_centres(sigma: float) -> None:
+    features = extract(blobs(sigma=sigma))
+    distance, which = nearest(features, CENTRES)
+    assert distance.max() < 0.1
+    # A Gaussian blob answers most at its own scale; OpenCV's size is a diameter.
+    np.testing.assert_allclose(features.scales[which], 2 * sigma, rtol=0.25)
+
+
+def test_colour_is_seen_as_grey() -> None:
+    grey = extract(blobs())
+    colour = extract(np.repeat(blobs()[..., None], 3, axis=2))
+    assert grey.keypoints.equal(colour.keypoints)
+
+
+def test_keypoints_of_a_resized_picture_map_back_on_both_axes() -> None:
+    size = (963, 641)
+    centres = CENTRES * 4
+    (width, height), scale = resized(size, 500)
+    assert abs(scale[0] - scale[1]) > 1e-5
+    small = cv2.resize(blobs(size, centres, sigma=6.0), (width, height), interpolation=cv2.INTER_AREA)
+    features = extract(small, size, scale=scale)
+    distance, which = nearest(features, centres)
+    assert distance.max() < 0.1
+    np.testing.assert_allclose(features.scales[which], 12, rtol=0.25)
+    assert features.size.tolist() == list(size)
+
+
+def test_the_axes_are_scaled_apart() -> None:
+    plain = extract(blobs())
+    stretched = extract(blobs(), (480, 1600), scale=(0.5, 0.1))
+    expected = resize_points(plain.keypoints.double().numpy(), (2, 10))
+    np.testing.assert_allclose(stretched.keypoints, expected, atol=1e-3)
+    np.testing.assert_allclose(stretched.scales, plain.scales * np.sqrt(20), rtol=1e-5)
+
+
+@pytest.mark.parametrize("exif", range(1, 9))
+def test_a_turned_picture_gives_stored_pixels(exif: int) -> None:
+    stored_size = (240, 160)
+    size = upright_size(stored_size, exif)
+    centres = stored_to_upright(CENTRES, stored_size, exif)
+    upright = blobs(size, centres)
+    features = extract(upright, stored_size, orientation=exif)
+    assert nearest(features, CENTRES)[0].max() < 0.1
+    assert int(features.exif) == exif
+    assert features.size.tolist() == [240, 160]
+
+    # The same picture taken as it lies: directions turn with it.
+    plain = extract(upright)
+    there = torch.stack([plain.orientations.cos(), plain.orientations.sin()], dim=1)
+    back = torch.stack([features.orientations.cos(), features.orientations.sin()], dim=1)
+    turn = torch.as_tensor(UPRIGHT[exif], dtype=torch.float32)
+    torch.testing.assert_close(back @ turn.T, there, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("degrees", [20, 90, -135])
+def test_angles_run_from_x_towards_y(degrees: float) -> None:
+    picture = texture((400, 400))
+    # getRotationMatrix2D turns from y towards x in picture coordinates, hence the minus.
+    turn = cv2.getRotationMatrix2D((199.5, 199.5), -degrees, 1.0)
+    turned = cv2.warpAffine(picture, turn, (400, 400), flags=cv2.INTER_CUBIC)
+    angle = np.deg2rad(degrees)
+    np.testing.assert_allclose(turn[:, :2] @ [1, 0], [np.cos(angle), np.sin(angle)], atol=1e-12)
+
+    features0, features1 = extract(picture), extract(turned)
+    expected = features0.keypoints.double().numpy() @ turn[:, :2].T + turn[:, 2]
+    near = np.linalg.norm(expected - 199.5, axis=1) < 150
+    distance, which = nearest(features1, expected)
+    products = (features0.descriptors * features1.descriptors[which]).sum(1).numpy()
+    same = near & (distance < 0.5) & (products > 0.9)
+    assert same.sum() > 50
+    change = (features1.orientations[which] - features0.orientations).numpy()[same]
+    error = np.abs(np.angle(np.exp(1j * (change - angle))))
+    assert np.median(error) < np.deg2rad(2)
+    assert np.quantile(error, 0.8) < np.deg2rad(8)
+
+
+def test_a_gradient_points_along_its_angle() -> None:
+    """Brightness that grows along y gives π/2, not −π/2."""
+    picture = np.clip(blobs(centres=np.array([[120.0, 80.0]]), sigma=6.0).astype(np.float32), 0, 255)
+    picture = (0.5 * picture + np.linspace(0, 120, 160)[:, None]).astype(np.uint8)
+    features = extract(picture)
+    which = nearest(features, np.array([[120.0, 80.0]]))[1][0]
+    assert features.orientations[which] == pytest.approx(np.pi / 2, abs=0.1)
+
+
+def test_mask_is_kept_and_filled() -> None:
+    """The strongest points lie outside the mask; inside there are still `max_keypoints`."""
+    picture = texture((400, 300)).astype(np.float32)
+    picture[:, 200:] = 128 + (picture[:, 200:] - 128) * 0.35
+    picture = picture.astype(np.uint8)
+    mask = np.zeros((300, 400), bool)
+    mask[:, 210:] = True
+    config = ExtractorConfig(max_keypoints=100)
+    assert (extract(picture, config=config).keypoints[:, 0] > 210).float().mean() < 0.2
+    inside = extract(picture, config=config, mask=mask)
+    assert len(inside) == 100
+    x, y = inside.keypoints.round().long().unbind(1)
+    assert mask[y.numpy(), x.numpy()].all()
+    everything = extract(picture, config=ExtractorConfig(max_keypoints=10**5), mask=mask)
+    assert inside.scores.min() >= everything.scores.sort(descending=True).values[99]
+
+
+@pytest.mark.parametrize("limit", [1, 50, 333])
+def test_the_strongest_are_kept_in_order(limit: int) -> None:
+    picture = texture((300, 200))
+    every = extract(picture, config=ExtractorConfig(max_keypoints=10**5))
+    assert len(every) > 333
+    some = extract(picture, config=ExtractorConfig(max_keypoints=limit))
+    assert len(some) == limit
+    assert some.scores.diff().le(0).all()
+    torch.testing.assert_close(some.scores, every.scores[:limit])
+    assert torch.unique(torch.cat([some.keypoints, some.orientations[:, None]], 1), dim=0).shape[0] == limit
+
+
+def test_an_empty_mask_finds_nothing() -> None:
+    assert len(extract(texture((100, 100)), mask=np.zeros((100, 100), bool))) == 0
+
+
+@pytest.mark.parametrize("size", [(100, 80), (1, 1), (2, 3), (1, 300), (300, 1), (7, 7)])
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_black_and_tiny_pictures_have_no_keypoints(size: tuple[int, int], colour: bool, masked: bool) -> None:
+    shape = (size[1], size[0], 3) if colour else (size[1], size[0])
+    features = extract(np.zeros(shape, np.uint8), mask=np.ones(shape[:2], bool) if masked else None)
+    assert features.keypoints.shape == (0, 2)
+    assert features.descriptors.shape == (0, 128)
+    for name in ("scores", "scales", "orientations", "mask"):
+        assert getattr(features, name).shape == (0,), name
+    assert (features.kind, features.size.tolist()) == ("sift", list(size))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (5, 3), (1, 40), (12, 12)])
+def test_tiny_noise_is_read_without_complaint(size: tuple[int, int], rng: np.random.Generator) -> None:
+    features = extract(rng.integers(0, 256, size[::-1], dtype=np.uint8))
+    assert features.descriptors.shape == (len(features), 128)
+
+
+def test_types_and_norms() -> None:
+    features = extract(texture((200, 200)))
+    for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "size"):
+        assert getattr(features, name).dtype == torch.float32, name
+    assert features.exif.dtype == torch.int64
+    assert features.mask.all()
+    torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)), atol=1e-4, rtol=0)
+    assert features.descriptors.ge(0).all()
+    assert features.orientations.abs().max() <= np.pi + 1e-6
+
+
+def test_root_sift_is_its_formula(rng: np.random.Generator) -> None:
+    raw = rng.integers(0, 200, (5, 128)).astype(np.float32)
+    expected = np.sqrt(raw.astype(np.float64) / raw.sum(1, keepdims=True))
+    np.testing.assert_allclose(root_sift(raw), expected, atol=1e-6)
+    assert root_sift(np.zeros((2, 128), np.float32)).tolist() == np.zeros((2, 128)).tolist()
+    assert root_sift(raw.astype(np.uint8)).dtype == np.float32
+
+
+def test_views_of_arrays_are_read_as_they_are() -> None:
+    picture = texture((200, 150))
+    expected = detect_sift(picture, None, ExtractorConfig())[0]
+    reversed_twice = picture[::-1].copy()[::-1]
+    read_only = picture.copy()
+    read_only.flags.writeable = False
+    for same in (reversed_twice, np.asfortranarray(picture), read_only):
+        np.testing.assert_array_equal(detect_sift(same, None, ExtractorConfig())[0], expected)
+
+
+def test_the_same_picture_gives_the_same_bits() -> None:
+    picture = texture((320, 240))
+    first, second = extract(picture), extract(picture)
+    assert first.keypoints.equal(second.keypoints)
+    assert first.descriptors.equal(second.descriptors)
+
+
+def test_no_keypoints_wanted_is_refused() -> None:
+    with pytest.raises(UsageError, match="max_keypoints"):
+        SiftExtractor(replace(ExtractorConfig(), max_keypoints=0))
