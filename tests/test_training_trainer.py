@@ -80,8 +80,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(broken, monkey
 
 def test_the_average_follows_the_formula():
     trainer = Trainer(replace(TINY, optimiser=replace(TINY.optimiser, average_decay=0.3)), CPU)
-    mean = [p.detach().clone() for p in trainer.model.parameters()]
-    for step, batch in enumerate(batches(4)):
+    trainer.step(batches(1)[0])
+    mean = [p.detach().clone() for p in trainer.average.parameters()]
+    for step, batch in enumerate(batches(4)[1:], start=1):
         trainer.step(batch)
         decay = min(0.3, (1 + step) / (10 + step))
         mean = [decay * m + (1 - decay) * p for m, p in zip(mean, trainer.model.parameters(), strict=True)]
