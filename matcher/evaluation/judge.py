@@ -62,7 +62,9 @@ def true_matches(pair: Pair, side0: Observation, side1: Observation) -> Truth | 
         errors = distances(partners(pair, points0), points1) * side1.scale
     else:
         return None
-    return Truth({threshold: possible_matches(errors, threshold) for threshold in THRESHOLDS})
+    widest = possible_matches(errors, max(THRESHOLDS))  # a smaller threshold keeps the nearer ones of these
+    near = errors[widest[:, 0], widest[:, 1]]
+    return Truth({threshold: widest[near < threshold] for threshold in THRESHOLDS})
 
 
 def oracle(truth: Truth, side0: Observation, side1: Observation) -> Matches:
