@@ -13,26 +13,41 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PositionConfig:
-    """Rotary encoding from learned frequencies (LightGlue, Lindenberger et al. 2023, eq. 4)."""
+    """Where a point lies: rotations of queries and keys, or a code added to its descriptor."""
 
-    inputs: tuple[str, ...] = ("xy", "scale", "orientation")  # what turns the channels
+    kind: Literal["rotary", "mlp", "none"] = "rotary"
+    inputs: tuple[str, ...] = ("xy", "scale", "orientation")
+    extent: float = 0.5  # positions are (p − size/2) / (extent · max(size)); SuperGlue has 0.7
+    hidden: tuple[int, ...] = (32, 64, 128, 256)  # widths of the MLP
 
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """Alternating self- and cross-attention layers."""
+    """Alternating self- and cross-attention layers, x + ffn([x | message])."""
 
-    dim: int = 192
-    heads: int = 3
+    dim: int = 128
+    heads: int = 2
     depth: int = 6
+    attention: Literal["softmax", "linear", "additive", "general"] = "softmax"
+    shared_qk: bool = True  # cross-attention has one projection for queries and keys
+    norm: Literal["layer", "batch"] = "layer"  # in the middle of the feed-forward part
+    activation: Literal["gelu", "relu"] = "gelu"
 
 
 @dataclass(frozen=True)
 class AssignmentConfig:
-    """Log-domain Sinkhorn with one dustbin score a point (SuperGlue, Sarlin et al. 2020, section 3.2)."""
+    """From token states to a partial assignment.
 
+    `sinkhorn` is optimal transport in the log domain (SuperGlue, Sarlin et al. 2020, section 3.2),
+    `dual_softmax` the product of row and column softmax with matchabilities (LightGlue, Lindenberger et al.
+    2023, eq. 8).
+    """
+
+    kind: Literal["sinkhorn", "dual_softmax"] = "sinkhorn"
+    dustbin: Literal["point", "learned"] = "point"  # minus the point's matchability logit, or one number
+    every_layer: bool = True  # each layer has a head of its own; needed for early exit and pruning
     max_iterations: int = 100
-    tolerance: float = 1e-2  # relative error of the row masses at which a pair stops
+    tolerance: float | None = 1e-2  # relative error of the rows at which a pair stops; None: never
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,8 @@ class AdaptivityConfig:
     early_exit: bool = True
     exit_share: float = 0.95  # share of confident points at which a pair stops
     pruning: bool = True
-    prune_matchability: float = 0.01  # confident points below it are dropped
+    prune_matchability: float = 0.01  # points below it are dropped
+    prune_confident_only: bool = True  # if they are confident
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,7 @@ class NetworkConfig:
 
     kind: str = "sift"  # front end whose features it accepts
     descriptor_dim: int = 128
+    project: bool = True  # descriptors are projected first; without it their size is context.dim
     position: PositionConfig = PositionConfig()
     context: ContextConfig = ContextConfig()
     assignment: AssignmentConfig = AssignmentConfig()

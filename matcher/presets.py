@@ -8,14 +8,78 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
-from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, Precision, from_dict, to_dict
+from matcher.config import (
+    AdaptivityConfig,
+    AssignmentConfig,
+    ContextConfig,
+    NearestConfig,
+    NetworkConfig,
+    PipelineConfig,
+    PositionConfig,
+    Precision,
+    from_dict,
+    to_dict,
+)
 from matcher.types import GeometryKind, UsageError
 
 _HYBRID = PipelineConfig(weights="hybrid")
 
+
+def _matched_by(network: NetworkConfig, weights: str) -> PipelineConfig:
+    """The default pipeline with another network and the front end that it was trained on."""
+    extractor = replace(_HYBRID.extractor, kind=network.kind)
+    return replace(_HYBRID, extractor=extractor, matcher=network, weights=weights)
+
+
+# SuperGlue, Sarlin et al. 2020: position and score by an MLP, one learned dustbin, a fixed depth.
+_SUPERGLUE = NetworkConfig(
+    kind="superpoint",
+    descriptor_dim=256,
+    project=False,
+    position=PositionConfig(kind="mlp", inputs=("xy", "score"), extent=0.7),
+    context=ContextConfig(dim=256, heads=4, depth=9, shared_qk=False, norm="batch", activation="relu"),
+    assignment=AssignmentConfig(dustbin="learned", every_layer=False, tolerance=None),
+    adaptivity=AdaptivityConfig(early_exit=False, pruning=False),
+    match_threshold=0.2,
+)
+# LightGlue, Lindenberger et al. 2023: rotary positions, dual softmax with matchabilities, exit and pruning.
+_LIGHTGLUE = NetworkConfig(
+    kind="superpoint",
+    descriptor_dim=256,
+    project=False,
+    position=PositionConfig(inputs=("xy",)),
+    context=ContextConfig(dim=256, heads=4, depth=9),
+    assignment=AssignmentConfig(kind="dual_softmax"),
+)
+_LIGHTGLUE_128 = replace(_LIGHTGLUE, kind="disk", descriptor_dim=128, project=True)
+_LIGHTGLUE_ORIENTED = replace(
+    _LIGHTGLUE_128, kind="sift", position=PositionConfig(inputs=("xy", "raw_scale", "raw_orientation"))
+)
+_LIGHTERGLUE = replace(
+    _LIGHTGLUE,
+    kind="xfeat",
+    descriptor_dim=64,
+    project=True,
+    context=ContextConfig(dim=96, heads=1, depth=6),
+    adaptivity=AdaptivityConfig(early_exit=False, prune_matchability=0.05, prune_confident_only=False),
+)
+_LIGHTGLUES = {
+    "lightglue-superpoint": _LIGHTGLUE,
+    "lightglue-disk": _LIGHTGLUE_128,
+    "lightglue-aliked": replace(_LIGHTGLUE_128, kind="aliked"),
+    "lightglue-sift": _LIGHTGLUE_ORIENTED,
+    "lightglue-doghardnet": replace(_LIGHTGLUE_ORIENTED, kind="doghardnet"),
+    "lightglue-dedodeb": replace(_LIGHTGLUE, kind="dedodeb"),
+    "lightglue-dedodeg": replace(_LIGHTGLUE, kind="dedodeg"),
+    "lightglue-xfeat": _LIGHTERGLUE,
+}
+
 PRESETS: dict[str, PipelineConfig] = {
     "hybrid": _HYBRID,
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
+    "superglue-indoor": _matched_by(_SUPERGLUE, "superglue-indoor"),
+    "superglue-outdoor": _matched_by(_SUPERGLUE, "superglue-outdoor"),
+    **{name: _matched_by(network, name) for name, network in _LIGHTGLUES.items()},
 }
 DEFAULT_PRESET = "hybrid"
 

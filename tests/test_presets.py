@@ -7,7 +7,7 @@ from matcher.weights import load_model, read_manifest
 
 
 def test_names_and_default():
-    assert set(PRESETS) == {"hybrid", "nearest"}
+    assert {"hybrid", "nearest", "superglue-indoor", "lightglue-superpoint"} <= set(PRESETS)
     assert find_preset(DEFAULT_PRESET).weights == "hybrid"
     with pytest.raises(UsageError, match="did you mean 'hybrid'"):
         find_preset("hybird")

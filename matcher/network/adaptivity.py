@@ -20,7 +20,7 @@ class Tokens:
     """The live points of the pairs still running, packed."""
 
     x: Tensor  # (T, dim)
-    turns: Tensor  # (T, 2, head_dim/2)
+    turns: Tensor | None  # (T, 2, head_dim/2)
     index: Tensor  # (T,) int64, the input point each token is
     layout: Layout
     pairs: tuple[int, ...]  # which input pair each entry of the layout is
@@ -36,7 +36,7 @@ class Tokens:
         return replace(
             self,
             x=self.x[chosen],
-            turns=self.turns[chosen],
+            turns=None if self.turns is None else self.turns[chosen],
             index=self.index[chosen],
             layout=Layout(counts),
             pairs=tuple(self.pairs[p] for p in pairs),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from matcher.types import Assignment
 
@@ -19,31 +20,54 @@ SCALING_LIMIT = 1e12
 
 
 class AssignmentHead(nn.Module):
-    """One projection for similarities and one matchability logit a point, for one layer."""
+    """One projection for similarities, and a dustbin score: a logit of each point, or one number."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, dustbin: str = "point") -> None:
         super().__init__()
         self.projection = nn.Linear(dim, dim)
-        self.matchability = nn.Linear(dim, 1)
+        if dustbin == "point":
+            self.matchability = nn.Linear(dim, 1)
+        else:
+            self.dustbin = nn.Parameter(torch.ones(()))
 
     def forward(self, x0: Tensor, x1: Tensor) -> Tensor:
         """Tokens (…, N, dim), (…, M, dim) → scores with dustbins (…, N+1, M+1), float32.
 
-        Similarities are scaled by 1/√dim; a point's dustbin score is minus its matchability logit; the
-        corner is 0.
+        Similarities are scaled by 1/√dim. A point's dustbin score is minus its matchability logit and the
+        corner is 0; one learned number (SuperGlue, eq. 8) is the score of all dustbins and of the corner.
         """
         width = self.projection.out_features
         m0, m1 = (self.projection(x.to(self.projection.weight.dtype)).float() / width**0.25 for x in (x0, x1))
         with torch.autocast(x0.device.type, enabled=False):
             similarity = m0 @ m1.transpose(-1, -2)
-        bin0, bin1 = (-self.logits(x) for x in (x0, x1))
+        if hasattr(self, "dustbin"):
+            corner = self.dustbin.float()
+            bin0, bin1 = corner.expand(x0.shape[:-1]), corner.expand(x1.shape[:-1])
+        else:
+            bin0, bin1 = (-self.logits(x) for x in (x0, x1))
+            corner = bin1.new_zeros(())
         rows = torch.cat([similarity, bin0.unsqueeze(-1)], dim=-1)
-        corner = bin1.new_zeros(*bin1.shape[:-1], 1)
-        return torch.cat([rows, torch.cat([bin1, corner], dim=-1).unsqueeze(-2)], dim=-2)
+        last = torch.cat([bin1, corner.expand(*bin1.shape[:-1], 1)], dim=-1)
+        return torch.cat([rows, last.unsqueeze(-2)], dim=-2)
 
     def logits(self, x: Tensor) -> Tensor:
         """Matchability logit (…, N) of tokens (…, N, dim), float32."""
         return self.matchability(x.to(self.matchability.weight.dtype)).squeeze(-1).float()
+
+
+def dual_softmax(scores: Tensor) -> Assignment:
+    """Scores with dustbins (B, N+1, M+1) → row softmax × column softmax × both matchabilities.
+
+    LightGlue (Lindenberger et al. 2023), eq. 8; the dustbin scores are minus the matchability logits.
+    """
+    similarity = scores[:, :-1, :-1].float()
+    logit0, logit1 = -scores[:, :-1, -1].float(), -scores[:, -1, :-1].float()
+    certainty = F.logsigmoid(logit0).unsqueeze(2) + F.logsigmoid(logit1).unsqueeze(1)
+    return Assignment(
+        log_scores=similarity.log_softmax(2) + similarity.log_softmax(1) + certainty,
+        log_unmatched0=F.logsigmoid(-logit0),
+        log_unmatched1=F.logsigmoid(-logit1),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,25 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from matcher.config import ContextConfig
-from matcher.network.attention import Layout, attend
+from matcher.network.attention import Layout, attend, build_attention
 from matcher.network.position import rotate
 
 
 class FeedForward(nn.Module):
     """x + ffn([x | message]); the last projection starts at zero, so an untrained block changes nothing."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, config: ContextConfig) -> None:
         super().__init__()
-        self.widen = nn.Linear(2 * dim, 2 * dim)
-        self.norm = nn.LayerNorm(2 * dim)
-        self.narrow = nn.Linear(2 * dim, dim)
+        wide = 2 * config.dim
+        self.widen = nn.Linear(wide, wide)
+        self.norm = nn.LayerNorm(wide) if config.norm == "layer" else nn.BatchNorm1d(wide)
+        self.activate = nn.GELU() if config.activation == "gelu" else nn.ReLU()
+        self.narrow = nn.Linear(wide, config.dim)
         nn.init.zeros_(self.narrow.weight)
         nn.init.zeros_(self.narrow.bias)
 
     def forward(self, x: Tensor, message: Tensor) -> Tensor:
         """Tokens (T, dim) and what they heard (T, dim) → tokens (T, dim)."""
         hidden = self.widen(torch.cat([x.to(message.dtype), message], dim=-1))
-        update = self.narrow(nn.functional.gelu(self.norm(hidden)))
+        update = self.narrow(self.activate(self.norm(hidden)))
         return x + update
 
 
@@ -38,56 +40,63 @@ def start_loud(*weights: Tensor) -> None:
 
 
 class SelfBlock(nn.Module):
-    """Every point listens to its own picture; positions turn queries and keys."""
+    """Every point listens to its own picture; positions may turn queries and keys."""
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.attention = build_attention(config.attention, config.dim // config.heads)
         self.out = nn.Linear(config.dim, config.dim)
-        self.ffn = FeedForward(config.dim)
+        self.ffn = FeedForward(config)
         self._start_local(config)
 
     @torch.no_grad()
     def _start_local(self, config: ContextConfig) -> None:
         """Constant queries and keys, which the positions turn: at first a point listens to its neighbours."""
-        pairs = config.dim // config.heads // 2
+        width = config.dim // config.heads
         reach = torch.linspace(4.0, 12.0, config.heads)  # peak of the logits, head by head
-        constant = (reach * (2 * pairs) ** 0.5 / (2 * pairs)).sqrt().repeat_interleave(2 * pairs)
+        constant = (reach / width**0.5).sqrt().repeat_interleave(width)
         self.qkv.weight[: 2 * config.dim] *= 0.5
         self.qkv.bias[: 2 * config.dim] = constant.repeat(2)
         start_loud(self.qkv.weight[2 * config.dim :], self.out.weight)
 
-    def forward(self, x: Tensor, turns: Tensor, layout: Layout) -> Tensor:
-        """Tokens (T, dim), rotary turns (T, 2, head_dim/2) → tokens (T, dim)."""
+    def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
+        """Tokens (T, dim), rotary turns (T, 2, head_dim/2) or none → tokens (T, dim)."""
         qkv = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (3 * self.heads, -1))  # (T, 3·heads, d)
-        q, k = rotate(qkv[:, : 2 * self.heads], turns).chunk(2, dim=1)
-        message = attend(q, k, qkv[:, 2 * self.heads :], layout, across=False)
-        return self.ffn(x, self.out(message))
+        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
+        q, k = (qk if turns is None else rotate(qk, turns)).chunk(2, dim=1)
+        return self.ffn(x, self.out(attend(q, k, v, layout, self.attention, across=False)))
 
 
 class CrossBlock(nn.Module):
-    """Every point listens to the other picture; queries and keys are one projection (LightGlue, eq. 5)."""
+    """Every point listens to the other picture; queries and keys may be one projection (LightGlue, eq. 5)."""
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.dim, 2 * config.dim)
+        self.heads, self.shared = config.heads, config.shared_qk
+        self.qkv = nn.Linear(config.dim, (2 if self.shared else 3) * config.dim)
+        self.attention = build_attention(config.attention, config.dim // config.heads)
         self.out = nn.Linear(config.dim, config.dim)
-        self.ffn = FeedForward(config.dim)
+        self.ffn = FeedForward(config)
         self._start_alike(config)
 
     @torch.no_grad()
     def _start_alike(self, config: ContextConfig) -> None:
         """At first a point listens to the points of the other picture that look like it."""
-        nn.init.orthogonal_(self.qkv.weight[: config.dim], gain=(20 / (config.dim / config.heads) ** 0.5) ** 0.5)
+        gain = (20 / (config.dim / config.heads) ** 0.5) ** 0.5
+        nn.init.orthogonal_(self.qkv.weight[: config.dim], gain=gain)
+        if not self.shared:
+            self.qkv.weight[config.dim : 2 * config.dim] = self.qkv.weight[: config.dim]
         nn.init.zeros_(self.qkv.bias)
-        start_loud(self.qkv.weight[config.dim :], self.out.weight)
+        start_loud(self.qkv.weight[-config.dim :], self.out.weight)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim)."""
-        qk, v = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (2, self.heads, -1)).unbind(1)
-        return self.ffn(x, self.out(attend(qk, qk, v, layout, across=True)))
+        width = x.shape[-1] // self.heads
+        parts = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (-1, self.heads, width))
+        q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
+        return self.ffn(x, self.out(attend(q, k, v, layout, self.attention, across=True)))
 
 
 class Layer(nn.Module):
@@ -98,6 +107,6 @@ class Layer(nn.Module):
         self.within = SelfBlock(config)
         self.across = CrossBlock(config)
 
-    def forward(self, x: Tensor, turns: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim), float32 between blocks."""
         return self.across(self.within(x, turns, layout), layout)

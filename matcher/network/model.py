@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from matcher.config import NetworkConfig
+from matcher.config import ContextConfig, NetworkConfig, PositionConfig
 from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs
-from matcher.network.assignment import AssignmentHead, assign
+from matcher.network.assignment import AssignmentHead, assign, dual_softmax
 from matcher.network.attention import Layout, interleave
 from matcher.network.context import Layer
-from matcher.network.position import RotaryPosition
+from matcher.network.position import MlpPosition, RotaryPosition
 from matcher.types import Features, PairPrediction, Prediction, UsageError
 
 
@@ -20,37 +21,39 @@ class Model(nn.Module):
     """Features of two pictures → a soft assignment of their points.
 
     1. project descriptors; 2. alternate self- and cross-attention, positions turning the queries and keys;
-    3. after each layer decide per pair whether to stop and which points to drop; 4. assign by Sinkhorn.
+    3. after each layer decide per pair whether to stop and which points to drop; 4. assign.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
-        dim, depth, heads = config.context.dim, config.context.depth, config.context.heads
-        if dim % (2 * heads):
-            raise UsageError(f"context.dim {dim} must be a multiple of twice context.heads {heads}")
+        dim, depth = config.context.dim, config.context.depth
+        check_config(config)
         self.config = config
-        self.project = nn.Linear(config.descriptor_dim, dim)
-        self.position = RotaryPosition(config.position, dim // heads)
+        self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
+        self.position = build_position(config.position, config.context)
         self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
-        self.heads = nn.ModuleList(AssignmentHead(dim) for _ in range(depth))
-        self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(depth - 1))
+        number = depth if config.assignment.every_layer else 1
+        self.heads = nn.ModuleList(AssignmentHead(dim, config.assignment.dustbin) for _ in range(number))
+        self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
         self._start_at_nearest_neighbour()
 
     @torch.no_grad()
     def _start_at_nearest_neighbour(self) -> None:
         """Untrained, the scores are cosines of descriptors at a useful temperature, whatever the layer."""
         dim = self.config.context.dim
-        nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
-        nn.init.zeros_(self.project.bias)
+        if self.config.project:
+            nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
+            nn.init.zeros_(self.project.bias)
         for head in self.heads:
             nn.init.orthogonal_(head.projection.weight, gain=(15 / dim**0.5) ** 0.5)
             nn.init.zeros_(head.projection.bias)
-            nn.init.zeros_(head.matchability.weight)
-            nn.init.zeros_(head.matchability.bias)
+            if self.config.assignment.dustbin == "point":
+                nn.init.zeros_(head.matchability.weight)
+                nn.init.zeros_(head.matchability.bias)
 
     @torch.no_grad()
     def standardise(self, descriptors: Tensor) -> None:
-        """Shift and scale the projection so that tokens of `descriptors` (T, D) have mean 0 and variance 1."""
+        """Shift and scale the projection so that `descriptors` (T, D) give tokens of mean 0, variance 1."""
         mean = descriptors.mean(0)
         self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
         self.project.bias.copy_(-self.project.weight @ mean)
@@ -80,11 +83,22 @@ class Model(nn.Module):
         columns = []
         for features, mask in zip((features0, features1), masks, strict=True):
             index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-            values = (features.descriptors, self.position(features), index)
+            values = [features.descriptors, index]
+            if self.position is not None:
+                values.append(self.position(features))
             columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
-        descriptors, turns, index = (interleave(a, b) for a, b in zip(*columns, strict=True))
-        x = self.project(descriptors.to(self.project.weight.dtype)).float()
+        descriptors, index, *position = (interleave(a, b) for a, b in zip(*columns, strict=True))
+        x, turns = self._project(descriptors), None
+        if self.config.position.kind == "rotary":
+            turns = position[0]
+        elif self.config.position.kind == "mlp":
+            x = x + position[0]
         return Tokens(x, turns, index, Layout(counts), tuple(range(len(counts))))
+
+    def _project(self, descriptors: Tensor) -> Tensor:
+        if not self.config.project:
+            return descriptors.float()
+        return self.project(descriptors.to(self.project.weight.dtype)).float()
 
     def states(self, tokens: Tokens) -> Iterator[Tensor]:
         """Token states (T, dim) after each layer, all layers, nothing dropped: what training looks at."""
@@ -100,8 +114,7 @@ class Model(nn.Module):
         found: dict[int, PairPrediction] = {}
         last = len(self.layers) - 1
         for depth, layer in enumerate(self.layers):
-            x = layer(tokens.x, tokens.turns, tokens.layout)
-            tokens = Tokens(x, tokens.turns, tokens.index, tokens.layout, tokens.pairs)
+            tokens = replace(tokens, x=layer(tokens.x, tokens.turns, tokens.layout))
             if depth == last:
                 found |= self._assign(tokens, list(range(len(tokens.pairs))), depth)
                 break
@@ -117,15 +130,14 @@ class Model(nn.Module):
         config = self.config.adaptivity
         if not (config.early_exit or config.pruning):
             return tokens
-        threshold = confidence_threshold(depth, len(self.layers))
-        confident = self.confidences(tokens.x, depth) > threshold
+        confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
         leaving = ready_pairs(tokens, confident, totals, config)
         found |= self._assign(tokens, leaving, depth)
         staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
         keep = torch.ones_like(confident)
         if config.pruning:
             matchable = self.heads[depth].logits(tokens.x).sigmoid() > config.prune_matchability
-            keep = matchable | ~confident
+            keep = matchable | ~confident if config.prune_confident_only else matchable
         if leaving or not bool(keep.all()):
             return tokens.keep(keep, staying)
         return tokens
@@ -137,10 +149,51 @@ class Model(nn.Module):
 
     def _assign(self, tokens: Tokens, entries: list[int], depth: int) -> dict[int, PairPrediction]:
         states, index = tokens.layout.split(tokens.x), tokens.layout.split(tokens.index)
-        limits = self.config.assignment
-        found = {}
+        config, found = self.config.assignment, {}
+        head = self.heads[depth if config.every_layer else 0]
         for entry in entries:
-            scores = self.heads[depth](*states[entry]).unsqueeze(0)
-            assignment = assign(scores, max_iterations=limits.max_iterations, tolerance=limits.tolerance)
+            scores = head(*states[entry]).unsqueeze(0)
+            if config.kind == "dual_softmax":
+                assignment = dual_softmax(scores)
+            else:
+                limits = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
+                assignment = assign(scores, **limits)
             found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1)
         return found
+
+
+def check_config(config: NetworkConfig) -> None:
+    """Refuse combinations that make no network.
+
+    Raises:
+        UsageError: names the setting and what it must be.
+    """
+    context, assignment, adaptivity = config.context, config.assignment, config.adaptivity
+    demands = [
+        (
+            context.dim % (2 * context.heads) == 0,
+            f"context.dim {context.dim} must be a multiple of twice context.heads {context.heads}",
+        ),
+        (
+            config.project or config.descriptor_dim == context.dim,
+            "without project, descriptor_dim must be context.dim",
+        ),
+        (
+            assignment.every_layer or not (adaptivity.early_exit or adaptivity.pruning),
+            "early exit and pruning need assignment.every_layer",
+        ),
+        (
+            assignment.dustbin == "point" or not (assignment.kind == "dual_softmax" or adaptivity.pruning),
+            "dual softmax and pruning need assignment.dustbin 'point'",
+        ),
+    ]
+    for kept, demand in demands:
+        if not kept:
+            raise UsageError(f"network configuration: {demand}")
+
+
+def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
+    """The position encoding that a configuration names."""
+    if config.kind == "rotary":
+        return RotaryPosition(config, context.dim // context.heads)
+    return MlpPosition(config, context.dim) if config.kind == "mlp" else None

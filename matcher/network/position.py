@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,37 +12,44 @@ from matcher.config import PositionConfig
 from matcher.geometry import UPRIGHT
 from matcher.types import Features, UsageError
 
-CHANNELS = {"xy": 2, "scale": 1, "orientation": 2}
+CHANNELS = {"xy": 2, "scale": 1, "orientation": 2, "score": 1, "raw_scale": 1, "raw_orientation": 1}
 
 
-def normalise_positions(features: Features) -> Tensor:
-    """(…, N, 2) upright positions (p − size/2) / (max(size)/2), in about [−1, 1], float32.
+def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
+    """(…, N, 2) upright positions (p − size/2) / (extent · max(size)), in about [−1, 1], float32.
 
     `features.size` is the stored size; EXIF turns both the points and the size.
     """
     turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=features.keypoints.device)[features.exif]
     size = features.size.unsqueeze(-2)
     centred = (features.keypoints - (size - 1) / 2) @ turn.transpose(-1, -2)
-    return (centred - 0.5) / (size.amax(-1, keepdim=True) / 2)
+    return (centred - 0.5) / (size.amax(-1, keepdim=True) * extent)
 
 
-def position_inputs(features: Features, names: tuple[str, ...]) -> Tensor:
+def position_inputs(features: Features, names: tuple[str, ...], extent: float = 0.5) -> Tensor:
     """(…, N, C) what the encoding turns on, each of order one.
 
     `scale` is log2 of the keypoint's diameter relative to the picture, `orientation` is (cos, sin) so that it
-    has no seam at ±π.
+    has no seam at ±π; the raw ones are pixels and radians, as LightGlue has them.
     """
-    columns = []
-    for name in names:
-        if name == "xy":
-            columns.append(normalise_positions(features))
-        elif name == "scale":
-            scales = _required(features.scales, name)
-            relative = scales.clamp_min(1e-3) / features.size.amax(-1, keepdim=True)
-            columns.append((relative.log2().unsqueeze(-1) + 6) / 2)
-        else:
-            columns.append(_upright_directions(features))
-    return torch.cat(columns, dim=-1)
+    return torch.cat([_column(features, name, extent) for name in names], dim=-1)
+
+
+def _column(features: Features, name: str, extent: float) -> Tensor:
+    if name == "xy":
+        return normalise_positions(features, extent)
+    if name == "score":
+        return features.scores.unsqueeze(-1)
+    if name == "orientation":
+        return _upright_directions(features)
+    if name == "raw_orientation":
+        directions = _upright_directions(features)
+        return torch.atan2(directions[..., 1:], directions[..., :1])
+    scales = _required(features.scales, "scale")
+    if name == "raw_scale":
+        return scales.unsqueeze(-1)
+    relative = scales.clamp_min(1e-3) / features.size.amax(-1, keepdim=True)
+    return (relative.log2().unsqueeze(-1) + 6) / 2
 
 
 def _upright_directions(features: Features) -> Tensor:
@@ -56,6 +64,24 @@ def _required(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
+def check_inputs(config: PositionConfig) -> PositionConfig:
+    """The same configuration.
+
+    Raises:
+        UsageError: no inputs, or one that is not in `CHANNELS`.
+    """
+    unknown = set(config.inputs) - set(CHANNELS)
+    if unknown or not config.inputs:
+        what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
+        raise UsageError(f"{what}; known: {', '.join(CHANNELS)}")
+    return config
+
+
+def input_channels(config: PositionConfig) -> int:
+    """How many numbers describe where a point lies."""
+    return sum(CHANNELS[name] for name in config.inputs)
+
+
 class RotaryPosition(nn.Module):
     """Learned frequencies: phases = W·inputs, which turn pairs of channels.
 
@@ -68,12 +94,8 @@ class RotaryPosition(nn.Module):
 
     def __init__(self, config: PositionConfig, head_dim: int) -> None:
         super().__init__()
-        unknown = set(config.inputs) - set(CHANNELS)
-        if unknown or not config.inputs:
-            what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
-            raise UsageError(f"{what}; known: {', '.join(CHANNELS)}")
-        self.names = config.inputs
-        self.frequencies = nn.Linear(sum(CHANNELS[n] for n in config.inputs), head_dim // 2, bias=False)
+        self.config = check_inputs(config)
+        self.frequencies = nn.Linear(input_channels(config), head_dim // 2, bias=False)
         # Wavelengths from the whole picture down to a few hundredths of it.
         with torch.no_grad():
             self.frequencies.weight.normal_()
@@ -82,9 +104,31 @@ class RotaryPosition(nn.Module):
 
     def forward(self, features: Features) -> Tensor:
         """(…, N, 2, head_dim/2) cosines and sines, float32 whatever the rest runs in."""
-        inputs = position_inputs(features, self.names)
+        inputs = position_inputs(features, self.config.inputs, self.config.extent)
         phases = inputs.float() @ self.frequencies.weight.float().t()
         return torch.stack([phases.cos(), phases.sin()], dim=-2)
+
+
+class MlpPosition(nn.Module):
+    """A multilayer perceptron of position and score, added to the descriptor (SuperGlue, eq. 2)."""
+
+    def __init__(self, config: PositionConfig, dim: int) -> None:
+        super().__init__()
+        self.config = check_inputs(config)
+        widths = (input_channels(config), *config.hidden)
+        self.hidden = nn.ModuleList(
+            nn.ModuleDict({"linear": nn.Linear(a, b), "norm": nn.BatchNorm1d(b)}) for a, b in pairwise(widths)
+        )
+        self.out = nn.Linear(widths[-1], dim)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, dim), float32."""
+        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+        x = inputs.flatten(0, -2)
+        for block in self.hidden:
+            x = block["norm"](block["linear"](x)).relu()
+        return self.out(x).unflatten(0, inputs.shape[:-1])
 
 
 class _Rotate(torch.autograd.Function):
