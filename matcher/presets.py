@@ -24,13 +24,6 @@ from matcher.types import GeometryKind, UsageError
 
 _HYBRID = PipelineConfig(weights="hybrid")
 
-
-def _matched_by(network: NetworkConfig, weights: str) -> PipelineConfig:
-    """The default pipeline with another network and the front end that it was trained on."""
-    extractor = replace(_HYBRID.extractor, kind=network.kind)
-    return replace(_HYBRID, extractor=extractor, matcher=network, weights=weights)
-
-
 # SuperGlue, Sarlin et al. 2020: position and score by an MLP, one learned dustbin, a fixed depth.
 _SUPERGLUE = NetworkConfig(
     kind="superpoint",
@@ -63,23 +56,51 @@ _LIGHTERGLUE = replace(
     context=ContextConfig(dim=96, heads=1, depth=6),
     adaptivity=AdaptivityConfig(early_exit=False, prune_matchability=0.05, prune_confident_only=False),
 )
-_LIGHTGLUES = {
-    "lightglue-superpoint": _LIGHTGLUE,
-    "lightglue-disk": _LIGHTGLUE_128,
-    "lightglue-aliked": replace(_LIGHTGLUE_128, kind="aliked"),
-    "lightglue-sift": _LIGHTGLUE_ORIENTED,
-    "lightglue-doghardnet": replace(_LIGHTGLUE_ORIENTED, kind="doghardnet"),
-    "lightglue-dedodeb": replace(_LIGHTGLUE, kind="dedodeb"),
-    "lightglue-dedodeg": replace(_LIGHTGLUE, kind="dedodeg"),
-    "lightglue-xfeat": _LIGHTERGLUE,
-}
+_ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="superpoint"))
 
 PRESETS: dict[str, PipelineConfig] = {
     "hybrid": _HYBRID,
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
-    "superglue-indoor": _matched_by(_SUPERGLUE, "superglue-indoor"),
-    "superglue-outdoor": _matched_by(_SUPERGLUE, "superglue-outdoor"),
-    **{name: _matched_by(network, name) for name, network in _LIGHTGLUES.items()},
+    "superglue-indoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-indoor"),
+    "superglue-outdoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-outdoor"),
+    "lightglue-superpoint": replace(_ON_SUPERPOINT, matcher=_LIGHTGLUE, weights="lightglue-superpoint"),
+    "lightglue-disk": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="disk"),
+        matcher=_LIGHTGLUE_128,
+        weights="lightglue-disk",
+    ),
+    "lightglue-aliked": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="aliked"),
+        matcher=replace(_LIGHTGLUE_128, kind="aliked"),
+        weights="lightglue-aliked",
+    ),
+    "lightglue-sift": replace(_HYBRID, matcher=_LIGHTGLUE_ORIENTED, weights="lightglue-sift"),
+    "lightglue-doghardnet": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="doghardnet"),
+        matcher=replace(_LIGHTGLUE_ORIENTED, kind="doghardnet"),
+        weights="lightglue-doghardnet",
+    ),
+    "lightglue-dedodeb": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="dedodeb"),
+        matcher=replace(_LIGHTGLUE, kind="dedodeb"),
+        weights="lightglue-dedodeb",
+    ),
+    "lightglue-dedodeg": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="dedodeg"),
+        matcher=replace(_LIGHTGLUE, kind="dedodeg"),
+        weights="lightglue-dedodeg",
+    ),
+    "lightglue-xfeat": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="xfeat"),
+        matcher=_LIGHTERGLUE,
+        weights="lightglue-xfeat",
+    ),
 }
 DEFAULT_PRESET = "hybrid"
 

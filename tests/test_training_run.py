@@ -156,7 +156,7 @@ def test_training_and_validation_photos_are_kept_apart(place, tmp_path):
 
 def test_a_run_whose_loss_is_never_finite_ends(place, finished, monkeypatch):
     monkeypatch.setattr(run_module, "MOST_SKIPPED", 2)
-    broken = replace(TINY.optimiser, learning_rate=1e30, muon=False, steps=50, warmup_steps=1)
+    broken = replace(TINY.optimiser, learning_rate=1e30, muon_rate=0.0, steps=50, warmup_steps=1)
     lines = []
     with pytest.raises(MatcherError, match=r"not finite in 3 steps; lower optimiser\.learning_rate"):
         train(replace(TINY, optimiser=broken, validate_every=100), options(place, "nan"), lines.append)

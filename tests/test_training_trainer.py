@@ -107,13 +107,13 @@ def test_every_parameter_but_the_confidence_heads_is_trained_once():
     expected = [id(p) for name, p in model.named_parameters() if not name.startswith("confidence")]
     assert sorted(chosen) == sorted(expected)
     assert len(optimisers) == 2
-    assert len(build_optimisers(model, replace(TINY.optimiser, muon=False))) == 1
+    assert len(build_optimisers(model, replace(TINY.optimiser, muon_rate=0.0))) == 1
 
 
 def test_muon_needs_a_pytorch_that_has_it(monkeypatch):
     model = Trainer(TINY, CPU).model
     monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(UsageError, match="muon needs PyTorch"):
+    with pytest.raises(UsageError, match="muon_rate needs PyTorch"):
         build_optimisers(model, TINY.optimiser)
 
 

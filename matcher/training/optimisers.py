@@ -21,11 +21,11 @@ def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
     Raises:
         UsageError: the recipe wants Muon and this PyTorch has none.
     """
-    if recipe.muon and not hasattr(torch.optim, "Muon"):
+    if recipe.muon_rate and not hasattr(torch.optim, "Muon"):
         raise UsageError(
-            f"optimiser.muon needs PyTorch 2.9 or later, this is {torch.__version__}; set it to false"
+            f"optimiser.muon_rate needs PyTorch 2.9 or later, this is {torch.__version__}; set it to 0"
         )
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon else []
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon_rate else []
     chosen = {id(p) for p in matrices}
     trained = [p for name, p in model.named_parameters() if not name.startswith("confidence")]
     rest = [p for p in trained if id(p) not in chosen]
@@ -37,7 +37,7 @@ def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
     if matrices:
         muon = torch.optim.Muon(
             matrices,
-            lr=recipe.learning_rate,
+            lr=recipe.learning_rate * recipe.muon_rate,
             weight_decay=recipe.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
@@ -52,8 +52,9 @@ def learning_rate_share(recipe: OptimiserRecipe, step: int) -> float:
     return cosine * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
 
 
-def set_learning_rate(optimisers: Sequence[Optimizer], rate: float) -> None:
-    """The same rate for every group."""
+def set_learning_rate(optimisers: Sequence[Optimizer], rate: float, muon_rate: float = 1.0) -> None:
+    """The same rate for every group; Muon's is `muon_rate` times as large."""
     for optimiser in optimisers:
+        share = muon_rate if len(optimisers) > 1 and optimiser is optimisers[-1] else 1.0
         for group in optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * share

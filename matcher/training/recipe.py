@@ -54,7 +54,7 @@ class OptimiserRecipe:
     weight_decay: float = 0.01
     warmup_steps: int = 100
     final_share: float = 0.02  # of the learning rate, at the end
-    muon: bool = True
+    muon_rate: float = 2.0  # Muon's learning rate relative to AdamW's; 0 leaves everything to AdamW
     gradient_clip: float = 1.0
     average_decay: float = 0.999  # exponential moving average of the parameters
     inner_layers: int = 2  # layers below the last that are supervised at each step, drawn at random
@@ -140,6 +140,7 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
         ),
         (0 < pair.match_distance <= pair.unmatched_distance, "pair.match_distance: 0 to unmatched_distance"),
         (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+        (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
         (min(optimiser.steps, recipe.validate_every, recipe.save_every) >= 1, "steps: at least 1"),
         *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
     ]

@@ -50,9 +50,11 @@ class Trainer:
         """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
         recipe, progress = self.recipe.optimiser, self.progress
         rate = recipe.learning_rate * learning_rate_share(recipe, progress.step)
-        set_learning_rate(self.optimisers, rate)
+        set_learning_rate(self.optimisers, rate, recipe.muon_rate)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
+        if progress.step == 0:
+            self._standardise(batch)
         loss = self._loss(batch)
         sound = bool(loss.isfinite())
         if sound:
@@ -66,6 +68,12 @@ class Trainer:
         progress.step += 1
         progress.pairs += len(batch.partner0)
         return float(loss.detach()) if sound else math.nan
+
+    def _standardise(self, batch: PairBatch) -> None:
+        """Begin with tokens of mean 0 and variance 1."""
+        descriptors = torch.cat([batch.features0.descriptors, batch.features1.descriptors], dim=1)
+        self.model.standardise(descriptors.to(self.device).flatten(0, 1))
+        self.average.load_state_dict(self.model.state_dict())
 
     def _loss(self, batch: PairBatch) -> Tensor:
         """The mean over the last layer and some inner ones, drawn anew at each step."""
