@@ -81,8 +81,8 @@ def test_marginals_are_right_when_converged(rows: int, columns: int, tolerance: 
     rows_off, columns_off = relative_errors(
         log_plan(scores, max_iterations=2000, tolerance=tolerance), rows, columns
     )
-    assert rows_off < 1.01 * tolerance + 1e-5
-    assert columns_off < 1e-5
+    assert max(rows_off, columns_off) < 1.01 * tolerance + 1e-5
+    assert min(rows_off, columns_off) < 1e-5  # the side that was updated last
 
 
 def test_the_dustbin_row_counts_too() -> None:
@@ -186,13 +186,26 @@ def test_masses_count_valid_points() -> None:
     torch.testing.assert_close(log_nu.exp(), torch.tensor([[1.0, 0, 2]]))
 
 
-@pytest.mark.parametrize("tolerance", [1e-2, 1e-4])
-def test_transposing_scores_transposes_the_plan(tolerance: float) -> None:
-    scores = scores_with_matches(25, 18)
-    options = {"max_iterations": 1000, "tolerance": tolerance}
-    plan = log_plan(scores, **options).exp()
-    mirrored = log_plan(scores.transpose(1, 2), **options).exp()
-    assert (plan - mirrored.transpose(1, 2)).abs().max() < 2 * tolerance
+@pytest.mark.parametrize("contrast", [1.0, 4.0])
+@pytest.mark.parametrize(("rows", "columns"), [(25, 18), (18, 25), (20, 20), (1, 9)])
+def test_transposing_scores_transposes_the_plan(rows: int, columns: int, contrast: float) -> None:
+    """Contrast makes convergence slow, where two plans of right marginals may lie far apart."""
+    scores = scores_with_matches(rows, columns, contrast=contrast)
+    plan, mirrored = log_plan(scores).exp(), log_plan(scores.transpose(1, 2)).exp().transpose(1, 2)
+    torch.testing.assert_close(plan, mirrored, atol=1e-5, rtol=0)
+
+
+def test_transposing_a_masked_batch_transposes_the_plans() -> None:
+    scores = torch.cat([scores_with_matches(12, 12, seed=s, contrast=3.0) for s in range(4)])
+    rng = torch.Generator().manual_seed(8)
+    mask0, mask1 = torch.rand(2, 4, 12, generator=rng) < 0.6
+    there, back = assign(scores, mask0, mask1), assign(scores.transpose(1, 2), mask1, mask0)
+    for first, second in (
+        (there.log_scores, back.log_scores.transpose(1, 2)),
+        (there.log_unmatched0, back.log_unmatched1),
+        (there.log_unmatched1, back.log_unmatched0),
+    ):
+        torch.testing.assert_close(first.exp(), second.exp(), atol=1e-5, rtol=0)
 
 
 def test_permuting_rows_permutes_the_plan() -> None:

@@ -109,18 +109,22 @@ def sinkhorn(
         scores: (B, N+1, M+1) with the dustbins last.
         mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
         max_iterations: row and column updates at most, one at least.
-        tolerance: stop a pair once the mass of every row, dustbin included, is right to this relative error
-            (columns are exact after each update); None runs all iterations.
+        tolerance: stop a pair once every mass, dustbins included, is right to this relative error; None runs
+            all iterations, rows first. With a tolerance the side of fewer points comes first (between equals
+            the one of lower dustbins), so that swapping the images transposes the plan to rounding.
 
     Returns:
         Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
     """
     scores = scores.detach().float()
     log_mu, log_nu = log_masses(scores, mask0, mask1)
-    singles = [
-        _sinkhorn_pair(s, mu, nu, max_iterations, tolerance)
-        for s, mu, nu in zip(scores, log_mu, log_nu, strict=True)
-    ]
+    singles = []
+    for s, mu, nu in zip(scores, log_mu, log_nu, strict=True):
+        if tolerance is not None and _columns_first(s, mu, nu):
+            v, u, *report = _sinkhorn_pair(s.t(), nu, mu, max_iterations, tolerance)
+        else:
+            u, v, *report = _sinkhorn_pair(s, mu, nu, max_iterations, tolerance)
+        singles.append((u, v, *report))
     u, v, iterations, converged = (list(x) for x in zip(*singles, strict=True))
     device = scores.device
     return Potentials(
@@ -131,10 +135,22 @@ def sinkhorn(
     )
 
 
+def _columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
+    """Whether the columns come first, in a way that does not depend on which image is called 0."""
+    if log_mu[-1] != log_nu[-1]:
+        return bool(log_mu[-1] < log_nu[-1])  # a dustbin counts the points of the other side
+    bins0 = torch.where(log_mu[:-1].isfinite(), scores[:-1, -1], 0.0)
+    bins1 = torch.where(log_nu[:-1].isfinite(), scores[-1, :-1], 0.0)
+    return bool(bins1.sum() < bins0.sum())
+
+
 def _sinkhorn_pair(
     scores: Tensor, log_mu: Tensor, log_nu: Tensor, max_iterations: int, tolerance: float | None
 ) -> tuple[Tensor, Tensor, int, bool]:
-    """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials."""
+    """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
+
+    Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
+    """
     mu, nu = log_mu.exp(), log_nu.exp()
     u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
     u, v = _log_iteration(scores, u, v, log_mu, log_nu)
