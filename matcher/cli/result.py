@@ -43,7 +43,8 @@ def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | N
     if plot is not None:
         from matcher.drawing import plot_result
 
-        plot_result(result, pipeline.read(result.path0), pipeline.read(result.path1), plot)
+        pictures = pipeline.read(result.path0), pipeline.read(result.path1)
+        plot_result(result, *pictures, plot, title=title(result, pipeline))
 
 
 def show(result: Result, pipeline: Pipeline, *, as_json: bool, written: Iterable[Path]) -> None:
@@ -128,6 +129,16 @@ def summary(result: Result, pipeline: Pipeline) -> str:
     stages = ", ".join(f"{stage} {value:.2f}" for stage, value in seconds.items() if stage != "total")
     lines.append(f"{seconds['total']:.2f} s ({stages})")
     return "\n".join(lines)
+
+
+def title(result: Result, pipeline: Pipeline) -> str:
+    """One line over a drawing: preset, counts, layers, time."""
+    geometry, parts = result.geometry, [pipeline.preset, f"{len(result.matches)} matches"]
+    if geometry.kind != "none":
+        parts.append(f"{int(geometry.inliers.sum())} on one {geometry.kind}")
+    if pipeline.layers:
+        parts.append(f"{result.matches.layers_run} of {pipeline.layers} layers")
+    return ", ".join([*parts, f"{result.seconds['total']:.2f} s"])
 
 
 def _picture(path: Path | None, features: Features) -> dict[str, Any]:
