@@ -90,6 +90,11 @@ class ExtractorConfig:
     max_keypoints: int = 2048
     resize: int = 1024  # longer side in pixels; larger pictures are made smaller
     contrast_threshold: float = 0.01  # SIFT's DoG contrast; low, because the strongest points are kept anyway
+    # Of learned front ends; None is the published value, and one that a front end does not have is refused.
+    variant: str | None = None  # which of its published networks: ALIKED's aliked-n16, -n16rot, -n32
+    score_threshold: float | None = None  # points score more
+    nms_radius: int | None = None  # pixels around a point in which it is the strongest
+    border: int | None = None  # pixels along the edge without points
 
 
 @dataclass(frozen=True)

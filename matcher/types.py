@@ -72,6 +72,7 @@ class Features:
     size: Tensor | None = None  # (..., 2) stored (width, height); required
     scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
     orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
+    frames: Tensor | None = None  # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
     mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
     exif: Tensor | None = None  # (...) int64 EXIF orientation 1-8 of the stored pixels; 1 when absent
     kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
@@ -100,13 +101,13 @@ class Features:
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
         wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
-        wanted |= {"size": (*shape[:-2], 2), "exif": tuple(shape[:-2])}
+        wanted |= {"size": (*shape[:-2], 2), "exif": tuple(shape[:-2]), "frames": (*shape, 2)}
         wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
         for name, expected in wanted.items():
             value = getattr(self, name)
             if value is not None and value.shape != expected:
                 raise UsageError(f"Features.{name} must be {expected}, not {tuple(value.shape)}")
-        for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "size"):
+        for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "frames", "size"):
             value = getattr(self, name)
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
