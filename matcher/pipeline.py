@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Unpack
@@ -11,14 +12,16 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from matcher.config import NearestConfig, PipelineConfig
+from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.estimation import RobustEstimator
+from matcher.frontends import superpoint
+from matcher.frontends.learned import FrontEnd, LearnedExtractor
 from matcher.frontends.sift import SiftExtractor
 from matcher.images import MAX_PIXELS, image_from_array, read_image
 from matcher.nearest import NearestMatcher
 from matcher.network.inference import AttentionMatcher, resolve_precision
 from matcher.network.model import Model
-from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset
+from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset, unknown_name
 from matcher.types import (
     Camera,
     Estimator,
@@ -31,7 +34,7 @@ from matcher.types import (
     Result,
     UsageError,
 )
-from matcher.weights import load_model
+from matcher.weights import fill_front_end, load_model
 
 Picture = str | Path | np.ndarray | Image
 Mask = str | Path | np.ndarray
@@ -183,8 +186,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     config = configure(find_preset(preset), options)
     given = {name: value for name, value in options.items() if value is not None}
     device = resolve_device(given.get("device", "auto"))
-    if "frontend_weights" in given:
-        raise UsageError(f"the front end {config.extractor.kind} has no weights; leave frontend_weights away")
+    extractor = build_extractor(config.extractor, given.get("frontend_weights"), device)
     if isinstance(config.matcher, NearestConfig):
         matcher, source = NearestMatcher(config.matcher, device=device), None
     else:
@@ -193,7 +195,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         config = replace(config, matcher=model.config)
         matcher = AttentionMatcher(model, device=device, precision=precision)
     return Pipeline(
-        extractor=SiftExtractor(config.extractor),
+        extractor=extractor,
         matcher=matcher,
         estimator=RobustEstimator(config.estimation),
         config=config,
@@ -202,6 +204,39 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         upright=given.get("upright", True),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
+
+
+def build_extractor(
+    config: ExtractorConfig, weights: str | Path | None = None, device: torch.device | str = "cpu"
+) -> Extractor:
+    """The front end that `config.kind` names.
+
+    Args:
+        config: of the front end.
+        weights: file of a learned front end's parameters; it is read at the first picture, not before.
+        device: where a learned front end runs.
+
+    Raises:
+        UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
+    """
+    if config.kind == "sift":
+        if weights is not None:
+            raise UsageError("the front end sift has no weights; leave frontend_weights away")
+        return SiftExtractor(config)
+    fill = partial(fill_front_end, kind=config.kind, path=weights)
+    return LearnedExtractor(config, _learned(config.kind), fill, device)
+
+
+def _learned(kind: str) -> FrontEnd:
+    """One front end of the two files that have learned ones; kornia takes a second to import."""
+    if kind in superpoint.FRONT_ENDS:
+        return superpoint.FRONT_ENDS[kind]
+    from matcher.frontends import kornia
+
+    if kind not in kornia.FRONT_ENDS:
+        known = dict.fromkeys(["sift", *superpoint.FRONT_ENDS, *kornia.FRONT_ENDS])
+        raise UsageError(unknown_name("front end", kind, known))
+    return kornia.FRONT_ENDS[kind]
 
 
 def resolve_device(name: str) -> torch.device:

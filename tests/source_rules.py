@@ -13,6 +13,7 @@ FLOORS = {
     "geometry": 2,
     "presets": 2,
     "files": 2,
+    "tensors": 2,
     "images": 3,
     "estimation": 3,
     "frontends": 3,
