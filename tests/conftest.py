@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.config import ContextConfig, NetworkConfig
+from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
+from matcher.frontends.sift import SiftExtractor
+from matcher.images import read_image
 from matcher.network.model import Model
 from matcher.weights import FOLDERS, save_model
 
@@ -25,11 +27,13 @@ def views() -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def small_model() -> Model:
+def small_model(views) -> Model:
     """An untrained network, which matches like nearest neighbours."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return Model(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
+        model = Model(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
+    model.standardise(SiftExtractor(ExtractorConfig(max_keypoints=512))([read_image(views[0])])[0].descriptors)
+    return model
 
 
 @pytest.fixture

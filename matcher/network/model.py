@@ -39,7 +39,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def _start_at_nearest_neighbour(self) -> None:
-        """Untrained, the scores are cosines of descriptors at a useful temperature, whatever the layer."""
+        """Untrained, scores are inner products of standardised descriptors, sharp enough, at every layer."""
         dim = self.config.context.dim
         if self.config.project:
             nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
