@@ -12,6 +12,7 @@ from typing import Unpack
 import numpy as np
 import torch
 
+from matcher.checkpoints.catalogue import fill_extractor, load_weights
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.estimation import RobustEstimator
 from matcher.frontends import superpoint
@@ -34,7 +35,6 @@ from matcher.types import (
     Result,
     UsageError,
 )
-from matcher.weights import fill_front_end, load_model
 
 Picture = str | Path | np.ndarray | Image
 Mask = str | Path | np.ndarray
@@ -213,7 +213,8 @@ def build_extractor(
 
     Args:
         config: of the front end.
-        weights: file of a learned front end's parameters; it is read at the first picture, not before.
+        weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
+            read at the first picture, not before.
         device: where a learned front end runs.
 
     Raises:
@@ -223,8 +224,7 @@ def build_extractor(
         if weights is not None:
             raise UsageError("the front end sift has no weights; leave frontend_weights away")
         return SiftExtractor(config)
-    fill = partial(fill_front_end, kind=config.kind, path=weights)
-    return LearnedExtractor(config, _learned(config.kind), fill, device)
+    return LearnedExtractor(config, _learned(config.kind), partial(fill_extractor, path=weights), device)
 
 
 def _learned(kind: str) -> FrontEnd:
@@ -259,7 +259,7 @@ def resolve_device(name: str) -> torch.device:
 
 def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[Model, WeightsSource]:
     """The trained model with the options applied; its file has the say on its shape."""
-    model, digest, name = load_model(options.get("weights") or config.weights)
+    model, digest, name = load_weights(options.get("weights") or config.weights)
     wanted = configure(replace(config, matcher=model.config), options).matcher
     if wanted != model.config:
         with torch.random.fork_rng(devices=[]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -20,6 +19,8 @@ from matcher.weights import save_model
 
 # Which system a preset's network is of, by the beginning of the preset's name.
 SYSTEMS = {"lightglue-": "LightGlue", "superglue-": "SuperGlue"}
+# Of batch norms: older files lack it, and nothing reads it.
+COUNTER = "num_batches_tracked"
 
 
 def import_checkpoint(
@@ -47,8 +48,7 @@ def import_checkpoint(
     with torch.random.fork_rng(devices=[]):
         model = Model(config).eval()
     fill_network(model, path, system, heads=config.context.heads)
-    source = {"source": Path(path).name, "source_sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-    return save_model(model, output, {**source, **(metadata or {})}, dtype=torch.float32)
+    return save_model(model, output, metadata, dtype=torch.float32)
 
 
 def fill_network(network: nn.Module, path: str | Path, system: str, *, heads: int = 1) -> None:
@@ -111,9 +111,9 @@ def convert(
         layout.tidy(name): tensor for name, tensor in tensors.items() if not name.startswith(layout.ignored)
     }
     sources = {ours: layout.find(ours) for ours in expected}
-    for ours in [name for name in sources if name.endswith("num_batches_tracked")]:
+    for ours in [name for name in sources if name.endswith(COUNTER)]:
         if sources[ours].names[0] not in found:
-            del sources[ours]  # older files lack it, and nothing reads it
+            del sources[ours]
     wanted = _wanted(sources, expected)
     found = {name: _fit(tensor, wanted.get(name)) for name, tensor in found.items()}
     problems = list_differences(wanted, found) or _differing_copies(sources, found)

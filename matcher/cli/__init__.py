@@ -23,7 +23,7 @@ from matcher.cli.train import train
 from matcher.cli.weights import COMMANDS as WEIGHTS
 
 COMMANDS = {"match": match, "evaluate": evaluate, "presets": presets, "train": train}
-GROUPS = {"weights": ("List and check the shipped weights.", WEIGHTS)}
+GROUPS = {"weights": ("List, check, fetch and convert weights.", WEIGHTS)}
 
 
 def _version(wanted: bool) -> None:
