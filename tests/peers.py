@@ -54,7 +54,12 @@ def kornia_lightglue(preset: str = "lightglue-superpoint", seed: int = 0, **sett
 def transformers_lightglue(seed: int = 0, **settings) -> nn.Module:
     """transformers' LightGlue on SuperPoint; cross-attention has one projection twice, as published."""
     transformers = pytest.importorskip("transformers")
-    settings = {"depth_confidence": -1, "width_confidence": -1, "attn_implementation": "eager", **settings}
+    settings = {
+        "depth_confidence": -1.0,
+        "width_confidence": -1.0,
+        "attn_implementation": "eager",
+        **settings,
+    }
     config = transformers.LightGlueConfig(**settings)
     model = seeded(lambda: transformers.LightGlueForKeypointMatching(config), seed)
     for layer in model.transformer_layers:

@@ -18,7 +18,7 @@ from matcher.types import IntegrityError, UsageError
 from matcher.weights import save_model
 
 # Which system a preset's network is of, by the beginning of the preset's name.
-SYSTEMS = {"lightglue-": "LightGlue", "superglue-": "SuperGlue"}
+SYSTEMS = {"lightglue-": "LightGlue", "superglue-": "SuperGlue", "loftr-": "LoFTR"}
 # Of batch norms: older files lack it, and nothing reads it.
 COUNTER = "num_batches_tracked"
 
@@ -57,7 +57,7 @@ def fill_network(network: nn.Module, path: str | Path, system: str, *, heads: in
     Args:
         network: on the CPU, in float32.
         path: the checkpoint.
-        system: "LightGlue", "SuperGlue", "SuperPoint" or "SuperPoint-open", as in `LAYOUTS`.
+        system: one of the systems in `LAYOUTS`, such as "LightGlue".
         heads: of attention.
 
     Raises:

@@ -1,0 +1,399 @@
+import os
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import peers
+import pytest
+import torch
+from safetensors import safe_open
+
+import matcher
+from matcher.checkpoints.conversion import choose_layout, convert, fill_network, import_checkpoint
+from matcher.checkpoints.frontends import import_front_end
+from matcher.checkpoints.reading import read_checkpoint
+from matcher.checkpoints.tables import LAYOUTS
+from matcher.cli import main
+from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig, PositionConfig
+from matcher.frontends.superpoint import SuperPoint
+from matcher.network.model import Model
+from matcher.presets import PRESETS
+from matcher.types import IntegrityError, UsageError
+from matcher.weights import load_model
+
+DEPTH = 2
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The published presets with two layers, so that their networks are built in no time."""
+    for name, config in PRESETS.items():
+        if name.startswith(("lightglue-", "superglue-")):
+            context = replace(config.matcher.context, depth=DEPTH)
+            monkeypatch.setitem(
+                PRESETS, name, replace(config, matcher=replace(config.matcher, context=context))
+            )
+
+
+def lightglue(preset="lightglue-superpoint", **settings):
+    return peers.kornia_lightglue(preset, **{"n_layers": DEPTH, **settings})
+
+
+def imported(path, preset) -> dict[str, torch.Tensor]:
+    output = path.with_name(f"{path.stem}-ours.safetensors")
+    import_checkpoint(path, preset, output)
+    return load_model(output)[0].state_dict()
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_every_layout_of_lightglue_gives_the_same_parameters(small, tmp_path):
+    model = lightglue()
+    old, new = peers.old_lightglue_names(model), model.state_dict()
+    assert "confidence_thresholds" in new and "confidence_thresholds" not in old
+    extractor = {"extractor.conv1a.weight": torch.ones(2, 2)}
+    first = imported(peers.write_published(old, tmp_path / "old.pth"), "lightglue-superpoint")
+    for number, (tensors, how) in enumerate(
+        [
+            (new, {}),
+            (new, {"prefix": "module.matcher."}),
+            ({f"matcher.{k}": v for k, v in new.items()} | extractor, {"shelf": "model"}),
+            (new, {"prefix": "matcher.", "shelf": "state_dict"}),
+        ]
+    ):
+        path = peers.write_published(tensors, tmp_path / f"{number}.ckpt", **how)
+        assert_same(first, imported(path, "lightglue-superpoint"))
+    path = peers.write_published(new, tmp_path / "new.safetensors")
+    assert_same(first, imported(path, "lightglue-superpoint"))
+
+
+def test_transformers_and_kornia_hold_the_same_lightglue(small, tmp_path):
+    """The fused projection of one is taken apart into the three of the other, by their documented layouts."""
+    other = peers.transformers_lightglue(num_hidden_layers=DEPTH)
+    theirs = {k: v for k, v in other.state_dict().items() if not k.startswith("keypoint_detector.")}
+    model = lightglue()
+    official = model.state_dict()
+    for n in range(DEPTH):
+        for leaf in ("weight", "bias"):
+            fused = official[f"transformers.{n}.self_attn.Wqkv.{leaf}"].unflatten(0, (4, 64, 3))
+            for index, name in enumerate("qkv"):
+                part = fused[:, :, index].flatten(0, 1)
+                theirs[f"transformer_layers.{n}.self_attention.{name}_proj.{leaf}"] = part
+            to = f"transformers.{n}.cross_attn."
+            at = f"transformer_layers.{n}.cross_attention."
+            theirs[f"{at}q_proj.{leaf}"] = theirs[f"{at}k_proj.{leaf}"] = official[f"{to}to_qk.{leaf}"]
+            theirs[f"{at}v_proj.{leaf}"] = official[f"{to}to_v.{leaf}"]
+            theirs[f"{at}o_proj.{leaf}"] = official[f"{to}to_out.{leaf}"]
+            theirs[f"transformer_layers.{n}.self_attention.o_proj.{leaf}"] = official[
+                f"transformers.{n}.self_attn.out_proj.{leaf}"
+            ]
+            for block in ("self", "cross"):
+                for name, index in (("fc1", 0), ("layer_norm", 1), ("fc2", 3)):
+                    theirs[f"transformer_layers.{n}.{block}_mlp.{name}.{leaf}"] = official[
+                        f"transformers.{n}.{block}_attn.ffn.{index}.{leaf}"
+                    ]
+            for name, source in (("final_projection", "final_proj"), ("matchability", "matchability")):
+                theirs[f"match_assignment_layers.{n}.{name}.{leaf}"] = official[
+                    f"log_assignment.{n}.{source}.{leaf}"
+                ]
+            if n < DEPTH - 1:
+                theirs[f"token_confidence.{n}.token.{leaf}"] = official[
+                    f"token_confidence.{n}.token.0.{leaf}"
+                ]
+    theirs["positional_encoder.projector.weight"] = official["posenc.Wr.weight"]
+    first = imported(peers.write_published(official, tmp_path / "k.pth"), "lightglue-superpoint")
+    second = imported(peers.write_published(theirs, tmp_path / "t.safetensors"), "lightglue-superpoint")
+    assert_same(first, second)
+
+
+def test_rows_of_the_fused_projection_go_where_they_belong(small, tmp_path):
+    """Row (h·64 + d)·3 + c is channel d of head h of q, k or v; ours pairs halves, theirs neighbours."""
+    tensors = peers.old_lightglue_names(lightglue())
+    tensors["self_attn.1.Wqkv.bias"] = torch.arange(768.0)
+    bias = imported(peers.write_published(tensors, tmp_path / "x.pth"), "lightglue-superpoint")[
+        "layers.1.within.qkv.bias"
+    ]
+    for c, h, d in [(0, 0, 0), (0, 2, 7), (1, 3, 62), (1, 0, 1)]:
+        ours = c * 256 + h * 64 + (d % 2) * 32 + d // 2
+        assert bias[ours] == (h * 64 + d) * 3 + c
+    assert bias[2 * 256 + 3 * 64 + 5] == (3 * 64 + 5) * 3 + 2
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("lightglue-")])
+def test_every_lightglue_preset_takes_its_peer(preset, small, tmp_path):
+    model = lightglue(preset)
+    parameters = imported(peers.write_published(model.state_dict(), tmp_path / "x.pth"), preset)
+    assert sum(v.numel() for v in parameters.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_both_layouts_of_superglue_give_the_same_parameters(small, tmp_path):
+    model = peers.transformers_superglue(gnn_layers_types=["self", "cross"] * DEPTH)
+    official = peers.official_superglue_names(model)
+    assert official["gnn.layers.1.attn.proj.0.weight"].shape == (256, 256, 1)
+    first = imported(peers.write_published(official, tmp_path / "o.pth"), "superglue-outdoor")
+    second = imported(peers.write_published(model.state_dict(), tmp_path / "t.pth"), "superglue-outdoor")
+    assert_same(first, second)
+    assert first["heads.0.dustbin"] == pytest.approx(1.7)
+    # Channel d of head h of the official key projection is its row 4d + h.
+    key = official["gnn.layers.2.attn.proj.1.bias"]
+    assert first["layers.1.within.qkv.bias"][256 + 3 * 64 + 10] == key[4 * 10 + 3]
+    merge = official["gnn.layers.3.attn.merge.weight"][:, :, 0]
+    assert torch.equal(first["layers.1.across.out.weight"][:, 2 * 64 + 5], merge[:, 4 * 5 + 2])
+    older = {k: v for k, v in official.items() if not k.endswith("num_batches_tracked")}
+    path = peers.write_published(older, tmp_path / "older.pth")
+    assert imported(path, "superglue-indoor").keys() == first.keys()
+
+
+@pytest.mark.parametrize(("prefix", "shelf"), [("matcher.", "state_dict"), ("", "state_dict"), ("", None)])
+def test_loftr_from_lightning_and_from_kornia(prefix, shelf, tmp_path):
+    model = peers.kornia_loftr()
+    path = peers.write_published(model.state_dict(), tmp_path / "x.ckpt", prefix=prefix, shelf=shelf)
+    state = imported(path, "loftr-outdoor")
+    theirs = model.state_dict()
+    assert torch.equal(
+        state["backbone.merges.1.inner.norm.running_mean"], theirs["backbone.layer2_outconv2.1.running_mean"]
+    )
+    assert torch.equal(
+        state["layers.3.across.ffn.output_norm.bias"], theirs["loftr_coarse.layers.7.norm2.bias"]
+    )
+    value = theirs["loftr_fine.layers.1.v_proj.weight"]
+    assert torch.equal(state["fine.layers.0.across.qkv.weight"][256:], value)
+
+
+def test_the_layouts_of_superpoint(tmp_path):
+    model = peers.transformers_superpoint()
+    networks = []
+    for number, tensors in enumerate((model.state_dict(), peers.official_superpoint_names(model))):
+        networks.append(SuperPoint())
+        fill_network(networks[-1], peers.write_published(tensors, tmp_path / f"{number}.pth"), "SuperPoint")
+    assert_same(networks[0].state_dict(), networks[1].state_dict())
+    assert torch.equal(networks[0].points[1].conv.bias, model.keypoint_decoder.conv_score_b.bias)
+    retrained = SuperPoint(normalised=True)
+    tensors = peers.open_superpoint()
+    path = peers.write_published(tensors, tmp_path / "open.pth")
+    fill_network(retrained, path, "SuperPoint-open")
+    assert torch.equal(retrained.encoder[5].norm.running_var, tensors["backbone.2.1.bn.running_var"])
+    with pytest.raises(IntegrityError, match="is a checkpoint of SuperPoint-open"):
+        fill_network(SuperPoint(), path, "SuperPoint")
+
+
+@pytest.mark.parametrize("kind", ["disk", "aliked", "xfeat"])
+def test_front_ends_of_kornia_keep_their_names(kind, tmp_path):
+    kornia = pytest.importorskip("matcher.frontends.kornia")
+    part = "net." if kind == "xfeat" else ""
+    network = peers.seeded(lambda: build(kornia, kind), 3)
+    tensors = {name.removeprefix(part): value for name, value in network.state_dict().items()}
+    path = peers.write_published(tensors, tmp_path / "x.pth", shelf="extractor" if kind == "disk" else None)
+    output = tmp_path / "ours.safetensors"
+    import_front_end([(path, part)], ExtractorConfig(kind=kind), output)
+    with safe_open(output, "pt") as file:
+        assert file.metadata()["frontend"] == kind
+        for name, value in network.state_dict().items():
+            assert torch.equal(file.get_tensor(name), value)
+    tensors.pop(next(iter(tensors)))
+    with pytest.raises(IntegrityError, match="missing: "):
+        import_front_end([(peers.write_published(tensors, path), part)], ExtractorConfig(kind=kind), output)
+
+
+def build(kornia, kind):
+    front_end = kornia.FRONT_ENDS[kind]
+    return front_end.build(replace(ExtractorConfig(kind=kind), **front_end.published))
+
+
+@pytest.mark.parametrize(
+    ("system", "preset", "count"),
+    [("LightGlue", "lightglue-sift", 2), ("SuperGlue", "superglue-indoor", 2), ("LoFTR", "loftr-indoor", 1)],
+)
+def test_tables_know_every_parameter(system, preset, count, small):
+    with torch.random.fork_rng(devices=[]):
+        names = Model(PRESETS[preset].matcher).state_dict()
+    layouts = [layout for layout in LAYOUTS if layout.system == system]
+    assert len(layouts) == count
+    for layout in layouts:
+        sources = [source for ours in names for source in layout.find(ours).names]
+        assert layout.coverage(sources) == len(sources)
+        assert len(set(sources)) == len(sources)
+
+
+def test_half_precision_becomes_float32(small, tmp_path):
+    tensors = {k: v.half() for k, v in peers.old_lightglue_names(lightglue()).items()}
+    state = imported(peers.write_published(tensors, tmp_path / "x.pth"), "lightglue-superpoint")
+    assert {v.dtype for v in state.values()} == {torch.float32}
+
+
+def test_missing_extra_misshaped_and_broken_tensors_are_named(small, tmp_path):
+    tensors = peers.old_lightglue_names(lightglue())
+    del tensors["self_attn.1.Wqkv.weight"]
+    tensors["cross_attn.0.to_v.weight"] = torch.ones(256, 128)
+    tensors["posenc.Wr.weight"] = torch.full((32, 2), torch.nan)
+    tensors["surplus"] = torch.ones(2)
+    with pytest.raises(IntegrityError) as error:
+        imported(peers.write_published(tensors, tmp_path / "x.pth"), "lightglue-superpoint")
+    text = str(error.value)
+    assert "x.pth does not hold the tensors of LightGlue" in text
+    assert "missing: self_attn.1.Wqkv.weight" in text
+    assert "extra: surplus" in text
+    assert "misshaped: cross_attn.0.to_v.weight is (256, 128), not (256, 256)" in text
+    assert "not finite: posenc.Wr.weight" in text
+    assert not (tmp_path / "x-ours.safetensors").exists()
+
+
+def test_two_projections_where_we_have_one(small, tmp_path):
+    model = peers.transformers_lightglue(num_hidden_layers=DEPTH)
+    with torch.no_grad():
+        model.transformer_layers[0].cross_attention.k_proj.bias += 1
+    path = peers.write_published(model.state_dict(), tmp_path / "x.pth")
+    with pytest.raises(IntegrityError, match=r"cross_attention\.k_proj\.bias differs from .*q_proj"):
+        imported(path, "lightglue-superpoint")
+
+
+def test_a_checkpoint_of_another_system_is_named(small, tmp_path):
+    superglue = peers.write_published(
+        peers.official_superglue_names(peers.transformers_superglue(gnn_layers_types=["self", "cross"])),
+        tmp_path / "sg.pth",
+    )
+    with pytest.raises(IntegrityError, match=r"sg\.pth is a checkpoint of SuperGlue .*, not of LightGlue"):
+        imported(superglue, "lightglue-superpoint")
+    disk = peers.write_published(
+        peers.old_lightglue_names(lightglue("lightglue-disk")), tmp_path / "disk.pth"
+    )
+    with pytest.raises(IntegrityError, match=r"extra: input_proj\.weight"):
+        imported(disk, "lightglue-superpoint")
+    other = peers.write_published({"fc.weight": torch.ones(2, 2)}, tmp_path / "resnet.pth")
+    with pytest.raises(IntegrityError, match=r"resnet\.pth is no checkpoint of LightGlue.*fc\.weight"):
+        imported(other, "lightglue-superpoint")
+    with pytest.raises(UsageError, match="'nearest' has no published checkpoints"):
+        import_checkpoint(superglue, "nearest", tmp_path / "o.safetensors")
+
+
+def test_a_huge_tensor_made_of_one_number_costs_no_memory(small, tmp_path):
+    tensors = peers.old_lightglue_names(lightglue())
+    tensors["posenc.Wr.weight"] = torch.zeros(1).expand(1 << 40)
+    torch.save(tensors, tmp_path / "x.pth")
+    with pytest.raises(IntegrityError, match="misshaped: posenc"):
+        imported(tmp_path / "x.pth", "lightglue-superpoint")
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_a_payload_does_not_run(write, tmp_path):
+    trap = tmp_path / "it-ran"
+    write({"weight": torch.ones(2), "extra": Payload(trap)}, tmp_path / "evil.pth")
+    with pytest.raises(IntegrityError, match=r"evil\.pth .*(mkdir|damaged or holds more than tensors)"):
+        read_checkpoint(tmp_path / "evil.pth")
+    assert not trap.exists()
+
+
+def test_a_whole_pickled_module_is_refused(tmp_path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pth")
+    with pytest.raises(IntegrityError, match=r"more than tensors \(torch\.nn\.modules\.linear\.Linear\)"):
+        read_checkpoint(tmp_path / "module.pth")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("x.pth", b"", "is empty"),
+        ("x.pth", b"\n<!DOCTYPE html><html><body>404</body>", "is a web page"),
+        ("x.ckpt", b"<html>", "is a web page"),
+        ("x.safetensors", b"<!doctype HTML>", "is a web page"),
+        ("x.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs pointer"),
+        ("x.pth", b"just text", "is not a file of torch.save"),
+        ("x.pth", b"\x80\x02nonsense", "damaged"),
+        ("x.pt", b"PK\x03\x04 cut", "is cut short"),
+        ("x.safetensors", b"\x10\x00\x00\x00\x00\x00\x00\x00{", "not an intact safetensors file"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(name, data, words, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(IntegrityError, match=words) as error:
+        read_checkpoint(tmp_path / name)
+    assert name in str(error.value)
+
+
+def test_a_cut_file_is_named_wherever_it_is_cut(tmp_path):
+    data = peers.write_published(
+        {"a": torch.ones(500), "b": torch.ones(500)}, tmp_path / "x.pth"
+    ).read_bytes()
+    for share in np.linspace(0.01, 0.99, 12):
+        (tmp_path / "x.pth").write_bytes(data[: int(share * len(data))])
+        with pytest.raises(IntegrityError, match=r"x\.pth"):
+            read_checkpoint(tmp_path / "x.pth")
+
+
+def test_other_files_are_refused(tmp_path, small_weights):
+    with pytest.raises(IntegrityError, match="is absent"):
+        read_checkpoint(tmp_path / "gone.pth")
+    with pytest.raises(UsageError, match=r"ends in \.pth"):
+        read_checkpoint(tmp_path / "x.onnx")
+    with pytest.raises(UsageError, match="is one of this package's weights files already"):
+        read_checkpoint(small_weights)
+    torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "n.pth")
+    with pytest.raises(IntegrityError, match=r"holds no network's tensors .*epoch, loss"):
+        read_checkpoint(tmp_path / "n.pth")
+    torch.save({"a": torch.ones(2), "matcher.a": torch.ones(2)}, tmp_path / "twice.pth")
+    with pytest.raises(IntegrityError, match="holds a twice"):
+        read_checkpoint(tmp_path / "twice.pth")
+    torch.save({"a": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pth")
+    with pytest.raises(IntegrityError, match="not plain numbers"):
+        read_checkpoint(tmp_path / "sparse.pth")
+
+
+def test_conversion_draws_no_random_numbers_from_the_caller(small, tmp_path):
+    path = peers.write_published(peers.old_lightglue_names(lightglue()), tmp_path / "x.pth")
+    before = torch.random.get_rng_state()
+    imported(path, "lightglue-superpoint")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_other_widths_and_heads_convert_too():
+    """The order of channels is computed from the number of heads, not written down for 4 × 64."""
+    model = peers.kornia_lightglue(n_layers=2, descriptor_dim=48, input_dim=32, num_heads=2)
+    tensors = model.state_dict()
+    context = ContextConfig(dim=48, heads=2, depth=2)
+    config = NetworkConfig(descriptor_dim=32, position=PositionConfig(inputs=("xy",)), context=context)
+    with torch.random.fork_rng(devices=[]):
+        ours = Model(config)
+    converted = convert(tensors, ours.state_dict(), choose_layout(tensors, "LightGlue"), heads=2)
+    ours.load_state_dict(converted)
+    assert torch.equal(ours.project.weight, model.input_proj.weight)
+    bias = model.transformers[0].self_attn.Wqkv.bias.unflatten(0, (2, 24, 3))
+    assert torch.equal(ours.layers[0].within.qkv.bias[:24], torch.cat([bias[0, 0::2, 0], bias[0, 1::2, 0]]))
+
+
+def test_import_by_command_and_load(small, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
+    path = peers.write_published(peers.old_lightglue_names(lightglue("lightglue-sift")), tmp_path / "x.pth")
+    with pytest.raises(IntegrityError, match="`matcher weights fetch lightglue-sift`"):
+        matcher.load("lightglue-sift", device="cpu")
+    assert main(["weights", "import", str(path), "--preset", "lightglue-sift"]) == 0
+    assert "lightglue-sift.safetensors" in capfd.readouterr().out
+    pipeline = matcher.load("lightglue-sift", device="cpu")
+    assert pipeline.weights.name == "lightglue-sift"
+    assert main(["weights", "verify", "lightglue-sift"]) == 0
+    output = tmp_path / "mine.safetensors"
+    command = ["weights", "import", str(path), "--preset", "lightglue-sift", "--output", str(output)]
+    assert main(command) == 0
+    given = matcher.load("lightglue-sift", weights=output, device="cpu")
+    assert_same(given.matcher.model.state_dict(), pipeline.matcher.model.state_dict())
+    with safe_open(output, "pt") as file:
+        assert file.metadata()["licence"] == "Apache-2.0"
+    capfd.readouterr()
+    assert main([*command[:-2], "--output", str(tmp_path / "x.pth")]) == 2
+    assert main(["weights", "import", str(path), "--preset", "lightglue-disk"]) == 5
+    assert "misshaped: posenc.Wr.weight is (32, 4), not (32, 2)" in capfd.readouterr().err
+    assert main(["weights", "import", str(path), "--preset", "lightglue-sfit"]) == 2
+    assert "did you mean 'lightglue-sift'?" in capfd.readouterr().err
+    assert main(["weights", "import", str(path), "--preset", "dedodeb"]) == 2
+    assert "dedodeb is made of 2 files" in capfd.readouterr().err
