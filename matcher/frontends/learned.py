@@ -21,7 +21,8 @@ from matcher.config import ExtractorConfig
 from matcher.geometry import UPRIGHT, resize_points, upright_to_stored
 from matcher.types import Features, Image, UsageError
 
-Fill = Callable[[nn.Module], None]  # puts trained parameters into a network, strictly, or raises
+# Puts the trained parameters of a configuration into its network, strictly, or raises.
+Fill = Callable[[nn.Module, ExtractorConfig], None]
 
 _SETTINGS = ("variant", "score_threshold", "nms_radius", "border")
 # A described patch is six times as wide as the keypoint that OpenCV would report for it.
@@ -57,7 +58,7 @@ class LearnedExtractor:
         Args:
             config: settings that are None become the published ones.
             front_end: of `config.kind`.
-            fill: puts the trained parameters into the network, on the CPU.
+            fill: puts the trained parameters into the network, which is on the CPU then.
             device: where the network runs.
 
         Raises:
@@ -74,7 +75,7 @@ class LearnedExtractor:
         # Building may draw random numbers; the caller's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             network = self.front_end.build(self.config)
-        self._fill(network)
+        self._fill(network, self.config)
         return network.eval().requires_grad_(False).to(self.device)
 
     @torch.no_grad()

@@ -1,0 +1,298 @@
+"""kornia's front ends behind `Features`: conventions, masks, sizes and strictness, with random parameters."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from random_front_end import FRONT_ENDS, build, random_parameters, same, share_found, texture, whole
+from torch import nn
+
+from matcher.frontends import kornia
+from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
+from matcher.images import image_from_array
+from matcher.types import Image, UsageError
+
+SIZES = {"disk": 128, "aliked": 128, "xfeat": 64, "dedodeb": 256, "keynet": 128, "doghardnet": 128}
+KINDS = list(SIZES)
+ORIENTED = ("keynet", "doghardnet")
+
+
+@pytest.fixture(scope="module")
+def extractors():
+    """One of each kind, filled once."""
+    return {kind: build(kind, max_keypoints=120) for kind in KINDS}
+
+
+@pytest.fixture
+def picture(rng) -> np.ndarray:
+    """120 is no multiple of 16, 160 none of 14."""
+    return texture(rng, 160, 120)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_complete_and_the_same_twice(extractors, picture, kind):
+    state = torch.random.get_rng_state()
+    first, second = extractors[kind]([whole(picture)]), extractors[kind]([whole(picture)])
+    assert torch.equal(state, torch.random.get_rng_state())
+    (features,) = first
+    assert same(features, second[0])
+    assert 20 < len(features) <= 120
+    assert features.kind == kind
+    assert features.descriptors.shape == (len(features), SIZES[kind])
+    assert features.descriptors.dtype == features.scores.dtype == torch.float32
+    if kind != "dedodeb":  # whose descriptors the matchers take as they are
+        torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)))
+    assert bool((features.scores.diff() <= 0).all())
+    assert features.size.tolist() == [160, 120]
+    for name in ("scales", "orientations", "frames"):
+        assert (getattr(features, name) is not None) == (kind in ORIENTED)
+    assert not features.descriptors.requires_grad
+    # Tensors born in inference mode could never be trained on.
+    assert not any(getattr(features, name).is_inference() for name in ("keypoints", "descriptors", "scores"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_keypoints_are_the_strongest_of_more(extractors, picture, kind):
+    tensors = extractors[kind].network.state_dict()
+    few = build(kind, lambda network, _: network.load_state_dict(tensors), max_keypoints=15)
+    (some,), (many,) = few([whole(picture)]), extractors[kind]([whole(picture)])
+    assert len(some) == 15
+    torch.testing.assert_close(some.keypoints, many.keypoints[:15])
+    torch.testing.assert_close(some.descriptors, many.descriptors[:15], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(101, 75), (1, 1), (7, 300)])
+def test_odd_and_tiny_pictures_are_padded_and_cropped(extractors, rng, kind, size):
+    pixels = texture(rng, *size) if min(size) > 1 else np.full((1, 1, 3), 9, np.uint8)
+    (features,) = extractors[kind]([whole(pixels)])
+    assert features.size.tolist() == list(size)
+    assert features.descriptors.shape[1] == SIZES[kind]
+    assert bool((features.keypoints >= -0.5).all())
+    assert bool((features.keypoints <= torch.tensor(size) - 0.5).all())
+    if min(size) > 64:
+        assert len(features) > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_black_pictures_and_masks(extractors, picture, kind):
+    mask = np.zeros(picture.shape, bool)
+    mask[24:100, 10:80] = True
+    masked, blind, black = extractors[kind](
+        [whole(picture, mask), whole(picture, np.zeros_like(mask)), whole(np.zeros((70, 90), np.uint8))]
+    )
+    assert len(blind) == 0
+    assert blind.descriptors.shape == (0, SIZES[kind])
+    x, y = masked.keypoints.round().long().T
+    assert len(masked) > 5
+    assert bool(torch.from_numpy(mask)[y, x].all())
+    # DeDoDe takes the best pixels however little they say; DoG and XFeat need a maximum, and the rest may
+    # find one where convolutions meet the edge.
+    if kind in ("dedodeb", "doghardnet", "xfeat"):
+        assert len(black) == (120 if kind == "dedodeb" else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("orientation", [6, 2])
+def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, orientation):
+    (plain,) = extractors[kind]([whole(picture)])
+    upright = (320, 360)  # of which 160 x 120 is the half and the third
+    stored = upright if orientation < 5 else upright[::-1]
+    (found,) = extractors[kind]([Image(picture, stored, (0.5, 1 / 3), orientation)])
+    expected = upright_to_stored(resize_points(plain.keypoints.double().numpy(), (2, 3)), stored, orientation)
+    np.testing.assert_allclose(found.keypoints, expected, atol=1e-3)
+    assert found.size.tolist() == list(stored)
+    assert int(found.exif) == orientation
+    assert torch.equal(found.descriptors, plain.descriptors)
+    if kind in ORIENTED:
+        turn = UPRIGHT[orientation].T @ np.diag([2, 3])
+        np.testing.assert_allclose(found.frames, turn @ plain.frames.double().numpy(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found.scales, plain.scales * 6**0.5, rtol=1e-4)
+        turned = turn_angles(plain.orientations.double().numpy(), turn)
+        difference = np.angle(np.exp(1j * (found.orientations.numpy() - turned)))
+        np.testing.assert_allclose(difference, 0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["disk", "xfeat", "dedodeb"])
+def test_a_resized_picture_has_its_points_on_whole_pixels_of_the_resized_one(extractors, picture, kind):
+    image = image_from_array(np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1)), resize=131)
+    assert image.scale[0] != image.scale[1]
+    (features,) = extractors[kind]([image])
+    resized = (features.keypoints + 0.5) * torch.tensor(image.scale) - 0.5
+    torch.testing.assert_close(resized, resized.round(), rtol=0, atol=2e-3)
+    assert len(features) > 20
+
+
+def full_resolution_only(network: nn.Module, _=None) -> None:
+    """ALIKED enlarges its coarse maps corner to corner, so their positions depend on the picture's size."""
+    random_parameters(network)
+    for layer in (network.conv2, network.conv3, network.conv4):
+        nn.init.zeros_(layer.weight)
+
+
+# kind, stride in pixels, pixels that a point may be off, share of the points that must be within
+SHIFTS = [
+    ("disk", 16, 0.0, 0.9),  # its instance norms see the edge move against the content
+    ("aliked", 32, 1e-3, 1.0),
+    ("xfeat", 32, 0.0, 1.0),
+    ("dedodeb", 8, 0.0, 0.8),  # as far as 250 pixels its coarsest layers see the edge
+    ("keynet", 16, 0.0, 0.8),
+    ("doghardnet", 16, 0.25, 0.9),  # octaves are not exactly twice as large as the next
+]
+
+
+@pytest.mark.parametrize(("kind", "stride", "pixels", "share"), SHIFTS)
+def test_a_shift_by_whole_strides_shifts_the_points_by_as_much(extractors, rng, kind, stride, pixels, share):
+    side = 168 if kind == "dedodeb" else 192
+    patch = texture(rng, 64, 64)
+    images = []
+    for start in (48, 48 + stride):
+        canvas, mask = np.full((side, side), 128, np.uint8), np.zeros((side, side), bool)
+        canvas[start : start + 64, start : start + 64] = patch
+        mask[start : start + 64, start : start + 64] = True
+        images.append(whole(canvas, mask))
+    extractor = extractors[kind]
+    if kind == "aliked":
+        extractor = build(kind, full_resolution_only, score_threshold=0.0)
+    first, second = extractor(images)
+    if kind == "keynet":  # only of the level of the picture's own size is this a shift by whole pixels
+        first, second = (f.select((f.scales - 22 / 6).abs() < 0.01) for f in (first, second))
+    assert len(first) > 5
+    assert share_found(first.keypoints + stride, second.keypoints, pixels) >= share
+
+
+def mirror_symmetric(network: nn.Module, _=None) -> None:
+    """Kernels that do not tell left from right; nothing is moved by offsets."""
+    random_parameters(network)
+    for name, value in network.state_dict().items():
+        if value.dim() == 4:
+            value.copy_((value + value.flip(-1)) / 2)
+        if "offset_conv" in name:
+            value.zero_()
+
+
+class Brightness(nn.Module):
+    """A response that is the picture itself."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels
+
+
+def mirrored(kind: str, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points of a picture, mirrored, and those of the mirrored picture."""
+    extractor = build(kind, mirror_symmetric, **({"score_threshold": 0.0} if kind == "aliked" else {}))
+    if kind == "keynet":
+        extractor.network.detector.model = Brightness()
+    one, other = extractor([whole(pixels), whole(np.ascontiguousarray(pixels[:, ::-1]))])
+    points = one.keypoints.clone()
+    points[:, 0] = pixels.shape[1] - 1 - points[:, 0]
+    return points, other.keypoints
+
+
+@pytest.mark.parametrize("kind", ["disk", "aliked", "dedodeb", "keynet", "doghardnet"])
+def test_a_mirrored_picture_has_mirrored_points(rng, kind):
+    """A constant offset, half a pixel or a level's, would show twice."""
+    points, others = mirrored(kind, texture(rng, 224, 112, sigma=3.0 if kind == "keynet" else 1.2))
+    assert len(points) > 10
+    assert share_found(points, others, 0.01) > 0.9
+
+
+def test_xfeat_reports_the_pixels_that_stand_out(rng):
+    """The keypoint head looks at single pixels; made an identity, it finds the bright ones."""
+
+    def identity(network: nn.Module, config) -> None:
+        random_parameters(network)
+        for layer in network.net.keypoint_head:
+            conv = getattr(layer, "layer", [layer])[0]
+            nn.init.dirac_(conv.weight)
+            norm = layer.layer[1] if hasattr(layer, "layer") else None
+            if norm is not None:
+                norm.running_mean.zero_()
+                norm.running_var.fill_(1)
+            if conv.bias is not None:
+                nn.init.zeros_(conv.bias)
+
+    pixels = np.zeros((75, 101), np.uint8)
+    x, y = np.meshgrid(np.arange(6, 92, 11), np.arange(6, 70, 9))
+    pixels[y.ravel(), x.ravel()] = 255
+    (features,) = build("xfeat", identity)([whole(pixels)])
+    found = {tuple(point) for point in features.keypoints.int().tolist()}
+    assert found == set(zip(x.ravel().tolist(), y.ravel().tolist(), strict=True))
+
+
+@pytest.mark.parametrize("sigma", [2.5, 4.0, 6.0])
+def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
+    centre = np.array([80.3, 60.6])
+    y, x = np.mgrid[:128, :160]
+    pixels = np.exp(-((x - centre[0]) ** 2 + (y - centre[1]) ** 2) / (2 * sigma**2))
+    grey = np.rint(pixels * 255).astype(np.uint8)
+    (features,) = build("doghardnet", max_keypoints=5)([whole(grey)])
+    theirs = cv2.SIFT_create(enable_precise_upscale=True).detect(grey)[0]
+    np.testing.assert_allclose(features.keypoints[0], theirs.pt, atol=0.05)
+    np.testing.assert_allclose(features.keypoints[0], centre, atol=0.05)
+    assert float(features.scales[0]) == pytest.approx(theirs.size, rel=0.02)
+
+
+def test_directions_turn_with_the_picture(rng):
+    """A picture turned by a right angle has its points' directions turned by as much."""
+    pixels = texture(rng, 128, 128, sigma=2.0)
+    extractor = build("doghardnet", max_keypoints=100)
+    upright, turned = extractor([whole(pixels), whole(np.ascontiguousarray(np.rot90(pixels, -1)))])
+    places = upright_to_stored(upright.keypoints.double().numpy(), (128, 128), 8)  # a quarter turn clockwise
+    near, index = (torch.from_numpy(places)[:, None] - turned.keypoints).norm(dim=2).min(dim=1)
+    close = near < 0.1
+    assert int(close.sum()) > 50
+    change = (turned.orientations[index] - upright.orientations)[close].numpy()
+    assert np.mean(np.abs(np.angle(np.exp(1j * (change - np.pi / 2)))) < 0.02) > 0.9
+
+
+def test_networks_hold_what_is_trained_and_come_without_a_download(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    counts = {"disk": 26, "aliked": 76}
+    for kind in KINDS:
+        network = FRONT_ENDS[kind].build(build(kind).config)
+        names = set(network.state_dict())
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        trained = {name for name, _ in network.named_parameters()}
+        assert all(name in trained or name.endswith(statistics) for name in names)
+        assert len(names) == counts.get(kind, len(names))
+
+
+def test_dedode_g_joins_the_vision_transformer(monkeypatch, picture):
+    """With one layer instead of twenty-four."""
+    from functools import partial
+
+    from kornia.feature.dedode.transformer import dinov2
+
+    def shallow(**settings):
+        block = partial(dinov2.Block, attn_class=dinov2.MemEffAttention)
+        return dinov2.DinoVisionTransformer(
+            embed_dim=1024, depth=1, num_heads=16, mlp_ratio=4, block_fn=block, **settings
+        )
+
+    monkeypatch.setattr(kornia, "vit_large", shallow)
+    extractor = build("dedodeg", max_keypoints=50)
+    names = extractor.network.state_dict()
+    assert names["descriptor.encoder.dinov2.pos_embed"].shape == (1, 37 * 37 + 1, 1024)
+    assert {"descriptor.decoder.layers.14.out_conv.weight", "detector.encoder.layers.0.weight"} <= set(names)
+    features, again = extractor([whole(picture), whole(picture)])
+    assert features.kind == "dedodeg"
+    assert features.descriptors.shape == (50, 256)
+    assert same(features, again)
+
+
+def test_settings_are_checked():
+    for kind, settings, words in (
+        ("disk", {"border": 3}, "disk has no border; settings it has: score_threshold, nms_radius"),
+        ("dedodeb", {"score_threshold": 0.1}, "dedodeb has no score_threshold; settings it has: none"),
+        ("xfeat", {"nms_radius": 3}, "xfeat has no nms_radius"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            build(kind, **settings)
+    with pytest.raises(UsageError, match="variant 'aliked-t16' of aliked is not one of aliked-n16"):
+        _ = build("aliked", variant="aliked-t16").network
+    assert build("aliked", variant="aliked-n32").network.desc_head.n_pos == 32

@@ -1,0 +1,281 @@
+"""SuperPoint: against transformers with the same parameters, and against its definitions."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from random_front_end import build, random_parameters, same, share_found, texture, whole
+
+from matcher.config import ExtractorConfig
+from matcher.frontends.learned import LearnedExtractor
+from matcher.frontends.superpoint import FRONT_ENDS, SuperPoint, suppress
+from matcher.images import image_from_array
+from matcher.pipeline import build_extractor
+from matcher.types import IntegrityError, UsageError
+from matcher.weights import save_front_end
+
+KINDS = ["superpoint", "superpoint-open"]
+
+
+@pytest.fixture
+def picture(rng) -> np.ndarray:
+    return texture(rng, 160, 120)
+
+
+def transformers_superpoint(**settings):
+    """transformers' network with random parameters, and the same parameters for ours."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.SuperPointForKeypointDetection(transformers.SuperPointConfig(**settings)).eval()
+    random_parameters(theirs)
+
+    def fill(network: SuperPoint, _: ExtractorConfig) -> None:
+        # Both list encoder, points, descriptors, in the order in which pixels pass through them.
+        values = theirs.state_dict().values()
+        network.load_state_dict(dict(zip(network.state_dict(), values, strict=True)))
+
+    return theirs, fill
+
+
+@pytest.mark.parametrize("settings", [{}, {"nms_radius": 2, "score_threshold": 0.02}, {"max_keypoints": 50}])
+@pytest.mark.parametrize("size", [(160, 120), (96, 152)])
+def test_it_is_what_transformers_has(rng, settings, size):
+    names = {"score_threshold": "keypoint_threshold"}
+    theirs, fill = transformers_superpoint(
+        border_removal_distance=0, **{names.get(name, name): value for name, value in settings.items()}
+    )
+    pixels = texture(rng, *size)
+    batch = torch.from_numpy(pixels)[None, None].float().expand(1, 3, -1, -1) / 255
+    with torch.no_grad():
+        expected = theirs(batch)
+    points = (expected.keypoints[0] * torch.tensor(size)).round()
+    (ours,) = build("superpoint", fill, border=0, **{"max_keypoints": 5000, **settings})([whole(pixels)])
+    assert len(ours) == len(points) > 40
+    ranked = [np.lexsort(p.numpy().T) for p in (points, ours.keypoints)]
+    torch.testing.assert_close(ours.keypoints[ranked[1]], points[ranked[0]], rtol=0, atol=0)
+    torch.testing.assert_close(ours.scores[ranked[1]], expected.scores[0][ranked[0]], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        ours.descriptors[ranked[1]], expected.descriptors[0][ranked[0]], rtol=0, atol=1e-4
+    )
+
+
+def test_parameter_counts_are_the_published_ones():
+    count = sum(value.numel() for value in SuperPoint().parameters())
+    assert count == 1_300_865
+    normalised = SuperPoint(normalised=True)
+    names = [name for name, _ in normalised.named_parameters() if ".norm." in name]
+    assert len(names) == 24
+    assert normalised.encoder[0].norm.eps == 1e-3
+
+
+def test_the_retraining_normalises_after_it_rectifies():
+    network = SuperPoint(normalised=True).eval()
+    random_parameters(network)
+    block = network.encoder[0]
+    pixels = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    maps = torch.conv2d(pixels, block.conv.weight, block.conv.bias, padding=1).clamp(min=0)
+    spread = (block.norm.running_var + 1e-3).sqrt().view(-1, 1, 1)
+    expected = (maps - block.norm.running_mean.view(-1, 1, 1)) / spread
+    expected = expected * block.norm.weight.view(-1, 1, 1) + block.norm.bias.view(-1, 1, 1)
+    torch.testing.assert_close(block(pixels), expected)
+    # The last layers are normalised too, but not rectified.
+    assert (network.descriptors[1](torch.randn(1, 256, 4, 4)) < 0).any()
+
+
+def bilinear(maps: np.ndarray, x: float, y: float) -> np.ndarray:
+    """(C, h, w) at one position in cells, zero outside, in float64."""
+    total = np.zeros(len(maps))
+    for j in (int(np.floor(x)), int(np.floor(x)) + 1):
+        for i in (int(np.floor(y)), int(np.floor(y)) + 1):
+            if 0 <= j < maps.shape[2] and 0 <= i < maps.shape[1]:
+                total += maps[:, i, j] * (1 - abs(x - j)) * (1 - abs(y - i))
+    return total
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_descriptors_are_read_where_the_convention_says(rng, exact):
+    network = SuperPoint(normalised=exact)
+    maps = rng.standard_normal((256, 6, 9))
+    points = np.array([[3.5, 3.5], [0, 0], [71, 47], [40, 20], [12.25, 30.5]])
+    found = network.describe(torch.from_numpy(maps)[None], torch.from_numpy(points)).numpy()
+    for point, descriptor in zip(points, found, strict=True):
+        if exact:
+            x, y = (point - 3.5) / 8
+        else:
+            x, y = (point - 3.5) * [8, 5] / [8 * 9 - 4.5, 8 * 6 - 4.5]
+        expected = bilinear(maps, x, y)
+        np.testing.assert_allclose(descriptor, expected / np.linalg.norm(expected), atol=1e-6)
+
+
+def test_suppression_keeps_the_strongest_of_each_neighbourhood(rng):
+    scores = torch.from_numpy(rng.permutation(40 * 50).reshape(40, 50).astype(np.float32)) + 1
+    kept = suppress(scores, 3)
+    y, x = kept.nonzero().T
+    assert len(y) > 40
+    distance = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
+    assert int(distance.fill_diagonal_(99).min()) > 3
+    window = torch.nn.functional.max_pool2d(scores[None], 7, stride=1, padding=3)[0]
+    assert bool(kept[scores == window].all())
+
+
+def test_suppression_frees_those_behind_a_suppressed_point():
+    scores = torch.zeros(1, 9)
+    scores[0, [0, 3, 6]] = torch.tensor([3.0, 2.0, 1.0])
+    # 3 is within 4 of 0; 6 is within 4 of 3 only, which is suppressed itself.
+    assert suppress(scores, 4)[0, [0, 3, 6]].tolist() == [True, False, True]
+    assert suppress(scores, 2)[0, [0, 3, 6]].tolist() == [True, True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shift_by_whole_cells_shifts_the_points_by_as_much(rng, kind):
+    patch = texture(rng, 64, 64)
+    images = []
+    for x, y in ((56, 56), (64, 72)):
+        pixels, mask = np.full((184, 184), 128, np.uint8), np.zeros((184, 184), bool)
+        pixels[y : y + 64, x : x + 64] = patch
+        mask[y : y + 64, x : x + 64] = True
+        images.append(whole(pixels, mask))
+    first, second = build(kind)(images)
+    assert len(first) == len(second) > 30
+    assert share_found(first.keypoints + torch.tensor([8.0, 16.0]), second.keypoints, 0.0) == 1.0
+
+
+@pytest.mark.parametrize("size", [(160, 120), (51, 37), (33, 64), (9, 9)])
+def test_points_keep_off_the_border_and_out_of_the_padding(rng, size):
+    (features,) = build("superpoint")([whole(texture(rng, *size))])
+    assert features.size.tolist() == list(size)
+    if min(size) > 9:
+        assert len(features) > 5
+    inside = features.keypoints
+    assert bool((inside >= 4).all() & (inside <= torch.tensor(size) - 5).all())
+    (all_over,) = build("superpoint", border=0)([whole(texture(rng, *size))])
+    assert bool((all_over.keypoints >= 0).all() & (all_over.keypoints <= torch.tensor(size) - 1).all())
+
+
+def test_whole_cells_of_padding_change_nothing(rng):
+    """A picture whose sides are no multiples of 8 is the one repeated at its edge, cropped."""
+    small = texture(rng, 155, 117)
+    large = np.pad(small, ((0, 3), (0, 5)), mode="edge")
+    mask = np.zeros(large.shape, bool)
+    mask[:117, :155] = True
+    extractor = build("superpoint", border=0, nms_radius=0, max_keypoints=10**6)
+    cropped, masked = extractor([whole(small), whole(large, mask)])
+    assert len(cropped) > 1000
+    assert same(cropped, masked)
+
+
+def test_results_are_in_stored_pixels(picture):
+    extractor = build("superpoint")
+    large = np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1))
+    image = image_from_array(large, resize=203)  # 320 x 360 becomes 180 x 203
+    (features,) = extractor([image])
+    assert features.size.tolist() == [320, 360]
+    resized = (features.keypoints + 0.5) * torch.tensor(image.scale) - 0.5
+    torch.testing.assert_close(resized, resized.round(), rtol=0, atol=1e-3)
+    assert resized.round().unique(dim=0).shape[0] == len(features) > 50
+
+
+def test_masks_black_and_tiny_pictures(picture):
+    mask = np.zeros(picture.shape, bool)
+    mask[30:90, 20:70] = True
+    extractor = build("superpoint", score_threshold=0.02, max_keypoints=5000)
+    masked, free, black, tiny, colour = extractor(
+        [
+            whole(picture, mask),
+            whole(picture),
+            whole(np.zeros((64, 80), np.uint8)),
+            whole(np.full((1, 1, 3), 200, np.uint8)),
+            whole(np.repeat(picture[..., None], 3, axis=2)),
+        ]
+    )
+    x, y = masked.keypoints.long().T
+    assert bool(torch.from_numpy(mask)[y, x].all())
+    inside = torch.from_numpy(mask)[free.keypoints[:, 1].long(), free.keypoints[:, 0].long()]
+    assert len(masked) == int(inside.sum()) > 10
+    assert len(tiny) == 0
+    assert bool((black.keypoints >= 4).all() & (black.keypoints <= torch.tensor([75, 59])).all())
+    assert tiny.descriptors.shape == (0, 256)
+    assert same(free, colour)
+
+
+def test_cells_that_hold_no_point_give_none(picture):
+    def fill(network: SuperPoint, config: ExtractorConfig) -> None:
+        random_parameters(network, config)
+        network.points[1].conv.bias.data[-1] = 30  # the class "no point in this cell"
+
+    features = build("superpoint", fill)([whole(picture), whole(np.zeros((64, 80), np.uint8))])
+    assert [len(one) for one in features] == [0, 0]
+    assert features[0].descriptors.shape == (0, 256)
+
+
+def test_the_strongest_are_kept_and_nothing_is_left_to_chance(picture):
+    state = torch.random.get_rng_state()
+    few, many = build("superpoint", max_keypoints=40), build("superpoint", max_keypoints=400)
+    features, everything = few([whole(picture)])[0], many([whole(picture)])[0]
+    assert same(features, few([whole(picture)])[0])
+    assert same(features, everything.select(torch.arange(40)))
+    assert bool((everything.scores.diff() <= 0).all())
+    torch.testing.assert_close(everything.descriptors.norm(dim=1), torch.ones(len(everything)))
+    assert (features.kind, features.scales, features.orientations) == ("superpoint", None, None)
+    assert not features.descriptors.requires_grad
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_parameters_are_read_at_the_first_picture_and_only_then(picture):
+    calls = []
+
+    def fill(network, config):
+        calls.append(config.score_threshold)
+        random_parameters(network)
+
+    extractor = LearnedExtractor(ExtractorConfig(kind="superpoint"), FRONT_ENDS["superpoint"], fill)
+    assert calls == []
+    extractor([whole(picture)])
+    extractor([whole(picture)])
+    assert calls == [0.005]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_files_are_read_strictly(picture, tmp_path, kind):
+    network = build(kind).network
+    config = ExtractorConfig(kind=kind, max_keypoints=100)
+    path = tmp_path / "front.safetensors"
+    save_front_end(network, kind, path)
+    images = [whole(picture)]
+    assert same(build(kind, max_keypoints=100)(images)[0], build_extractor(config, path)(images)[0])
+
+    other = next(name for name in KINDS if name != kind)
+    save_front_end(network, other, path)
+    with pytest.raises(IntegrityError, match=f"of the front end {other}, not of {kind}"):
+        build_extractor(config, path)([whole(picture)])
+    save_front_end(SuperPoint(normalised=kind == "superpoint"), kind, path)
+    with pytest.raises(IntegrityError, match=r"(missing|extra): .*norm\.weight"):
+        build_extractor(config, path)([whole(picture)])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match=r"front\.safetensors .*intact"):
+        build_extractor(config, path)([whole(picture)])
+    with pytest.raises(IntegrityError, match=r"absent\.pth is absent"):
+        build_extractor(config, tmp_path / "absent.pth")([whole(picture)])
+
+
+def test_absent_weights_name_the_command(picture, monkeypatch, tmp_path):
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    extractor = build_extractor(ExtractorConfig(kind="superpoint"))
+    with pytest.raises(IntegrityError, match="matcher weights fetch superpoint --accept-licence"):
+        extractor([whole(picture)])
+
+
+def test_settings_are_checked():
+    config = ExtractorConfig(kind="superpoint")
+    for change, words in (
+        (
+            {"variant": "v2"},
+            "superpoint has no variant; settings it has: score_threshold, nms_radius, border",
+        ),
+        ({"nms_radius": -1}, "nms_radius must be at least 0"),
+        ({"score_threshold": -0.1}, "score_threshold must be at least 0"),
+        ({"max_keypoints": 0}, "max_keypoints must be at least 1"),
+        ({"kind": "superpont"}, "did you mean 'superpoint'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            build_extractor(replace(config, **change))
