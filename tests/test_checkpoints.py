@@ -286,6 +286,7 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
 def test_a_payload_does_not_run(write, tmp_path):
     trap = tmp_path / "it-ran"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request, build_opener
 
 from matcher.checkpoints.reading import page_fault
 from matcher.types import IntegrityError
@@ -64,7 +64,8 @@ def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | N
                 digest = _transfer(url, part, wanted, report)
             except _Broken as error:
                 if attempt == _ATTEMPTS - 1:
-                    failures.append(f"{url}: {error}; what came is kept, run the command again")
+                    kept = "; what came is kept, run the command again" if part.is_file() else ""
+                    failures.append(f"{url}: {error}{kept}")
             except _Refused as error:
                 _discard(part)
                 failures.append(f"{url}: {error}")
@@ -81,7 +82,8 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
     """Append what is missing to `part`, check the whole, and return its sha256."""
     have, request = _resume(url, part, wanted)
     try:
-        response = urlopen(request, timeout=_TIMEOUT)
+        # A new opener reads the proxy variables as they are now.
+        response = build_opener().open(request, timeout=_TIMEOUT)
     except HTTPError as error:
         error.close()
         if error.code == 416:  # what is here is not the beginning of what is there

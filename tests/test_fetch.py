@@ -1,0 +1,402 @@
+import hashlib
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import peers
+import pytest
+import torch
+
+import matcher
+from matcher.checkpoints import catalogue, download, fetching
+from matcher.checkpoints.catalogue import Published, PublishedFile, cache_folder, read_catalogue
+from matcher.checkpoints.download import Wanted
+from matcher.checkpoints.fetching import fetch
+from matcher.cli import main
+from matcher.presets import PRESETS
+from matcher.types import IntegrityError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = bytes(range(256)) * 4000  # 1 MB
+PAGE = b"<!DOCTYPE html><html><body>Sign in</body></html>"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass
+class Site:
+    """What the server holds and does, and what it was asked."""
+
+    address: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)  # by path, sent as ETag
+    ranges: bool = True  # understands Range
+    cut_after: list[int | None] = field(default_factory=list)  # bytes sent per request, None = all
+    content_type: str = "application/octet-stream"
+    asked: list[tuple[str, str | None]] = field(default_factory=list)  # path, Range
+
+    def url(self, name: str) -> str:
+        return f"{self.address}/{name}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        site: Site = self.server.site
+        path, wanted = self.path, self.headers.get("Range")
+        site.asked.append((path, wanted))
+        name = path.rsplit("/", 1)[-1]
+        if name not in site.files:
+            self.send_error(404)
+            return
+        data, tag, start = site.files[name], site.tags.get(name), 0
+        same = tag is None or self.headers.get("If-Range", tag) == tag
+        if wanted and site.ranges and same:
+            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+            if start >= len(data):
+                self.send_error(416)
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        else:
+            self.send_response(200)
+        if tag:
+            self.send_header("ETag", tag)
+        self.send_header("Content-Type", site.content_type)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        stop = site.cut_after.pop(0) if site.cut_after else None
+        self.wfile.write(data[start:] if stop is None else data[start : start + stop])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def site(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.site = Site(f"http://127.0.0.1:{server.server_port}", {"x.pth": DATA})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server.site
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def get(site, path, wanted=None, names=("x.pth",)):
+    wanted = Wanted(sha256(DATA), len(DATA)) if wanted is None else wanted
+    return download.download([site.url(name) for name in names], path, wanted)
+
+
+def ranges(site):
+    return [wanted for _, wanted in site.asked]
+
+
+def test_a_file_arrives_whole(site, tmp_path):
+    seen = []
+    digest = download.download(
+        [site.url("x.pth")], tmp_path / "x.pth", Wanted(), lambda *progress: seen.append(progress)
+    )
+    assert digest == sha256(DATA)
+    assert (tmp_path / "x.pth").read_bytes() == DATA
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
+    assert seen[-1] == (len(DATA), len(DATA))
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(("tag", "wanted"), [('"v1"', Wanted()), (None, None)])
+def test_a_broken_transfer_goes_on_where_it_stopped(site, tmp_path, tag, wanted):
+    site.tags = {"x.pth": tag} if tag else {}
+    site.cut_after = [300_000, 0]
+    assert get(site, tmp_path / "x.pth", wanted) == sha256(DATA)
+    assert ranges(site) == [None, "bytes=300000-", "bytes=300000-"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
+
+
+def test_a_later_call_goes_on_too(site, tmp_path):
+    site.cut_after = [100_000, 50_000, 1]
+    with pytest.raises(IntegrityError, match="150001 of 1024000 bytes; what came is kept"):
+        get(site, tmp_path / "x.pth")
+    assert not (tmp_path / "x.pth").exists()
+    get(site, tmp_path / "x.pth")
+    assert ranges(site)[-1] == "bytes=150001-"
+    assert (tmp_path / "x.pth").read_bytes() == DATA
+
+
+def test_a_server_without_ranges_starts_again(site, tmp_path):
+    site.ranges, site.cut_after = False, [300_000]
+    get(site, tmp_path / "x.pth")
+    assert (tmp_path / "x.pth").read_bytes() == DATA
+
+
+def test_halves_of_two_files_are_not_joined(site, tmp_path):
+    other = DATA[::-1]
+    site.tags, site.cut_after = {"x.pth": '"v1"'}, [300_000, 0, 0]
+    with pytest.raises(IntegrityError):
+        get(site, tmp_path / "x.pth", Wanted())
+    site.files["x.pth"], site.tags = other, {"x.pth": '"v2"'}
+    assert get(site, tmp_path / "x.pth", Wanted()) == sha256(other)
+    assert (tmp_path / "x.pth").read_bytes() == other
+
+
+def test_without_hash_and_validator_nothing_is_joined(site, tmp_path):
+    site.cut_after = [300_000]
+    assert get(site, tmp_path / "x.pth", Wanted()) == sha256(DATA)
+    assert ranges(site) == [None, None]
+
+
+def test_a_complete_part_is_not_appended_to(site, tmp_path):
+    """A process that died between the last byte and the renaming leaves a whole part; 416 starts afresh."""
+    site.cut_after = [len(DATA) - 1, 0, 0]
+    with pytest.raises(IntegrityError):
+        get(site, tmp_path / "x.pth")
+    (part,) = tmp_path.glob("*.part")
+    part.write_bytes(DATA)
+    get(site, tmp_path / "x.pth")
+    assert (tmp_path / "x.pth").read_bytes() == DATA
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_wrong_hash_leaves_nothing(site, tmp_path):
+    site.files["x.pth"] = DATA[:-1] + b"!"
+    (tmp_path / "x.pth").write_bytes(b"older")
+    with pytest.raises(IntegrityError, match=f"{sha256(site.files['x.pth'])} instead of {sha256(DATA)}"):
+        get(site, tmp_path / "x.pth")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
+    assert (tmp_path / "x.pth").read_bytes() == b"older"
+
+
+def test_mirrors_are_tried_in_turn(site, tmp_path):
+    site.files["bad.pth"] = b"no"
+    assert get(site, tmp_path / "x.pth", names=("gone.pth", "bad.pth", "x.pth")) == sha256(DATA)
+    with pytest.raises(IntegrityError) as error:
+        get(site, tmp_path / "y.pth", names=("gone.pth", "bad.pth"))
+    assert "y.pth could not be fetched" in str(error.value)
+    assert f"{site.url('gone.pth')}: the server answered 404" in str(error.value)
+    assert f"{site.url('bad.pth')}: the file there has 2 bytes instead of {len(DATA)}" in str(error.value)
+    assert not list(tmp_path.glob("y*"))
+
+
+@pytest.mark.parametrize("content_type", ["text/html; charset=utf-8", "application/octet-stream"])
+def test_a_web_page_is_no_file(site, tmp_path, content_type):
+    site.files["x.pth"], site.content_type = PAGE, content_type
+    with pytest.raises(IntegrityError, match="web page"):
+        get(site, tmp_path / "x.pth", Wanted())
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_answers(tmp_path, site):
+    with pytest.raises(IntegrityError, match=r"no connection \(.*refused\)$"):
+        download.download(["http://127.0.0.1:9/x.pth"], tmp_path / "x.pth", Wanted())
+
+
+def test_a_full_disk_is_no_fault_of_the_server(site, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(download.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        get(site, tmp_path / "x.pth")
+
+
+def test_proxies_are_respected(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", site.address)
+    url = "http://weights.invalid/x.pth"
+    assert download.download([url], tmp_path / "x.pth", Wanted()) == sha256(DATA)
+    assert site.asked[0][0] == url
+
+
+@pytest.fixture
+def shelf(site, tmp_path, monkeypatch) -> Published:
+    """A row of small weights that the site has, alone in the catalogue, and an empty cache."""
+    preset = "lightglue-xfeat"
+    config = PRESETS[preset]
+    context = replace(config.matcher.context, depth=2)
+    monkeypatch.setitem(PRESETS, preset, replace(config, matcher=replace(config.matcher, context=context)))
+    tensors = peers.kornia_lightglue(preset, n_layers=2).state_dict()
+    path = peers.write_published(tensors, tmp_path / "peer.pt", prefix="matcher.")
+    site.files["peer.pt"] = path.read_bytes()
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MATCHER_OFFLINE", raising=False)
+    row = {
+        "name": preset, "preset": preset, "megabytes": 1.5, "licence": "only for looking at",
+        "commercial": False, "source": "a test", "paper": "none",
+        "files": [{"urls": [site.url("peer.pt")], "sha256": sha256(site.files["peer.pt"])}],
+    }  # fmt: skip
+    monkeypatch.setattr(catalogue, "CATALOGUE", tmp_path / "catalogue.toml")
+    write_catalogue(tmp_path / "catalogue.toml", row)
+    return catalogue.find_published(preset)
+
+
+def write_catalogue(path: Path, row: dict) -> None:
+    lines = [f"{key} = {json.dumps(value)}" for key, value in row.items() if key != "files"]
+    for file in row["files"]:
+        lines += ["[[published.files]]", *(f"{key} = {json.dumps(value)}" for key, value in file.items())]
+    path.write_text("\n".join(["[[published]]", *lines]))
+
+
+def test_fetched_weights_load(shelf, site):
+    with pytest.raises(IntegrityError, match="`matcher weights fetch lightglue-xfeat --accept-licence`"):
+        matcher.load("lightglue-xfeat", device="cpu")
+    found = fetch(shelf, accept_licence=True)
+    assert found.sha256 == {"peer.pt": shelf.files[0].sha256}
+    assert found.path == shelf.folder / "lightglue-xfeat.safetensors"
+    pipeline = matcher.load("lightglue-xfeat", device="cpu")
+    assert pipeline.weights.name == "lightglue-xfeat"
+    assert pipeline.weights.sha256 == sha256(found.path.read_bytes())
+    assert fetch(shelf).sha256 == {}  # here already, so neither network nor licence
+    assert len(site.asked) == 1
+
+
+def test_damaged_weights_are_named_and_made_again_without_the_network(shelf, site):
+    path = fetch(shelf, accept_licence=True).path
+    data = path.read_bytes()
+    expected = matcher.load("lightglue-xfeat", device="cpu").matcher.model.state_dict()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(IntegrityError, match=r"is damaged: .*`matcher weights fetch lightglue-xfeat"):
+        matcher.load("lightglue-xfeat", device="cpu")
+    fetch(shelf, accept_licence=True)
+    again = matcher.load("lightglue-xfeat", device="cpu").matcher.model.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in expected.items())
+    assert len(site.asked) == 1
+
+
+def test_a_licence_must_be_accepted(shelf, site):
+    with pytest.raises(UsageError, match=r"not for commercial use .only for looking at.*--accept-licence"):
+        fetch(shelf)
+    assert not site.asked
+
+
+def test_offline_opens_no_socket(shelf, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a socket")
+
+    monkeypatch.setenv("MATCHER_OFFLINE", "1")
+    monkeypatch.setattr("socket.socket.connect", never)
+    monkeypatch.setattr("socket.getaddrinfo", never)
+    with pytest.raises(UsageError, match="MATCHER_OFFLINE is set"):
+        fetch(shelf, accept_licence=True)
+
+
+def test_what_does_not_fit_is_not_kept(shelf, site):
+    """Without a hash that would tell, the tensors do; the next try asks the server again."""
+    good = site.files["peer.pt"]
+    site.files["peer.pt"] = good[: len(good) // 2]
+    row = replace(shelf, files=(PublishedFile(shelf.files[0].urls),))
+    with pytest.raises(IntegrityError, match=r"peer\.pt is cut short"):
+        fetch(row, accept_licence=True)
+    site.files["peer.pt"] = good
+    assert fetch(row, accept_licence=True).path.is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_fetch_once(shelf, site, tmp_path):
+    site.cut_after = [1000]  # so that the first takes a while
+    code = f"""
+from dataclasses import replace
+from pathlib import Path
+from matcher.checkpoints import catalogue
+from matcher.checkpoints.fetching import fetch
+from matcher.presets import PRESETS
+catalogue.CATALOGUE = Path({str(tmp_path / "catalogue.toml")!r})
+config = PRESETS["lightglue-xfeat"].matcher
+config = replace(config, context=replace(config.context, depth=2))
+PRESETS["lightglue-xfeat"] = replace(PRESETS["lightglue-xfeat"], matcher=config)
+print(fetch(catalogue.find_published("lightglue-xfeat"), accept_licence=True).path)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    runs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+        for _ in range(2)
+    ]
+    printed = [run.communicate(timeout=120)[0].strip() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert printed == [str(shelf.folder / "lightglue-xfeat.safetensors")] * 2
+    assert ranges(site) == [None, "bytes=1000-"]
+    assert catalogue.locate(shelf) == Path(printed[0])
+
+
+def test_the_commands(shelf, site, capfd):
+    assert main(["weights", "fetch", "lightglue-xfeat"]) == 2
+    captured = capfd.readouterr()
+    assert "only for looking at; commercial use: no" in captured.out
+    assert "--accept-licence" in captured.err
+    assert main(["weights", "list"]) == 0
+    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  not here" in capfd.readouterr().out
+    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
+    assert f"sha256 {shelf.files[0].sha256} (as expected)" in capfd.readouterr().out
+    assert main(["weights", "list"]) == 0
+    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  here" in capfd.readouterr().out
+    assert main(["weights", "verify", "lightglue-xfeat"]) == 0
+    assert main(["weights", "fetch", "lightglue"]) == 2
+    assert "did you mean 'lightglue-xfeat'?" in capfd.readouterr().err
+
+
+def test_an_unknown_hash_is_said_and_shown(shelf, site, tmp_path, capfd):
+    row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
+    write_catalogue(tmp_path / "catalogue.toml", row)
+    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
+    out = capfd.readouterr().out
+    assert f"sha256 {sha256(site.files['peer.pt'])} (the one to expect is not known" in out
+
+
+def test_absent_files_exit_5(shelf, site, views, capfd):
+    del site.files["peer.pt"]
+    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 5
+    assert "the server answered 404" in capfd.readouterr().err
+    assert main(["match", *map(str, views), "--preset", "lightglue-xfeat"]) == 5
+    assert "`matcher weights fetch lightglue-xfeat --accept-licence`" in capfd.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written(shelf, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="MATCHER_CACHE"):
+        fetch(shelf, accept_licence=True)
+
+
+def test_a_lock_ends_with_its_holder(shelf):
+    with fetching.locked(shelf), (shelf.folder / ".lock").open("a+b") as file:
+        assert not fetching._try_lock(file)
+    with (shelf.folder / ".lock").open("a+b") as file:
+        assert fetching._try_lock(file)
+
+
+def test_where_the_cache_is():
+    home = Path.home()
+    assert cache_folder({"MATCHER_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "linux") == Path("/a")
+    assert cache_folder({"XDG_CACHE_HOME": "/b"}, "linux") == Path("/b/matcher")
+    assert cache_folder({"XDG_CACHE_HOME": "relative"}, "linux") == home / ".cache" / "matcher"
+    assert cache_folder({}, "darwin") == home / "Library" / "Caches" / "matcher"
+    assert cache_folder({"LOCALAPPDATA": "/l"}, "win32") == Path("/l/matcher/Cache")
+
+
+def test_the_catalogue_is_sound():
+    rows = read_catalogue()
+    published = {name for name, config in PRESETS.items() if config.weights not in (None, "hybrid")}
+    assert {row.preset for row in rows.values() if row.preset} == published
+    assert {row.name for row in rows.values() if row.preset} == published
+    assert not published & {row.name for row in rows.values() if row.frontend}
+    for row in rows.values():
+        assert bool(row.preset) != bool(row.frontend), row.name
+        assert row.licence and row.source and row.paper
+        assert row.commercial == ("Magic Leap" not in row.licence and "none stated" not in row.licence)
+        assert len({file.name for file in row.files}) == len(row.files)
+        assert all(url.startswith("https://") for file in row.files for url in file.urls)
+        assert all(re.fullmatch("([0-9a-f]{64})?", file.sha256) for file in row.files)
+        sizes = [file.bytes for file in row.files]
+        assert 0 in sizes or sum(sizes) / 1e6 == pytest.approx(row.megabytes, abs=0.06)
+    assert {"superpoint", "aliked", "disk", "dedodeb", "xfeat"} <= rows.keys()
