@@ -25,8 +25,8 @@ def extractors():
 
 @pytest.fixture
 def picture(rng) -> np.ndarray:
-    """120 is no multiple of 16, 160 none of 14."""
-    return texture(rng, 160, 120)
+    """Its sides are no multiples of what any network needs."""
+    return texture(rng, 124, 92)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,14 +36,14 @@ def test_features_are_complete_and_the_same_twice(extractors, picture, kind):
     assert torch.equal(state, torch.random.get_rng_state())
     (features,) = first
     assert same(features, second[0])
-    assert 20 < len(features) <= 120
+    assert 5 < len(features) <= 120
     assert features.kind == kind
     assert features.descriptors.shape == (len(features), SIZES[kind])
     assert features.descriptors.dtype == features.scores.dtype == torch.float32
     if kind != "dedodeb":  # whose descriptors the matchers take as they are
         torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)))
     assert bool((features.scores.diff() <= 0).all())
-    assert features.size.tolist() == [160, 120]
+    assert features.size.tolist() == [124, 92]
     for name in ("scales", "orientations", "frames"):
         assert (getattr(features, name) is not None) == (kind in ORIENTED)
     assert not features.descriptors.requires_grad
@@ -56,7 +56,7 @@ def test_fewer_keypoints_are_the_strongest_of_more(extractors, picture, kind):
     tensors = extractors[kind].network.state_dict()
     few = build(kind, lambda network, _: network.load_state_dict(tensors), max_keypoints=15)
     (some,), (many,) = few([whole(picture)]), extractors[kind]([whole(picture)])
-    assert len(some) == 15
+    assert len(some) == min(15, len(many))
     torch.testing.assert_close(some.keypoints, many.keypoints[:15])
     torch.testing.assert_close(some.descriptors, many.descriptors[:15], rtol=1e-4, atol=1e-4)
 
@@ -77,9 +77,9 @@ def test_odd_and_tiny_pictures_are_padded_and_cropped(extractors, rng, kind, siz
 @pytest.mark.parametrize("kind", KINDS)
 def test_black_pictures_and_masks(extractors, picture, kind):
     mask = np.zeros(picture.shape, bool)
-    mask[24:100, 10:80] = True
+    mask[17:80, 10:80] = True
     masked, blind, black = extractors[kind](
-        [whole(picture, mask), whole(picture, np.zeros_like(mask)), whole(np.zeros((70, 90), np.uint8))]
+        [whole(picture, mask), whole(picture, np.zeros_like(mask)), whole(np.zeros((66, 70), np.uint8))]
     )
     assert len(blind) == 0
     assert blind.descriptors.shape == (0, SIZES[kind])
@@ -96,7 +96,7 @@ def test_black_pictures_and_masks(extractors, picture, kind):
 @pytest.mark.parametrize("orientation", [6, 2])
 def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, orientation):
     (plain,) = extractors[kind]([whole(picture)])
-    upright = (320, 360)  # of which 160 x 120 is the half and the third
+    upright = (248, 276)  # of which 124 x 92 is the half and the third
     stored = upright if orientation < 5 else upright[::-1]
     (found,) = extractors[kind]([Image(picture, stored, (0.5, 1 / 3), orientation)])
     expected = upright_to_stored(resize_points(plain.keypoints.double().numpy(), (2, 3)), stored, orientation)
@@ -115,12 +115,12 @@ def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, 
 
 @pytest.mark.parametrize("kind", ["disk", "xfeat", "dedodeb"])
 def test_a_resized_picture_has_its_points_on_whole_pixels_of_the_resized_one(extractors, picture, kind):
-    image = image_from_array(np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1)), resize=131)
+    image = image_from_array(np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1)), resize=111)
     assert image.scale[0] != image.scale[1]
     (features,) = extractors[kind]([image])
     resized = (features.keypoints + 0.5) * torch.tensor(image.scale) - 0.5
     torch.testing.assert_close(resized, resized.round(), rtol=0, atol=2e-3)
-    assert len(features) > 20
+    assert len(features) > 5
 
 
 def full_resolution_only(network: nn.Module, _=None) -> None:
@@ -192,7 +192,7 @@ def mirrored(kind: str, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("kind", ["disk", "aliked", "dedodeb", "keynet", "doghardnet"])
 def test_a_mirrored_picture_has_mirrored_points(rng, kind):
     """A constant offset, half a pixel or a level's, would show twice."""
-    points, others = mirrored(kind, texture(rng, 224, 112, sigma=3.0 if kind == "keynet" else 1.2))
+    points, others = mirrored(kind, texture(rng, 112, 112, sigma=3.0 if kind == "keynet" else 1.2))
     assert len(points) > 10
     assert share_found(points, others, 0.01) > 0.9
 
@@ -236,7 +236,7 @@ def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
 def test_directions_turn_with_the_picture(rng):
     """A picture turned by a right angle has its points' directions turned by as much."""
     pixels = texture(rng, 128, 128, sigma=2.0)
-    extractor = build("doghardnet", max_keypoints=100)
+    extractor = build("doghardnet", max_keypoints=80)
     upright, turned = extractor([whole(pixels), whole(np.ascontiguousarray(np.rot90(pixels, -1)))])
     places = upright_to_stored(upright.keypoints.double().numpy(), (128, 128), 8)  # a quarter turn clockwise
     near, index = (torch.from_numpy(places)[:, None] - turned.keypoints).norm(dim=2).min(dim=1)

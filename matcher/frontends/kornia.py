@@ -26,6 +26,7 @@ from kornia.feature import (
     XFeat,
     get_laf_scale,
     laf_is_filled,
+    scale_laf,
 )
 from kornia.feature.dedode.decoder import ConvRefiner, Decoder
 from kornia.feature.dedode.dedode_models import get_descriptor, get_detector
@@ -189,12 +190,11 @@ def _build_keynet(config: ExtractorConfig) -> nn.Module:
 
 def _find_keynet(network: LocalFeature, image: Image, config: ExtractorConfig) -> Found:
     """Key.Net (Barroso-Laguna et al. 2019), shapes by AffNet, directions by OriNet, HardNet descriptors."""
-    frames, scores, descriptors = _local_features(network, image, config)
-    # The frame's scale is the level's factor times a constant, before and after its shape is estimated.
-    factor = get_laf_scale(frames[None])[0, :, 0] / network.detector.mr_size
-    points = frames[..., 2] + (factor - 1) / 2
-    index = strongest(points, scores, image, config.max_keypoints)
-    return Found(points[index], scores[index], descriptors[index], frames[index, :, :2])
+    pixels, allowed = _grey_and_mask(network, image)
+    scores, frames = network.detector.detect(pixels, allowed)
+    # A frame's scale is the level's factor times a constant; it is shaped and described where kornia has it.
+    factor = get_laf_scale(frames)[0, :, 0] / network.detector.mr_size
+    return _describe(network, pixels, frames, scores, frames[0, ..., 2] + (factor - 1) / 2, image, config)
 
 
 def _build_doghardnet(config: ExtractorConfig) -> nn.Module:
@@ -214,23 +214,40 @@ def _build_doghardnet(config: ExtractorConfig) -> nn.Module:
 
 def _find_doghardnet(network: LocalFeature, image: Image, config: ExtractorConfig) -> Found:
     """Differences of Gaussians (Lowe 2004) with HardNet descriptors (Mishchuk et al. 2017)."""
-    frames, scores, descriptors = _local_features(network, image, config)
-    index = strongest(frames[..., 2], scores, image, config.max_keypoints)
-    return Found(frames[index, :, 2], scores[index], descriptors[index], frames[index, :, :2])
+    pixels, allowed = _grey_and_mask(network, image)
+    # kornia drops candidates at the edge and off the mask after it has cut to a number, so more are asked.
+    scores, frames = network.detector.detect(pixels, 4 * config.max_keypoints + 1000, allowed)
+    return _describe(network, pixels, frames, scores, frames[0, ..., 2], image, config)
 
 
-def _local_features(
-    network: LocalFeature, image: Image, config: ExtractorConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Frames (N, 2, 3), scores and descriptors of the slots that hold a point."""
+def _grey_and_mask(network: LocalFeature, image: Image) -> tuple[Tensor, Tensor | None]:
+    """The padded picture (1, 1, H, W), and its mask of the same shape."""
     pixels = padded(grey(image, _device(network)), 1, _LEAST_SIDE)
     allowed = mask_of(image, pixels.device)
     if allowed is not None:
         beyond = (0, pixels.shape[-1] - allowed.shape[1], 0, pixels.shape[-2] - allowed.shape[0])
         allowed = pad(allowed, beyond)[None, None]
-    frames, scores, descriptors = network(pixels, allowed)
-    held = laf_is_filled(frames)[0]
-    return frames[0, held], scores[0, held], descriptors[0, held]
+    return pixels, allowed
+
+
+def _describe(
+    network: LocalFeature,
+    pixels: Tensor,
+    frames: Tensor,
+    scores: Tensor,
+    points: Tensor,
+    image: Image,
+    config: ExtractorConfig,
+) -> Found:
+    """Shape, turn and describe the strongest frames; frames (1, N, 2, 3), scores (1, N), points (N, 2)."""
+    held = laf_is_filled(frames)[0].nonzero()[:, 0]
+    index = held[strongest(points[held], scores[0, held], image, config.max_keypoints)]
+    if not len(index):
+        return Found(points[index], scores[0, index], points.new_zeros(0, 128), points.new_zeros(0, 2, 2))
+    frames = network.detector.aff(frames[:, index], pixels)
+    frames = scale_laf(network.detector.ori(frames, pixels), network.scaling_coef)
+    descriptors = network.descriptor(pixels, frames)
+    return Found(points[index], scores[0, index], descriptors[0], frames[0, ..., :2])
 
 
 FRONT_ENDS = {
