@@ -73,9 +73,7 @@ def test_every_layout_of_lightglue_gives_the_same_parameters(small, tmp_path):
 
 def test_transformers_and_kornia_hold_the_same_lightglue(small, tmp_path):
     """The fused projection of one is taken apart into the three of the other, by their documented layouts."""
-    other = peers.transformers_lightglue(num_hidden_layers=DEPTH)
-    theirs = {k: v for k, v in other.state_dict().items() if not k.startswith("keypoint_detector.")}
-    model = lightglue()
+    model, theirs = lightglue(), {}
     official = model.state_dict()
     for n in range(DEPTH):
         for leaf in ("weight", "bias"):

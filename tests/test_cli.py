@@ -169,7 +169,7 @@ def test_damaged_weights_exit_5(views, small_weights, capfd):
 def test_presets_and_version(capfd):
     assert run("presets") == 0
     lines = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["hybrid", "nearest"]
+    assert [line.split()[0] for line in lines] == list(matcher.PRESETS)
     assert run("--version") == 0
     assert capfd.readouterr().out == f"matcher {matcher.__version__}\n"
 
