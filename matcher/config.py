@@ -15,10 +15,12 @@ T = TypeVar("T")
 class PositionConfig:
     """Where a point lies: rotations of queries and keys, or a code added to its descriptor."""
 
-    kind: Literal["rotary", "mlp", "none"] = "rotary"
+    kind: Literal["rotary", "mlp", "sine", "none"] = "rotary"
     inputs: tuple[str, ...] = ("xy", "scale", "orientation")
     extent: float = 0.5  # positions are (p − size/2) / (extent · max(size)); SuperGlue has 0.7
     hidden: tuple[int, ...] = (32, 64, 128, 256)  # widths of the MLP
+    # Of sines: from 1 down to 1/10000 a cell, or e⁻²ᵏ, which LoFTR's first networks were trained with.
+    frequencies: Literal["geometric", "steep"] = "geometric"
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,11 @@ class ContextConfig:
     depth: int = 6
     attention: Literal["softmax", "linear", "additive", "general"] = "softmax"
     shared_qk: bool = True  # cross-attention has one projection for queries and keys
-    norm: Literal["layer", "batch"] = "layer"  # in the middle of the feed-forward part
+    # In the middle of the feed-forward part, or ("output") of the message and of what is added at the end.
+    norm: Literal["layer", "batch", "output"] = "layer"
     activation: Literal["gelu", "relu"] = "gelu"
+    bias: bool = True  # linear maps add a vector
+    in_turn: bool = False  # across, image 1 listens to what image 0 has just become, not to what it was
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,12 @@ class AssignmentConfig:
     """
 
     kind: Literal["sinkhorn", "dual_softmax"] = "sinkhorn"
-    dustbin: Literal["point", "learned"] = "point"  # minus the point's matchability logit, or one number
+    # Minus the point's matchability logit, or one number; without any, every point is matchable.
+    dustbin: Literal["point", "learned", "none"] = "point"
+    project: bool = True  # similarities are products of projections / √dim; without, of the tokens / dim
+    temperature: float = 1.0  # divides the similarities
+    drop_unmatched: bool = False  # who prefers the dustbin leaves before partners are chosen
+    border: int = 0  # cells along the edge of a grid that find no partner
     every_layer: bool = True  # each layer has a head of its own; needed for early exit and pruning
     max_iterations: int = 100
     tolerance: float | None = 1e-2  # relative error of the rows at which a pair stops; None: never
@@ -62,8 +72,34 @@ class AdaptivityConfig:
 
 
 @dataclass(frozen=True)
+class BackboneConfig:
+    """The residual pyramid that describes the cells of a grid (LoFTR, Sun et al. 2021, section 3.1)."""
+
+    widths: tuple[int, ...] = (128, 196, 256)  # channels at 1/2, 1/4, 1/8; the fine map has the first
+
+
+@dataclass(frozen=True)
+class RefinementConfig:
+    """Matches of cells to a fraction of a pixel (LoFTR, section 3.4)."""
+
+    window: int = 5  # sides of the square around a cell's place on the fine map
+    stride: int = 4  # from one cell to the next on the fine map
+    context: ContextConfig = ContextConfig(
+        dim=128,
+        heads=8,
+        depth=1,
+        attention="linear",
+        shared_qk=False,
+        norm="output",
+        activation="relu",
+        bias=False,
+        in_turn=True,
+    )
+
+
+@dataclass(frozen=True)
 class NetworkConfig:
-    """The attentional matcher: projection, position, context, assignment."""
+    """The attentional matcher: projection, position, context, assignment; without a detector more."""
 
     kind: str = "sift"  # front end whose features it accepts
     descriptor_dim: int = 128
@@ -73,6 +109,8 @@ class NetworkConfig:
     assignment: AssignmentConfig = AssignmentConfig()
     adaptivity: AdaptivityConfig = AdaptivityConfig()
     match_threshold: float = 0.1
+    backbone: BackboneConfig | None = None  # makes the features itself, of the cells of a grid
+    refinement: RefinementConfig | None = None  # moves the points of image 1
 
 
 @dataclass(frozen=True)

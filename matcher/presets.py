@@ -11,12 +11,14 @@ from typing import Any, TypedDict
 from matcher.config import (
     AdaptivityConfig,
     AssignmentConfig,
+    BackboneConfig,
     ContextConfig,
     NearestConfig,
     NetworkConfig,
     PipelineConfig,
     PositionConfig,
     Precision,
+    RefinementConfig,
     from_dict,
     to_dict,
 )
@@ -56,6 +58,32 @@ _LIGHTERGLUE = replace(
     context=ContextConfig(dim=96, heads=1, depth=6),
     adaptivity=AdaptivityConfig(early_exit=False, prune_matchability=0.05, prune_confident_only=False),
 )
+# LoFTR, Sun et al. 2021: cells of a grid, linear attention, dual softmax, windows on a finer map.
+_LOFTR = NetworkConfig(
+    kind="loftr",
+    descriptor_dim=256,
+    project=False,
+    position=PositionConfig(kind="sine", frequencies="steep"),
+    context=replace(RefinementConfig().context, dim=256, depth=4),
+    assignment=AssignmentConfig(
+        kind="dual_softmax", dustbin="none", every_layer=False, project=False, temperature=0.1, border=2
+    ),
+    adaptivity=AdaptivityConfig(early_exit=False, pruning=False),
+    match_threshold=0.2,
+    backbone=BackboneConfig(),
+    refinement=RefinementConfig(),
+)
+# The assignment of the networks that were published as "ot" beside those of dual softmax ("ds").
+LOFTR_TRANSPORT = replace(
+    _LOFTR.assignment,
+    kind="sinkhorn",
+    dustbin="learned",
+    temperature=1.0,
+    max_iterations=3,
+    tolerance=None,
+    drop_unmatched=True,
+)
+_ON_GRID = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="loftr", resize=640))
 _ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="superpoint"))
 
 PRESETS: dict[str, PipelineConfig] = {
@@ -100,6 +128,18 @@ PRESETS: dict[str, PipelineConfig] = {
         extractor=replace(_HYBRID.extractor, kind="xfeat"),
         matcher=_LIGHTERGLUE,
         weights="lightglue-xfeat",
+    ),
+    "loftr-outdoor": replace(
+        _ON_GRID,
+        extractor=replace(_ON_GRID.extractor, resize=840),
+        matcher=_LOFTR,
+        weights="loftr-outdoor",
+    ),
+    "loftr-indoor": replace(_ON_GRID, matcher=_LOFTR, weights="loftr-indoor"),
+    "loftr-indoor-new": replace(
+        _ON_GRID,
+        matcher=replace(_LOFTR, position=PositionConfig(kind="sine")),
+        weights="loftr-indoor-new",
     ),
 }
 DEFAULT_PRESET = "hybrid"

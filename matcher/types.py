@@ -73,9 +73,13 @@ class Features:
     scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
     orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
     frames: Tensor | None = None  # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
+    cells: Tensor | None = None  # (..., N, 2) column and row of the point on the grid of its front end
+    grid: Tensor | None = None  # (..., 2) columns and rows of that grid
+    maps: Tensor | None = None  # (..., C, h, w) finer map of the picture, to refine matches on
     mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
     exif: Tensor | None = None  # (...) int64 EXIF orientation 1-8 of the stored pixels; 1 when absent
     kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
+    _PER_IMAGE = ("size", "exif", "grid", "maps")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -101,14 +105,13 @@ class Features:
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
         wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
-        wanted |= {"size": (*shape[:-2], 2), "exif": tuple(shape[:-2]), "frames": (*shape, 2)}
+        wanted |= dict.fromkeys(("size", "grid"), (*shape[:-2], 2))
+        wanted |= {"exif": tuple(shape[:-2]), "frames": (*shape, 2), "cells": tuple(shape)}
         wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
-        for name, expected in wanted.items():
-            value = getattr(self, name)
-            if value is not None and value.shape != expected:
-                raise UsageError(f"Features.{name} must be {expected}, not {tuple(value.shape)}")
-        for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "frames", "size"):
-            value = getattr(self, name)
+        wanted["maps"] = () if self.maps is None else (*shape[:-2], *self.maps.shape[-3:])
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
+            if value is not None and value.shape != wanted.get(name, value.shape):
+                raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
         if not bool((self.size > 0).all() & (self.exif >= 1).all() & (self.exif <= 8).all()):
@@ -128,7 +131,7 @@ class Features:
 
     def select(self, index: Tensor) -> Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
-        return self._map(lambda name, value: value if name in _PER_IMAGE else value[index])
+        return self._map(lambda name, value: value if name in self._PER_IMAGE else value[index])
 
     def unstack(self) -> list[Features]:
         """A padded batch taken apart into single images without their padding."""
@@ -141,17 +144,11 @@ class Features:
         kinds = sorted({f"{item.kind} ({item.descriptors.shape[-1]}-d)" for item in items})
         if len(kinds) != 1:
             raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
-        count = max(len(item) for item in items)
         columns = {}
         for name in (f.name for f in fields(Features) if f.name != "kind"):
             values = [getattr(item, name) for item in items]
-            if name not in _PER_IMAGE:
-                values = [None if value is None else _pad(value, count) for value in values]
-            columns[name] = None if any(value is None for value in values) else torch.stack(values)
+            columns[name] = None if any(value is None for value in values) else _stack_padded(values)
         return Features(**columns, kind=items[0].kind)
-
-
-_PER_IMAGE = ("size", "exif")
 
 
 def _as_tensor(value, name: str) -> Tensor:
@@ -168,9 +165,11 @@ def _as_tensor(value, name: str) -> Tensor:
     return value if name == "descriptors" and value.is_floating_point() else value.to(torch.float32)
 
 
-def _pad(value: Tensor, count: int) -> Tensor:
-    padded = value.new_zeros((count, *value.shape[1:]))
-    padded[: value.shape[0]] = value
+def _stack_padded(values: Sequence[Tensor]) -> Tensor:
+    shape = [len(values), *map(max, zip(*(value.shape for value in values), strict=True))]
+    padded = max(values, key=Tensor.element_size).new_zeros(shape)
+    for index, value in enumerate(values):
+        padded[(index, *map(slice, value.shape))] = value
     return padded
 
 
@@ -193,6 +192,8 @@ class PairPrediction:
     index0: Tensor  # (N',) int64, row i of the assignment is input point index0[i] of image 0
     index1: Tensor  # (M',)
     layers_run: int
+    states0: Tensor | None = None  # (N', dim) the tokens behind the rows, kept when they are refined
+    states1: Tensor | None = None  # (M', dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +274,6 @@ class Extractor(Protocol):
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
         """Detect and describe."""
-        ...
 
 
 class Matcher(Protocol):
@@ -281,7 +281,6 @@ class Matcher(Protocol):
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Match every pair of the batch."""
-        ...
 
 
 class Estimator(Protocol):
@@ -297,4 +296,3 @@ class Estimator(Protocol):
         thresholds_scale: float = 1.0,
     ) -> TwoViewGeometry:
         """Estimate robustly; never raise for bad points, say it in the status."""
-        ...

@@ -7,7 +7,7 @@ scaling algorithms for entropy regularized transport problems", section 3.2.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,29 @@ SCALING_LIMIT = 1e12
 
 
 class AssignmentHead(nn.Module):
-    """One projection for similarities, and a dustbin score: a logit of each point, or one number."""
+    """One projection for similarities, and a dustbin score: a logit of each point, one number, or −∞."""
 
-    def __init__(self, dim: int, dustbin: str = "point") -> None:
+    def __init__(
+        self, dim: int, dustbin: str = "point", *, project: bool = True, temperature: float = 1.0
+    ) -> None:
         super().__init__()
-        self.projection = nn.Linear(dim, dim)
+        self.projection = nn.Linear(dim, dim) if project else None
+        self.divisor = (temperature * (dim**0.5 if project else dim)) ** 0.5  # of either side
         if dustbin == "point":
             self.matchability = nn.Linear(dim, 1)
-        else:
+        elif dustbin == "learned":
             self.dustbin = nn.Parameter(torch.ones(()))
+        else:
+            self.register_buffer("dustbin", torch.tensor(-math.inf), persistent=False)
 
     def forward(self, x0: Tensor, x1: Tensor) -> Tensor:
         """Tokens (…, N, dim), (…, M, dim) → scores with dustbins (…, N+1, M+1), float32.
 
-        Similarities are scaled by 1/√dim. A point's dustbin score is minus its matchability logit and the
-        corner is 0; one learned number (SuperGlue, eq. 8) is the score of all dustbins and of the corner.
+        Similarities of projected tokens are scaled by 1/√dim, those of tokens (LoFTR, section 3.3) by 1/dim,
+        both by 1/temperature. A point's dustbin score is minus its matchability logit, the corner is 0; one
+        number (SuperGlue, eq. 8) is the score of all dustbins and of the corner.
         """
-        width = self.projection.out_features
-        m0, m1 = (self.projection(x.to(self.projection.weight.dtype)).float() / width**0.25 for x in (x0, x1))
+        m0, m1 = (self._compared(x) / self.divisor for x in (x0, x1))
         with torch.autocast(x0.device.type, enabled=False):
             similarity = m0 @ m1.transpose(-1, -2)
         if hasattr(self, "dustbin"):
@@ -50,6 +55,11 @@ class AssignmentHead(nn.Module):
         last = torch.cat([bin1, corner.expand(*bin1.shape[:-1], 1)], dim=-1)
         return torch.cat([rows, last.unsqueeze(-2)], dim=-2)
 
+    def _compared(self, x: Tensor) -> Tensor:
+        if self.projection is None:
+            return x.float()
+        return self.projection(x.to(self.projection.weight.dtype)).float()
+
     def logits(self, x: Tensor) -> Tensor:
         """Matchability logit (…, N) of tokens (…, N, dim), float32."""
         return self.matchability(x.to(self.matchability.weight.dtype)).squeeze(-1).float()
@@ -58,7 +68,8 @@ class AssignmentHead(nn.Module):
 def dual_softmax(scores: Tensor) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → row softmax × column softmax × both matchabilities.
 
-    LightGlue (Lindenberger et al. 2023), eq. 8; the dustbin scores are minus the matchability logits.
+    LightGlue (Lindenberger et al. 2023), eq. 8; the dustbin scores are minus the matchability logits. Where
+    they are −∞ this is LoFTR's dual softmax (Sun et al. 2021, eq. 2): every point is matchable.
     """
     similarity = scores[:, :-1, :-1].float()
     logit0, logit1 = -scores[:, :-1, -1].float(), -scores[:, -1, :-1].float()
@@ -223,6 +234,20 @@ def _unassigned(scores: Tensor) -> Assignment:
         log_unmatched0=scores.new_zeros(batch, rows - 1),
         log_unmatched1=scores.new_zeros(batch, columns - 1),
     )
+
+
+def drop_unmatched(assignment: Assignment) -> Assignment:
+    """Points for which the dustbin is likelier than any partner are nobody's partner any more.
+
+    LoFTR's reading of a transport plan; others may then be mutual partners of whom they would have preferred.
+    """
+    log_scores = assignment.log_scores
+    if 0 in log_scores.shape[1:]:
+        return assignment
+    alone0 = assignment.log_unmatched0 > log_scores.amax(2)
+    alone1 = assignment.log_unmatched1 > log_scores.amax(1)
+    alone = alone0.unsqueeze(2) | alone1.unsqueeze(1)
+    return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
 
 
 def mutual_matches(log_scores: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

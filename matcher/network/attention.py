@@ -7,7 +7,7 @@ them and only attention looks at pictures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -38,6 +38,13 @@ class Layout:
         """The number of points of every picture if it is the same and not zero, else None."""
         lengths = set(self.lengths)
         return lengths.pop() if len(lengths) == 1 and 0 not in lengths else None
+
+    @cached_property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Which tokens (int64, on the CPU) are points of an image 0 and which of an image 1."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        side = (torch.arange(len(lengths)) % 2).repeat_interleave(lengths)
+        return (side == 0).nonzero().squeeze(1), (side == 1).nonzero().squeeze(1)
 
     def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Tokens (T, …) as a list of pairs of views (N, …), (M, …)."""
@@ -96,10 +103,10 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     q, k = F.elu(q) + 1, F.elu(k) + 1
     if mask is not None:
         k = k * mask.unsqueeze(-1)
-    count = k.shape[-2]
-    summary = k.transpose(-1, -2) @ (v / count)  # divided so that half precision does not overflow
-    total = (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True) + 1e-6
-    return (q @ summary) / total * count
+    # Means instead of sums, so that half precision does not overflow.
+    summary = k.transpose(-1, -2) @ (v / k.shape[-2])
+    least = max(1e-6 / k.shape[-2], torch.finfo(q.dtype).tiny)
+    return (q @ summary) / ((q * k.mean(-2, keepdim=True)).sum(-1, keepdim=True) + least)
 
 
 class AdditiveAttention(nn.Module):
@@ -196,6 +203,34 @@ def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool
         message = kernel(*(x.transpose(0, 1).unsqueeze(0) for x in (q[here], k[there], v[there])))
         out[here] = message[0].transpose(0, 1).reshape(count, heads * width)
     return out
+
+
+def attend_to(
+    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[tuple[int, int]], kernel: Kernel = scaled_dot_product
+) -> Tensor:
+    """Attention of the points of one side to those of the other.
+
+    Args:
+        q: (ΣN, heads, head_dim), pair after pair. k, v: (ΣM, heads, head_dim).
+        counts: (N, M) of every pair.
+        kernel: the score function, from `build_attention`.
+
+    Returns:
+        (ΣN, heads · head_dim); zeros for points that have nothing to attend to.
+    """
+    heads, width = q.shape[1:]
+    if len(set(counts)) == 1 and 0 not in counts[0]:
+        q, k, v = (x.reshape(len(counts), -1, heads, width).transpose(1, 2) for x in (q, k, v))
+        return kernel(q, k, v).transpose(1, 2).reshape(-1, heads * width)
+    messages = [q.new_zeros(0, heads * width)]
+    lengths, sources = ([pair[side] for pair in counts] for side in (0, 1))
+    for here, *there in zip(q.split(lengths), k.split(sources), v.split(sources), strict=True):
+        if len(here) and len(there[0]):
+            message = kernel(*(x.transpose(0, 1) for x in (here, *there)))
+            messages.append(message.transpose(0, 1).flatten(1))
+        else:
+            messages.append(here.new_zeros(len(here), heads * width))
+    return torch.cat(messages)
 
 
 def interleave(first: list[Tensor], second: list[Tensor]) -> Tensor:

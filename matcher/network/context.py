@@ -1,36 +1,44 @@
 """Context: alternating self- and cross-attention, and how sure each point is of what it knows.
 
-Every block is x + ffn([x | message]), the form that SuperGlue, LightGlue and LoFTR share.
+Every block is x + ffn([x | message]), the form that SuperGlue, LightGlue and LoFTR share; `ContextConfig`
+says where they differ.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from matcher.config import ContextConfig
-from matcher.network.attention import Layout, attend, build_attention
+from matcher.network.attention import Layout, attend, attend_to, build_attention
 from matcher.network.position import rotate
 
 
+def outer_norm(config: ContextConfig) -> nn.Module:
+    """Normalisation of a message and of an update, where the configuration has it there (LoFTR)."""
+    return nn.LayerNorm(config.dim) if config.norm == "output" else nn.Identity()
+
+
 class FeedForward(nn.Module):
-    """x + ffn([x | message]); the last projection starts at zero, so an untrained block changes nothing."""
+    """x + ffn([x | message]); what comes last starts at zero, so an untrained block changes nothing."""
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
         wide = 2 * config.dim
-        self.widen = nn.Linear(wide, wide)
-        self.norm = nn.LayerNorm(wide) if config.norm == "layer" else nn.BatchNorm1d(wide)
+        self.widen = nn.Linear(wide, wide, bias=config.bias)
+        inner_norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "output": nn.Identity}
+        self.norm = inner_norms[config.norm](wide)
         self.activate = nn.GELU() if config.activation == "gelu" else nn.ReLU()
-        self.narrow = nn.Linear(wide, config.dim)
-        nn.init.zeros_(self.narrow.weight)
-        nn.init.zeros_(self.narrow.bias)
+        self.narrow = nn.Linear(wide, config.dim, bias=config.bias)
+        self.output_norm = outer_norm(config)
+        for parameter in (self.output_norm if config.norm == "output" else self.narrow).parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, message: Tensor) -> Tensor:
         """Tokens (T, dim) and what they heard (T, dim) → tokens (T, dim)."""
         hidden = self.widen(torch.cat([x.to(message.dtype), message], dim=-1))
-        update = self.narrow(self.activate(self.norm(hidden)))
-        return x + update
+        return x + self.output_norm(self.narrow(self.activate(self.norm(hidden))))
 
 
 def start_loud(*weights: Tensor) -> None:
@@ -45,9 +53,10 @@ class SelfBlock(nn.Module):
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.bias)
         self.attention = build_attention(config.attention, config.dim // config.heads)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
         self._start_local(config)
 
@@ -57,8 +66,9 @@ class SelfBlock(nn.Module):
         width = config.dim // config.heads
         reach = torch.linspace(4.0, 12.0, config.heads)  # peak of the logits, head by head
         constant = (reach / width**0.5).sqrt().repeat_interleave(width)
-        self.qkv.weight[: 2 * config.dim] *= 0.5
-        self.qkv.bias[: 2 * config.dim] = constant.repeat(2)
+        if config.bias:
+            self.qkv.weight[: 2 * config.dim] *= 0.5
+            self.qkv.bias[: 2 * config.dim] = constant.repeat(2)
         start_loud(self.qkv.weight[2 * config.dim :], self.out.weight)
 
     def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
@@ -66,7 +76,8 @@ class SelfBlock(nn.Module):
         qkv = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (3 * self.heads, -1))  # (T, 3·heads, d)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         q, k = (qk if turns is None else rotate(qk, turns)).chunk(2, dim=1)
-        return self.ffn(x, self.out(attend(q, k, v, layout, self.attention, across=False)))
+        message = attend(q, k, v, layout, self.attention, across=False)
+        return self.ffn(x, self.message_norm(self.out(message)))
 
 
 class CrossBlock(nn.Module):
@@ -74,10 +85,11 @@ class CrossBlock(nn.Module):
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
-        self.heads, self.shared = config.heads, config.shared_qk
-        self.qkv = nn.Linear(config.dim, (2 if self.shared else 3) * config.dim)
+        self.heads, self.shared, self.in_turn = config.heads, config.shared_qk, config.in_turn
+        self.qkv = nn.Linear(config.dim, (2 if self.shared else 3) * config.dim, bias=config.bias)
         self.attention = build_attention(config.attention, config.dim // config.heads)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
         self._start_alike(config)
 
@@ -88,15 +100,36 @@ class CrossBlock(nn.Module):
         nn.init.orthogonal_(self.qkv.weight[: config.dim], gain=gain)
         if not self.shared:
             self.qkv.weight[config.dim : 2 * config.dim] = self.qkv.weight[: config.dim]
-        nn.init.zeros_(self.qkv.bias)
+        if config.bias:
+            nn.init.zeros_(self.qkv.bias)
         start_loud(self.qkv.weight[-config.dim :], self.out.weight)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim)."""
-        width = x.shape[-1] // self.heads
-        parts = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (-1, self.heads, width))
+        if self.in_turn:
+            return self._listen_in_turn(x, layout)
+        parts = self._project(x)
         q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
-        return self.ffn(x, self.out(attend(q, k, v, layout, self.attention, across=True)))
+        message = attend(q, k, v, layout, self.attention, across=True)
+        return self.ffn(x, self.message_norm(self.out(message)))
+
+    def _project(self, x: Tensor, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows first to end of the projection of tokens (T, dim) → (T, parts, heads, head_dim)."""
+        weight, bias = self.qkv.weight[first:end], self.qkv.bias
+        y = F.linear(x.to(weight.dtype), weight, None if bias is None else bias[first:end])
+        return y.unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
+
+    def _listen_in_turn(self, x: Tensor, layout: Layout) -> Tensor:
+        """Image 0 listens first; what it has become is what image 1 then hears."""
+        sides = [side.to(x.device) for side in layout.sides]
+        states, dim = [x[side] for side in sides], x.shape[-1]
+        for side in (0, 1):
+            query = self._project(states[side], 0, dim)[:, 0]
+            key, value = self._project(states[1 - side], -2 * dim).unbind(1)
+            counts = [(pair[side], pair[1 - side]) for pair in layout.counts]
+            message = attend_to(query, key, value, counts, self.attention)
+            states[side] = self.ffn(states[side], self.message_norm(self.out(message)))
+        return torch.cat(states)[torch.cat(sides).argsort()]
 
 
 class Layer(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from matcher.config import Precision
 from matcher.network.assignment import mutual_matches
@@ -54,35 +54,35 @@ class AttentionMatcher:
         """
         moved = [f.to(self.device) for f in (features0, features1)]
         prediction = self.model(*moved)
-        keypoints = [f.keypoints.cpu().numpy() for f in (features0, features1)]
-        threshold = self.model.config.match_threshold
-        return [
-            read_matches(pair, keypoints[0][b], keypoints[1][b], threshold)
-            for b, pair in enumerate(prediction.pairs)
-        ]
+        return [self._read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
+
+    def _read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
+        """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
+        config, sides = self.model.config, (features0, features1)
+        local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold)
+        index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
+        if config.assignment.border:
+            inner = [off_border(f, config.assignment.border)[entry][index[:, i]] for i, f in enumerate(sides)]
+            local, scores, index = (x[inner[0] & inner[1]] for x in (local, scores, index))
+        points0, points1 = (f.keypoints[entry][index[:, i]] for i, f in enumerate(sides))
+        if self.model.fine is not None:
+            cells = tuple(f.cells[entry][index[:, i]] for i, f in enumerate(sides))
+            states = (pair.states0[local[:, 0]], pair.states1[local[:, 1]])
+            offsets = self.model.fine(states, (features0.maps[entry], features1.maps[entry]), cells)
+            frames = features1.frames[entry][index[:, 1]]
+            points1 = points1 + (frames @ offsets.unsqueeze(-1)).squeeze(-1)
+        return Matches(
+            indices=index.cpu().numpy(),
+            points0=points0.cpu().numpy(),
+            points1=points1.cpu().numpy(),
+            scores=scores.cpu().numpy(),
+            layers_run=pair.layers_run,
+            kept0=len(pair.index0),
+            kept1=len(pair.index1),
+        )
 
 
-def read_matches(
-    prediction: PairPrediction, keypoints0: np.ndarray, keypoints1: np.ndarray, threshold: float
-) -> Matches:
-    """Mutual matches of one pair in the indices of its input points.
-
-    Args:
-        prediction: of the pair.
-        keypoints0, keypoints1: (N, 2), (M, 2) all input points.
-        threshold: least probability.
-    """
-    local, scores = mutual_matches(prediction.assignment.log_scores[0], threshold)
-    index0, index1 = (
-        prediction.index0[local[:, 0]].cpu().numpy(),
-        prediction.index1[local[:, 1]].cpu().numpy(),
-    )
-    return Matches(
-        indices=np.stack([index0, index1], axis=1),
-        points0=keypoints0[index0],
-        points1=keypoints1[index1],
-        scores=scores.cpu().numpy(),
-        layers_run=prediction.layers_run,
-        kept0=len(prediction.index0),
-        kept1=len(prediction.index1),
-    )
+def off_border(features: Features, border: int) -> Tensor:
+    """(…, N) bool: points that lie at least `border` cells within the grid of their front end."""
+    far = features.grid.unsqueeze(-2) - border
+    return ((features.cells >= border) & (features.cells < far)).all(dim=-1)

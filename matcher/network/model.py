@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from matcher.config import ContextConfig, NetworkConfig, PositionConfig
+from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs
-from matcher.network.assignment import AssignmentHead, assign, dual_softmax
+from matcher.network.assignment import AssignmentHead, assign, drop_unmatched, dual_softmax
 from matcher.network.attention import Layout, interleave
+from matcher.network.backbone import Backbone
 from matcher.network.context import Layer
-from matcher.network.position import MlpPosition, RotaryPosition
+from matcher.network.position import MlpPosition, RotaryPosition, SinePosition
+from matcher.network.refinement import Refinement
 from matcher.types import Features, PairPrediction, Prediction, UsageError
 
 
@@ -29,12 +31,14 @@ class Model(nn.Module):
         dim, depth = config.context.dim, config.context.depth
         check_config(config)
         self.config = config
+        self.backbone = None if config.backbone is None else Backbone(config.backbone)
         self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
         self.position = build_position(config.position, config.context)
         self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
         number = depth if config.assignment.every_layer else 1
-        self.heads = nn.ModuleList(AssignmentHead(dim, config.assignment.dustbin) for _ in range(number))
+        self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
+        self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
         self._start_at_nearest_neighbour()
 
     @torch.no_grad()
@@ -44,7 +48,7 @@ class Model(nn.Module):
         if self.config.project:
             nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
             nn.init.zeros_(self.project.bias)
-        for head in self.heads:
+        for head in self.heads if self.config.assignment.project else ():
             nn.init.orthogonal_(head.projection.weight, gain=(15 / dim**0.5) ** 0.5)
             nn.init.zeros_(head.projection.bias)
             if self.config.assignment.dustbin == "point":
@@ -71,6 +75,10 @@ class Model(nn.Module):
             raise UsageError(f"this matcher takes {config.kind} features, not {features.kind}")
         if size != config.descriptor_dim:
             raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
+        needed = ["cells", "grid"] if config.assignment.border else []
+        needed += ["cells", "frames", "maps"] if config.refinement else []
+        if absent := [name for name in needed if getattr(features, name) is None]:
+            raise UsageError(f"this matcher needs Features.{absent[0]}, which its own front end gives")
 
     def tokens(self, features0: Features, features1: Features) -> Tokens:
         """The valid points of a batch of B pairs as packed tokens; raises as `check` does."""
@@ -91,7 +99,7 @@ class Model(nn.Module):
         x, turns = self._project(descriptors), None
         if self.config.position.kind == "rotary":
             turns = position[0]
-        elif self.config.position.kind == "mlp":
+        elif position:
             x = x + position[0]
         return Tokens(x, turns, index, Layout(counts), tuple(range(len(counts))))
 
@@ -158,7 +166,10 @@ class Model(nn.Module):
             else:
                 limits = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
                 assignment = assign(scores, **limits)
-            found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1)
+            if config.drop_unmatched:
+                assignment = drop_unmatched(assignment)
+            kept = () if self.fine is None else states[entry]
+            found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1, *kept)
         return found
 
 
@@ -183,8 +194,22 @@ def check_config(config: NetworkConfig) -> None:
             "early exit and pruning need assignment.every_layer",
         ),
         (
-            assignment.dustbin == "point" or not (assignment.kind == "dual_softmax" or adaptivity.pruning),
-            "dual softmax and pruning need assignment.dustbin 'point'",
+            assignment.dustbin == "point" or not adaptivity.pruning,
+            "pruning needs assignment.dustbin 'point'",
+        ),
+        (
+            assignment.dustbin != ("learned" if assignment.kind == "dual_softmax" else "none"),
+            f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}",
+        ),
+        (
+            config.backbone is None or config.backbone.widths[-1] == config.descriptor_dim,
+            "descriptor_dim must be the last of backbone.widths",
+        ),
+        (
+            config.refinement is None
+            or config.backbone is None
+            or config.refinement.context.dim == config.backbone.widths[0],
+            "refinement.context.dim must be the first of backbone.widths",
         ),
     ]
     for kept, demand in demands:
@@ -196,4 +221,10 @@ def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module 
     """The position encoding that a configuration names."""
     if config.kind == "rotary":
         return RotaryPosition(config, context.dim // context.heads)
-    return MlpPosition(config, context.dim) if config.kind == "mlp" else None
+    added = {"mlp": MlpPosition, "sine": SinePosition}
+    return added[config.kind](config, context.dim) if config.kind in added else None
+
+
+def build_head(config: AssignmentConfig, dim: int) -> AssignmentHead:
+    """The assignment head that a configuration names, for tokens of `dim` channels."""
+    return AssignmentHead(dim, config.dustbin, project=config.project, temperature=config.temperature)

@@ -1,4 +1,4 @@
-"""Where a point lies, as rotations of its query and key channels."""
+"""Where a point lies: as rotations of its query and key channels, or as a code added to its descriptor."""
 
 from __future__ import annotations
 
@@ -129,6 +129,27 @@ class MlpPosition(nn.Module):
         for block in self.hidden:
             x = block["norm"](block["linear"](x)).relu()
         return self.out(x).unflatten(0, inputs.shape[:-1])
+
+
+class SinePosition(nn.Module):
+    """Sines and cosines of a cell's column and row, added to the descriptor (Carion et al. 2020).
+
+    As LoFTR has it (Sun et al. 2021, section 3.2): channels 4k … 4k+3 are sin and cos of ω_k times the
+    column, then of ω_k times the row, both counted from 1. ω_k = 10000^(−4k/dim), or e^(−2k) ("steep"): a
+    slip of operators in the published code, with which the first indoor and outdoor networks were trained.
+    """
+
+    def __init__(self, config: PositionConfig, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.decay = 2.0 if config.frequencies == "steep" else 4 * math.log(10000.0) / dim
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, dim), float32; `UsageError` for features that lie on no grid."""
+        cells = _required(features.cells, "cell")
+        frequencies = torch.exp(torch.arange(self.dim // 4, device=cells.device) * -self.decay)
+        phases = (cells + 1).unsqueeze(-2) * frequencies.unsqueeze(-1)  # (…, N, dim/4, 2)
+        return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3)
 
 
 class _Rotate(torch.autograd.Function):
