@@ -38,7 +38,8 @@ def test_a_known_homography_is_found(pair, small_weights, preset):
     options = {"weights": small_weights, "device": "cpu"} if preset == "hybrid" else {}
     pipeline = matcher.load(preset, geometry="homography", max_keypoints=800, **options)
     result = pipeline.match(*pair)
-    assert share_right(result, H_0TO1) > 0.8
+    # The untrained network has no ratio test: it keeps more of what is ambiguous.
+    assert share_right(result, H_0TO1) > (0.7 if preset == "hybrid" else 0.8)
     assert result.geometry.status == "ok"
     corners = np.array([[0, 0], [799, 0], [0, 599], [799, 599]], dtype=float)
     np.testing.assert_allclose(
