@@ -108,7 +108,11 @@ PRESETS: dict[str, PipelineConfig] = {
     "lightglue-doghardnet": replace(
         _HYBRID,
         extractor=replace(_HYBRID.extractor, kind="doghardnet"),
-        matcher=replace(_LIGHTGLUE_ORIENTED, kind="doghardnet"),
+        matcher=replace(
+            _LIGHTGLUE_ORIENTED,
+            kind="doghardnet",
+            position=PositionConfig(inputs=("xy", "raw_scale", "raw_counterclockwise")),
+        ),
         weights="lightglue-doghardnet",
     ),
     "lightglue-dedodeb": replace(

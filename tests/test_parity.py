@@ -32,7 +32,7 @@ def random_features(count: int, seed: int, kind: str, width: int, like: Features
         scores=rng.random(count).astype(np.float32),
         size=np.array(SIZE, np.float32),
         scales=rng.uniform(2, 20, count).astype(np.float32),
-        orientations=rng.uniform(-np.pi, np.pi, count).astype(np.float32),
+        orientations=rng.uniform(0, 2 * np.pi, count).astype(np.float32),
         kind=kind,
     )
 

@@ -12,7 +12,15 @@ from matcher.config import PositionConfig
 from matcher.geometry import UPRIGHT
 from matcher.types import Features, UsageError
 
-CHANNELS = {"xy": 2, "scale": 1, "orientation": 2, "score": 1, "raw_scale": 1, "raw_orientation": 1}
+CHANNELS = {
+    "xy": 2,
+    "scale": 1,
+    "orientation": 2,
+    "score": 1,
+    "raw_scale": 1,
+    "raw_orientation": 1,
+    "raw_counterclockwise": 1,
+}
 
 
 def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
@@ -30,7 +38,8 @@ def position_inputs(features: Features, names: tuple[str, ...], extent: float = 
     """(…, N, C) what the encoding turns on, each of order one.
 
     `scale` is log2 of the keypoint's diameter relative to the picture, `orientation` is (cos, sin) so that it
-    has no seam at ±π; the raw ones are pixels and radians, as LightGlue has them.
+    has no seam at ±π; the raw ones are pixels and radians in [0, 2π), as LightGlue has them, whose
+    patch-based front ends count angles from x towards −y.
     """
     return torch.cat([_column(features, name, extent) for name in names], dim=-1)
 
@@ -42,9 +51,9 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
         return features.scores.unsqueeze(-1)
     if name == "orientation":
         return _upright_directions(features)
-    if name == "raw_orientation":
-        directions = _upright_directions(features)
-        return torch.atan2(directions[..., 1:], directions[..., :1])
+    if name in ("raw_orientation", "raw_counterclockwise"):
+        x, y = _upright_directions(features).split(1, dim=-1)
+        return torch.atan2(y if name == "raw_orientation" else -y, x) % (2 * math.pi)
     scales = _required(features.scales, "scale")
     if name == "raw_scale":
         return scales.unsqueeze(-1)
