@@ -20,4 +20,4 @@ def presets() -> None:
             how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
         picture = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         default = " (default)" if name == DEFAULT_PRESET else ""
-        typer.echo(f"{name + default:<18} {picture}; {how}")
+        typer.echo(f"{name + default:<22} {picture}; {how}")
