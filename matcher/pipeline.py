@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from matcher.frontends.learned import FrontEnd, LearnedExtractor
 from matcher.frontends.sift import SiftExtractor
 from matcher.images import MAX_PIXELS, image_from_array, read_image
 from matcher.nearest import NearestMatcher
+from matcher.network.grid import GridExtractor
 from matcher.network.inference import AttentionMatcher, resolve_precision
 from matcher.network.model import Model
 from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset, unknown_name
@@ -38,6 +39,7 @@ from matcher.types import (
 
 Picture = str | Path | np.ndarray | Image
 Mask = str | Path | np.ndarray
+GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,11 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     config = configure(find_preset(preset), options)
     given = {name: value for name, value in options.items() if value is not None}
     device = resolve_device(given.get("device", "auto"))
-    extractor = build_extractor(config.extractor, given.get("frontend_weights"), device)
+    on_grid = config.extractor.kind == GRID_KIND
+    if on_grid:
+        _refuse_for_grid(given)
+    else:
+        extractor = build_extractor(config.extractor, given.get("frontend_weights"), device)
     if isinstance(config.matcher, NearestConfig):
         matcher, source = NearestMatcher(config.matcher, device=device), None
     else:
@@ -194,6 +200,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         model, source = _trained(config, options)
         config = replace(config, matcher=model.config)
         matcher = AttentionMatcher(model, device=device, precision=precision)
+        if on_grid:
+            extractor = _grid_extractor(matcher, source.name)
     return Pipeline(
         extractor=extractor,
         matcher=matcher,
@@ -225,6 +233,20 @@ def build_extractor(
             raise UsageError("the front end sift has no weights; leave frontend_weights away")
         return SiftExtractor(config)
     return LearnedExtractor(config, _learned(config.kind), partial(fill_extractor, path=weights), device)
+
+
+def _refuse_for_grid(given: Mapping[str, Any]) -> None:
+    """A grid has all its cells, and the network that describes them lies in the matcher's weights."""
+    for name in ("frontend_weights", "max_keypoints"):
+        if name in given:
+            raise UsageError(f"this preset matches the cells of a grid, so {name} means nothing to it")
+
+
+def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
+    """The front end of a detector-free matcher; it shares the matcher's parameters and its device."""
+    if matcher.model.backbone is None:
+        raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
+    return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
 
 
 def _learned(kind: str) -> FrontEnd:

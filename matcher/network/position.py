@@ -156,9 +156,11 @@ class SinePosition(nn.Module):
     def forward(self, features: Features) -> Tensor:
         """(…, N, dim), float32; `UsageError` for features that lie on no grid."""
         cells = _required(features.cells, "cell")
-        frequencies = torch.exp(torch.arange(self.dim // 4, device=cells.device) * -self.decay)
-        phases = (cells + 1).unsqueeze(-2) * frequencies.unsqueeze(-1)  # (…, N, dim/4, 2)
-        return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3)
+        # Far cells have phases of many turns; Metal has no float64.
+        exact = torch.float32 if cells.device.type == "mps" else torch.float64
+        steps = torch.arange(self.dim // 4, device=cells.device, dtype=exact)
+        phases = (cells.to(exact) + 1).unsqueeze(-2) * torch.exp(-self.decay * steps).unsqueeze(-1)
+        return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3).float()
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,0 +1,324 @@
+"""LoFTR from our blocks against kornia's, and what matching without a detector adds to them."""
+
+from dataclasses import replace
+from functools import cache
+
+import cv2
+import numpy as np
+import peers
+import pytest
+import torch
+from torch import nn
+
+from matcher.checkpoints.conversion import choose_layout, convert
+from matcher.config import PositionConfig
+from matcher.geometry import resize_points, upright_to_stored
+from matcher.network.assignment import drop_unmatched, mutual_matches
+from matcher.network.attention import attend_to, linear_attention
+from matcher.network.grid import GridExtractor
+from matcher.network.inference import AttentionMatcher, off_border
+from matcher.network.model import Model
+from matcher.network.position import SinePosition
+from matcher.pipeline import load
+from matcher.presets import LOFTR_TRANSPORT, PRESETS
+from matcher.types import Assignment, Features, Image, UsageError
+from matcher.weights import save_model
+
+PUBLISHED_PARAMETERS = 11_561_456
+KORNIA_SHIFT = 0.5  # its pixels have their centres at +0.5, ours at 0
+NETWORKS = [(name, kind) for name in ("outdoor", "indoor_new") for kind in ("dual_softmax", "sinkhorn")]
+# Width and height of both pictures: equal, no multiples of 8, of different shapes.
+SIZES = [((152, 120), (152, 120)), ((125, 91), (125, 91)), ((141, 93), (110, 134))]
+
+
+def texture(size: tuple[int, int], seed: int) -> np.ndarray:
+    noise = cv2.GaussianBlur(np.random.default_rng(seed).standard_normal(size[::-1]), (0, 0), 1.5)
+    return cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+
+
+def picture_pair(seed: int, size0: tuple[int, int], size1: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Two cuts of one noisy texture, so that random networks find cells that look alike."""
+    whole = texture((200, 200), seed)
+    noise = np.random.default_rng(seed + 100).normal(0, 6, whole.shape)
+    noisy = np.clip(whole + noise, 0, 255).astype(np.uint8)
+    return tuple(
+        np.ascontiguousarray(p[:h, :w]) for p, (w, h) in zip((whole, noisy), (size0, size1), strict=True)
+    )
+
+
+def whole(pixels: np.ndarray, **changes) -> Image:
+    """A picture as stored, neither resized nor turned."""
+    return replace(Image(pixels, (pixels.shape[1], pixels.shape[0])), **changes)
+
+
+@torch.no_grad()
+def tell_cells_apart(peer: nn.Module, spread: float) -> None:
+    """Random cells are all alike and match nothing: centre them, scale them, let them keep what they are."""
+    seen, last = [], peer.backbone.layer3_outconv
+    hook = last.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0].flatten(1)))
+    peer.backbone(torch.from_numpy(texture((128, 96), 5))[None, None].float() / 255)
+    hook.remove()
+    mean, weight = seen[0].mean(1), last.weight[:, :, 0, 0]
+    weight -= torch.outer(weight @ mean, mean) / (mean @ mean)
+    weight *= spread / (weight @ seen[0]).std()
+    for layer in peer.loftr_coarse.layers:
+        layer.norm2.weight *= 0.2
+    peer.fine_preprocess.down_proj.weight /= spread
+    peer.fine_preprocess.merge_feat.weight *= 0.1
+    for layer in peer.loftr_fine.layers:
+        layer.norm2.weight *= 0.5
+
+
+@cache
+def kornia_loftr(name: str, kind: str) -> nn.Module:
+    """kornia's LoFTR; it has no transport solver of its own and is lent that of transformers' SuperGlue."""
+    peer = peers.kornia_loftr(0, name)
+    tell_cells_apart(peer, 10.0 if kind == "sinkhorn" else 2.5)
+    if kind == "sinkhorn":
+        superglue = pytest.importorskip("transformers.models.superglue.modeling_superglue")
+        coarse = peer.coarse_matching
+        coarse.match_type, coarse.skh_iters, coarse.skh_prefilter = "sinkhorn", 3, True
+        coarse.config = {**coarse.config, "sparse_spvs": False}
+        coarse.log_optimal_transport = superglue.log_optimal_transport
+        coarse.bin_score = nn.Parameter(torch.tensor(2.0))
+    return peer
+
+
+@cache
+def our_model(name: str, kind: str) -> Model:
+    """Ours with kornia's parameters, by the table of the published layout."""
+    config = PRESETS["loftr-" + name.replace("_", "-")].matcher
+    if kind == "sinkhorn":
+        config = replace(config, assignment=LOFTR_TRANSPORT)
+    with torch.random.fork_rng(devices=[]):
+        model = Model(config)
+    tensors = kornia_loftr(name, kind).state_dict()
+    model.load_state_dict(convert(tensors, model.state_dict(), choose_layout(tensors, "LoFTR"), heads=8))
+    return model.eval()
+
+
+@cache
+def ours(name: str = "outdoor", kind: str = "dual_softmax", precision: str = "float32"):
+    matcher = AttentionMatcher(our_model(name, kind), precision=precision)
+    return GridExtractor(matcher.model.backbone), matcher
+
+
+def match(images, extractor, matcher):
+    return matcher(*(Features.stack([features]) for features in extractor(images)))[0]
+
+
+def as_table(points0, points1, scores) -> dict[tuple, np.ndarray]:
+    """Points of image 1 and score by the point of image 0."""
+    rows = np.column_stack([points1, scores])
+    return {tuple(p): row for p, row in zip(np.asarray(points0).tolist(), rows, strict=True)}
+
+
+@pytest.mark.parametrize(("name", "kind"), NETWORKS)
+def test_loftr_is_kornias(name: str, kind: str) -> None:
+    peer, (extractor, matcher) = kornia_loftr(name, kind), ours(name, kind)
+    total, offsets = 0, []
+    for seed, sizes in enumerate(SIZES):
+        pixels = picture_pair(seed, *sizes)
+        with torch.no_grad():
+            data = {f"image{i}": torch.from_numpy(p)[None, None].float() / 255 for i, p in enumerate(pixels)}
+            theirs = peer(data)
+        points = [(theirs[f"keypoints{i}"] - KORNIA_SHIFT).numpy() for i in (0, 1)]
+        expected = as_table(*points, theirs["confidence"].numpy())
+        found = match([whole(p) for p in pixels], extractor, matcher)
+        table = as_table(found.points0, found.points1, found.scores)
+        assert table.keys() == expected.keys()
+        for place, row in table.items():
+            assert np.abs(row[:2] - expected[place][:2]).max() < 1e-2
+            assert abs(row[2] - expected[place][2]) < 1e-4
+        features = extractor([whole(pixels[1])])[0]
+        offsets.append(found.points1 - features.keypoints.numpy()[found.indices[:, 1]])
+        total += len(found)
+    assert total > 40
+    offsets = np.abs(np.concatenate(offsets))
+    assert (offsets <= 4).all()
+    assert ((offsets > 0.05) & (offsets < 3.9)).mean() > 0.5  # neither unmoved nor at the end of the window
+
+
+@pytest.mark.parametrize("kind", ["dual_softmax", "sinkhorn"])
+def test_a_batch_of_different_sizes_gives_what_single_pairs_give(kind: str) -> None:
+    extractor, matcher = ours("indoor_new", kind)
+    pairs = [extractor([whole(p) for p in picture_pair(n, *sizes)]) for n, sizes in enumerate(SIZES)]
+    pairs.append(extractor([whole(p) for p in picture_pair(9, (5, 3), (60, 40))]))
+    batch = matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
+    assert sum(map(len, batch)) > 20
+    for together, pair in zip(batch, pairs, strict=True):
+        alone = matcher(*(Features.stack([features]) for features in pair))[0]
+        expected = as_table(alone.points0, alone.points1, alone.scores)
+        table = as_table(together.points0, together.points1, together.scores)
+        assert table.keys() == expected.keys()
+        for place, row in table.items():
+            assert np.abs(row - expected[place])[:2].max() < 1e-3
+            assert abs(row - expected[place])[2] < 1e-5
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 3), (8, 8), (33, 7)])
+def test_tiny_pictures_match_nothing(size: tuple[int, int]) -> None:
+    extractor, matcher = ours()
+    pixels = texture((120, 96), 1)
+    features = extractor([whole(pixels), whole(np.ascontiguousarray(pixels[: size[1], : size[0]]))])
+    assert len(features[1]) == -(-size[0] // 8) * -(-size[1] // 8)
+    for order in (features, features[::-1]):
+        assert len(matcher(*(Features.stack([f]) for f in order))[0]) == 0
+
+
+@pytest.mark.parametrize("kind", ["dual_softmax", "sinkhorn"])
+def test_black_pictures_give_finite_answers(kind: str) -> None:
+    black = whole(np.zeros((80, 96), np.uint8))
+    for other in (black, whole(texture((96, 80), 3))):
+        found = match([black, other], *ours("outdoor", kind))
+        assert np.isfinite(found.points1).all()
+        assert ((found.scores > 0.2) & (found.scores <= 1)).all()
+
+
+def test_cells_cover_the_picture_and_are_never_cut_off() -> None:
+    features = ours()[0]([whole(texture((125, 91), 0))])[0]
+    assert features.grid.tolist() == [16, 12]
+    assert features.maps.shape == (128, 46, 63)
+    assert features.keypoints[0].tolist() == [-0.5, -0.5]
+    assert features.keypoints[-1].tolist() == [15 * 8 - 0.5, 11 * 8 - 0.5]
+    assert features.keypoints.equal(8 * features.cells - 0.5)
+    colour = ours()[0]([whole(cv2.merge([texture((125, 91), 0)] * 3))])[0]
+    assert torch.allclose(colour.descriptors, features.descriptors, atol=1e-4)
+
+
+def test_points_are_reported_in_stored_pixels() -> None:
+    """Resized and turned pictures move the points, not the matches."""
+    extractor, matcher = ours()
+    pixels = picture_pair(0, *SIZES[0])
+    plain = match([whole(p) for p in pixels], extractor, matcher)
+    stored, scale = (240, 304), (0.5, 0.5)
+    turned = [whole(p, size=stored, scale=scale, orientation=6) for p in pixels]
+    found = match(turned, extractor, matcher)
+    assert len(plain) > 10
+    assert np.array_equal(found.indices, plain.indices)
+    for name in ("points0", "points1"):
+        expected = upright_to_stored(resize_points(getattr(plain, name), (2.0, 2.0)), stored, 6)
+        np.testing.assert_allclose(getattr(found, name), expected, atol=1e-3)
+
+
+def test_a_mask_takes_cells_away() -> None:
+    extractor, matcher = ours()
+    pixels = picture_pair(0, *SIZES[0])
+    mask = np.zeros(pixels[0].shape, bool)
+    mask[:, :80] = True
+    features = extractor([whole(pixels[0], mask=mask)])[0]
+    assert len(features) == 10 * 15
+    found = match([whole(pixels[0], mask=mask), whole(pixels[1])], extractor, matcher)
+    assert len(found) > 3
+    assert (found.points0[:, 0] < 80).all()
+    assert len(match([whole(pixels[0], mask=~mask & False), whole(pixels[1])], extractor, matcher)) == 0
+
+
+def test_matches_keep_off_the_border() -> None:
+    cells = torch.cartesian_prod(torch.arange(6), torch.arange(7)).float()
+    features = Features(cells, cells, size=(48, 56), cells=cells, grid=(6, 7))
+    inner = features.cells[off_border(features, 2)]
+    assert inner.tolist() == [[c, r] for c in (2, 3) for r in (2, 3, 4)]
+
+
+def test_bfloat16_finds_the_same_cells() -> None:
+    pixels = [whole(p) for p in picture_pair(0, *SIZES[0])]
+    exact, coarse = (match(pixels, *ours("outdoor", "sinkhorn", p)) for p in ("float32", "bfloat16"))
+    shared = {*map(tuple, exact.indices)} & {*map(tuple, coarse.indices)}
+    assert len(shared) > 0.8 * len(exact) > 8
+
+
+@pytest.mark.parametrize("frequencies", ["geometric", "steep"])
+def test_sine_positions_are_the_equation(frequencies: str) -> None:
+    rng = np.random.default_rng(0)
+    cells, dim = rng.integers(0, 300, (50, 2)), 64
+    features = Features(cells, np.zeros((50, dim)), size=(9, 9), cells=cells)
+    found = SinePosition(PositionConfig(kind="sine", frequencies=frequencies), dim)(features)
+    expected = np.zeros((50, dim))
+    for k in range(dim // 4):
+        omega = np.exp(-2.0 * k) if frequencies == "steep" else 10000.0 ** (-4 * k / dim)
+        for axis in (0, 1):
+            expected[:, 4 * k + 2 * axis] = np.sin(omega * (cells[:, axis] + 1))
+            expected[:, 4 * k + 2 * axis + 1] = np.cos(omega * (cells[:, axis] + 1))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("counts", [((4, 7), (4, 7)), ((3, 5), (0, 2), (4, 0), (2, 6)), ((0, 0),), ()])
+def test_sides_attend_pair_by_pair(counts) -> None:
+    rng = torch.Generator().manual_seed(0)
+    total, sources = (sum(pair[i] for pair in counts) for i in (0, 1))
+    q, k, v = (torch.randn(n, 2, 4, generator=rng) for n in (total, sources, sources))
+    found = attend_to(q, k, v, counts)
+    assert found.shape == (total, 8)
+    row = start = 0
+    for n, m in counts:
+        for i in range(row, row + n):
+            for head in range(2):
+                scores = k[start : start + m, head] @ q[i, head] / 2
+                expected = scores.softmax(0) @ v[start : start + m, head]
+                assert torch.allclose(found[i, 4 * head : 4 * head + 4], expected, atol=1e-5)
+        row, start = row + n, start + m
+
+
+def test_linear_attention_stays_finite_in_half_precision() -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (8 * torch.randn(1, 1, 20000, 32, generator=rng) for _ in range(3))
+    found, exact = linear_attention(q.half(), k.half(), v.half()), linear_attention(q, k, v)
+    assert (found.float() - exact).abs().max() < 0.05
+
+
+def test_who_prefers_the_dustbin_frees_the_partner() -> None:
+    scores = torch.tensor([[[0.5, 0.1], [0.3, 0.1]]]).log()
+    bins0, bins1 = torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0.1, 0.9]]).log()
+    before = Assignment(scores, bins0, bins1)
+    assert mutual_matches(before.log_scores[0], 0.2)[0].tolist() == [[0, 0]]
+    after = drop_unmatched(before)
+    assert mutual_matches(after.log_scores[0], 0.2)[0].tolist() == [[1, 0]]
+    empty = Assignment(torch.zeros(1, 0, 3), torch.zeros(1, 0), torch.zeros(1, 3))
+    assert drop_unmatched(empty) is empty
+
+
+@pytest.mark.parametrize(("kind", "more"), [("dual_softmax", 0), ("sinkhorn", 1)])
+def test_the_number_of_parameters_is_the_published(kind: str, more: int) -> None:
+    assert sum(p.numel() for p in our_model("outdoor", kind).parameters()) == PUBLISHED_PARAMETERS + more
+
+
+def test_an_untrained_context_changes_nothing() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model = Model(PRESETS["loftr-outdoor"].matcher).eval()
+    features = [Features.stack([f]) for f in ours()[0]([whole(p) for p in picture_pair(0, *SIZES[0])])]
+    tokens = model.tokens(*features)
+    with torch.no_grad():
+        assert all(state.equal(tokens.x) for state in model.states(tokens))
+
+
+def test_the_preset_loads_a_converted_file_and_matches(tmp_path) -> None:
+    path = tmp_path / "loftr.safetensors"
+    save_model(our_model("outdoor", "sinkhorn"), path, dtype=torch.float32)
+    pipeline = load("loftr-outdoor", weights=path, precision="float32", device="cpu", match_threshold=0.3)
+    assert pipeline.config.matcher.assignment == LOFTR_TRANSPORT
+    result = pipeline.match(*picture_pair(0, *SIZES[0]))
+    assert len(result.matches) > 8
+    assert (result.scores > 0.3).all()
+    assert result.matches.layers_run == 4
+    alone = load("loftr-outdoor", weights=path, precision="float32", device="cpu", geometry="none")
+    features = [alone.extract(p) for p in picture_pair(0, *SIZES[0])]
+    assert len(alone.match_features(*features)) >= len(result.matches)
+    for name, value in (("max_keypoints", 100), ("frontend_weights", "x.pth")):
+        with pytest.raises(UsageError, match=name):
+            load("loftr-outdoor", weights=path, **{name: value})
+
+
+def test_weights_of_a_matcher_with_a_detector_are_refused(small_weights) -> None:
+    with pytest.raises(UsageError, match="with a detector"):
+        load("loftr-indoor", weights=small_weights)
+
+
+def test_features_that_lack_what_refinement_needs_are_refused() -> None:
+    extractor, matcher = ours()
+    features = Features.stack(extractor([whole(texture((96, 80), 0))]))
+    for name in ("maps", "cells", "grid", "frames"):
+        with pytest.raises(UsageError, match=f"Features.{name}"):
+            matcher(features, replace(features, **{name: None}))
+    with pytest.raises(UsageError, match="takes loftr features, not sift"):
+        matcher(replace(features, kind="sift"), features)
