@@ -32,7 +32,9 @@ def small_model(views) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Model(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
-    model.standardise(SiftExtractor(ExtractorConfig(max_keypoints=512))([read_image(views[0])])[0].descriptors)
+    model.standardise(
+        SiftExtractor(ExtractorConfig(max_keypoints=512))([read_image(views[0])])[0].descriptors
+    )
     return model
 
 
