@@ -24,7 +24,11 @@ from matcher.config import (
 )
 from matcher.types import GeometryKind, UsageError
 
-_HYBRID = PipelineConfig(weights="hybrid")
+# The threshold is where precision and recall of the shipped weights balance; see weights/README.md.
+_HYBRID = PipelineConfig(
+    matcher=NetworkConfig(match_threshold=0.5, adaptivity=AdaptivityConfig(prune_matchability=0.002)),
+    weights="hybrid",
+)
 
 # SuperGlue, Sarlin et al. 2020: position and score by an MLP, one learned dustbin, a fixed depth.
 _SUPERGLUE = NetworkConfig(
