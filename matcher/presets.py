@@ -24,7 +24,7 @@ from matcher.config import (
 )
 from matcher.types import GeometryKind, UsageError
 
-# The threshold is where precision and recall of the shipped weights balance; see weights/README.md.
+# The threshold was chosen for the shipped weights on validation pairs; see weights/README.md.
 _HYBRID = PipelineConfig(
     matcher=NetworkConfig(match_threshold=0.5, adaptivity=AdaptivityConfig(prune_matchability=0.002)),
     weights="hybrid",
