@@ -1,0 +1,1 @@
+"""Many pictures: which pairs to match, a store that survives, and what other programs read."""
