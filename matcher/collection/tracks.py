@@ -1,0 +1,179 @@
+"""Tracks: the keypoints of many images that show one point of the scene, joined from pairwise matches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from matcher.types import UsageError
+
+
+class PairMatches(NamedTuple):
+    """The matches of one pair as tracks need them."""
+
+    name0: str
+    name1: str
+    indices: np.ndarray  # (K, 2) integer, into the keypoints of either image
+    scores: np.ndarray | None = None  # (K,), best first joined; all equal when absent
+
+
+class Conflict(NamedTuple):
+    """A match that was left out, because it would have put two keypoints of one image into one track."""
+
+    image: str
+    keypoint0: int
+    keypoint1: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tracks:
+    """Tracks of two keypoints or more, longest first; no track has two keypoints of one image."""
+
+    names: tuple[str, ...]  # the images, in the order given
+    offsets: np.ndarray  # (T + 1,) int64: observations offsets[t] … offsets[t + 1] are track t
+    images: np.ndarray  # (O,) int32 into names, ascending within a track
+    keypoints: np.ndarray  # (O,) int32
+    conflicts: int  # matches left out
+    first_conflicts: tuple[Conflict, ...]
+
+    def __len__(self) -> int:
+        """The number of tracks T."""
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[list[tuple[str, int]]]:
+        return (self.track(index) for index in range(len(self)))
+
+    def track(self, index: int) -> list[tuple[str, int]]:
+        """Name of image and number of keypoint of every observation of one track."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        images, keypoints = self.images[part].tolist(), self.keypoints[part].tolist()
+        return [(self.names[image], keypoint) for image, keypoint in zip(images, keypoints, strict=True)]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(T,) int64 images of each track."""
+        return np.diff(self.offsets)
+
+    @property
+    def mean_length(self) -> float:
+        """Images a track, 0 without tracks."""
+        return float(self.lengths.mean()) if len(self) else 0.0
+
+    def table(self) -> np.ndarray:
+        """(O, 3) int64 rows of track, image and keypoint, for a look-up the other way."""
+        track = np.repeat(np.arange(len(self)), self.lengths)
+        return np.column_stack([track, self.images, self.keypoints]).astype(np.int64)
+
+
+def build_tracks(
+    pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2, conflicts_kept: int = 100
+) -> Tracks:
+    """Join matches to tracks, the best first, and leave out those that contradict what is joined already.
+
+    Union-find (Galler and Fischer 1964) with the images of each set kept beside it: two sets that share an
+    image are never joined, since one point of the scene is seen once in an image. Best first, so that a
+    wrong match, which tends to have a low score, meets tracks that are there already. All matches are held in
+    memory, 12 bytes each.
+
+    Args:
+        pairs: verified matches; equal scores keep the order given.
+        counts: images and how many keypoints each has.
+        min_length: shorter tracks are left out; at least 2.
+        conflicts_kept: how many conflicts are told one by one.
+
+    Raises:
+        UsageError: an image that is not in `counts`, an index beyond its keypoints, or a pair of one image.
+    """
+    names = tuple(counts)
+    starts = np.concatenate([[0], np.cumsum([counts[name] for name in names])]).astype(np.int64)
+    ends0, ends1, scores = _gathered(pairs, names, starts)
+    forest = _Forest(np.repeat(np.arange(len(names)), np.diff(starts)))
+    order = np.argsort(-scores, kind="stable")
+    conflicts, first = 0, []
+    for node0, node1 in zip(ends0[order].tolist(), ends1[order].tolist(), strict=True):
+        shared = forest.join(node0, node1)
+        if shared is not None:
+            conflicts += 1
+            if len(first) < conflicts_kept:
+                image, keypoints = shared[0], [int(node - starts[shared[0]]) for node in shared[1:]]
+                first.append(Conflict(names[image], *keypoints))
+    sets = [s for s in forest.sets() if len(s) >= max(2, min_length)]
+    sets.sort(key=lambda s: -len(s))  # stable: equal ones in the order of their first images
+    nodes = np.array([node for s in sets for node in s], dtype=np.int64)
+    images = np.searchsorted(starts, nodes, side="right") - 1
+    return Tracks(
+        names=names,
+        offsets=np.concatenate([[0], np.cumsum([len(s) for s in sets])]).astype(np.int64),
+        images=images.astype(np.int32),
+        keypoints=(nodes - starts[images]).astype(np.int32),
+        conflicts=conflicts,
+        first_conflicts=tuple(first),
+    )
+
+
+def _gathered(
+    pairs: Iterable[PairMatches], names: tuple[str, ...], starts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All matches as nodes (one number a keypoint of the collection) with their scores."""
+    number = {name: index for index, name in enumerate(names)}
+    columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for pair in pairs:
+        nodes = []
+        indices = np.asarray(pair.indices).reshape(-1, 2)
+        if pair.name0 == pair.name1:
+            raise UsageError(f"{pair.name0} is paired with itself; tracks join different images")
+        for name, column in zip((pair.name0, pair.name1), indices.T, strict=True):
+            if name not in number:
+                raise UsageError(f"{name} has matches but is not among the images")
+            image = number[name]
+            count = starts[image + 1] - starts[image]
+            if len(column) and (column.min() < 0 or column.max() >= count):
+                raise UsageError(f"a match of {name} names a keypoint beyond its {count}")
+            nodes.append((starts[image] + column).astype(np.uint32 if starts[-1] < 2**32 else np.int64))
+        scores = np.zeros(len(indices), np.float32) if pair.scores is None else pair.scores
+        columns.append((*nodes, np.asarray(scores, dtype=np.float32)))
+    if not columns:
+        return np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.float32)
+    ends0, ends1, scores = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return ends0, ends1, scores
+
+
+class _Forest:
+    """Disjoint sets of keypoints; only those that were joined take memory."""
+
+    def __init__(self, image_of: np.ndarray) -> None:
+        self._image_of = image_of
+        self._parent: dict[int, int] = {}
+        self._members: dict[int, dict[int, int]] = {}  # of a root: image → its keypoint
+
+    def _root(self, node: int) -> int:
+        parent = self._parent
+        if node not in parent:
+            parent[node] = node
+            self._members[node] = {int(self._image_of[node]): node}
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]  # halves the path on the way up
+        return node
+
+    def join(self, node0: int, node1: int) -> tuple[int, int, int] | None:
+        """Join the sets of two keypoints, or say which image they share and its two keypoints."""
+        root0, root1 = self._root(node0), self._root(node1)
+        if root0 == root1:
+            return None
+        if len(self._members[root0]) < len(self._members[root1]):
+            root0, root1 = root1, root0
+        large, small = self._members[root0], self._members[root1]
+        for image, node in small.items():
+            if image in large:
+                return image, large[image], node
+        large.update(small)
+        del self._members[root1]
+        self._parent[root1] = root0
+        return None
+
+    def sets(self) -> Iterator[list[int]]:
+        """Every set as its sorted keypoints, in the order of their first."""
+        return iter(sorted(sorted(members.values()) for members in self._members.values()))

@@ -1,0 +1,97 @@
+"""Tracks from pairwise matches: joined, consistent, and honest about what contradicts."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from matcher.collection.tracks import Conflict, PairMatches, build_tracks
+from matcher.types import UsageError
+
+COUNTS = {"a": 10, "b": 10, "c": 10}
+
+
+def as_sets(tracks):
+    return {frozenset(track) for track in tracks}
+
+
+def test_a_chain_becomes_one_track():
+    tracks = build_tracks(
+        [PairMatches("a", "b", np.array([[1, 2], [5, 5]])), PairMatches("b", "c", np.array([[2, 3]]))], COUNTS
+    )
+    assert tracks.track(0) == [("a", 1), ("b", 2), ("c", 3)]
+    assert tracks.track(1) == [("a", 5), ("b", 5)]
+    assert tracks.lengths.tolist() == [3, 2] and tracks.mean_length == 2.5 and tracks.conflicts == 0
+    assert tracks.table().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3], [1, 0, 5], [1, 1, 5]]
+
+
+def test_a_match_that_contradicts_better_ones_is_left_out_and_told():
+    pairs = [
+        PairMatches("a", "c", np.array([[9, 3]]), np.array([0.2])),  # the wrong one comes first, but is weak
+        PairMatches("a", "b", np.array([[1, 2]]), np.array([0.9])),
+        PairMatches("b", "c", np.array([[2, 3]]), np.array([0.8])),
+    ]
+    tracks = build_tracks(pairs, COUNTS)
+    assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})}
+    assert tracks.conflicts == 1
+    (conflict,) = tracks.first_conflicts
+    assert conflict.image == "a" and {conflict.keypoint0, conflict.keypoint1} == {1, 9}
+    assert isinstance(conflict, Conflict)
+
+
+def test_short_tracks_and_no_tracks():
+    pairs = [PairMatches("a", "b", np.array([[1, 2]]))]
+    assert len(build_tracks(pairs, COUNTS, min_length=3)) == 0
+    empty = build_tracks([], COUNTS)
+    assert len(empty) == 0 and empty.mean_length == 0.0 and list(empty) == []
+    assert len(build_tracks([PairMatches("a", "b", np.zeros((0, 2), int))], COUNTS)) == 0
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (PairMatches("a", "b", np.array([[10, 0]])), "a match of a names a keypoint beyond its 10"),
+        (PairMatches("a", "b", np.array([[0, -1]])), "a match of b"),
+        (PairMatches("a", "d", np.array([[0, 0]])), "d has matches"),
+        (PairMatches("a", "a", np.array([[0, 1]])), "itself"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(pair, text):
+    with pytest.raises(UsageError, match=text):
+        build_tracks([pair], COUNTS)
+
+
+def test_against_connected_components_where_nothing_contradicts(rng):
+    """Points seen in random images under random numbers: the tracks are the points."""
+    names = [f"image{i}" for i in range(8)]
+    numbers = {name: rng.permutation(200) for name in names}
+    seen = rng.random((8, 200)) < 0.5
+    pairs = []
+    for i, j in combinations(range(8), 2):
+        both = np.flatnonzero(seen[i] & seen[j])
+        indices = np.column_stack([numbers[names[i]][both], numbers[names[j]][both]])
+        pairs.append(PairMatches(names[i], names[j], indices, rng.random(len(both)).astype(np.float32)))
+    tracks = build_tracks(pairs, dict.fromkeys(names, 200))
+    truth = {
+        frozenset((names[i], int(numbers[names[i]][p])) for i in np.flatnonzero(seen[:, p]))
+        for p in range(200)
+        if seen[:, p].sum() >= 2
+    }
+    assert as_sets(tracks) == truth and tracks.conflicts == 0
+
+
+def test_wrong_matches_never_put_two_keypoints_of_an_image_into_one_track(rng):
+    names = [f"image{i}" for i in range(6)]
+    pairs = []
+    for name0, name1 in combinations(names, 2):
+        indices = np.column_stack([np.arange(100), np.arange(100)])
+        wrong = rng.choice(100, 30, replace=False)
+        indices[wrong, 1] = rng.permutation(indices[wrong, 1])
+        scores = np.where(np.isin(np.arange(100), wrong), 0.3, 0.9) + 0.1 * rng.random(100)
+        pairs.append(PairMatches(name0, name1, indices, scores.astype(np.float32)))
+    tracks = build_tracks(pairs, dict.fromkeys(names, 100))
+    for track in tracks:
+        assert len({name for name, _ in track}) == len(track)
+    assert tracks.conflicts > 100
+    pure = sum(len({keypoint for _, keypoint in track}) == 1 for track in tracks)
+    assert pure >= 95 and tracks.mean_length > 5.5
