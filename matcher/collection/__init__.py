@@ -1,1 +1,1 @@
-"""Many pictures: which pairs to match, a store that survives, and what other programs read."""
+"""Many pictures, many pairs: the store of a run, the runner that fills it, exchange formats built on it."""

@@ -1,0 +1,154 @@
+"""Bytes of a pair and of keypoints: compact, little endian, each with a CRC-32 beside it.
+
+A pair of K matches takes 6 bytes a match: two 16-bit indices (32-bit where a picture has more than 65,536
+keypoints) and a score in steps of 1/65535; then a bit a match for inliers, the matrix and the pose. Points
+are stored only where they are not the keypoints that the indices name.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import get_args
+
+import numpy as np
+
+from matcher.types import GeometryKind, GeometryStatus, Matches, TwoViewGeometry
+
+_HEAD = "<BBBBIHII"  # version, kind, status, flags, K, layers run, kept 0, kept 1
+_VERSION = 1
+_WIDE, _MATRIX, _POSE, _REFINED0, _REFINED1 = 1, 2, 4, 8, 16
+_SCORE_STEPS = 65535
+
+
+class DamagedError(ValueError):
+    """Bytes that are not what they were when they were written."""
+
+
+def checksum(data: bytes) -> int:
+    """CRC-32, as zlib has it."""
+    return zlib.crc32(data)
+
+
+def check(data: bytes, crc: int, what: str) -> bytes:
+    """The bytes, if they still have that checksum; `what` they are is for the message.
+
+    Raises:
+        DamagedError: they have another one.
+    """
+    if not isinstance(data, bytes) or zlib.crc32(data) != crc:
+        raise DamagedError(f"{what} is damaged (its checksum differs)")
+    return data
+
+
+def encode_keypoints(keypoints: np.ndarray) -> bytes:
+    """(N, 2) float32."""
+    return np.ascontiguousarray(keypoints, dtype="<f4").tobytes()
+
+
+def decode_keypoints(data: bytes) -> np.ndarray:
+    """(N, 2) float32."""
+    return np.frombuffer(data, dtype="<f4").reshape(-1, 2).astype(np.float32)
+
+
+def encode_pair(
+    matches: Matches, geometry: TwoViewGeometry, keypoints0: np.ndarray, keypoints1: np.ndarray
+) -> bytes:
+    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two pictures.
+
+    Raises:
+        ValueError: indices outside the keypoints, or arrays whose lengths differ: nothing is to be written.
+    """
+    indices = _checked_indices(matches, geometry, len(keypoints0), len(keypoints1))
+    wide = max(len(keypoints0), len(keypoints1)) > 65536
+    parts = [
+        indices.astype("<u4" if wide else "<u2").tobytes(),
+        np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype("<u2").tobytes(),
+        np.packbits(geometry.inliers.astype(bool)).tobytes(),
+    ]
+    flags = _WIDE if wide else 0
+    if geometry.matrix is not None:
+        flags |= _MATRIX
+        parts.append(np.asarray(geometry.matrix, dtype="<f8").reshape(3, 3).tobytes())
+    if geometry.T_0to1 is not None:
+        flags |= _POSE
+        parts.append(np.asarray(geometry.T_0to1, dtype="<f8").reshape(4, 4).tobytes())
+    sides = (
+        (_REFINED0, matches.points0, keypoints0, indices[:, 0]),
+        (_REFINED1, matches.points1, keypoints1, indices[:, 1]),
+    )
+    for flag, points, keypoints, index in sides:
+        points = np.asarray(points, dtype=np.float32)
+        differs = np.any(points != keypoints[index], axis=1)
+        if differs.any():
+            flags |= flag
+            parts += [np.packbits(differs).tobytes(), points[differs].astype("<f4").tobytes()]
+    kind = get_args(GeometryKind).index(geometry.kind)
+    status = get_args(GeometryStatus).index(geometry.status)
+    numbers = (len(matches), matches.layers_run, matches.kept0, matches.kept1)
+    return b"".join([struct.pack(_HEAD, _VERSION, kind, status, flags, *numbers), *parts])
+
+
+def _checked_indices(matches: Matches, geometry: TwoViewGeometry, count0: int, count1: int) -> np.ndarray:
+    indices = np.asarray(matches.indices, dtype=np.int64).reshape(-1, 2)
+    lengths = {len(indices), len(matches.scores), len(geometry.inliers)}
+    if lengths | {len(matches.points0), len(matches.points1)} != {len(indices)}:
+        raise ValueError("matches, scores, points and inliers are not equally many")
+    if len(indices) and (indices.min() < 0 or np.any(indices.max(axis=0) >= (count0, count1))):
+        raise ValueError("a match names a keypoint that the picture does not have")
+    if not np.isfinite(matches.scores).all():
+        raise ValueError("a match has a score that is not finite")
+    return indices
+
+
+def decode_pair(
+    data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray
+) -> tuple[Matches, TwoViewGeometry]:
+    """The inverse of `encode_pair`.
+
+    Raises:
+        DamagedError: the bytes do not make a pair of these pictures.
+    """
+    try:
+        return _decode_pair(_Cursor(data), keypoints0, keypoints1)
+    except (struct.error, ValueError, IndexError) as error:
+        raise DamagedError(f"a pair cannot be decoded ({error})") from error
+
+
+class _Cursor:
+    """A place in bytes from which arrays are taken one after another."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.place = data, struct.calcsize(_HEAD)
+        self.head = struct.unpack_from(_HEAD, data)
+
+    def take(self, dtype: str, count: int) -> np.ndarray:
+        array = np.frombuffer(self.data, dtype, count, self.place)
+        self.place += array.nbytes
+        return array
+
+    def bits(self, count: int) -> np.ndarray:
+        return np.unpackbits(self.take("u1", -(-count // 8)), count=count).astype(bool)
+
+
+def _decode_pair(
+    cursor: _Cursor, keypoints0: np.ndarray, keypoints1: np.ndarray
+) -> tuple[Matches, TwoViewGeometry]:
+    version, kind, status, flags, count, layers, kept0, kept1 = cursor.head
+    if version != _VERSION:
+        raise ValueError(f"version {version}")
+    indices = cursor.take("<u4" if flags & _WIDE else "<u2", 2 * count).astype(np.int64).reshape(-1, 2)
+    scores = cursor.take("<u2", count).astype(np.float32) / np.float32(_SCORE_STEPS)
+    inliers = cursor.bits(count)
+    matrix = cursor.take("<f8", 9).astype(np.float64).reshape(3, 3) if flags & _MATRIX else None
+    pose = cursor.take("<f8", 16).astype(np.float64).reshape(4, 4) if flags & _POSE else None
+    points = [keypoints0[indices[:, 0]], keypoints1[indices[:, 1]]]
+    for side, flag in enumerate((_REFINED0, _REFINED1)):
+        if flags & flag:
+            differs = cursor.bits(count)
+            points[side][differs] = cursor.take("<f4", 2 * int(differs.sum())).reshape(-1, 2)
+    if cursor.place != len(cursor.data):
+        raise ValueError("bytes are left over")
+    matches = Matches(indices, points[0], points[1], scores, layers, kept0, kept1)
+    kinds, statuses = get_args(GeometryKind), get_args(GeometryStatus)
+    return matches, TwoViewGeometry(kinds[kind], statuses[status], inliers, matrix, pose)

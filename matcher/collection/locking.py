@@ -1,0 +1,56 @@
+"""One run at a time on a store: a lock that the operating system drops when its holder dies."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+
+from matcher.types import UsageError
+
+LOCK, HOLDER = "lock.db", "holder.txt"
+
+
+class StoreLock:
+    """Held from its making until `release`, or until the process ends, however it ends.
+
+    An exclusive transaction on a database of its own is the lock, because it works wherever SQLite does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Take it.
+
+        Raises:
+            UsageError: another process holds it, or the folder cannot be written.
+        """
+        self._connection = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
+        try:
+            self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._connection.execute("BEGIN EXCLUSIVE")
+        except sqlite3.Error as error:
+            self._connection.close()
+            if (error.sqlite_errorcode & 0xFF) == sqlite3.SQLITE_BUSY:
+                raise UsageError(
+                    f"{folder} is being written by another run{_holder(folder)}; wait for it to end, or give "
+                    "this one a folder of its own (--run)"
+                ) from None
+            raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
+        except BaseException:
+            self._connection.close()
+            raise
+        # For the message alone, so a disk that is full must not stop the run here.
+        with suppress(OSError):
+            (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+
+    def release(self) -> None:
+        """Let others write."""
+        self._connection.close()
+
+
+def _holder(folder: Path) -> str:
+    try:
+        return f" ({(folder / HOLDER).read_text(encoding='utf-8')[:200]})"
+    except OSError:
+        return ""

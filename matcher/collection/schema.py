@@ -1,0 +1,137 @@
+"""The SQLite file of a run: its tables, how it is opened, and what its errors mean to a user.
+
+In WAL mode exactly one connection may write and checkpoint: libraries before SQLite 3.51.3 can lose a
+transaction where one connection writes while another one checkpoints (sqlite.org/wal.html, "The WAL-Reset
+Bug"). The lock of `locking.py` keeps a second writer out; readers are opened read-only and never checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from matcher.types import IntegrityError, UsageError
+
+DATABASE = "run.db"
+APPLICATION = 0x4D544352  # "MTCR"
+VERSION = 1
+DAMAGED = "is damaged; restore the run from a copy, or match it anew with --restart"
+_PAGE = 16384  # bytes; rows of 2 to 3 kB leave little of it empty
+_WAIT = 30.0  # seconds that a connection waits for another one's lock
+
+# Pairs are appended in the order in which they finish; `waiting` holds what is left, tile by tile, so that
+# pairs that share pictures are matched one after another.
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE images (
+  id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, status INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '',
+  sha256 TEXT NOT NULL DEFAULT '', stamp TEXT NOT NULL DEFAULT '', camera TEXT,
+  width INTEGER NOT NULL DEFAULT 0, height INTEGER NOT NULL DEFAULT 0, count INTEGER NOT NULL DEFAULT 0,
+  scale_x REAL NOT NULL DEFAULT 1, scale_y REAL NOT NULL DEFAULT 1, exif INTEGER NOT NULL DEFAULT 1,
+  kind TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE keypoints (image INTEGER PRIMARY KEY, data BLOB NOT NULL, crc INTEGER NOT NULL);
+CREATE TABLE descriptors (
+  image INTEGER PRIMARY KEY, file INTEGER NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL,
+  crc INTEGER NOT NULL
+);
+CREATE TABLE pairs (
+  id INTEGER PRIMARY KEY, image0 INTEGER NOT NULL, image1 INTEGER NOT NULL, seconds REAL NOT NULL,
+  crc INTEGER NOT NULL, data BLOB NOT NULL
+);
+CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);
+CREATE TABLE failed (
+  image0 INTEGER NOT NULL, image1 INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (image0, image1)
+) WITHOUT ROWID;
+CREATE TABLE waiting (
+  tile0 INTEGER NOT NULL, tile1 INTEGER NOT NULL, image0 INTEGER NOT NULL, image1 INTEGER NOT NULL,
+  PRIMARY KEY (tile0, tile1, image0, image1)
+) WITHOUT ROWID;
+"""
+
+
+def make(path: Path) -> sqlite3.Connection:
+    """A new, empty database at `path`, and the connection that writes it."""
+    with guarded(path):
+        connection = sqlite3.connect(path, timeout=_WAIT, isolation_level=None)
+        connection.execute(f"PRAGMA page_size = {_PAGE}")
+        _settle(connection)
+        # The marks that make it ours come last, in the same transaction: a half-made file is no store.
+        marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+        connection.executescript(f"BEGIN; {TABLES} {marks} COMMIT;")
+    return connection
+
+
+def open_writing(path: Path) -> sqlite3.Connection:
+    """The connection that writes and checkpoints an existing store."""
+    with guarded(path):
+        connection = sqlite3.connect(_uri(path, "rw"), uri=True, timeout=_WAIT, isolation_level=None)
+        _check(connection, path)
+        _settle(connection)
+    return connection
+
+
+def open_reading(path: Path) -> sqlite3.Connection:
+    """A connection that only reads; also beside a run, and from a folder that cannot be written."""
+    mode = "ro" if os.access(path.parent, os.W_OK) else "ro&immutable=1"
+    log = path.with_name(f"{path.name}-wal")
+    if "immutable" in mode and log.is_file() and log.stat().st_size:
+        raise UsageError(f"{path} was not closed and its folder cannot be written; copy it to one that can")
+    with guarded(path):
+        connection = sqlite3.connect(_uri(path, mode), uri=True, timeout=_WAIT, isolation_level=None)
+        _check(connection, path)
+    return connection
+
+
+def _uri(path: Path, mode: str) -> str:
+    return f"{path.absolute().as_uri()}?mode={mode}"
+
+
+def _settle(connection: sqlite3.Connection) -> None:
+    # A folder on a network may refuse the write-ahead log; the rollback journal is slower and as safe.
+    if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+    connection.execute("PRAGMA synchronous = FULL")  # what is committed has reached the disk
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application != APPLICATION:
+        raise IntegrityError(f"{path} is not a store of a matcher run: name another folder")
+    if version > VERSION:
+        raise IntegrityError(
+            f"{path} was written by a newer matcher (store version {version}, this one reads {VERSION}): "
+            "update matcher"
+        )
+
+
+@contextmanager
+def guarded(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours.
+
+    Raises:
+        IntegrityError: the file is damaged or no database.
+        UsageError: it cannot be opened or written, or is held by another process.
+        OSError: ENOSPC, the disk is full.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            raise OSError(errno.ENOSPC, f"no space; free some, run again ({error})", str(path)) from error
+        if code == sqlite3.SQLITE_IOERR:
+            raise OSError(errno.EIO, f"the disk failed ({error})", str(path)) from error
+        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            raise UsageError(f"{path} cannot be opened ({error}); check the folder's rights") from error
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise UsageError(f"{path} is held by another process ({error}); wait for it to end") from error
+        if isinstance(error, (sqlite3.ProgrammingError, sqlite3.IntegrityError)):
+            raise
+        # The statements are constant: a table or column that is missing was lost.
+        raise IntegrityError(f"{path} {DAMAGED} ({error})") from error

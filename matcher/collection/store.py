@@ -1,0 +1,266 @@
+"""The reading side of a run's store: pictures, keypoints, features and finished pairs, each checked.
+
+A store is a folder: `run.db` (SQLite), and descriptor files that may be deleted after matching. It may be
+read while a run writes it. `writer.py` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from sqlite3 import Connection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from matcher.collection import schema
+from matcher.collection.descriptors import Place, decode_features, file_path, read_record
+from matcher.collection.encoding import DamagedError, check, decode_keypoints, decode_pair
+from matcher.collection.locking import StoreLock
+from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
+from matcher.types import Camera, Features, IntegrityError, UsageError
+
+STATUSES: tuple[Status, ...] = ("waiting", "done", "failed")  # by their number in the database
+_CACHED_KEYPOINTS = 1024  # pictures
+_IMAGE = "name, sha256, width, height, count, camera, status, reason"
+
+
+class Store:
+    """A run on disk. Every method raises `IntegrityError` where it finds the store damaged."""
+
+    def __init__(self, folder: Path, connection: Connection) -> None:
+        self.folder = folder
+        self._connection = connection
+        self._path = folder / schema.DATABASE
+        self._keypoints = lru_cache(_CACHED_KEYPOINTS)(self._read_keypoints)
+
+    @classmethod
+    def create(
+        cls, run_dir: str | Path, settings: dict[str, Any], image_folder: str | Path | None = None
+    ) -> Store:
+        """A new, empty store.
+
+        Args:
+            run_dir: the folder, made where it is absent.
+            settings: what the results depend on, ready for `json.dumps`.
+            image_folder: where the pictures are; the current folder when absent.
+
+        Raises:
+            UsageError: there is a store already, or the folder cannot be written.
+        """
+        folder = Path(run_dir)
+        check_writable(folder)
+        lock = StoreLock(folder)
+        try:
+            path = folder / schema.DATABASE
+            if path.exists():
+                raise UsageError(f"{folder} holds a run already; open it, or name another folder")
+            connection = schema.make(path)
+            with schema.guarded(path):
+                rows = {"settings": json.dumps(settings, sort_keys=True, allow_nan=False)}
+                rows["image_folder"] = str(Path(image_folder or ".").absolute())
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
+                connection.close()
+        finally:
+            lock.release()
+        return cls.open(folder)
+
+    @classmethod
+    def open(cls, run_dir: str | Path) -> Store:
+        """A store that exists, for reading.
+
+        Raises:
+            UsageError: there is none.
+            IntegrityError: it is damaged, or was written by a newer matcher.
+        """
+        folder = Path(run_dir)
+        path = folder / schema.DATABASE
+        if not path.is_file():
+            raise UsageError(f"{folder} holds no run: `matcher collection IMAGES --run {folder}` makes one")
+        return cls(folder, schema.open_reading(path))
+
+    def close(self) -> None:
+        """Close the file; the store cannot be used afterwards."""
+        self._connection.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the results depend on: preset, weights, configuration."""
+        with _undamaged(self._path):
+            return json.loads(self._meta("settings"))
+
+    @property
+    def image_folder(self) -> Path:
+        """Where the pictures were when the run was last started."""
+        return Path(self._meta("image_folder"))
+
+    def images(self) -> list[StoredImage]:
+        """All pictures, by name."""
+        folder = self.image_folder
+        return [_image(row, folder) for row in self._rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
+
+    def image(self, name: str) -> StoredImage:
+        """One picture.
+
+        Raises:
+            UsageError: the run has none of that name.
+        """
+        rows = list(self._rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name))
+        if not rows:
+            raise UsageError(f"the run {self.folder} has no picture {name!r}")
+        return _image(rows[0], self.image_folder)
+
+    def keypoints(self, name: str) -> np.ndarray:
+        """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0).
+
+        Raises:
+            UsageError: the picture is not in the run, or has no keypoints (yet).
+        """
+        return self._keypoints(self._done(name)[0])
+
+    def features(self, name: str) -> Features:
+        """Keypoints and descriptors, as the matcher was given them.
+
+        Raises:
+            UsageError: the picture is not in the run, or has no keypoints (yet).
+            IntegrityError: the file of its descriptors was deleted; the message names the remedy.
+        """
+        number, size, exif, kind = self._done(name)
+        sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
+        place = next((Place(*row) for row in self._rows(sql, number)), None)
+        try:
+            if place is None:
+                raise FileNotFoundError
+            with _undamaged(self._path):
+                return decode_features(
+                    read_record(self.folder, place), self._keypoints(number), size, exif, kind
+                )
+        except FileNotFoundError:
+            lost = self._path if place is None else file_path(self.folder, place.file)
+            raise IntegrityError(
+                f"{lost} no longer holds the descriptors of {name}: `matcher collection {self.image_folder} "
+                f"--run {self.folder} --descriptors` extracts them again"
+            ) from None
+
+    def pairs(self) -> Iterator[StoredPair]:
+        """Finished pairs, one after another, in an order that does not depend on when they were finished."""
+        names = self.names()
+        sql = "SELECT image0, image1, seconds, crc, data FROM pairs ORDER BY image0, image1"
+        for image0, image1, seconds, crc, data in self._rows(sql):
+            name0, name1 = names[image0], names[image1]
+            with _undamaged(self._path):
+                check(data, crc, f"the pair {name0} and {name1}")
+                matches, geometry = decode_pair(data, self._keypoints(image0), self._keypoints(image1))
+            yield StoredPair(name0, name1, matches, geometry, seconds)
+
+    def failed(self) -> Iterator[FailedPair]:
+        """Pairs that could not be matched."""
+        names = self.names()
+        for image0, image1, reason in self._rows("SELECT * FROM failed ORDER BY image0, image1"):
+            yield FailedPair(names[image0], names[image1], reason)
+
+    def drop_cache(self) -> None:
+        """Read keypoints anew, because they have changed."""
+        self._keypoints.cache_clear()
+
+    def counts(self) -> Counts:
+        """How far the run has come."""
+        by_status = dict(self._rows("SELECT status, count(*) FROM images GROUP BY status"))
+        waiting, done, failed = (by_status.get(number, 0) for number in range(3))
+        # The index is a tenth of the table.
+        finished = "SELECT count(*) FROM pairs INDEXED BY pairs_by_images"
+        sql = f"SELECT ({finished}), (SELECT count(*) FROM failed), (SELECT count(*) FROM waiting)"
+        pairs, pairs_failed, pairs_waiting = next(self._rows(sql))
+        total = pairs + pairs_failed + pairs_waiting
+        return Counts(waiting + done + failed, failed, waiting, total, pairs_failed, pairs_waiting)
+
+    def names(self) -> dict[int, str]:
+        """Names of the pictures by their number in the database."""
+        return dict(self._rows("SELECT id, name FROM images"))
+
+    def check(self) -> list[str]:
+        """Read everything and say what is damaged; empty when all is well."""
+        faults = [row[0] for row in self._rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
+        for table, what in (("keypoints", "the keypoints of picture"), ("pairs", "pair")):
+            for number, crc, data in self._rows(f"SELECT rowid, crc, data FROM {table}"):
+                try:
+                    check(data, crc, f"{what} {number}")
+                except DamagedError as error:
+                    faults.append(str(error))
+        for place in self._rows("SELECT file, start, length, crc FROM descriptors"):
+            try:
+                read_record(self.folder, Place(*place))
+            except FileNotFoundError:
+                continue  # deleting them is allowed
+            except DamagedError as error:
+                faults.append(str(error))
+        return faults
+
+    def _meta(self, key: str) -> str:
+        rows = list(self._rows("SELECT value FROM meta WHERE key = ?", key))
+        if not rows:
+            raise IntegrityError(f"{self._path} has no {key}: it {schema.DAMAGED}")
+        return rows[0][0]
+
+    def _done(self, name: str) -> tuple[int, tuple[int, int], int, str]:
+        """Number, size, orientation and kind of a picture with keypoints."""
+        sql = "SELECT id, width, height, exif, kind FROM images WHERE name = ? AND status = 1"
+        rows = list(self._rows(sql, name))
+        if not rows:
+            image = self.image(name)
+            raise UsageError(f"{name} has no keypoints: {image.reason or 'it is still to be read'}")
+        number, width, height, exif, kind = rows[0]
+        return number, (width, height), exif, kind
+
+    def _read_keypoints(self, number: int) -> np.ndarray:
+        rows = list(self._rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
+        with _undamaged(self._path):
+            if not rows:
+                raise DamagedError(f"the keypoints of picture {number} are absent")
+            return decode_keypoints(check(*rows[0], f"the keypoints of picture {number}"))
+
+    def _rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        with schema.guarded(self._path):
+            yield from self._connection.execute(sql, values)
+
+
+@contextmanager
+def _undamaged(path: Path) -> Iterator[None]:
+    """What does not decode is an `IntegrityError` that names the store and the remedy."""
+    try:
+        yield
+    except (DamagedError, json.JSONDecodeError) as error:
+        raise IntegrityError(f"{path} {schema.DAMAGED} ({error})") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder where it is absent.
+
+    Raises:
+        UsageError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({error.strerror}); name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder} cannot be written; name another folder")
+
+
+def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:
+    name, sha256, width, height, count, camera, status, reason = row
+    pinhole = None if camera is None else Camera(*json.loads(camera))
+    return StoredImage(name, folder / name, sha256, (width, height), count, pinhole, STATUSES[status], reason)

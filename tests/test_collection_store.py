@@ -1,0 +1,270 @@
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_collection import SETTINGS, features, fill, pair
+
+from matcher.collection import schema
+from matcher.collection.descriptors import decode_features, encode_features, file_path
+from matcher.collection.encoding import DamagedError, checksum, decode_pair, encode_pair
+from matcher.collection.records import Counts
+from matcher.collection.store import Store
+from matcher.collection.writer import EncodedPair, ImageFacts, Writer
+from matcher.types import Camera, IntegrityError, Matches, TwoViewGeometry, UsageError
+
+
+def same_pair(found, wanted) -> bool:
+    arrays = [
+        (found.matches.indices, wanted.matches.indices),
+        (found.matches.points0, wanted.matches.points0),
+        (found.matches.points1, wanted.matches.points1),
+        (found.geometry.inliers, wanted.geometry.inliers),
+        (found.geometry.matrix, wanted.geometry.matrix),
+    ]
+    return (
+        all(np.array_equal(a, b) for a, b in arrays)
+        and np.abs(found.matches.scores - wanted.matches.scores).max() <= 0.5001 / 65535
+        and (found.name0, found.name1) == (wanted.name0, wanted.name1)
+        and found.geometry.status == wanted.geometry.status
+        and found.matches.layers_run == wanted.matches.layers_run
+        and (found.matches.kept0, found.matches.kept1) == (wanted.matches.kept0, wanted.matches.kept1)
+    )
+
+
+@pytest.mark.parametrize("count0", [400, 70_000])
+@pytest.mark.parametrize("refined", [False, True])
+@pytest.mark.parametrize("matches", [0, 1, 299])
+def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
+    points0 = rng.uniform(0, 6000, (count0, 2)).astype(np.float32)
+    points1 = rng.uniform(0, 6000, (300, 2)).astype(np.float32)
+    wanted = pair(rng, "a", "b", points0, points1, matches)
+    if refined:
+        moved = wanted.matches.points1 + (rng.random((matches, 1)) < 0.5).astype(np.float32)
+        wanted = replace(wanted, matches=replace(wanted.matches, points1=moved))
+    pose = np.vstack([rng.normal(size=(3, 4)), [0, 0, 0, 1]])
+    geometry = replace(wanted.geometry, kind="essential", T_0to1=pose)
+    data = encode_pair(wanted.matches, geometry, points0, points1)
+    found, read = decode_pair(data, points0, points1)
+    assert np.array_equal(found.indices, wanted.matches.indices)
+    assert np.array_equal(found.points0, wanted.matches.points0)
+    assert np.array_equal(found.points1, wanted.matches.points1)
+    assert np.allclose(found.scores, wanted.matches.scores, atol=0.5001 / 65535)
+    assert np.array_equal(read.inliers, geometry.inliers)
+    assert np.array_equal(read.T_0to1, pose)
+    for cut in (3, len(data) - 1):
+        with pytest.raises(DamagedError):
+            decode_pair(data[:cut], points0, points1)
+
+
+def test_what_does_not_fit_is_not_written(rng):
+    points = rng.random((10, 2)).astype(np.float32)
+    geometry = TwoViewGeometry("fundamental", "no_model", np.zeros(1, bool))
+    for index in ([[0, 10]], [[-1, 0]]):
+        with pytest.raises(ValueError, match="keypoint"):
+            encode_pair(
+                Matches(np.array(index), points[:1], points[:1], np.ones(1)), geometry, points, points
+            )
+    with pytest.raises(ValueError, match="finite"):
+        nan = np.full(1, np.nan)
+        encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], nan), geometry, points, points)
+    with pytest.raises(ValueError, match="equally many"):
+        encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], np.ones(2)), geometry, points, points)
+
+
+@pytest.mark.parametrize(("kind", "dim", "per_number"), [("sift", 128, 1), ("superpoint", 256, 2)])
+def test_descriptors_take_the_bits_that_their_kind_needs(rng, kind, dim, per_number):
+    wanted = features(rng, 500, kind, dim)
+    record = encode_features(wanted)
+    assert len(record) < 500 * dim * per_number + 500 * 12 + 600
+    found = decode_features(record, wanted.keypoints.numpy(), (640, 480), 6, kind)
+    error = (found.descriptors - wanted.descriptors).abs() / wanted.descriptors.abs().clamp(min=1e-3)
+    assert float(error.max()) <= (0 if kind == "sift" else 2**-11)
+    for name in ("keypoints", "scores", "scales", "orientations", "size", "exif"):
+        assert (getattr(found, name) == getattr(wanted, name)).all(), name
+    with pytest.raises(DamagedError):
+        decode_features(record[:-1], wanted.keypoints.numpy(), (640, 480), 6, kind)
+    with pytest.raises(DamagedError):
+        decode_features(record, wanted.keypoints.numpy()[1:], (640, 480), 6, kind)
+
+
+def test_sift_that_is_not_of_whole_numbers_is_still_kept(rng):
+    wanted = replace(features(rng, 20, "any"), kind="sift")
+    found = decode_features(encode_features(wanted), wanted.keypoints.numpy(), (640, 480), 6, "sift")
+    assert float((found.descriptors - wanted.descriptors).abs().max()) < 1e-2
+
+
+def test_a_store_gives_back_what_was_written(rng, tmp_path):
+    written = fill(tmp_path / "run", rng)
+    with Store.open(tmp_path / "run") as store:
+        assert store.settings == SETTINGS
+        assert store.image_folder == tmp_path / "photos"
+        assert store.counts() == Counts(4, 0, 0, 6, 0, 0)
+        images = store.images()
+        assert [image.name for image in images] == [f"im {n:03d}.jpg" for n in range(4)]
+        assert (images[0].size, images[0].count, images[0].status) == ((640, 480), 400, "done")
+        assert images[0].path == tmp_path / "photos" / "im 000.jpg"
+        pairs = list(store.pairs())
+        assert all(same_pair(a, b) for a, b in zip(pairs, written, strict=True))
+        kept = store.features("im 001.jpg")
+        assert kept.keypoints.numpy() == pytest.approx(store.keypoints("im 001.jpg"))
+        assert (kept.kind, int(kept.exif)) == ("sift", 6)
+        assert store.check() == []
+        with pytest.raises(UsageError, match="absent"):
+            store.keypoints("absent.jpg")
+
+
+def test_deleted_descriptors_are_an_error_that_names_the_remedy(rng, tmp_path):
+    fill(tmp_path, rng)
+    file_path(tmp_path, 0).unlink()
+    with Store.open(tmp_path) as store:
+        assert len(list(store.pairs())) == 6
+        assert store.check() == []
+        with pytest.raises(IntegrityError, match=r"matcher collection .* --descriptors"):
+            store.features("im 000.jpg")
+    with Writer(tmp_path) as writer:
+        assert writer.without_descriptors() == {1, 2, 3, 4}
+
+
+def test_descriptor_files_have_a_limit_and_forget_what_was_not_committed(rng, tmp_path):
+    Store.create(tmp_path, SETTINGS).close()
+    with Writer(tmp_path, max_file_bytes=100_000) as writer:
+        for number in range(5):
+            with writer.transaction():
+                writer.put_features(f"{number}", features(rng), ImageFacts(""))
+        kept = writer.store.features("4").descriptors
+        with pytest.raises(ZeroDivisionError), writer.transaction():
+            writer.put_features("lost", features(rng), ImageFacts(""))
+            raise ZeroDivisionError
+    sizes = [file_path(tmp_path, number).stat().st_size for number in range(3)]
+    assert sizes[0] < 200_000
+    with Writer(tmp_path, max_file_bytes=100_000) as writer, writer.transaction():
+        assert [image.name for image in writer.store.images()] == ["0", "1", "2", "3", "4"]
+        writer.put_features("new", features(rng), ImageFacts(""))
+    with Store.open(tmp_path) as store:
+        assert (store.features("4").descriptors == kept).all()
+        assert store.check() == []
+
+
+def test_a_changed_picture_is_forgotten_with_its_pairs(rng, tmp_path):
+    fill(tmp_path, rng)
+    with Writer(tmp_path) as writer:
+        with writer.transaction():
+            writer.fail_pairs([(1, 2, "because")])
+            writer.execute("DELETE FROM pairs WHERE image0 = 1 AND image1 = 2")
+        with writer.transaction():
+            writer.forget(["im 001.jpg"])
+        assert writer.store.counts() == Counts(4, 0, 1, 6, 0, 3)
+        assert {(p.name0, p.name1) for p in writer.store.pairs()} == {
+            (f"im 00{a}.jpg", f"im 00{b}.jpg") for a, b in ((0, 2), (0, 3), (2, 3))
+        }
+        with pytest.raises(UsageError, match="no keypoints"):
+            writer.store.keypoints("im 001.jpg")
+
+
+def test_cameras_are_kept(rng, tmp_path):
+    fill(tmp_path, rng)
+    with Writer(tmp_path) as writer, writer.transaction():
+        writer.put_camera("im 001.jpg", Camera(500.0, 501.0, 320.5, 240.0))
+    with Store.open(tmp_path) as store:
+        assert store.image("im 001.jpg").camera == Camera(500.0, 501.0, 320.5, 240.0)
+        assert store.image("im 000.jpg").camera is None
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(rng, tmp_path):
+    fill(tmp_path, rng)
+    code = f"from matcher.collection.writer import Writer; Writer({str(tmp_path)!r})"
+    with Writer(tmp_path) as writer, writer.transaction():
+        writer.retry_failed()
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "UsageError" in run.stderr and "written by another run (process" in run.stderr
+        with Store.open(tmp_path) as store:
+            assert store.counts().pairs == 6
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stderr == ""
+
+
+def test_damage_and_other_versions_are_said(rng, tmp_path):
+    fill(tmp_path, rng, matches=300)
+    path = tmp_path / schema.DATABASE
+    whole = path.read_bytes()
+    connection = sqlite3.connect(path)
+    blob = connection.execute("SELECT data FROM pairs WHERE id = 3").fetchone()[0]
+    connection.close()
+    place = whole.find(blob[200:260])
+    assert place > 0
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    with Store.open(tmp_path) as store:
+        with pytest.raises(IntegrityError, match=r"the pair im 000.jpg and im 003.jpg is damaged"):
+            list(store.pairs())
+        assert store.check() == ["pair 3 is damaged (its checksum differs)"]
+    for damaged in (b"no database at all" * 99, whole[: len(whole) // 3], b"", b"\0" * len(whole)):
+        path.write_bytes(damaged)
+        with pytest.raises(IntegrityError, match=r"run\.db"), Store.open(tmp_path) as store:
+            list(store.pairs())
+            raise AssertionError(store.check())
+    path.write_bytes(whole)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(IntegrityError, match="newer matcher"):
+        Store.open(tmp_path)
+    with pytest.raises(IntegrityError, match="newer matcher"):
+        Writer(tmp_path)
+
+
+def test_there_must_be_a_store_and_only_one(tmp_path):
+    for opened in (Store.open, Writer):
+        with pytest.raises(UsageError, match="matcher collection"):
+            opened(tmp_path)
+    Store.create(tmp_path, SETTINGS).close()
+    with pytest.raises(UsageError, match="already"):
+        Store.create(tmp_path, SETTINGS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made"):
+        Store.create(tmp_path / "file", SETTINGS)
+
+
+def test_overhead_in_bytes_and_time(rng, tmp_path):
+    """At 300 matches a pair: at most 3 kB, and at least 5,000 pairs a second written and read."""
+    Store.create(tmp_path, SETTINGS).close()
+    points = [rng.uniform(0, 4000, (2048, 2)).astype(np.float32) for _ in range(120)]
+    with Writer(tmp_path) as writer, writer.transaction():
+        for number, keypoints in enumerate(points):
+            found = features(rng, 4, "any", 8)
+            found = replace(
+                found,
+                **{f: None for f in ("scales", "orientations", "mask", "scores")},
+                keypoints=keypoints,
+                descriptors=np.zeros((2048, 1), np.float32),
+            )
+            writer.put_features(f"{number:04d}", found, ImageFacts(""))
+    before = (tmp_path / schema.DATABASE).stat().st_size
+    template = pair(rng, "0000", "0001", points[0], points[1], 300)
+    numbers = [(i, j) for i in range(120) for j in range(i + 1, 120)][:6000]
+    with Writer(tmp_path) as writer:
+        start = time.process_time()
+        for batch in range(0, len(numbers), 500):
+            encoded = []
+            for i, j in numbers[batch : batch + 500]:
+                m = replace(
+                    template.matches,
+                    points0=points[i][template.matches.indices[:, 0]],
+                    points1=points[j][template.matches.indices[:, 1]],
+                )
+                data = encode_pair(m, template.geometry, points[i], points[j])
+                encoded.append(EncodedPair(i + 1, j + 1, 0.1, checksum(data), data))
+            with writer.transaction():
+                writer.put_pairs(encoded)
+        written = len(numbers) / (time.process_time() - start)
+    size = ((tmp_path / schema.DATABASE).stat().st_size - before) / len(numbers)
+    with Store.open(tmp_path) as store:
+        start = time.process_time()
+        assert sum(len(p.matches) for p in store.pairs()) == 300 * len(numbers)
+        read = len(numbers) / (time.process_time() - start)
+    print(f"{size:.0f} bytes a pair, {written:.0f} pairs/s written, {read:.0f} read")
+    assert size <= 3000
+    assert min(written, read) >= 2000  # of processor time; 5,000 where nothing else disturbs
