@@ -1,0 +1,137 @@
+"""Which photos share a camera, and what is known of it before the reconstruction.
+
+COLMAP's pixels: the corner of the first pixel is (0, 0), its centre (0.5, 0.5).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from matcher.types import Camera, UsageError
+
+if TYPE_CHECKING:
+    from matcher.collection.records import StoredImage
+
+Sharing = Literal["auto", "single", "each"]
+HALF_PIXEL = 0.5
+GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing is known
+_FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diagonal
+_EXIF, _FOCAL, _FOCAL_35MM = 0x8769, 0x920A, 0xA405
+_MAKE, _MODEL = 0x010F, 0x0110
+
+# How many parameters follow the focal lengths (one or two) and the principal point; they start at 0.
+_MODELS = {
+    "SIMPLE_PINHOLE": (1, 0),
+    "PINHOLE": (2, 0),
+    "SIMPLE_RADIAL": (1, 1),
+    "RADIAL": (1, 2),
+    "OPENCV": (2, 4),
+}
+MODELS = tuple(_MODELS)
+
+
+@dataclass(frozen=True)
+class CameraChoice:
+    """How an export sets cameras up."""
+
+    camera: Camera | None = None  # of all photos, stored pixels; None: from the store, EXIF or a guess
+    sharing: Sharing = "auto"  # same size, folder and EXIF · one for all photos · each photo its own
+    model: str = "SIMPLE_RADIAL"  # of cameras that are not given
+
+    def __post_init__(self) -> None:
+        if self.model not in _MODELS:
+            raise UsageError(f"the camera model must be one of {', '.join(MODELS)}, not {self.model!r}")
+        if self.sharing not in ("auto", "single", "each"):
+            raise UsageError(f"cameras are shared auto, single or each, not {self.sharing!r}")
+
+
+@dataclass(frozen=True)
+class Intrinsics:
+    """One camera in COLMAP's terms."""
+
+    model: str
+    size: tuple[int, int]
+    params: tuple[float, ...]
+    given: bool  # by the user: it is not refined
+    focal_known: bool  # given or from EXIF
+
+
+@dataclass(frozen=True)
+class _Exif:
+    make: str = ""
+    model: str = ""
+    focal: float = 0.0  # mm
+    focal_35mm: float = 0.0
+
+
+def group_cameras(
+    images: Sequence[StoredImage], choice: CameraChoice
+) -> list[tuple[Intrinsics, list[StoredImage]]]:
+    """The cameras of a collection, each with its photos.
+
+    Raises:
+        UsageError: one camera for photos of different sizes.
+    """
+    groups: dict[tuple, list[StoredImage]] = {}
+    found: dict[tuple, _Exif] = {}
+    for image in images:
+        known = choice.camera or image.camera
+        exif = _Exif() if known is not None else read_exif(image.path)
+        key: tuple = (image.size, known)
+        if choice.sharing == "each":
+            key = (*key, image.name)
+        elif choice.sharing == "auto" and known is None:
+            key = (*key, str(Path(image.name).parent), exif)
+        groups.setdefault(key, []).append(image)
+        found.setdefault(key, exif)
+    if choice.sharing == "single" and len(groups) > 1:
+        sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
+        raise UsageError(
+            f"one camera cannot take photos of {sizes} pixels or of several calibrations; use auto"
+        )
+    return [(_intrinsics(key, found[key], choice.model), group) for key, group in groups.items()]
+
+
+def _intrinsics(key: tuple, exif: _Exif, model: str) -> Intrinsics:
+    size, camera = key[:2]
+    if camera is not None:
+        params = (camera.fx, camera.fy, camera.cx + HALF_PIXEL, camera.cy + HALF_PIXEL)
+        return Intrinsics("PINHOLE", size, params, given=True, focal_known=True)
+    focal = exif.focal_35mm / hypot(*_FULL_FRAME) * hypot(*size)
+    focals, more = _MODELS[model]
+    start = (focal or GUESSED_FOCAL * max(size),) * focals
+    params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)
+    return Intrinsics(model, size, params, given=False, focal_known=focal > 0)
+
+
+def read_exif(path: Path) -> _Exif:
+    """What a photo's header says of its camera; nothing where it cannot be read."""
+    import PIL.Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with PIL.Image.open(path) as photo:
+                tags = photo.getexif()
+                more = tags.get_ifd(_EXIF)
+                return _Exif(
+                    str(tags.get(_MAKE, "")),
+                    str(tags.get(_MODEL, "")),
+                    _positive(more.get(_FOCAL)),
+                    _positive(more.get(_FOCAL_35MM)),
+                )
+    except Exception:  # a header can be wrong in any way, and nothing depends on it
+        return _Exif()
+
+
+def _positive(value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, ZeroDivisionError):
+        return 0.0
+    return number if 0 < number < 1e5 else 0.0

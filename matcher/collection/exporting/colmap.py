@@ -1,0 +1,154 @@
+"""COLMAP's database, written by pycolmap itself, because its schema changes between versions.
+
+COLMAP's pixels have their origin in the corner of the first pixel: everything moves by half a pixel. Its
+readers check no index, and one beyond the keypoints ends the process; here all are checked before.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras
+from matcher.collection.exporting.output import ExportReport, whole_file
+from matcher.collection.exporting.soundness import (
+    not_utf8,
+    refuse_names,
+    sound_images,
+    sound_keypoints,
+    sound_pairs,
+)
+from matcher.types import TwoViewGeometry, UsageError
+
+if TYPE_CHECKING:
+    from matcher.collection.records import StoredImage
+    from matcher.collection.store import Store
+
+_ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
+
+
+def import_pycolmap() -> Any:
+    """The module pycolmap.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import pycolmap
+    except ImportError as error:
+        raise UsageError("this needs pycolmap: pip install 'matcher[sfm]'") from error
+    return pycolmap
+
+
+def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) -> ExportReport:
+    """A database for COLMAP: cameras, images, keypoints, matches and verified pairs.
+
+    All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
+    anew, clear the latter and run COLMAP's verification.
+
+    Args:
+        store: the run.
+        out: the database file; one that exists is replaced.
+        choice: the cameras.
+
+    Raises:
+        UsageError: pycolmap is absent, nothing to write, or a name that SQLite cannot hold.
+        OSError: the disk is full.
+    """
+    pycolmap = import_pycolmap()
+    report = ExportReport(out)
+    images = sound_images(store, report)
+    refuse_names((image.name for image in images), not_utf8, "are not UTF-8, which COLMAP needs")
+    cameras = group_cameras(images, choice or CameraChoice())
+    with (
+        whole_file(out) as part,
+        _said_plainly(out),
+        pycolmap.Database.open(part) as database,
+        pycolmap.DatabaseTransaction(database),
+    ):
+        camera_of = _write_cameras(pycolmap, database, cameras, report)
+        numbers = {}  # ascending with the names, so that image 0 of a pair has the smaller number
+        for image in images:
+            row = pycolmap.Image(name=image.name, camera_id=camera_of[image.name])
+            numbers[image.name] = database.write_image(row)
+            points = to_colmap(sound_keypoints(store, image))
+            database.write_keypoints(numbers[image.name], points)
+        for pair in sound_pairs(store, images, report):
+            ends = numbers[pair.name0], numbers[pair.name1]
+            indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
+            database.write_matches(*ends, indices)
+            verified = two_view_geometry(pycolmap, pair.geometry, indices)
+            if verified is not None:
+                database.write_two_view_geometry(*ends, verified)
+    return report
+
+
+def _write_cameras(
+    pycolmap: Any,
+    database: Any,
+    cameras: list[tuple[Intrinsics, list[StoredImage]]],
+    report: ExportReport,
+) -> dict[str, int]:
+    """The number of the camera of every image."""
+    camera_of = {}
+    for intrinsics, group in cameras:
+        width, height = intrinsics.size
+        params = list(intrinsics.params)
+        camera = pycolmap.Camera(model=intrinsics.model, width=width, height=height, params=params)
+        camera.has_prior_focal_length = intrinsics.focal_known
+        number = database.write_camera(camera)
+        camera_of |= {image.name: number for image in group}
+        if intrinsics.given:
+            report.given_cameras.append(number)
+    return camera_of
+
+
+def to_colmap(points: np.ndarray) -> np.ndarray:
+    """Points (…, 2) in stored pixels → COLMAP's pixels."""
+    return points + np.asarray(HALF_PIXEL, dtype=points.dtype)
+
+
+def from_colmap(points: np.ndarray) -> np.ndarray:
+    """Points (…, 2) in COLMAP's pixels → stored pixels."""
+    return points - np.asarray(HALF_PIXEL, dtype=points.dtype)
+
+
+def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndarray) -> Any | None:
+    """The verified matches of a pair with their model, None where there is none.
+
+    The configuration must be set: without it COLMAP's mapper passes over the pair in silence.
+    """
+    if geometry.status != "ok" or geometry.matrix is None:
+        return None
+    kinds = pycolmap.TwoViewGeometryConfiguration
+    verified = pycolmap.TwoViewGeometry()
+    verified.inlier_matches = indices[np.asarray(geometry.inliers, dtype=bool)]
+    if geometry.kind == "homography":
+        verified.config = kinds.PLANAR_OR_PANORAMIC
+        verified.H = _ORIGIN @ geometry.matrix @ np.linalg.inv(_ORIGIN)
+    elif geometry.kind == "fundamental":
+        verified.config = kinds.UNCALIBRATED
+        verified.F = np.linalg.inv(_ORIGIN).T @ geometry.matrix @ np.linalg.inv(_ORIGIN)
+    else:
+        verified.config = kinds.CALIBRATED
+        verified.E = geometry.matrix
+        if geometry.T_0to1 is not None:
+            rotation = pycolmap.Rotation3d(geometry.T_0to1[:3, :3])
+            verified.cam2_from_cam1 = pycolmap.Rigid3d(rotation, geometry.T_0to1[:3, 3])
+    return verified
+
+
+@contextmanager
+def _said_plainly(out: Path) -> Iterator[None]:
+    """COLMAP's C++ exceptions as what they mean."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "full" in str(error):
+            raise OSError(errno.ENOSPC, f"{out}: the disk is full") from error
+        raise OSError(errno.EIO, f"{out}: COLMAP could not write its database ({error})") from error

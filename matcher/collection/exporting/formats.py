@@ -1,0 +1,68 @@
+"""The formats by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matcher.collection.exporting.cameras import CameraChoice
+from matcher.collection.exporting.colmap import write_colmap
+from matcher.collection.exporting.hloc import write_hloc
+from matcher.collection.exporting.kapture import write_kapture
+from matcher.collection.exporting.npz import write_npz
+from matcher.collection.exporting.openmvg import write_openmvg
+from matcher.collection.exporting.output import ExportReport, check_empty, check_place
+from matcher.files import check_output
+from matcher.types import UsageError
+
+if TYPE_CHECKING:
+    from matcher.collection.store import Store
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a run is written for another program."""
+
+    write: Callable[..., ExportReport]
+    suffixes: tuple[str, ...] = ()  # of a file; a format without is a folder
+    has_cameras: bool = False
+
+
+FORMATS = {
+    "colmap": Format(write_colmap, (".db",), has_cameras=True),
+    "hloc": Format(write_hloc),
+    "npz": Format(write_npz, (".npz",)),
+    "openmvg": Format(write_openmvg, has_cameras=True),
+    "kapture": Format(write_kapture, has_cameras=True),
+}
+
+
+def export(store: Store, form: str, out: str | Path, choice: CameraChoice | None = None) -> ExportReport:
+    """Write a run for another program; indices are checked first, and the output is whole or absent.
+
+    Args:
+        store: the run, opened.
+        form: a name in `FORMATS`.
+        out: a file (colmap: `.db`, npz: `.npz`; replaced where it exists) or a folder (the others).
+        choice: the cameras, for formats that have some.
+
+    Raises:
+        UsageError: an unknown format, an output of another kind, names that the format cannot hold, cameras
+            for a format without, or a library that is not installed.
+        IntegrityError: the store is damaged.
+        OSError: the disk is full.
+    """
+    out = Path(out)
+    kind = FORMATS.get(form)
+    if kind is None:
+        raise UsageError(f"unknown format {form!r}; there are {', '.join(FORMATS)}")
+    if choice is not None and not kind.has_cameras:
+        raise UsageError(f"{form} has no cameras, so none can be given")
+    if kind.suffixes:
+        check_output(out, kind.suffixes)
+    else:
+        check_place(out)
+        check_empty(out)
+    return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)

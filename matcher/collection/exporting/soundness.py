@@ -1,0 +1,123 @@
+"""What every export checks before it writes: an index beyond the keypoints crashes those who read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from matcher.collection.exporting.output import ExportReport
+from matcher.types import UsageError
+
+if TYPE_CHECKING:
+    from matcher.collection.records import StoredImage, StoredPair
+    from matcher.collection.store import Store
+
+_TOLD = 5  # names in a message
+
+
+def sound_images(store: Store, report: ExportReport) -> list[StoredImage]:
+    """The images that have features, in the order of their names; the others are counted in the report.
+
+    Raises:
+        UsageError: there is none.
+    """
+    images = sorted(store.images(), key=lambda image: image.name)
+    done = [image for image in images if image.status == "done"]
+    for status in ("failed", "waiting"):
+        names = [image.name for image in images if image.status == status]
+        if names:
+            report.notes.append(f"{len(names)} images {status} in the run are not written: {_few(names)}")
+    if not done:
+        raise UsageError(
+            "the run has no image with features; finish it first: `matcher collection … --run …`"
+        )
+    report.images = len(done)
+    report.keypoints = sum(image.count for image in done)
+    return done
+
+
+def sound_keypoints(store: Store, image: StoredImage) -> np.ndarray:
+    """(N, 2) float32 keypoints in stored pixels, all finite.
+
+    Raises:
+        UsageError: they are not as many as the store says, or not finite.
+    """
+    points = np.ascontiguousarray(store.keypoints(image.name), dtype=np.float32)
+    if points.shape != (image.count, 2) or not np.isfinite(points).all():
+        raise UsageError(
+            f"{image.name}: its {image.count} keypoints are damaged; run it again with --restart"
+        )
+    return points
+
+
+def sound_pairs(store: Store, images: Iterable[StoredImage], report: ExportReport) -> Iterator[StoredPair]:
+    """The pairs of those images whose every index is valid, with name0 before name1; others are left out."""
+    counts = {image.name: image.count for image in images}
+    for pair in store.pairs():
+        fault = _pair_fault(pair, counts)
+        if fault is not None:
+            report.left_out.append(f"the pair {pair.name0} {pair.name1}: {fault}")
+            continue
+        report.pairs += 1
+        report.matches += len(pair.matches)
+        report.verified += pair.geometry.status == "ok"
+        yield pair
+
+
+def _pair_fault(pair: StoredPair, counts: dict[str, int]) -> str | None:
+    for name in (pair.name0, pair.name1):
+        if name not in counts:
+            return f"{name} has no features"
+    if pair.name0 >= pair.name1:
+        return "its images are not in order"
+    indices = np.asarray(pair.matches.indices)
+    if indices.ndim != 2 or indices.shape[1] != 2 or indices.dtype.kind not in "iu":
+        return f"its indices have shape {indices.shape} and type {indices.dtype}"
+    if len(indices) == 0:
+        return None
+    for side, name in enumerate((pair.name0, pair.name1)):
+        column = indices[:, side]
+        if column.min() < 0 or column.max() >= counts[name]:
+            return f"a match names a keypoint beyond the {counts[name]} of {name}"
+        if len(np.unique(column)) != len(column):
+            return f"a keypoint of {name} is matched twice"
+    if np.shape(pair.geometry.inliers) != (len(indices),):
+        return "its inliers are not as many as its matches"
+    return None
+
+
+def refuse_names(names: Iterable[str], bad: Callable[[str], bool], reason: str) -> None:
+    """Refuse an export whose format cannot hold some of the names.
+
+    Raises:
+        UsageError: there are such names; the first are told.
+    """
+    found = [name for name in names if bad(name)]
+    if found:
+        raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
+
+
+def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: str) -> None:
+    """Refuse an export whose format would give one key to several names.
+
+    Raises:
+        UsageError: there are such names; the first are told together.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(key(name), []).append(name)
+    found = [" = ".join(group) for group in groups.values() if len(group) > 1]
+    if found:
+        raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
+
+
+def not_utf8(name: str) -> bool:
+    """Whether a file name holds bytes that are no UTF-8."""
+    return any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def _few(names: list[str]) -> str:
+    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:_TOLD]]
+    return ", ".join(shown) + (", …" if len(names) > _TOLD else "")

@@ -1,0 +1,133 @@
+"""A synthetic scene seen by a ring of cameras, as a run's store in memory."""
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from matcher.collection.records import FailedPair, StoredImage, StoredPair
+from matcher.geometry import fundamental_from_pose, inside
+from matcher.types import Camera, Features, Matches, TwoViewGeometry
+
+SIZE = (1024, 768)
+K = np.array([[900.0, 0, 511.5], [0, 900, 383.5], [0, 0, 1]])  # stored pixels: the optical axis in the middle
+CAMERA = Camera(900.0, 900.0, 511.5, 383.5)
+
+
+class MemoryStore:
+    """What exporters read of a store."""
+
+    def __init__(self, images, keypoints, pairs, image_folder=Path("photos"), descriptors=True):
+        self.settings = {"preset": "made up"}
+        self.image_folder = image_folder
+        self._images, self._keypoints, self._pairs = images, keypoints, pairs
+        self._descriptors = descriptors
+
+    def images(self):
+        return iter(self._images)
+
+    def keypoints(self, name):
+        return self._keypoints[name]
+
+    def features(self, name):
+        points = self._keypoints[name]
+        size = next(image.size for image in self._images if image.name == name)
+        return Features(
+            keypoints=points,
+            descriptors=np.tile(np.arange(len(points), dtype=np.float32)[:, None], (1, 8)),
+            scales=np.full(len(points), 4.0, np.float32),
+            size=size,
+            kind="sift",
+        )
+
+    def pairs(self):
+        return iter(self._pairs)
+
+    def failed(self):
+        return iter([FailedPair("a", "b", "no reason")][:0])
+
+
+def ring(count, rng):
+    """World-to-camera poses (count, 4, 4) of cameras that look at the origin from a wavy ring."""
+    poses = []
+    for angle in np.linspace(0, 2 * np.pi, count, endpoint=False):
+        centre = np.array([8 * np.cos(angle), 8 * np.sin(angle), 1.5 * np.sin(3 * angle)])
+        forward = -centre / np.linalg.norm(centre)
+        right = np.cross(forward, [0, 0, 1.0])
+        right /= np.linalg.norm(right)
+        rotation = np.stack([right, np.cross(forward, right), forward])
+        pose = np.eye(4)
+        pose[:3, :3], pose[:3, 3] = rotation, -rotation @ centre
+        poses.append(pose)
+    return np.array(poses)
+
+
+def centres(poses):
+    return np.array([-pose[:3, :3].T @ pose[:3, 3] for pose in poses])
+
+
+def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAMERA, names=None):
+    """A store whose pairs have `wrong` of their matches shuffled, and the poses of its cameras.
+
+    The inliers of a pair are those that agree with its true fundamental matrix, as a robust estimator would
+    find them.
+    """
+    poses = ring(count, rng)
+    world = rng.normal(0, 1.2, (points, 3))
+    names = names or [f"ring/{index:03d}.jpg" for index in range(count)]
+    keypoints, shown = {}, {}
+    for name, pose in zip(names, poses, strict=True):
+        local = world @ pose[:3, :3].T + pose[:3, 3]
+        seen = local @ K.T
+        at = seen[:, :2] / seen[:, 2:] + rng.normal(0, noise, (points, 2))
+        visible = np.flatnonzero((local[:, 2] > 0) & inside(at, SIZE) & (rng.random(points) < 0.7))
+        order = rng.permutation(visible)
+        keypoints[name] = at[order].astype(np.float32)
+        shown[name] = order
+    images = [
+        StoredImage(name, Path("photos") / name, "0" * 64, SIZE, len(keypoints[name]), camera, "done", "")
+        for name in names
+    ]
+    pairs = []
+    for (i, name0), (j, name1) in combinations(enumerate(names), 2):
+        both, index0, index1 = np.intersect1d(shown[name0], shown[name1], return_indices=True)
+        shuffled = rng.permutation(len(both))[: int(wrong * len(both))]
+        index1[shuffled] = np.roll(index1[shuffled], 1)
+        scores = rng.random(len(both)).astype(np.float32)
+        order = np.argsort(-scores)
+        indices = np.column_stack([index0, index1])[order].astype(np.int64)
+        F = fundamental_from_pose(K, K, poses[j] @ np.linalg.inv(poses[i]))
+        matches = Matches(
+            indices, keypoints[name0][indices[:, 0]], keypoints[name1][indices[:, 1]], scores[order]
+        )
+        inliers = sampson(matches.points0, matches.points1, F) < 3
+        geometry = TwoViewGeometry("fundamental", "ok", inliers, F)
+        pairs.append(StoredPair(name0, name1, matches, geometry, 0.1))
+    return MemoryStore(images, keypoints, pairs), poses
+
+
+def sampson(points0, points1, F):
+    lifted0, lifted1 = (np.column_stack([p, np.ones(len(p))]) for p in (points0, points1))
+    lines1, lines0 = lifted0 @ F.T, lifted1 @ F
+    slope = (lines0[:, :2] ** 2).sum(1) + (lines1[:, :2] ** 2).sum(1)
+    return np.abs((lines1 * lifted1).sum(1)) / np.sqrt(slope)
+
+
+def renamed(store, names):
+    """The same store with other names, in the same order."""
+    old = [image.name for image in store.images()]
+    table = dict(zip(old, names, strict=True))
+    images = [replace(image, name=table[image.name]) for image in store.images()]
+    pairs = [replace(p, name0=table[p.name0], name1=table[p.name1]) for p in store.pairs()]
+    return MemoryStore(images, {table[name]: store.keypoints(name) for name in old}, pairs)
+
+
+def aligned(source, target):
+    """`source` (N, 3) after the similarity that brings it closest to `target` (Umeyama 1991)."""
+    mean0, mean1 = source.mean(0), target.mean(0)
+    centred0, centred1 = source - mean0, target - mean1
+    u, d, vt = np.linalg.svd(centred1.T @ centred0)
+    flip = np.diag([1, 1, np.sign(np.linalg.det(u @ vt))])
+    scale = (d * np.diag(flip)).sum() / (centred0**2).sum()
+    return scale * centred0 @ (u @ flip @ vt).T + mean1

@@ -1,0 +1,359 @@
+"""Exports: what other programs read is what the store holds, pixel origins and all, or a readable refusal."""
+
+import builtins
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+from collection_scene import CAMERA, SIZE, MemoryStore, renamed, synthetic_store
+
+from matcher.collection.exporting.cameras import CameraChoice, group_cameras, read_exif
+from matcher.collection.exporting.colmap import from_colmap, to_colmap
+from matcher.collection.exporting.formats import FORMATS, export
+from matcher.collection.exporting.hloc import pair_key
+from matcher.collection.records import StoredImage, StoredPair
+from matcher.types import Camera, IntegrityError, Matches, TwoViewGeometry, UsageError
+
+OUTPUTS = {"colmap": "out.db", "hloc": "out", "npz": "out.npz", "openmvg": "out", "kapture": "out"}
+
+
+@pytest.fixture
+def store(rng):
+    return synthetic_store(rng, count=4, points=60)[0]
+
+
+@pytest.fixture
+def database(store, tmp_path):
+    pycolmap = pytest.importorskip("pycolmap")
+    export(store, "colmap", tmp_path / "out.db")
+    with pycolmap.Database.open(tmp_path / "out.db") as database:
+        yield database
+
+
+def images_by_name(database):
+    return {image.name: image for image in database.read_all_images()}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_report_counts_what_was_written(store, tmp_path, form):
+    if form in ("colmap", "hloc"):
+        pytest.importorskip("pycolmap" if form == "colmap" else "h5py")
+    report = export(store, form, tmp_path / OUTPUTS[form])
+    assert (report.images, report.pairs, report.verified) == (4, 6, 6)
+    assert report.matches == sum(len(pair.matches) for pair in store.pairs())
+    assert report.left_out == []
+    assert [path.name for path in tmp_path.iterdir()] == [OUTPUTS[form]]  # nothing temporary stays
+
+
+def test_colmap_pixels_have_their_origin_in_the_corner(database, store):
+    for name, image in images_by_name(database).items():
+        written = database.read_keypoints(image.image_id)
+        np.testing.assert_array_equal(written, store.keypoints(name) + np.float32(0.5))
+        np.testing.assert_allclose(from_colmap(written), store.keypoints(name), atol=1e-4)
+    points = np.array([[0.0, 0.0], [1023.0, 767.0]])
+    assert to_colmap(points).tolist() == [[0.5, 0.5], [1023.5, 767.5]]
+
+
+def test_colmap_matches_and_geometries(database, store):
+    images = images_by_name(database)
+    for pair in store.pairs():
+        ids = images[pair.name0].image_id, images[pair.name1].image_id
+        np.testing.assert_array_equal(database.read_matches(*ids), pair.matches.indices)
+        verified = database.read_two_view_geometry(*ids)
+        assert verified.config == 3  # uncalibrated
+        inliers = pair.matches.indices[pair.geometry.inliers]
+        np.testing.assert_array_equal(verified.inlier_matches, inliers)
+        # The fundamental matrix holds between the points as COLMAP has them.
+        keypoints0, keypoints1 = (database.read_keypoints(i) for i in ids)
+        lifted0 = np.column_stack([keypoints0[inliers[:, 0]], np.ones(len(inliers))])
+        lifted1 = np.column_stack([keypoints1[inliers[:, 1]], np.ones(len(inliers))])
+        lines = lifted0 @ verified.F.T
+        distance = np.abs((lines * lifted1).sum(1)) / np.linalg.norm(lines[:, :2], axis=1)
+        assert np.median(distance) < 1
+
+
+def test_a_camera_given_in_stored_pixels_moves_by_half_a_pixel(database):
+    (camera,) = database.read_all_cameras()
+    assert camera.model.name == "PINHOLE" and (camera.width, camera.height) == SIZE
+    np.testing.assert_allclose(camera.params, [900, 900, 512, 384])
+    assert camera.has_prior_focal_length
+
+
+@pytest.mark.parametrize(("kind", "config"), [("homography", 6), ("essential", 2)])
+def test_other_geometries_reach_colmap(store, tmp_path, kind, config):
+    pycolmap = pytest.importorskip("pycolmap")
+    T = np.eye(4)
+    T[:3, 3] = [0, 0.6, 0.8]
+    matrix = np.array([[1.0, 0.1, 20], [0, 1, 5], [0, 1e-4, 1]])
+    pairs = [
+        replace(p, geometry=replace(p.geometry, kind=kind, matrix=matrix, T_0to1=T)) for p in store.pairs()
+    ]
+    pairs[0] = replace(pairs[0], geometry=replace(pairs[0].geometry, status="low_inliers"))
+    changed = MemoryStore(list(store.images()), store._keypoints, pairs)
+    assert export(changed, "colmap", tmp_path / "out.db").verified == 5
+    with pycolmap.Database.open(tmp_path / "out.db") as database:
+        assert database.num_verified_image_pairs() == 5 and database.num_matched_image_pairs() == 6
+        verified = database.read_two_view_geometry(2, 3)
+        assert verified.config == config
+        if (
+            kind == "homography"
+        ):  # stored (0, 0) goes to (20, 5): in COLMAP's pixels (0.5, 0.5) to (20.5, 5.5)
+            moved = verified.H @ [0.5, 0.5, 1]
+            np.testing.assert_allclose(moved[:2] / moved[2], [20.5, 5.5])
+        else:
+            np.testing.assert_allclose(verified.cam2_from_cam1.translation, T[:3, 3])
+
+
+def test_hloc_files_read_in_its_layout(store, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    export(store, "hloc", tmp_path / "out")
+    listed = [tuple(line.split()) for line in (tmp_path / "out" / "pairs.txt").read_text().splitlines()]
+    assert listed == [(pair.name0, pair.name1) for pair in store.pairs()]
+    with h5py.File(tmp_path / "out" / "features.h5") as features:
+        for image in store.images():
+            group = features[image.name]
+            np.testing.assert_array_equal(group["keypoints"][()], store.keypoints(image.name))
+            assert group["keypoints"].dtype == np.float32 and group["keypoints"].attrs["uncertainty"] == 1
+            assert group["descriptors"].shape == (8, image.count)  # a column a keypoint
+            assert group["image_size"][()].tolist() == list(SIZE)
+            assert group["scores"].shape == group["scales"].shape == (image.count,)
+    with h5py.File(tmp_path / "out" / "matches.h5") as matches:
+        for pair in store.pairs():
+            group = matches["-".join(pair.name0.split("/")) + "/" + "-".join(pair.name1.split("/"))]
+            found = group["matches0"][()]
+            index0 = np.flatnonzero(found >= 0)
+            got = dict(zip(index0.tolist(), found[index0].tolist(), strict=True))
+            assert got == dict(pair.matches.indices.tolist()) and found.dtype == np.int16
+            scores = group["matching_scores0"][()][pair.matches.indices[:, 0]]
+            np.testing.assert_allclose(scores, pair.matches.scores, atol=1e-3)
+
+
+def test_hloc_indices_beyond_int16_do_not_wrap(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    points = np.zeros((40_000, 2), np.float32)
+    images = [StoredImage(n, Path(n), "", (10, 10), 40_000, None, "done", "") for n in ("a.jpg", "b.jpg")]
+    indices = np.array([[39_999, 39_998]])
+    matches = Matches(indices, points[:1], points[:1], np.ones(1, np.float32))
+    geometry = TwoViewGeometry("none", "not_estimated", np.ones(1, bool))
+    pairs = [StoredPair("a.jpg", "b.jpg", matches, geometry, 0.0)]
+    export(MemoryStore(images, dict.fromkeys(("a.jpg", "b.jpg"), points), pairs), "hloc", tmp_path / "out")
+    with h5py.File(tmp_path / "out" / "matches.h5") as file:
+        assert file[pair_key("a.jpg", "b.jpg")]["matches0"][39_999] == 39_998
+
+
+def test_names_that_hloc_cannot_tell_apart_are_refused_by_name(store, tmp_path):
+    pytest.importorskip("h5py")
+    same = renamed(store, ["a-b.jpg", "a/b.jpg", "c.jpg", "d.jpg"])
+    with pytest.raises(UsageError, match=r"a-b\.jpg = a/b\.jpg"):
+        export(same, "hloc", tmp_path / "out")
+    spaced = renamed(store, ["a.jpg", "b b.jpg", "c.jpg", "d.jpg"])
+    with pytest.raises(UsageError, match=r"spaces.*b b\.jpg"):
+        export(spaced, "hloc", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "told"),
+    [
+        ("openmvg", ["a/1.jpg", "b/1.png", "c.jpg", "d.jpg"], r"a/1\.jpg = b/1\.png"),
+        ("kapture", ["a,b.jpg", "b.jpg", "c.jpg", "d.jpg"], r"comma.*a,b\.jpg"),
+        ("kapture", ["a\udce9.jpg", "b.jpg", "c.jpg", "d.jpg"], r"UTF-8.*a\\udce9\.jpg"),
+    ],
+)
+def test_names_that_a_format_cannot_hold_are_refused(store, tmp_path, form, names, told):
+    with pytest.raises(UsageError, match=told):
+        export(renamed(store, names), form, tmp_path / "out")
+
+
+def test_npz_holds_everything(store, tmp_path):
+    report = export(store, "npz", tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as data:
+        names = data["names"].tolist()
+        for index, name in enumerate(names):
+            start, end = data["keypoint_offsets"][index : index + 2]
+            np.testing.assert_array_equal(data["keypoints"][start:end], store.keypoints(name))
+        for index, pair in enumerate(store.pairs()):
+            start, end = data["match_offsets"][index : index + 2]
+            assert [names[i] for i in data["pairs"][index]] == [pair.name0, pair.name1]
+            np.testing.assert_array_equal(data["matches"][start:end], pair.matches.indices)
+            np.testing.assert_array_equal(data["scores"][start:end], pair.matches.scores)
+            np.testing.assert_array_equal(data["inliers"][start:end], pair.geometry.inliers)
+            np.testing.assert_array_equal(data["matrices"][index], pair.geometry.matrix)
+        assert np.isnan(data["T_0to1"]).all() and set(data["statuses"]) == {"ok"}
+        assert len(data["matches"]) == report.matches
+        assert data["sizes"].tolist() == [list(SIZE)] * 4
+
+
+def test_openmvg_files(store, tmp_path):
+    export(store, "openmvg", tmp_path / "out")
+    scene = json.loads((tmp_path / "out" / "sfm_data.json").read_text())
+    views = [view["value"]["ptr_wrapper"]["data"] for view in scene["views"]]
+    (intrinsic,) = (item["value"]["ptr_wrapper"]["data"] for item in scene["intrinsics"])
+    assert views[1]["local_path"] + views[1]["filename"] == "ring/001.jpg" and views[1]["id_view"] == 1
+    assert intrinsic["principal_point"] == [511.5, 383.5] and intrinsic["focal_length"] == 900
+    regions = np.loadtxt(tmp_path / "out" / "002.feat")
+    np.testing.assert_allclose(regions[:, :2], store.keypoints("ring/002.jpg"), rtol=1e-6)
+    assert (regions[:, 2] == 2).all()  # a radius; the store has diameters
+    for kind, chosen in (("putative", slice(None)), ("f", None)):
+        words = iter((tmp_path / "out" / f"matches.{kind}.txt").read_text().split())
+        for pair in store.pairs():
+            ends = [views[int(next(words))] for _ in range(2)]
+            assert [view["local_path"] + view["filename"] for view in ends] == [pair.name0, pair.name1]
+            rows = [[int(next(words)), int(next(words))] for _ in range(int(next(words)))]
+            assert rows == pair.matches.indices[pair.geometry.inliers if chosen is None else chosen].tolist()
+        assert next(words, None) is None
+
+
+def test_kapture_files(store, tmp_path):
+    report = export(store, "kapture", tmp_path / "out")
+    sensors = (tmp_path / "out" / "sensors" / "sensors.txt").read_text().splitlines()
+    assert sensors[0] == "# kapture format: 1.1"
+    assert sensors[2] == "cam0, , camera, PINHOLE, 1024, 768, 900.0, 900.0, 512.0, 384.0"
+    records = (tmp_path / "out" / "sensors" / "records_camera.txt").read_text().splitlines()
+    assert records[3] == "1, cam0, ring/001.jpg"
+    folder = tmp_path / "out" / "reconstruction"
+    assert "sift, float32, 2" in (folder / "keypoints" / "sift" / "keypoints.txt").read_text()
+    points = np.fromfile(folder / "keypoints" / "sift" / "ring" / "001.jpg.kpt", "<f4").reshape(-1, 2)
+    np.testing.assert_allclose(points - 0.5, store.keypoints("ring/001.jpg"), atol=1e-4)
+    assert "sift, float32, 8, sift, L2" in (folder / "descriptors" / "sift" / "descriptors.txt").read_text()
+    pair = next(store.pairs())
+    path = folder / "matches" / "sift" / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
+    rows = np.fromfile(path, "<f8").reshape(-1, 3)
+    np.testing.assert_array_equal(rows[:, :2], pair.matches.indices)
+    np.testing.assert_allclose(rows[:, 2], pair.matches.scores)
+    assert "records_data" in report.notes[-1]
+
+
+def test_without_descriptors_the_rest_is_written_and_told(store, tmp_path, monkeypatch):
+    def gone(name):
+        raise IntegrityError("they were deleted after matching")
+
+    monkeypatch.setattr(store, "features", gone)
+    report = export(store, "kapture", tmp_path / "out")
+    assert sum("without descriptors" in note for note in report.notes) == 1
+    assert not (tmp_path / "out" / "reconstruction" / "descriptors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"indices": np.array([[60, 0]])}, "beyond the"),
+        ({"indices": np.array([[0, -1]])}, "beyond the"),
+        ({"indices": np.array([[0, 1], [0, 2]])}, "matched twice"),
+        ({"indices": np.array([[0.0, 1.0]])}, "type float64"),
+        ({"indices": np.array([[0, 1], [1, 2]])}, "inliers"),
+    ],
+)
+@pytest.mark.parametrize("form", ["npz", "colmap"])
+def test_a_damaged_pair_is_left_out_and_told(store, tmp_path, form, change, told):
+    if form == "colmap":
+        pytest.importorskip("pycolmap")
+    good, *rest = store.pairs()
+    bad = replace(good, matches=replace(good.matches, **change))
+    if told != "inliers":
+        inliers = np.ones(len(change["indices"]), bool)
+        bad = replace(bad, geometry=replace(good.geometry, inliers=inliers))
+    report = export(
+        MemoryStore(list(store.images()), store._keypoints, [bad, *rest]), form, tmp_path / OUTPUTS[form]
+    )
+    assert report.pairs == 5
+    assert len(report.left_out) == 1 and told in report.left_out[0] and good.name0 in report.left_out[0]
+
+
+def test_keypoints_that_are_not_finite_stop_an_export(store, tmp_path):
+    store._keypoints["ring/001.jpg"][3] = np.nan
+    with pytest.raises(UsageError, match=r"ring/001\.jpg.*damaged"):
+        export(store, "npz", tmp_path / "out.npz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_and_empty_images(store, tmp_path):
+    images = list(store.images())
+    images[3] = replace(images[3], status="failed", reason="cut short")
+    images[2] = replace(images[2], count=0)
+    keypoints = store._keypoints | {images[2].name: np.zeros((0, 2), np.float32)}
+    pairs = [p for p in store.pairs() if p.name1 == images[1].name]
+    report = export(MemoryStore(images, keypoints, pairs), "npz", tmp_path / "out.npz")
+    assert (report.images, report.pairs) == (3, 1)
+    assert any("1 images failed" in note and images[3].name in note for note in report.notes)
+    with pytest.raises(UsageError, match="no image with features"):
+        export(MemoryStore(images[3:], {}, []), "npz", tmp_path / "empty.npz")
+
+
+def test_outputs_that_cannot_be(store, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for form, out, told in (
+        ("npz", "out.txt", "must end in .npz"),
+        ("npz", "none/out.npz", "no folder"),
+        ("kapture", "full", "not an empty folder"),
+        ("kapture", "none/out", "no folder"),
+        ("abc", "out", "unknown format 'abc'; there are colmap, hloc"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            export(store, form, tmp_path / out)
+    with pytest.raises(UsageError, match="no cameras"):
+        export(store, "npz", tmp_path / "out.npz", CameraChoice())
+
+
+@pytest.mark.parametrize(("form", "module"), [("colmap", "pycolmap"), ("hloc", "h5py")])
+def test_an_absent_library_is_named_with_the_remedy(store, tmp_path, monkeypatch, form, module):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == module:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"pip install 'matcher\[sfm\]'"):
+        export(store, form, tmp_path / OUTPUTS[form])
+
+
+def photo(folder, name, size=(60, 40), **tags):
+    exif = PIL.Image.Exif()
+    exif[0x010F] = tags.pop("make", "Maker")
+    exif.get_ifd(0x8769).update({0x920A: tags.pop("focal", 8.0), 0xA405: tags.pop("focal_35mm", 28)})
+    (folder / name).parent.mkdir(exist_ok=True, parents=True)
+    PIL.Image.new("RGB", size).save(folder / name, exif=exif)
+    return StoredImage(name, folder / name, "", size, 0, None, "done", "")
+
+
+def test_photos_share_a_camera_by_size_folder_and_exif(tmp_path):
+    same = [photo(tmp_path, "a.jpg"), photo(tmp_path, "b.jpg")]
+    other = [
+        photo(tmp_path, "c.jpg", focal=12.0),
+        photo(tmp_path, "d.jpg", size=(40, 60)),
+        photo(tmp_path, "sub/e.jpg"),
+        replace(same[0], name="f.jpg", path=tmp_path / "absent.jpg"),
+    ]
+    groups = group_cameras([*same, *other], CameraChoice())
+    assert [[image.name for image in group] for _, group in groups] == [
+        ["a.jpg", "b.jpg"],
+        *([image.name] for image in other),
+    ]
+    exact, guessed = groups[0][0], groups[-1][0]
+    assert exact.params[0] == pytest.approx(28 / np.hypot(36, 24) * np.hypot(60, 40)) and exact.focal_known
+    assert guessed.params == (72.0, 30.0, 20.0, 0.0) and not guessed.focal_known and not guessed.given
+    assert len(group_cameras(same, CameraChoice(sharing="each"))) == 2
+    with pytest.raises(UsageError, match="40x60"):
+        group_cameras([*same, *other], CameraChoice(sharing="single"))
+    assert read_exif(tmp_path / "absent.jpg").focal == 0
+
+
+def test_camera_choices(tmp_path):
+    images = [photo(tmp_path, "a.jpg"), photo(tmp_path, "b.jpg")]
+    given = CameraChoice(camera=Camera(50, 51, 29.5, 19.5))
+    ((camera, group),) = group_cameras(images, given)
+    assert camera.params == (50, 51, 30, 20) and camera.given and len(group) == 2
+    stored = [replace(images[0], camera=CAMERA), images[1]]
+    assert [camera.given for camera, _ in group_cameras(stored, CameraChoice())] == [True, False]
+    ((opencv, _),) = group_cameras(images[:1], CameraChoice(model="OPENCV"))
+    assert len(opencv.params) == 8
+    with pytest.raises(UsageError, match="SIMPLE_PINHOLE"):
+        CameraChoice(model="fisheye")
+    with pytest.raises(UsageError, match="auto, single or each"):
+        CameraChoice(sharing="some")
