@@ -1,0 +1,191 @@
+"""From a finished run to cameras and points: COLMAP's mapping, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from matcher.collection.exporting.cameras import CameraChoice
+from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
+from matcher.collection.exporting.output import ExportReport, whole_folder
+from matcher.collection.reconstruction_mapping import RESULT
+from matcher.files import write_whole
+from matcher.types import MatcherError, UsageError
+
+if TYPE_CHECKING:
+    from matcher.collection.store import Store
+
+Mapper = Literal["incremental", "global"]
+MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
+DATABASE, POINTS, PICTURE, SUMMARY = "database.db", "points.ply", "reconstruction.png", "summary.json"
+_CHILD = "from matcher.collection.reconstruction_mapping import main; main()"
+_TOLD = 1500  # characters of COLMAP's last words
+
+
+class ReconstructionError(MatcherError):
+    """The matches give no model, or COLMAP ended early; the message says why and what may help."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """One connected reconstruction."""
+
+    cam_from_world: dict[str, np.ndarray]  # name → (3, 4) float64, COLMAP's axes: x right, y down, z ahead
+    cameras: dict[str, dict[str, Any]]  # name → model, size, params in COLMAP's pixels
+    points: int
+    observations: int
+    mean_track_length: float
+    mean_reprojection_error: float  # stored pixels
+
+    @property
+    def registered(self) -> int:
+        """Images with a pose."""
+        return len(self.cam_from_world)
+
+    def centres(self) -> dict[str, np.ndarray]:
+        """Camera centres (3,) by name."""
+        return {name: -pose[:, :3].T @ pose[:, 3] for name, pose in self.cam_from_world.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """What `reconstruct` made; the files are in `folder`."""
+
+    folder: Path
+    models: tuple[Model, ...]  # largest first; more than one where the photos do not hang together
+    images: int  # that have features
+    export: ExportReport
+
+    @property
+    def largest(self) -> Model:
+        """The model with the most images."""
+        return self.models[0]
+
+
+def reconstruct(
+    store: Store,
+    out: str | Path,
+    *,
+    mapper: Mapper = "incremental",
+    choice: CameraChoice | None = None,
+    min_images: int = 3,
+    threads: int = -1,
+    seed: int = 0,
+) -> Reconstruction:
+    """Cameras and points from a run's verified matches.
+
+    `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
+    points of the largest as PLY, and the numbers as JSON.
+
+    Args:
+        store: the run.
+        out: the folder; it must not exist, or be empty.
+        mapper: incremental (Schönberger and Frahm 2016) or global (GLOMAP, Pan et al. 2024).
+        choice: the cameras; given ones are kept as they are by the incremental mapper.
+        min_images: smaller models are left out.
+        threads: of COLMAP; −1 takes all processors. One thread gives the same model every time.
+        seed: of COLMAP's random choices.
+
+    Raises:
+        UsageError: pycolmap is absent, the output exists, or the run has nothing to map.
+        ReconstructionError: no model came out, or COLMAP's process ended early.
+        OSError: the disk is full.
+    """
+    if mapper not in MAPPERS:
+        raise UsageError(f"the mapper must be {' or '.join(MAPPERS)}, not {mapper!r}")
+    if min_images < 2 or threads == 0 or threads < -1:
+        raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
+    import_pycolmap()
+    out = Path(out)
+    with whole_folder(out) as part:
+        report = write_colmap(store, part / DATABASE, choice)
+        if report.matches == 0:
+            raise UsageError("the run has no matches; a reconstruction needs some")
+        job = {
+            "database": str(part / DATABASE),
+            "images": str(store.image_folder),
+            "output": str(part),
+            "mapper": mapper,
+            "fixed_cameras": report.given_cameras,
+            "min_images": min_images,
+            "threads": threads,
+            "seed": seed,
+            "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
+        }
+        _run_child(job)
+        described = json.loads((part / RESULT).read_text(encoding="utf-8"))
+        (part / RESULT).unlink()
+        shutil.rmtree(part / "work", ignore_errors=True)
+        if not described:
+            raise ReconstructionError(_no_model(report))
+        models = tuple(_model(row) for row in described)
+        _write_summary(part / SUMMARY, report, described)
+    return Reconstruction(out, models, report.images, report)
+
+
+def _model(row: dict[str, Any]) -> Model:
+    poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
+    numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
+    return Model(poses, row["cameras"], **{name: row[name] for name in numbers})
+
+
+def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]]) -> None:
+    summary = {
+        "images": report.images,
+        "pairs": report.pairs,
+        "verified_pairs": report.verified,
+        "matches": report.matches,
+        "models": described,
+    }
+    write_whole(path, json.dumps(summary, indent=1).encode())
+
+
+def _no_model(report: ExportReport) -> str:
+    return (
+        f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
+        f"{report.images} images; photos taken further apart, more keypoints, or a known camera may help"
+    )
+
+
+def _run_child(job: dict[str, Any]) -> None:
+    """Map in a process of its own, and end it whatever ends this one."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        _, words = child.communicate(json.dumps(job))
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        raise ReconstructionError(
+            f"COLMAP's process ended early ({_ending(child.returncode)}): {_last(words, child.returncode)}"
+        )
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"code {code}"
+
+
+def _last(words: str, code: int) -> str:
+    """A Python exception is said in its last line, a crash of C++ in more."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return " | ".join(lines[-6 if code < 0 else -1 :])[-_TOLD:] or "it said nothing"

@@ -1,0 +1,129 @@
+"""A reconstruction from made-up matches: all cameras where they should be, and no crash takes us along."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from collection_scene import CAMERA, MemoryStore, aligned, centres, synthetic_store
+
+from matcher.collection import reconstruction
+from matcher.collection.exporting.cameras import CameraChoice
+from matcher.collection.reconstruction import ReconstructionError, reconstruct
+from matcher.types import UsageError
+
+pycolmap = pytest.importorskip("pycolmap")
+
+
+def centre_error(model, poses):
+    """Worst distance of a camera centre after alignment, over the largest distance between cameras."""
+    found = np.array([centre for _, centre in sorted(model.centres().items())])
+    truth = centres(poses)
+    largest = np.linalg.norm(truth[:, None] - truth, axis=2).max()
+    return np.linalg.norm(aligned(found, truth) - truth, axis=1).max() / largest
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Ten images, 30 % wrong matches, known cameras."""
+    store, poses = synthetic_store(np.random.default_rng(5))
+    out = tmp_path_factory.mktemp("sfm") / "model"
+    return reconstruct(store, out, threads=1), poses, out
+
+
+def test_all_cameras_are_found_where_they_are(made):
+    result, poses, _ = made
+    assert (len(result.models), result.images, result.largest.registered) == (1, 10, 10)
+    assert centre_error(result.largest, poses) < 1e-3
+    assert 0.3 < result.largest.mean_reprojection_error < 1
+    assert result.largest.mean_track_length > 4 and result.largest.points > 400
+
+
+def test_a_given_camera_stays_as_it_is(made):
+    for camera in made[0].largest.cameras.values():
+        assert camera == {"model": "PINHOLE", "size": [1024, 768], "params": [900, 900, 512, 384]}
+
+
+def test_the_files_are_those_of_the_result(made):
+    result, _, out = made
+    names = {path.name for path in out.iterdir()}
+    assert names == {"sparse", "database.db", "points.ply", "summary.json"}
+    model = pycolmap.Reconstruction(str(out / "sparse" / "0"))
+    assert (model.num_reg_images(), model.num_points3D()) == (10, result.largest.points)
+    pose = next(i for i in model.images.values() if i.name == "ring/003.jpg").cam_from_world().matrix()
+    np.testing.assert_allclose(result.largest.cam_from_world["ring/003.jpg"], pose)
+    assert (out / "points.ply").read_bytes().startswith(b"ply")
+    assert json.loads((out / "summary.json").read_text())["models"][0]["registered"] == 10
+
+
+def test_the_same_database_gives_the_same_model_with_pycolmap_alone(made, tmp_path):
+    result, _, out = made
+    options = pycolmap.IncrementalPipelineOptions(random_seed=0, num_threads=1)
+    (model,) = pycolmap.incremental_mapping(out / "database.db", tmp_path, tmp_path, options).values()
+    assert model.num_reg_images() == 10
+    found = {image.name: image.projection_center() for image in model.images.values()}
+    ordered = np.array([found[name] for name in sorted(found)])
+    ours = np.array([centre for _, centre in sorted(result.largest.centres().items())])
+    np.testing.assert_allclose(aligned(ordered, ours), ours, atol=2e-2 * np.ptp(ours))
+
+
+def test_unknown_cameras_and_the_global_mapper(tmp_path):
+    store, poses = synthetic_store(np.random.default_rng(6), camera=None)
+    choice = CameraChoice(model="SIMPLE_PINHOLE")  # its first focal length is 1229 instead of 900
+    result = reconstruct(store, tmp_path / "model", mapper="global", choice=choice, threads=1)
+    assert result.largest.registered == 10
+    assert centre_error(result.largest, poses) < 5e-3
+    focal = next(iter(result.largest.cameras.values()))["params"][0]
+    assert focal == pytest.approx(900, rel=0.01)
+
+
+def test_matches_that_were_never_verified_are_verified_by_colmap(tmp_path):
+    store, poses = synthetic_store(np.random.default_rng(7), count=4, points=250)
+    for pair in store.pairs():
+        object.__setattr__(pair.geometry, "status", "not_estimated")
+    result = reconstruct(store, tmp_path / "model", threads=1)
+    assert result.largest.registered == 4 and centre_error(result.largest, poses) < 1e-2
+
+
+def test_no_model_and_no_matches_are_said_plainly(tmp_path):
+    store, _ = synthetic_store(np.random.default_rng(8), count=3, points=20)
+    with pytest.raises(ReconstructionError, match="no pair to begin with among 3 verified of 3 pairs"):
+        reconstruct(store, tmp_path / "model", threads=1)
+    none = MemoryStore(list(store.images()), store._keypoints, [])
+    with pytest.raises(UsageError, match="no matches"):
+        reconstruct(none, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("child", "told"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
+        ("import sys; sys.exit('its last words')", r"code 1\): its last words"),
+    ],
+)
+def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, told):
+    store, _ = synthetic_store(np.random.default_rng(8), count=3, points=100)
+    monkeypatch.setattr(reconstruction, "_CHILD", child)
+    with pytest.raises(ReconstructionError, match=told):
+        reconstruct(store, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_asked(tmp_path, monkeypatch):
+    store, _ = synthetic_store(np.random.default_rng(8), count=3, points=30)
+    for options, told in (
+        ({"mapper": "best"}, "incremental or global"),
+        ({"min_images": 1}, "starts at 2"),
+        ({"threads": 0}, "threads"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            reconstruct(store, tmp_path / "model", **options)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UsageError, match="not an empty folder"):
+        reconstruct(store, tmp_path / "full")
+    monkeypatch.setitem(sys.modules, "pycolmap", None)
+    with pytest.raises(UsageError, match=r"matcher\[sfm\]"):
+        reconstruct(store, tmp_path / "model")
+    assert CAMERA.fx == 900
