@@ -52,7 +52,7 @@ _LIGHTGLUE = NetworkConfig(
 )
 _LIGHTGLUE_128 = replace(_LIGHTGLUE, kind="disk", descriptor_dim=128, project=True)
 _LIGHTGLUE_ORIENTED = replace(
-    _LIGHTGLUE_128, kind="sift", position=PositionConfig(inputs=("xy", "raw_scale", "raw_orientation"))
+    _LIGHTGLUE_128, kind="sift", position=PositionConfig(inputs=("xy", "raw_sigma", "raw_orientation"))
 )
 _LIGHTERGLUE = replace(
     _LIGHTGLUE,
@@ -118,6 +118,17 @@ PRESETS: dict[str, PipelineConfig] = {
             position=PositionConfig(inputs=("xy", "raw_scale", "raw_counterclockwise")),
         ),
         weights="lightglue-doghardnet",
+    ),
+    "lightglue-keynet": replace(
+        _HYBRID,
+        extractor=replace(_HYBRID.extractor, kind="keynet"),
+        matcher=replace(
+            _LIGHTGLUE_128,
+            kind="keynet",
+            position=PositionConfig(inputs=("xy", "frame")),
+            adaptivity=AdaptivityConfig(early_exit=False, pruning=False),
+        ),
+        weights="lightglue-keynet",
     ),
     "lightglue-dedodeb": replace(
         _HYBRID,

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from matcher.types import Features
+
 Tensors = dict[str, Tensor]
 
 # What kornia's LightGlue is told for each preset, beside its own defaults.
@@ -51,6 +53,45 @@ def kornia_lightglue(preset: str = "lightglue-superpoint", seed: int = 0, **sett
     return seeded(lambda: lightglue.LightGlue(features=None, **settings), seed)
 
 
+@torch.no_grad()
+def decisive(
+    projections: list[nn.Module], added: list[nn.Module], gain: float = 12.0, damp: float = 0.3
+) -> None:
+    """Make random layers find the points that look alike, with scores from 0 to 1.
+
+    Args:
+        projections: what similarities are products of.
+        added: the last maps of what is added to the tokens; damped, so that tokens still tell who they are.
+        gain: of the projections.
+        damp: factor of the others.
+    """
+    generator = torch.Generator().manual_seed(1)
+    for projection in projections:
+        nn.init.orthogonal_(projection.weight, gain=gain, generator=generator)
+    for layer in added:
+        layer.weight.mul_(damp)
+        layer.bias.mul_(damp)
+
+
+def decisive_lightglue(model: nn.Module) -> nn.Module:
+    """A LightGlue of the official names whose scores tell something."""
+    blocks = [block for layer in model.transformers for block in (layer.self_attn, layer.cross_attn)]
+    decisive([head.final_proj for head in model.log_assignment], [block.ffn[3] for block in blocks])
+    if hasattr(model.input_proj, "weight"):
+        decisive([model.input_proj], [], gain=1.0)
+    for head in model.log_assignment:
+        nn.init.constant_(head.matchability.bias, 2.0)
+    return model
+
+
+def decisive_superglue(model: nn.Module) -> nn.Module:
+    """transformers' SuperGlue whose scores tell something."""
+    added = [layer.mlp[-1] for layer in model.gnn.layers]
+    decisive([model.final_projection.final_proj], [model.keypoint_encoder.encoder[-1], *added])
+    nn.init.constant_(model.bin_score, 3.0)
+    return model
+
+
 def transformers_lightglue(seed: int = 0, **settings) -> nn.Module:
     """transformers' LightGlue on SuperPoint; cross-attention has one projection twice, as published."""
     transformers = pytest.importorskip("transformers")
@@ -75,6 +116,29 @@ def transformers_superglue(seed: int = 0, **settings) -> nn.Module:
     with torch.no_grad():
         model.bin_score.fill_(1.7)
     return model
+
+
+@torch.no_grad()
+def superglue_plan(model: nn.Module, features0: Features, features1: Features) -> Tensor:
+    """(N, M) log probabilities of one pair by transformers' blocks, as the paper has them: nothing is padded.
+
+    Its own way to take pictures with unequal numbers of points is to pad both. The padding attends to nothing
+    and matches nothing, but it has mass, so that Sinkhorn's iterations start from other dustbins.
+    """
+    superglue = pytest.importorskip("transformers.models.superglue.modeling_superglue")
+    states = []
+    for features in (features0, features1):
+        width, height = features.size.int().tolist()
+        places = superglue.normalize_keypoints(features.keypoints[None], height, width)
+        states.append(features.descriptors[None] + model.keypoint_encoder(places, features.scores[None])[0])
+    for layer, kind in zip(model.gnn.layers, model.gnn.layers_types, strict=True):
+        sources = states[::-1] if kind == "cross" else (None, None)
+        changes = [layer(x, encoder_hidden_states=y)[0] for x, y in zip(states, sources, strict=True)]
+        states = [x + change for x, change in zip(states, changes, strict=True)]
+    first, second = (model.final_projection(x) for x in states)
+    scores = first @ second.transpose(1, 2) / model.config.hidden_size**0.5
+    iterations = model.config.sinkhorn_iterations
+    return superglue.log_optimal_transport(scores, model.bin_score, iterations)[0, :-1, :-1]
 
 
 def transformers_superpoint(seed: int = 0, **settings) -> nn.Module:

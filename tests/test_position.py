@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.config import PositionConfig
+from matcher.config import ExtractorConfig, PositionConfig
+from matcher.frontends.sift import SiftExtractor, detect_sift
 from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
+from matcher.images import image_from_array, read_image
 from matcher.network.position import RotaryPosition, normalise_positions, position_inputs, rotate
-from matcher.types import Features, UsageError
+from matcher.types import Features, Image, UsageError
 
 NAMES = ("xy", "scale", "orientation")
 
@@ -126,3 +128,86 @@ def test_missing_scales_or_orientations_are_named(rng: np.random.Generator) -> N
 def test_impossible_inputs_are_refused(inputs: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         RotaryPosition(PositionConfig(inputs=inputs), head_dim=8)
+
+
+RAW = ("raw_scale", "raw_sigma", "raw_orientation")
+
+
+def test_raw_scales_are_those_of_the_size_that_networks_were_trained_on(views) -> None:
+    """A stored picture of 4096 pixels, resized to 1024, has the scales that OpenCV finds at 1024."""
+    pixels = read_image(views[0], resize=512).pixels.repeat(2, axis=0).repeat(2, axis=1)
+    config = ExtractorConfig(max_keypoints=200)
+    _, diameters, angles, *_ = detect_sift(pixels, None, config)
+    height, width = pixels.shape[:2]
+    assert width == 1024
+    wrapped = (angles + np.pi) % (2 * np.pi) - np.pi
+    for factor in (1, 4):
+        image = Image(pixels, (factor * width, factor * height), (1 / factor, 1 / factor))
+        (features,) = SiftExtractor(config)([image])
+        np.testing.assert_allclose(features.scales, factor * diameters, rtol=1e-5)
+        found = position_inputs(features, RAW)
+        np.testing.assert_allclose(found[:, 0], diameters, rtol=1e-5)
+        np.testing.assert_allclose(found[:, 1], diameters / 2, rtol=1e-5)
+        np.testing.assert_allclose(found[:, 2], wrapped, atol=1e-5)
+    assert ((found[:, 2] < 0).any() and (found[:, 2] > 0).any()).item()
+
+
+def test_raw_scales_do_not_depend_on_the_size_that_points_were_found_at(views) -> None:
+    stored = np.ascontiguousarray(read_image(views[0]).pixels)
+    scales = []
+    for resize in (800, 400):
+        image = image_from_array(stored, resize=resize)
+        (features,) = SiftExtractor(ExtractorConfig(max_keypoints=5000))([image])
+        scales.append((features.keypoints.double(), position_inputs(features, ("raw_scale",))[:, 0]))
+    (points, large), (others, small) = scales
+    near, index = (others[:, None] - points).norm(dim=2).min(dim=1)
+    ratio = small / large[index]
+    assert (near < 0.5).sum() > 150
+    assert float(ratio[near < 0.5].median()) == pytest.approx(1.0, abs=0.03)
+
+
+def test_raw_inputs_are_colmaps(views) -> None:
+    """LightGlue's SIFT network was trained on COLMAP's keypoints."""
+    pycolmap = pytest.importorskip("pycolmap")
+    image = read_image(views[0])
+    (features,) = SiftExtractor(ExtractorConfig(max_keypoints=1500))([image])
+    grey = image.pixels if image.pixels.ndim == 2 else image.pixels @ np.array([0.299, 0.587, 0.114])
+    theirs, _ = pycolmap.Sift(device=pycolmap.Device.cpu).extract(grey.astype(np.float32) / 255)
+    raw = position_inputs(features, RAW).numpy()
+    near = np.linalg.norm(features.keypoints.numpy()[:, None] + 0.5 - theirs[:, :2], axis=2) < 0.3
+    near &= np.abs(raw[:, 2][:, None] - theirs[:, 3]) < 0.1
+    ours, index = near.nonzero()
+    assert len(ours) > 400
+    ratio = raw[ours, 1] / (theirs[index, 2] * 1024 / max(image.size))
+    assert np.median(ratio) == pytest.approx(1.0, abs=1e-3)
+    assert np.median(np.abs(ratio - 1)) < 0.01
+    assert (np.abs(raw[ours, 2]) > 3).any()
+
+
+@pytest.mark.parametrize("exif", range(1, 9))
+def test_frames_are_the_ends_of_the_axes_in_the_upright_picture(rng: np.random.Generator, exif: int) -> None:
+    size = (640, 360)
+    upright = Features(
+        keypoints=rng.uniform(0, size, (9, 2)),
+        descriptors=np.zeros((9, 4)),
+        size=size,
+        frames=rng.normal(0, 20, (9, 2, 2)),
+    )
+    expected = [
+        (upright.keypoints.numpy() + upright.frames.numpy()[..., i] - np.array(size) / 2) / 320
+        for i in (0, 1)
+    ]
+    stored_size = size if exif < 5 else size[::-1]
+    points = upright_to_stored(upright.keypoints.double().numpy(), stored_size, exif)
+    turned = Features(
+        keypoints=points,
+        descriptors=np.zeros((9, 4)),
+        size=stored_size,
+        frames=UPRIGHT[exif].T @ upright.frames.double().numpy(),
+        exif=exif,
+    )
+    found = position_inputs(turned, ("xy", "frame"))
+    assert found.shape == (9, 6)
+    np.testing.assert_allclose(found[:, 2:], np.concatenate(expected, axis=1), atol=1e-5)
+    with pytest.raises(UsageError, match=r"needs frames of the keypoints: Features\(frames="):
+        position_inputs(make_features(rng), ("frame",))

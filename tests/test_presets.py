@@ -1,5 +1,6 @@
 import pytest
 
+from matcher.cli import main
 from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, from_dict, to_dict
 from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
 from matcher.types import UsageError
@@ -80,3 +81,13 @@ def test_presets_agree_with_the_shipped_weights(shipped_weights):
     for row in read_manifest().values():
         assert PRESETS[row.preset].weights == row.name
         assert load_model(row.name)[0].config == PRESETS[row.preset].matcher
+
+
+def test_the_list_says_what_is_matched(capfd):
+    assert main(["presets"]) == 0
+    lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
+    assert "2048 keynet keypoints; 9 layers of 256-d, 4 heads" in lines["lightglue-keynet"]
+    assert "all cells of the 1/8 grid of 840 pixels; 4 layers of 256-d, 8 heads" in lines["loftr-outdoor"]
+    assert "6 layers of 96-d, 1 head;" in lines["lightglue-xfeat"]
+    for name, line in lines.items():
+        assert ("keypoints" in line) == (not name.startswith("loftr"))

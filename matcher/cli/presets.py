@@ -13,11 +13,13 @@ def presets() -> None:
     for name, config in PRESETS.items():
         if isinstance(config.matcher, NetworkConfig):
             context = config.matcher.context
-            how = (
-                f"{context.depth} layers of {context.dim}-d, {context.heads} heads; weights {config.weights}"
-            )
+            heads = f"{context.heads} head{'' if context.heads == 1 else 's'}"
+            how = f"{context.depth} layers of {context.dim}-d, {heads}; weights {config.weights}"
         else:
             how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
-        picture = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
+        if isinstance(config.matcher, NetworkConfig) and config.matcher.backbone is not None:
+            picture = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
+        else:
+            picture = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         default = " (default)" if name == DEFAULT_PRESET else ""
         typer.echo(f"{name + default:<22} {picture}; {how}")

@@ -18,9 +18,13 @@ CHANNELS = {
     "orientation": 2,
     "score": 1,
     "raw_scale": 1,
+    "raw_sigma": 1,
     "raw_orientation": 1,
     "raw_counterclockwise": 1,
+    "frame": 4,
 }
+# Longer side of the pictures that LightGlue's networks were trained on, of which their raw scales are pixels.
+TRAINED_SIDE = 1024.0
 
 
 def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
@@ -35,11 +39,16 @@ def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
 
 
 def position_inputs(features: Features, names: tuple[str, ...], extent: float = 0.5) -> Tensor:
-    """(…, N, C) what the encoding turns on, each of order one.
+    """(…, N, C) what the encoding turns on.
 
     `scale` is log2 of the keypoint's diameter relative to the picture, `orientation` is (cos, sin) so that it
-    has no seam at ±π; the raw ones are pixels and radians in [0, 2π), as LightGlue has them, whose
-    patch-based front ends count angles from x towards −y.
+    has no seam at ±π; both are of order one. The others are what LightGlue's networks were trained with:
+
+    - `raw_scale`: OpenCV's diameter, in pixels of the picture resized to 1024 on its longer side, whatever
+      size the keypoints were found at; `raw_sigma` is COLMAP's scale, half of it.
+    - `raw_orientation`: radians from x towards y in (−π, π], as COLMAP has it; `raw_counterclockwise`: from x
+      towards −y in [0, 2π), as kornia's patches have it.
+    - `frame`: where the two axes of the described patch end, as positions.
     """
     return torch.cat([_column(features, name, extent) for name in names], dim=-1)
 
@@ -49,16 +58,28 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
         return normalise_positions(features, extent)
     if name == "score":
         return features.scores.unsqueeze(-1)
+    if name == "frame":
+        return _axis_ends(features, extent)
     if name == "orientation":
         return _upright_directions(features)
     if name in ("raw_orientation", "raw_counterclockwise"):
         x, y = _upright_directions(features).split(1, dim=-1)
-        return torch.atan2(y if name == "raw_orientation" else -y, x) % (2 * math.pi)
+        return torch.atan2(y, x) if name == "raw_orientation" else torch.atan2(-y, x) % (2 * math.pi)
+    side = features.size.amax(-1, keepdim=True)
     scales = _required(features.scales, "scale")
-    if name == "raw_scale":
-        return scales.unsqueeze(-1)
-    relative = scales.clamp_min(1e-3) / features.size.amax(-1, keepdim=True)
+    if name in ("raw_scale", "raw_sigma"):
+        return (scales * TRAINED_SIDE / side).unsqueeze(-1) * (0.5 if name == "raw_sigma" else 1.0)
+    relative = scales.clamp_min(1e-3) / side
     return (relative.log2().unsqueeze(-1) + 6) / 2
+
+
+def _axis_ends(features: Features, extent: float) -> Tensor:
+    """(…, N, 4) normalised ends of the x and of the y axis of the described patch."""
+    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=features.keypoints.device)[features.exif]
+    axes = turn.unsqueeze(-3) @ _required(features.frames, "frame")
+    reach = (features.size.amax(-1) * extent)[..., None, None, None]
+    ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
+    return ends.transpose(-1, -2).flatten(-2)
 
 
 def _upright_directions(features: Features) -> Tensor:
