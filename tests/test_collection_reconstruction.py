@@ -4,12 +4,14 @@ import json
 import sys
 
 import numpy as np
+import PIL.Image
 import pytest
 from collection_scene import CAMERA, MemoryStore, aligned, centres, synthetic_store
 
 from matcher.collection import reconstruction
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.reconstruction import ReconstructionError, reconstruct
+from matcher.collection.reconstruction_picture import scene_axes
 from matcher.types import UsageError
 
 pycolmap = pytest.importorskip("pycolmap")
@@ -39,6 +41,15 @@ def test_all_cameras_are_found_where_they_are(made):
     assert result.largest.mean_track_length > 4 and result.largest.points > 400
 
 
+def test_a_picture_is_held_as_the_cameras_were(made):
+    right, down, ahead = scene_axes([made[0].largest.cam_from_world[f"ring/{i:03d}.jpg"] for i in (9, 0, 1)])
+    middle = made[0].largest.cam_from_world["ring/000.jpg"]
+    assert middle[1, :3] @ down > 0.9 and middle[2, :3] @ ahead > 0.9 and middle[0, :3] @ right > 0.9
+    np.testing.assert_allclose(np.cross(down, ahead), right, atol=1e-9)
+    all_round = scene_axes(list(made[0].largest.cam_from_world.values()))  # a ring looks nowhere in the mean
+    np.testing.assert_allclose(all_round @ all_round.T, np.eye(3), atol=1e-6)
+
+
 def test_a_given_camera_stays_as_it_is(made):
     for camera in made[0].largest.cameras.values():
         assert camera == {"model": "PINHOLE", "size": [1024, 768], "params": [900, 900, 512, 384]}
@@ -47,12 +58,15 @@ def test_a_given_camera_stays_as_it_is(made):
 def test_the_files_are_those_of_the_result(made):
     result, _, out = made
     names = {path.name for path in out.iterdir()}
-    assert names == {"sparse", "database.db", "points.ply", "summary.json"}
+    assert names == {"sparse", "database.db", "points.ply", "reconstruction.png", "summary.json"}
     model = pycolmap.Reconstruction(str(out / "sparse" / "0"))
     assert (model.num_reg_images(), model.num_points3D()) == (10, result.largest.points)
     pose = next(i for i in model.images.values() if i.name == "ring/003.jpg").cam_from_world().matrix()
     np.testing.assert_allclose(result.largest.cam_from_world["ring/003.jpg"], pose)
     assert (out / "points.ply").read_bytes().startswith(b"ply")
+    picture = PIL.Image.open(out / "reconstruction.png").convert("RGB")
+    red = (np.asarray(picture) == (200, 16, 46)).all(axis=2)
+    assert picture.size == (1600, 800) and red[:, :800].sum() > 500 and red[:, 800:].sum() > 500
     assert json.loads((out / "summary.json").read_text())["models"][0]["registered"] == 10
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.reconstruction_mapping import RESULT
+from matcher.collection.reconstruction_mapping import CLOUD, RESULT
+from matcher.collection.reconstruction_picture import draw_reconstruction
 from matcher.files import write_whole
 from matcher.types import MatcherError, UsageError
 
@@ -85,7 +86,7 @@ def reconstruct(
     """Cameras and points from a run's verified matches.
 
     `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
-    points of the largest as PLY, and the numbers as JSON.
+    points of the largest as PLY, a picture of it, and the numbers as JSON.
 
     Args:
         store: the run.
@@ -124,12 +125,16 @@ def reconstruct(
         }
         _run_child(job)
         described = json.loads((part / RESULT).read_text(encoding="utf-8"))
-        (part / RESULT).unlink()
-        shutil.rmtree(part / "work", ignore_errors=True)
         if not described:
             raise ReconstructionError(_no_model(report))
         models = tuple(_model(row) for row in described)
         _write_summary(part / SUMMARY, report, described)
+        with np.load(part / CLOUD) as cloud:
+            shape = models[0].cam_from_world, models[0].cameras
+            draw_reconstruction(*shape, cloud["points"], cloud["colours"], part / PICTURE)
+        for leftover in (RESULT, CLOUD):
+            (part / leftover).unlink()
+        shutil.rmtree(part / "work", ignore_errors=True)
     return Reconstruction(out, models, report.images, report)
 
 

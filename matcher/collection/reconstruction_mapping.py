@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 RESULT = "result.json"
+CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
 
 
 def main() -> None:
-    """Read the job (JSON) from standard input, map, write models and `RESULT` into its output folder.
+    """Read the job (JSON) from standard input, map, write models, `RESULT` and `CLOUD` into its output.
 
     Job: `database`, `images` (folder that only colours are taken from; it may be absent), `output` (an
     existing folder), `mapper` (incremental or global), `fixed_cameras` (numbers of those that are not
@@ -39,6 +42,7 @@ def main() -> None:
         described.append(_described(model))
     if ordered:
         ordered[0].export_PLY(str(output / "points.ply"))
+        _write_cloud(ordered[0], output / CLOUD)
     (output / RESULT).write_text(json.dumps(described), encoding="utf-8")
 
 
@@ -61,6 +65,15 @@ def _set_common(options: Any, job: dict[str, Any]) -> None:
     options.num_threads = job["threads"]
     options.random_seed = job["seed"]
     options.min_model_size = job["min_images"]
+
+
+def _write_cloud(model: Any, path: Path) -> None:
+    points = model.points3D.values()
+    np.savez(
+        path,
+        points=np.array([point.xyz for point in points], dtype=np.float64).reshape(-1, 3),
+        colours=np.array([point.color for point in points], dtype=np.uint8).reshape(-1, 3),
+    )
 
 
 def _described(model: Any) -> dict[str, Any]:
