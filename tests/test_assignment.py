@@ -280,6 +280,14 @@ def test_matches_never_touch_masked_points() -> None:
     assert mutual_matches(log_scores, 0.0)[0].tolist() == [[1, 2]]
 
 
+def test_of_equal_partners_only_the_first_is_matched() -> None:
+    """Two points described alike are equally good partners of one; it still gets a single match."""
+    log_scores = torch.full((4, 3), -3.0)
+    log_scores[1, 2] = log_scores[3, 2] = log_scores[0, 0] = log_scores[0, 1] = -0.1
+    indices, _ = mutual_matches(log_scores, 0.1)
+    assert sorted(indices.tolist()) == [[0, 0], [1, 2]]
+
+
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0)])
 def test_no_matches_without_points(shape: tuple[int, int]) -> None:
     indices, probabilities = mutual_matches(torch.zeros(shape), 0.1)

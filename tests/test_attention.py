@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from matcher.network import attention
 from matcher.network.attention import Layout, attend, interleave, scaled_dot_product
 
 HEADS, WIDTH = 3, 8
@@ -51,6 +52,22 @@ def test_the_gradient_path_is_the_stock_kernel(across: bool) -> None:
     own = attend(leaf, k, v, UNIFORM, across=across)
     torch.testing.assert_close(own.detach(), stock, atol=2e-6, rtol=0)
     assert own.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("weights", [1, 2**19], ids=["blocks", "one block"])
+def test_half_precision_in_blocks_is_the_equation(
+    monkeypatch, dtype: torch.dtype, across: bool, weights: int
+) -> None:
+    """Blocks of two rows, the last one cut short, and everything at once."""
+    monkeypatch.setattr(attention, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(attention, "BLOCK_WEIGHTS", weights)
+    for layout in (UNIFORM, RAGGED):
+        q, k, v = (x.to(dtype) for x in tokens(layout))
+        found = attend(q, k, v, layout, across=across)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found.float(), naive(q, k, v, layout, across), atol=0.05)
 
 
 def test_gradients_of_the_gradient_path() -> None:

@@ -138,7 +138,7 @@ def test_huge_scores_stay_finite(name, qkv):
 def test_linear_attention_takes_linear_memory():
     """200,000 keys and queries: a matrix of weights would take 160 GB."""
     x = torch.ones(1, 200_000, D)
-    torch.testing.assert_close(linear_attention(x, x, x), x, atol=1e-3, rtol=0)
+    torch.testing.assert_close(linear_attention(x, x, x), x, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -260,9 +260,11 @@ def mutual_matches(log_scores: Tensor, threshold: float) -> tuple[Tensor, Tensor
     if not rows or not columns:
         return log_scores.new_zeros(0, 2, dtype=torch.int64), log_scores.new_zeros(0)
     best, partner = log_scores.max(dim=1)
-    back = log_scores.max(dim=0).indices
     here = torch.arange(rows, device=log_scores.device)
-    keep = (back[partner] == here) & (best > math.log(threshold) if threshold > 0 else best > -math.inf)
+    # Along columns the values alone are several times as fast as the places; of equal rows the first wins.
+    top = best == log_scores.amax(dim=0)[partner]
+    first = here.new_full((columns,), rows).scatter_reduce(0, partner[top], here[top], "amin")
+    keep = (first[partner] == here) & (best > math.log(threshold) if threshold > 0 else best > -math.inf)
     indices = torch.stack([here[keep], partner[keep]], dim=1)
     probabilities = best[keep].exp().clamp(max=1.0)
     order = torch.argsort(probabilities, descending=True, stable=True)
