@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from matcher.checkpoints.conversion import choose_layout, convert
+from matcher.checkpoints.conversion import choose_layout, convert, import_checkpoint
 from matcher.config import PositionConfig
 from matcher.geometry import resize_points, upright_to_stored
 from matcher.network.assignment import drop_unmatched, mutual_matches
@@ -289,7 +289,7 @@ def test_an_untrained_context_changes_nothing() -> None:
     features = [Features.stack([f]) for f in ours()[0]([whole(p) for p in picture_pair(0, *SIZES[0])])]
     tokens = model.tokens(*features)
     with torch.no_grad():
-        assert all(state.equal(tokens.x) for state in model.states(tokens))
+        assert all(state.equal(tokens.x) for state, _ in model.states(tokens))
 
 
 def test_the_preset_loads_a_converted_file_and_matches(tmp_path) -> None:
@@ -307,6 +307,24 @@ def test_the_preset_loads_a_converted_file_and_matches(tmp_path) -> None:
     for name, value in (("max_keypoints", 100), ("frontend_weights", "x.pth")):
         with pytest.raises(UsageError, match=name):
             load("loftr-outdoor", weights=path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("sinkhorn", "outdoor_ot.ckpt"), ("dual_softmax", "outdoor_ds.ckpt")]
+)
+def test_a_published_file_chooses_its_assignment(kind: str, name: str, tmp_path) -> None:
+    """Lightning's file of the transport network holds a bin score; imported, it matches as the peer does."""
+    peer, output = kornia_loftr("outdoor", kind), tmp_path / "ours.safetensors"
+    path = peers.write_published(peer.state_dict(), tmp_path / name, shelf="state_dict", prefix="matcher.")
+    import_checkpoint(path, "loftr-outdoor", output)
+    pipeline = load("loftr-outdoor", weights=output, precision="float32", device="cpu")
+    expected = LOFTR_TRANSPORT if kind == "sinkhorn" else PRESETS["loftr-outdoor"].matcher.assignment
+    assert pipeline.config.matcher.assignment == expected
+    result = pipeline.match(*picture_pair(0, *SIZES[0]))
+    reference = match([whole(p) for p in picture_pair(0, *SIZES[0])], *ours("outdoor", kind))
+    assert len(reference) > 8
+    assert np.array_equal(result.matches.indices, reference.indices)
+    np.testing.assert_allclose(result.scores, reference.scores, atol=1e-6)
 
 
 def test_weights_of_a_matcher_with_a_detector_are_refused(small_weights) -> None:

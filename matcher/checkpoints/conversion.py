@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,15 +11,19 @@ from torch import Tensor, nn
 from matcher.checkpoints.layouts import Layout, Source
 from matcher.checkpoints.reading import read_checkpoint
 from matcher.checkpoints.tables import LAYOUTS
-from matcher.config import NetworkConfig
+from matcher.config import AssignmentConfig, NetworkConfig
 from matcher.network.model import Model
-from matcher.presets import find_preset
+from matcher.presets import LOFTR_TRANSPORT, find_preset
 from matcher.tensors import list_differences
 from matcher.types import IntegrityError, UsageError
 from matcher.weights import save_model
 
 # Which system a preset's network is of, by the beginning of the preset's name.
 SYSTEMS = {"lightglue-": "LightGlue", "superglue-": "SuperGlue", "loftr-": "LoFTR"}
+# Networks that were published beside the preset's own: the tensor that shows one, and how it assigns.
+VARIANTS: dict[str, tuple[str, AssignmentConfig]] = {
+    "LoFTR": ("coarse_matching.bin_score", LOFTR_TRANSPORT),  # "ot", optimal transport, beside "ds"
+}
 # Of batch norms: older files lack it, and nothing reads it.
 COUNTER = "num_batches_tracked"
 
@@ -27,6 +32,8 @@ def import_checkpoint(
     path: str | Path, preset: str, output: str | Path, metadata: dict[str, str] | None = None
 ) -> str:
     """Convert a published checkpoint into a weights file that `load(preset, weights=output)` takes.
+
+    A checkpoint of a variant in `VARIANTS` makes a file of that variant, which its header tells `load`.
 
     Args:
         path: the checkpoint, in one of the layouts of `LAYOUTS`.
@@ -45,9 +52,13 @@ def import_checkpoint(
     system = next((name for start, name in SYSTEMS.items() if preset.startswith(start)), None)
     if system is None or not isinstance(config, NetworkConfig):
         raise UsageError(f"preset {preset!r} has no published checkpoints; {', '.join(SYSTEMS)}… have")
+    tensors = read_checkpoint(path)
+    mark, assignment = VARIANTS.get(system, ("", config.assignment))
+    if mark in tensors:
+        config = replace(config, assignment=assignment)
     with torch.random.fork_rng(devices=[]):
         model = Model(config).eval()
-    fill_network(model, path, system, heads=config.context.heads)
+    _fill(model, path, tensors, system, config.context.heads)
     return save_model(model, output, metadata, dtype=torch.float32)
 
 
@@ -64,7 +75,10 @@ def fill_network(network: nn.Module, path: str | Path, system: str, *, heads: in
         UsageError: a suffix that is not known.
         IntegrityError: the file cannot be read or its tensors are not those of the network.
     """
-    tensors = read_checkpoint(path)
+    _fill(network, path, read_checkpoint(path), system, heads)
+
+
+def _fill(network: nn.Module, path: str | Path, tensors: dict[str, Tensor], system: str, heads: int) -> None:
     try:
         layout = choose_layout(tensors, system)
         converted = convert(tensors, network.state_dict(), layout, heads)
