@@ -13,6 +13,7 @@ from importlib import import_module
 _PUBLIC = {
     "load": "matcher.pipeline",
     "Pipeline": "matcher.pipeline",
+    "Collection": "matcher.collection.collection",
     "PRESETS": "matcher.presets",
     "Camera": "matcher.types",
     "Features": "matcher.types",

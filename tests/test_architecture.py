@@ -29,6 +29,7 @@ import matcher
 PUBLIC_NAMES = [
     "PRESETS",
     "Camera",
+    "Collection",
     "Features",
     "Image",
     "ImageError",

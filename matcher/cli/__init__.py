@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import matcher
+from matcher.cli.collection import collection, merge, status
 from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
 from matcher.cli.match import match
@@ -22,7 +23,15 @@ from matcher.cli.presets import presets
 from matcher.cli.train import train
 from matcher.cli.weights import COMMANDS as WEIGHTS
 
-COMMANDS = {"match": match, "evaluate": evaluate, "presets": presets, "train": train}
+COMMANDS = {
+    "match": match,
+    "collection": collection,
+    "status": status,
+    "merge": merge,
+    "evaluate": evaluate,
+    "presets": presets,
+    "train": train,
+}
 GROUPS = {"weights": ("List, check, fetch and convert weights.", WEIGHTS)}
 
 

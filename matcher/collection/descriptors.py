@@ -111,7 +111,7 @@ def encode_features(features: Features) -> bytes:
         if getattr(features, name) is not None
     }
     values = features.descriptors.numpy()
-    whole = _sift_numbers(values) if features.kind == "sift" else None
+    whole = _sift_numbers(values) if values.min(initial=0) >= 0 else None
     if whole is not None:
         arrays["sift"] = whole
     else:

@@ -125,6 +125,9 @@ def guarded(path: Path) -> Iterator[None]:
         code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             raise OSError(errno.ENOSPC, f"no space; free some, run again ({error})", str(path)) from error
+        if (getattr(error, "sqlite_errorcode", None) or 0) == sqlite3.SQLITE_IOERR_WRITE:
+            # SQLite reports a quota or limit that is exhausted in this way.
+            raise OSError(errno.EDQUOT, f"no more can be written ({error})", str(path)) from error
         if code == sqlite3.SQLITE_IOERR:
             raise OSError(errno.EIO, f"the disk failed ({error})", str(path)) from error
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):

@@ -110,7 +110,7 @@ class Store:
     def images(self) -> list[StoredImage]:
         """All pictures, by name."""
         folder = self.image_folder
-        return [_image(row, folder) for row in self._rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
+        return [_image(row, folder) for row in self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
 
     def image(self, name: str) -> StoredImage:
         """One picture.
@@ -118,7 +118,7 @@ class Store:
         Raises:
             UsageError: the run has none of that name.
         """
-        rows = list(self._rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name))
+        rows = list(self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name))
         if not rows:
             raise UsageError(f"the run {self.folder} has no picture {name!r}")
         return _image(rows[0], self.image_folder)
@@ -140,7 +140,7 @@ class Store:
         """
         number, size, exif, kind = self._done(name)
         sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
-        place = next((Place(*row) for row in self._rows(sql, number)), None)
+        place = next((Place(*row) for row in self.rows(sql, number)), None)
         try:
             if place is None:
                 raise FileNotFoundError
@@ -159,7 +159,7 @@ class Store:
         """Finished pairs, one after another, in an order that does not depend on when they were finished."""
         names = self.names()
         sql = "SELECT image0, image1, seconds, crc, data FROM pairs ORDER BY image0, image1"
-        for image0, image1, seconds, crc, data in self._rows(sql):
+        for image0, image1, seconds, crc, data in self.rows(sql):
             name0, name1 = names[image0], names[image1]
             with _undamaged(self._path):
                 check(data, crc, f"the pair {name0} and {name1}")
@@ -169,7 +169,7 @@ class Store:
     def failed(self) -> Iterator[FailedPair]:
         """Pairs that could not be matched."""
         names = self.names()
-        for image0, image1, reason in self._rows("SELECT * FROM failed ORDER BY image0, image1"):
+        for image0, image1, reason in self.rows("SELECT * FROM failed ORDER BY image0, image1"):
             yield FailedPair(names[image0], names[image1], reason)
 
     def drop_cache(self) -> None:
@@ -178,29 +178,29 @@ class Store:
 
     def counts(self) -> Counts:
         """How far the run has come."""
-        by_status = dict(self._rows("SELECT status, count(*) FROM images GROUP BY status"))
+        by_status = dict(self.rows("SELECT status, count(*) FROM images GROUP BY status"))
         waiting, done, failed = (by_status.get(number, 0) for number in range(3))
         # The index is a tenth of the table.
         finished = "SELECT count(*) FROM pairs INDEXED BY pairs_by_images"
         sql = f"SELECT ({finished}), (SELECT count(*) FROM failed), (SELECT count(*) FROM waiting)"
-        pairs, pairs_failed, pairs_waiting = next(self._rows(sql))
+        pairs, pairs_failed, pairs_waiting = next(self.rows(sql))
         total = pairs + pairs_failed + pairs_waiting
         return Counts(waiting + done + failed, failed, waiting, total, pairs_failed, pairs_waiting)
 
     def names(self) -> dict[int, str]:
         """Names of the pictures by their number in the database."""
-        return dict(self._rows("SELECT id, name FROM images"))
+        return dict(self.rows("SELECT id, name FROM images"))
 
     def check(self) -> list[str]:
         """Read everything and say what is damaged; empty when all is well."""
-        faults = [row[0] for row in self._rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
+        faults = [row[0] for row in self.rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
         for table, what in (("keypoints", "the keypoints of picture"), ("pairs", "pair")):
-            for number, crc, data in self._rows(f"SELECT rowid, crc, data FROM {table}"):
+            for number, crc, data in self.rows(f"SELECT rowid, crc, data FROM {table}"):
                 try:
                     check(data, crc, f"{what} {number}")
                 except DamagedError as error:
                     faults.append(str(error))
-        for place in self._rows("SELECT file, start, length, crc FROM descriptors"):
+        for place in self.rows("SELECT file, start, length, crc FROM descriptors"):
             try:
                 read_record(self.folder, Place(*place))
             except FileNotFoundError:
@@ -210,7 +210,7 @@ class Store:
         return faults
 
     def _meta(self, key: str) -> str:
-        rows = list(self._rows("SELECT value FROM meta WHERE key = ?", key))
+        rows = list(self.rows("SELECT value FROM meta WHERE key = ?", key))
         if not rows:
             raise IntegrityError(f"{self._path} has no {key}: it {schema.DAMAGED}")
         return rows[0][0]
@@ -218,7 +218,7 @@ class Store:
     def _done(self, name: str) -> tuple[int, tuple[int, int], int, str]:
         """Number, size, orientation and kind of a picture with keypoints."""
         sql = "SELECT id, width, height, exif, kind FROM images WHERE name = ? AND status = 1"
-        rows = list(self._rows(sql, name))
+        rows = list(self.rows(sql, name))
         if not rows:
             image = self.image(name)
             raise UsageError(f"{name} has no keypoints: {image.reason or 'it is still to be read'}")
@@ -226,15 +226,17 @@ class Store:
         return number, (width, height), exif, kind
 
     def _read_keypoints(self, number: int) -> np.ndarray:
-        rows = list(self._rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
+        rows = list(self.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
         with _undamaged(self._path):
             if not rows:
                 raise DamagedError(f"the keypoints of picture {number} are absent")
             return decode_keypoints(check(*rows[0], f"the keypoints of picture {number}"))
 
-    def _rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
+    def rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """Rows of one statement, streamed."""
         with schema.guarded(self._path):
-            yield from self._connection.execute(sql, values)
+            for row in self._connection.execute(sql, values):  # noqa: UP028  (closing it late must not fail)
+                yield row
 
 
 @contextmanager

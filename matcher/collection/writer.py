@@ -148,6 +148,10 @@ class Writer:
             (*row, int(features.exif), features.kind, number),
         )
         self.execute("REPLACE INTO keypoints VALUES (?, ?, ?)", (number, data, checksum(data)))
+        self.put_descriptors(number, record)
+
+    def put_descriptors(self, number: int, record: bytes) -> None:
+        """The descriptor record of a picture."""
         place = self._descriptors.append(record)
         self.execute("REPLACE INTO descriptors VALUES (?, ?, ?, ?, ?)", (number, *place))
 
@@ -223,8 +227,11 @@ class Writer:
         self.execute("UPDATE meta SET value = ? WHERE key = 'image_folder'", (str(folder.absolute()),))
 
     def without_descriptors(self) -> set[int]:
-        """Numbers of the pictures with keypoints whose descriptor file was deleted."""
+        """Numbers of the pictures with keypoints whose descriptors were deleted or never copied."""
         files = [row[0] for row in self.execute("SELECT DISTINCT file FROM descriptors")]
         lost = [number for number in files if not file_path(self.store.folder, number).is_file()]
-        sql = "SELECT image FROM descriptors WHERE file = ?"
-        return {row[0] for number in lost for row in self.execute(sql, (number,))}
+        sql = (
+            "SELECT id FROM images LEFT JOIN descriptors ON image = id WHERE status = 1"
+            f" AND (image IS NULL OR file IN ({', '.join('?' * len(lost))}))"
+        )
+        return {row[0] for row in self.execute(sql, lost)}

@@ -1,0 +1,162 @@
+"""A Ray cluster as the engine of a run: an actor a GPU or group of cores; the driver alone writes.
+
+Actors are sent the features of the tile of pictures that their pairs come from, each once a node, through
+Ray's object store; only extracting needs the photos where the actors are. Ray restarts an actor that died and
+tries its job once more; where that fails too, the items are tried one by one, and the culprit fails.
+
+Ray has no authentication: keep a cluster inside a network that you trust.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from matcher.collection.settings import Setup
+from matcher.collection.store import Store
+from matcher.collection.workbench import Job, MatchJob, Outcome, Picture, Workbench
+from matcher.collection.workers import THREAD_VARIABLES
+from matcher.types import Features, UsageError
+
+_QUEUED = 2  # jobs that an actor has before it
+_TICK = 0.5  # seconds after which the caller may do something else
+_HELD = 256  # pictures whose features the object store keeps
+
+
+class Bench:
+    """The body of an actor: a workbench that gets features with its jobs."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._bench = Workbench(setup, self._fetch)
+        self._references: Mapping[int, Any] = {}
+
+    def work(self, job: Job, references: Mapping[int, Any]) -> tuple[int, list[Outcome]]:
+        """This process, and an outcome an item; `references` are Ray's, of features by picture."""
+        self._references = references
+        return os.getpid(), list(self._bench.work(job))
+
+    def _fetch(self, picture: Picture) -> Features:
+        import ray
+
+        return ray.get(self._references[picture.number])
+
+
+class RayWorkers:
+    """An engine on the cluster that RAY_ADDRESS names, or on a Ray of this machine, started here."""
+
+    def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int | None) -> None:
+        """Start `count` actors of so many threads; None is one a GPU, or else one a core.
+
+        Raises:
+            UsageError: Ray is not installed, or the cluster cannot be reached.
+        """
+        self.crashes = 0
+        self._ray = _import_ray()
+        self._ours = not self._ray.is_initialized()
+        if self._ours:
+            _connect(self._ray, count, threads or 1)
+        self._store = Store.open(run_dir)
+        self._held: OrderedDict[int, Any] = OrderedDict()
+        resources = self._ray.cluster_resources()
+        device = setup.options.get("device", "auto")
+        gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
+        cores = max(1, int(resources.get("CPU", 1)) // (threads or 1))
+        # An actor sees its own GPU alone; a processor's actor must not look for one.
+        setup = replace(setup, options={**setup.options, "device": "auto" if gpus else device})
+        actor = self._ray.remote(Bench).options(
+            num_cpus=threads or 1,
+            num_gpus=1 if gpus else 0,
+            max_restarts=-1,
+            max_task_retries=1,
+            runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, str(threads or 1))},
+        )
+        self._actors = [actor.remote(setup) for _ in range(count or gpus or cores)]
+        self._processes: dict[int, int] = {}
+
+    def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
+        """Outcomes in the order in which they come; None at least twice a second.
+
+        Raises:
+            MatcherError: what made an actor give up.
+        """
+        again: list[Job] = []
+        running: dict[Any, tuple[int, Job]] = {}
+        jobs = iter(jobs)
+        while True:
+            for number, actor in enumerate(self._actors):
+                while sum(where == number for where, _ in running.values()) < _QUEUED:
+                    job = again.pop() if again else next(jobs, None)
+                    if job is None:
+                        break
+                    running[actor.work.remote(job, self._references(job))] = (number, job)
+            if not running:
+                return
+            finished, _ = self._ray.wait(list(running), timeout=_TICK)
+            if not finished:
+                yield None
+            for reference in finished:
+                yield from self._take(reference, *running.pop(reference), again)
+
+    def _take(self, reference: Any, number: int, job: Job, again: list[Job]) -> Iterator[Outcome]:
+        """The outcomes of a finished job, or its items for another try where it killed its actor."""
+        try:
+            process, outcomes = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except self._ray.exceptions.RayError as error:
+            self.crashes += 1
+            if len(job.items) > 1:
+                again += [replace(job, items=(item,), batch=1) for item in job.items]
+            else:
+                reason = f"its Ray actor died repeatedly ({type(error).__name__})"
+                yield job.failure(job.items[0], reason)
+            return
+        self.crashes += self._processes.get(number, process) != process
+        self._processes[number] = process
+        yield from outcomes
+
+    def _references(self, job: Job) -> dict[int, Any]:
+        """Ray's references to the features that a job needs."""
+        if not isinstance(job, MatchJob):
+            return {}
+        for number, picture in job.pictures.items():
+            if number not in self._held:
+                self._held[number] = self._ray.put(self._store.features(picture.name))
+            self._held.move_to_end(number)
+        found = {number: self._held[number] for number in job.pictures}
+        while len(self._held) > _HELD:
+            self._held.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """End the actors, and Ray where this run started it."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._store.close()
+        if self._ours:
+            self._ray.shutdown()
+
+
+def _import_ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UsageError("--engine ray needs Ray: pip install 'matcher[ray]'") from None
+    return ray
+
+
+def _connect(ray: Any, count: int | None, threads: int) -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=False)
+        else:
+            cpus = None if count is None else count * threads
+            ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UsageError(f"Ray cannot be reached or started ({error})") from None

@@ -1,0 +1,62 @@
+"""Which processes do the work of a run, and how many."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from matcher.collection.settings import Setup
+from matcher.collection.workers import Engine, InProcess, LocalWorkers
+from matcher.pipeline import resolve_device
+
+EngineName = Literal["local", "ray"]
+_GPU_BATCH = 8  # pairs that a GPU matches together
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What does the work; no result depends on it."""
+
+    engine: EngineName = "local"
+    count: int | None = None  # processes; 0 is this one; None: one a core, or one a GPU
+    threads: int | None = None  # of each; None: the cores divided by the processes
+    batch: int | None = None  # pairs matched together; None: 1 on a processor, 8 on a GPU
+
+
+def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
+    """Start what does the work; close it after use.
+
+    Raises:
+        UsageError: a device or an extra that is not here.
+    """
+    if workers.engine == "ray":
+        from matcher.collection.cluster import RayWorkers
+
+        return RayWorkers(run_dir, setup, workers.count, workers.threads)
+    device = resolve_device(setup.options.get("device", "auto"))
+    places = [str(device)]
+    if device.type == "cuda" and device.index is None:
+        places = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    cores = available_cores()
+    count = workers.count
+    if count is None:
+        count = cores if device.type == "cpu" else len(places)
+    if count == 0:
+        return InProcess(run_dir, setup)
+    devices = [places[number % len(places)] for number in range(count)]
+    return LocalWorkers(run_dir, setup, devices, workers.threads or max(1, cores // count))
+
+
+def batch_size(setup: Setup, workers: Workers) -> int:
+    """Pairs that are matched together."""
+    on_processor = resolve_device(setup.options.get("device", "auto")).type == "cpu"
+    return workers.batch or (1 if on_processor else _GPU_BATCH)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

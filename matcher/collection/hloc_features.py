@@ -1,0 +1,135 @@
+"""Features made elsewhere, in hloc's HDF5 layout.
+
+A group a picture, called as the picture: `keypoints` (N, 2), the centre of the first pixel being (0, 0);
+`descriptors` (D, N); `image_size` (width, height); `scores` (N), and `scales` (N) and `oris` (N) where there
+are any: degrees if any of them is beyond a full turn in radians, else radians.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matcher.collection.sources import Extracted, is_text, stamp_of
+from matcher.config import NetworkConfig
+from matcher.geometry import resized
+from matcher.pipeline import Pipeline
+from matcher.types import Features, ImageError, UsageError
+
+_OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}
+_DATASETS = ("keypoints", "descriptors", "image_size", *_OPTIONAL)
+
+
+@dataclass(frozen=True)
+class HlocFeatures:
+    """A file of features; the pictures themselves are not read."""
+
+    folder: Path  # where the pictures are, for exports that name them
+    file: Path
+    uses_front_end: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """That the features are from a file; which they are is known by their content."""
+        return {"kind": "hloc"}
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Sorted names of the pictures in the file, and those that no store can hold.
+
+        Raises:
+            UsageError: the file is absent, not HDF5, or holds no features.
+        """
+        names: list[str] = []
+        with self._open() as file:
+            file.visititems(lambda name, item: names.append(name) if "keypoints" in _keys(item) else None)
+        if not names:
+            raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
+        odd = [name for name in names if not is_text(name)]
+        return sorted(set(names) - set(odd)), [ascii(name) for name in odd]
+
+    def stamp(self, name: str) -> str:
+        """Length and times of the file."""
+        try:
+            return stamp_of(self.file)
+        except OSError:
+            return ""
+
+    def digest(self, name: str) -> str:
+        """The sha256 of the picture's entry; `ImageError` where there is none."""
+        return _digest(self._read(name))
+
+    def extract(self, name: str, pipeline: Pipeline) -> Extracted:
+        """The features of one picture.
+
+        They count as found at the pipeline's `resize`, which only sets what a pixel is to the thresholds.
+
+        Raises:
+            ImageError: an entry that is absent, damaged, incomplete, or no fit for the matcher.
+        """
+        arrays = self._read(name)
+        digest = _digest(arrays)
+        if absent := [key for key in ("keypoints", "descriptors", "image_size") if key not in arrays]:
+            raise ImageError(f"{self.file}: {name} has no {absent[0]}")
+        size = tuple(int(side) for side in np.asarray(arrays["image_size"]).reshape(-1)[:2])
+        if (angles := arrays.get("oris")) is not None and np.abs(angles).max(initial=0) > 2 * np.pi + 1e-3:
+            arrays["oris"] = np.deg2rad(angles.astype(np.float32))
+        optional = {ours: arrays[theirs] for theirs, ours in _OPTIONAL.items() if theirs in arrays}
+        try:
+            features = Features(arrays["keypoints"][:, :2], arrays["descriptors"].T, size=size, **optional)
+            self._check(features, pipeline)
+        except (UsageError, IndexError, ValueError) as error:
+            raise ImageError(f"{self.file}: {name}: {error}") from error
+        _, scale = resized(size, pipeline.config.extractor.resize)
+        return Extracted(features, digest, self.stamp(name), scale)
+
+    def _check(self, features: Features, pipeline: Pipeline) -> None:
+        config = pipeline.config.matcher
+        if not isinstance(config, NetworkConfig):
+            return
+        found = features.descriptors.shape[-1]
+        if found != config.descriptor_dim:
+            raise UsageError(
+                f"descriptors have {found} numbers, {pipeline.preset} takes {config.descriptor_dim}"
+            )
+        inputs = " ".join(config.position.inputs)
+        for dataset, values in (("scale", features.scales), ("orientation", features.orientations)):
+            if dataset in inputs and values is None:
+                raise UsageError(f"{pipeline.preset} needs every keypoint's {dataset} (`scales`, `oris`)")
+
+    def _read(self, name: str) -> dict[str, np.ndarray]:
+        with self._open() as file:
+            try:
+                group = file[name]
+                return {key: np.asarray(group[key]) for key in _DATASETS if key in _keys(group)}
+            except (KeyError, OSError, RuntimeError, ValueError) as error:
+                raise ImageError(f"{self.file}: {name} cannot be read ({error})") from None
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        try:
+            import h5py
+        except ModuleNotFoundError:
+            raise UsageError("--features needs h5py: pip install 'matcher[sfm]'") from None
+        try:
+            file = h5py.File(self.file, "r")
+        except OSError as error:
+            raise UsageError(f"{self.file} is not a readable HDF5 file ({error})") from None
+        with file:
+            yield file
+
+
+def _keys(item: Any) -> set[str]:
+    return set(item.keys()) if hasattr(item, "keys") else set()
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape};".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()

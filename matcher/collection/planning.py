@@ -1,0 +1,169 @@
+"""What is to be done: pictures that are new or have changed, pairs that are not finished, a part of them.
+
+All of it lies in the database, so memory does not grow with the number of pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from matcher.collection.sources import Source
+from matcher.collection.workbench import ExtractJob, MatchJob, Picture
+from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
+from matcher.types import Camera, ImageError, UsageError
+
+_ROWS = 4096  # pairs looked at together
+_CHUNK = 16  # items of a job
+_DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1 = plan.image1"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a look at the pictures found."""
+
+    new: int = 0
+    changed: int = 0  # done again with their pairs
+    gone: int = 0  # in the store, no longer in the folder; what was matched stays
+    odd: tuple[str, ...] = ()  # file names that no store can hold
+
+
+def refresh_images(writer: Writer, source: Source) -> Changes:
+    """Enter new pictures; forget those whose content has changed, with their pairs. Unchanged ones stay."""
+    names, odd = source.names()
+    known = {
+        name: (status, stamp, sha256)
+        for name, status, stamp, sha256 in writer.execute("SELECT name, status, stamp, sha256 FROM images")
+    }
+    changed, touched = [], []
+    for name in (name for name in names if name in known and known[name][0] in (DONE, FAILED)):
+        status, old_stamp, old_digest = known[name]
+        stamp = source.stamp(name)
+        if stamp == old_stamp:
+            continue
+        if _digest(source, name) == old_digest and status == DONE:
+            touched.append((stamp, name))
+        else:
+            changed.append(name)
+    new = [name for name in names if name not in known]
+    with writer.transaction():
+        writer.add_images(new)
+        writer.execute_many("UPDATE images SET stamp = ? WHERE name = ?", touched)
+        if changed:
+            writer.forget(changed)
+        writer.set_image_folder(source.folder)
+    return Changes(len(new), len(changed), len(set(known) - set(names)), tuple(odd))
+
+
+def _digest(source: Source, name: str) -> str:
+    try:
+        return source.digest(name)
+    except ImageError:
+        return ""
+
+
+def add_pairs(
+    writer: Writer, pairs: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Enter the pairs that are neither finished nor failed, each once, whichever way round it is given.
+
+    Args:
+        writer: of the store.
+        pairs: names of pictures that the store has; read once, as a stream.
+        shard: (i, n): only part i of n, a range of the pairs in the order in which they are matched. The
+            parts depend on the names and pairs alone, so that the n runs agree on them.
+
+    Returns:
+        Different pairs of the plan (of this part), and how many of them were not in the store yet.
+
+    Raises:
+        UsageError: a name that the store does not have, or a picture with itself.
+    """
+    numbers = {name: number for number, name in writer.store.names().items()}
+    ranks = {number: rank for rank, (_, number) in enumerate(sorted(numbers.items()))}
+    order = "tile0, tile1, rank0, rank1"
+    with writer.transaction():
+        writer.execute(
+            f"CREATE TEMP TABLE plan (tile0, tile1, rank0, rank1, image0, image1, PRIMARY KEY ({order}))"
+            " WITHOUT ROWID"
+        )
+        rows = (_plan_row(pair, numbers, ranks) for pair in pairs)
+        writer.execute_many("INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?)", rows)
+        total = writer.execute("SELECT count(*) FROM plan")[0][0]
+        part, parts = shard or (1, 1)
+        first, last = total * (part - 1) // parts, total * part // parts
+        added = writer.execute_many(
+            f"INSERT OR IGNORE INTO waiting SELECT image0 >> {TILE_BITS}, image1 >> {TILE_BITS}, image0,"
+            f" image1 FROM (SELECT image0, image1 FROM plan ORDER BY {order} LIMIT ? OFFSET ?) AS plan"
+            f" WHERE NOT EXISTS ({_DONE_ALREADY.format('pairs')})"
+            f" AND NOT EXISTS ({_DONE_ALREADY.format('failed')})",
+            [(last - first, first)],
+        )
+        writer.execute("DROP TABLE plan")
+    return last - first, added
+
+
+def _plan_row(
+    pair: tuple[str, str], numbers: dict[str, int], ranks: dict[int, int]
+) -> tuple[int, int, int, int, int, int]:
+    name0, name1 = sorted(pair)
+    if name0 == name1:
+        raise UsageError(f"{name0} cannot be paired with itself")
+    try:
+        image0, image1 = numbers[name0], numbers[name1]
+    except KeyError as error:
+        raise UsageError(f"the pair {name0} and {name1}: there is no picture {error.args[0]!r}") from None
+    rank0, rank1 = ranks[image0], ranks[image1]
+    return rank0 >> TILE_BITS, rank1 >> TILE_BITS, rank0, rank1, image0, image1
+
+
+def pictures_to_extract(writer: Writer, *, everything: bool) -> list[str]:
+    """Names of the pictures that have no features (any more), of waiting pairs or of the whole store."""
+    lost = writer.without_descriptors()
+    needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
+    where = "" if everything else f"WHERE id IN ({needed})"
+    rows = writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
+    return [name for number, name, status in rows if status == 0 or (status == DONE and number in lost)]
+
+
+def extract_jobs(names: Iterable[str]) -> Iterator[ExtractJob]:
+    """Jobs of a few pictures."""
+    remaining = iter(names)
+    while chunk := tuple(islice(remaining, 4)):
+        yield ExtractJob(chunk)
+
+
+def fail_pairs_of_failed_pictures(writer: Writer) -> None:
+    """Pairs that can never be matched, with the reason of their picture."""
+    sql = (
+        "SELECT w.image0, w.image1, images.name || ': ' || images.reason FROM waiting AS w"
+        " JOIN images ON images.id IN (w.image0, w.image1) WHERE images.status = 2"
+    )
+    with writer.transaction():
+        writer.fail_pairs(writer.execute(sql))
+
+
+def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
+    """Jobs of the pairs that wait, tile by tile, read while others finish."""
+    last = (-1, -1, -1, -1)
+    columns, size = "tile0, tile1, image0, image1", max(_CHUNK, 4 * batch)
+    sql = f"SELECT {columns} FROM waiting WHERE ({columns}) > (?, ?, ?, ?) ORDER BY {columns} LIMIT {_ROWS}"
+    while rows := writer.execute(sql, last):
+        last = rows[-1]
+        pairs = [row[2:] for row in rows]
+        pictures = _pictures(writer, {number for pair in pairs for number in pair})
+        for start in range(0, len(pairs), size):
+            items = tuple(pairs[start : start + size])
+            needed = {number: pictures[number] for pair in items for number in pair}
+            yield MatchJob(items, needed, batch)
+
+
+def _pictures(writer: Writer, numbers: Iterable[int]) -> dict[int, Picture]:
+    sql = "SELECT id, name, scale_x, scale_y, camera FROM images WHERE id = ?"
+    rows = (row for number in numbers for row in writer.execute(sql, (number,)))
+    return {
+        row[0]: Picture(row[0], row[1], row[2:4], None if row[4] is None else Camera(*json.loads(row[4])))
+        for row in rows
+    }

@@ -1,0 +1,132 @@
+"""What a run's results depend on, and the comparison of a run on disk with what is asked for now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matcher.checkpoints.catalogue import locate, read_catalogue
+from matcher.collection.sources import Source
+from matcher.config import to_dict
+from matcher.network.inference import AttentionMatcher
+from matcher.pipeline import GRID_KIND, Pipeline, load
+from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
+from matcher.types import Camera, UsageError
+
+_ABSENT = "nothing"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker builds its pipeline from."""
+
+    source: Source
+    preset: str = DEFAULT_PRESET
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `matcher.load`
+    camera: Camera | None = None  # of every picture that has none of its own
+    shard: tuple[int, int] | None = None  # (i, n), i from 1: part i of n
+
+
+def build(setup: Setup) -> Pipeline:
+    """The pipeline of a collection.
+
+    Raises:
+        UsageError: a preset without keypoints of its own for each picture; options that do not fit; geometry
+            that needs cameras without any.
+        IntegrityError: weights that are absent or damaged.
+    """
+    if find_preset(setup.preset).extractor.kind == GRID_KIND:
+        others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
+        raise UsageError(
+            f"{setup.preset} finds its points anew for every pair, so a picture has no keypoints that its "
+            f"pairs share, and a collection cannot be made of them; presets that can: {others}"
+        )
+    return load(setup.preset, **setup.options)
+
+
+def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
+    """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
+    weights = pipeline.weights
+    precise = isinstance(pipeline.matcher, AttentionMatcher)
+    return {
+        "preset": setup.preset,
+        "weights": None if weights is None else weights.sha256,
+        "frontend_weights": _front_end(setup, pipeline),
+        "precision": pipeline.matcher.precision if precise else "float32",
+        "config": _plain(to_dict(pipeline.config)),
+        "upright": pipeline.upright,
+        "source": setup.source.settings(),
+        "camera": None if setup.camera is None else list(astuple(setup.camera)),
+        "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
+    }
+
+
+def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
+    """The sha256 of a learned front end's parameters."""
+    config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
+    if config.kind == "sift" or not setup.source.uses_front_end:
+        return None
+    if given is None:
+        rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
+        given = locate(next(row for row in rows if config.variant in (None, row.variant)))
+    return hashlib.sha256(Path(given).read_bytes()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON will give it back: tuples are lists."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Settings that differ, by name, in words; empty when the run can go on."""
+    return [
+        f"{name}: {_short(old)} in the run, {_short(new)} now"
+        for name, old, new in _compared(stored, wanted, "")
+        if old != new
+    ]
+
+
+def _compared(stored: Any, wanted: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*stored, *wanted}):
+            inner = f"{name}.{key}" if name else key
+            yield from _compared(stored.get(key, _ABSENT), wanted.get(key, _ABSENT), inner)
+    else:
+        yield name, stored, wanted
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}…"
+
+
+def refuse_changes(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Keep results of two settings out of one run.
+
+    Raises:
+        UsageError: settings differ; the message names each.
+    """
+    if found := differences(stored, wanted):
+        raise UsageError(
+            f"{run_dir} was made with other settings: {'; '.join(found)}. Match it anew with --restart, or "
+            "give the new settings a folder of their own (--run)"
+        )
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """`i/n`, i from 1 to n.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if text is None:
+        return None
+    left, _, right = text.partition("/")
+    if left.isdecimal() and right.isdecimal() and 1 <= int(left) <= int(right):
+        return int(left), int(right)
+    raise UsageError(f"--shard must be i/n with i from 1 to n, such as 3/16, not {text!r}")

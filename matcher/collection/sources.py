@@ -1,0 +1,135 @@
+"""Where the features of a picture come from: its file and a front end, or a file of features made elsewhere.
+
+A source knows names, a stamp (cheap to take, other when the content may be), a digest of the content, and the
+features of a picture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from matcher.pipeline import Pipeline
+from matcher.types import Features, ImageError, UsageError
+
+SUFFIXES = {
+    ".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp", ".pgm", ".ppm", ".heic", ".heif",
+}  # fmt: skip
+_BLOCK = 1 << 20  # bytes read at once
+
+
+@dataclass(frozen=True, eq=False)
+class Extracted:
+    """Features of one picture and what else the store keeps of it."""
+
+    features: Features
+    sha256: str
+    stamp: str
+    scale: tuple[float, float]  # resized / upright size of what the front end saw
+
+
+class Source(Protocol):
+    """Where features come from; it is sent to workers."""
+
+    folder: Path  # of the pictures
+    uses_front_end: bool
+
+    def settings(self) -> dict[str, Any]:
+        """What results depend on beside the pictures, ready for JSON."""
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Sorted names of the pictures, and the file names that no store can hold."""
+
+    def stamp(self, name: str) -> str:
+        """What changes when the content does; empty where there is nothing."""
+
+    def digest(self, name: str) -> str:
+        """The sha256 of the content; `ImageError` where there is nothing."""
+
+    def extract(self, name: str, pipeline: Pipeline) -> Extracted:
+        """The features; `MatcherError` where the picture cannot be used."""
+
+
+@dataclass(frozen=True)
+class Photos:
+    """Pictures of a folder and the folders in it, with or without masks."""
+
+    folder: Path
+    masks: Path | None = None  # a mask is called as its picture, or has .png behind that or instead of .jpg
+    uses_front_end: bool = True
+
+    def settings(self) -> dict[str, Any]:
+        """Whether there are masks; which is known by their content."""
+        return {"kind": "photos", "masks": self.masks is not None}
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Sorted names of the pictures, and the file names that no store can hold.
+
+        Raises:
+            UsageError: the folder or that of the masks is none.
+        """
+        for folder in (self.folder, self.masks):
+            if folder is not None and not folder.is_dir():
+                raise UsageError(f"{folder} is not a folder of pictures")
+        found = list(list_pictures(self.folder))
+        odd = [name for name in found if not is_text(name)]
+        return sorted(set(found) - set(odd)), [ascii(name) for name in odd]
+
+    def stamp(self, name: str) -> str:
+        """Length and times of the picture and of its mask."""
+        try:
+            return " ".join(stamp_of(path) for path in self._files(name))
+        except OSError:
+            return ""
+
+    def digest(self, name: str) -> str:
+        """The sha256 of the picture's bytes, and those of its mask."""
+        found = hashlib.sha256()
+        for path in self._files(name):
+            try:
+                with path.open("rb") as file:
+                    while block := file.read(_BLOCK):
+                        found.update(block)
+            except OSError as error:
+                raise ImageError(f"{path} cannot be read ({error.strerror}); check the path") from None
+        return found.hexdigest()
+
+    def extract(self, name: str, pipeline: Pipeline) -> Extracted:
+        """Read the picture and run the front end; errors of `matcher.read_image`."""
+        stamp, digest = self.stamp(name), self.digest(name)
+        path, *masks = self._files(name)
+        image = pipeline.read(path, masks[0] if masks else None)
+        return Extracted(pipeline.extractor([image])[0], digest, stamp, image.scale)
+
+    def _files(self, name: str) -> list[Path]:
+        """The picture, and its mask where it has one."""
+        files = [self.folder / name]
+        if self.masks is not None:
+            path = self.masks / name
+            choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
+            files += [mask for mask in choices if mask.is_file()][:1]
+        return files
+
+
+def list_pictures(folder: Path) -> Iterator[str]:
+    """Names of picture files below a folder, with forward slashes; hidden ones are left out."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for file in files:
+            if not file.startswith(".") and os.path.splitext(file)[1].lower() in SUFFIXES:  # noqa: PTH122
+                yield (Path(where) / file).relative_to(folder).as_posix()
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be stored and printed on one line."""
+    return name.isprintable() and not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def stamp_of(path: Path) -> str:
+    """Length and times of a file; `OSError` where there is none."""
+    status = path.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"

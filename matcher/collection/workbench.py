@@ -1,0 +1,184 @@
+"""The work on one picture and on one pair, wherever it is done: in this process, a worker, or a Ray actor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from matcher.collection.descriptors import encode_features
+from matcher.collection.encoding import checksum, encode_pair
+from matcher.collection.settings import Setup, build
+from matcher.collection.sources import Extracted
+from matcher.collection.writer import EncodedPair
+from matcher.pipeline import Pipeline, threshold_scale
+from matcher.types import Camera, Features, Image, IntegrityError, MatcherError, Matches
+
+_CACHE_BYTES = 512 << 20  # of features held
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One side of a pair."""
+
+    number: int  # in the store
+    name: str
+    scale: tuple[float, float]  # resized / upright size
+    camera: Camera | None
+
+
+class ExtractedPicture(NamedTuple):
+    """What a worker reports of a picture: features ready to be stored, or why there are none."""
+
+    name: str
+    found: Extracted | None  # without descriptors, which are in the record
+    record: bytes = b""
+    reason: str = ""
+
+
+class FailedMatch(NamedTuple):
+    """What a worker reports of a pair that could not be matched."""
+
+    image0: int
+    image1: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExtractJob:
+    """Pictures to extract."""
+
+    items: tuple[str, ...]
+    batch: int = 1  # items that are worked on together
+
+    def failure(self, item: str, reason: str) -> ExtractedPicture:
+        """What is reported of an item whose worker died."""
+        return ExtractedPicture(item, None, reason=reason)
+
+
+@dataclass(frozen=True)
+class MatchJob:
+    """Pairs to match, by the numbers of their pictures."""
+
+    items: tuple[tuple[int, int], ...]
+    pictures: Mapping[int, Picture]
+    batch: int = 1
+
+    def failure(self, item: tuple[int, int], reason: str) -> FailedMatch:
+        """What is reported of an item whose worker died."""
+        return FailedMatch(*item, reason)
+
+
+Job = ExtractJob | MatchJob
+Outcome = ExtractedPicture | EncodedPair | FailedMatch
+
+
+class Workbench:
+    """A pipeline and the features that it needs again soon."""
+
+    def __init__(self, setup: Setup, features_of: Callable[[Picture], Features]) -> None:
+        """Load the pipeline; `features_of` fetches a picture's features. Errors are those of `build`."""
+        self.pipeline: Pipeline = build(setup)
+        self._source, self._camera, self._fetch = setup.source, setup.camera, features_of
+        self._cache: OrderedDict[int, Features] = OrderedDict()
+        self._cached = 0
+
+    def work(self, job: Job) -> Iterator[Outcome]:
+        """One outcome an item, in their order.
+
+        Raises:
+            IntegrityError: the store is damaged, or weights are absent.
+        """
+        if isinstance(job, ExtractJob):
+            yield from map(self.extract, job.items)
+        else:
+            for start in range(0, len(job.items), job.batch):
+                batch = job.items[start : start + job.batch]
+                yield from self.match([(job.pictures[a], job.pictures[b]) for a, b in batch])
+
+    def extract(self, name: str) -> ExtractedPicture:
+        """Features of one picture."""
+        try:
+            found = self._source.extract(name, self.pipeline)
+            kept = replace(found.features, descriptors=torch.zeros(len(found.features), 0))
+            return ExtractedPicture(name, replace(found, features=kept), encode_features(found.features))
+        except IntegrityError:
+            raise
+        except Exception as error:  # one picture fails, the others go on
+            return ExtractedPicture(name, None, reason=reason_of(error))
+
+    def match(self, pairs: Sequence[tuple[Picture, Picture]]) -> list[EncodedPair | FailedMatch]:
+        """Match and verify pairs in one batch; where it does not fit or fails, in halves."""
+        start = perf_counter()
+        try:
+            sides = [(self._features(a), self._features(b)) for a, b in pairs]
+            found = self.pipeline.match_features_batch(sides)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            if len(pairs) > 1:
+                middle = len(pairs) // 2
+                return [*self.match(pairs[:middle]), *self.match(pairs[middle:])]
+            return [FailedMatch(pairs[0][0].number, pairs[0][1].number, reason_of(error))]
+        each = (perf_counter() - start) / len(pairs)
+        return [
+            self._verify(*pair, *features, matches, each)
+            for pair, features, matches in zip(pairs, sides, found, strict=True)
+        ]
+
+    def _verify(
+        self, side0: Picture, side1: Picture, f0: Features, f1: Features, matches: Matches, seconds: float
+    ) -> EncodedPair | FailedMatch:
+        start = perf_counter()
+        try:
+            geometry = self.pipeline.estimator(
+                matches.points0,
+                matches.points1,
+                cameras=self._cameras(side0, side1),
+                scores=matches.scores,
+                thresholds_scale=self._threshold_scale(side0, side1),
+            )
+            data = encode_pair(matches, geometry, f0.keypoints.numpy(), f1.keypoints.numpy())
+        except Exception as error:
+            return FailedMatch(side0.number, side1.number, reason_of(error))
+        seconds += perf_counter() - start
+        return EncodedPair(side0.number, side1.number, seconds, checksum(data), data)
+
+    def _cameras(self, side0: Picture, side1: Picture) -> tuple[Camera, Camera] | None:
+        if self.pipeline.config.estimation.kind != "essential":
+            return None
+        cameras = [side.camera or self._camera for side in (side0, side1)]
+        absent = [side.name for side, camera in zip((side0, side1), cameras, strict=True) if camera is None]
+        if absent:
+            raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
+        return cameras[0], cameras[1]
+
+    def _threshold_scale(self, side0: Picture, side1: Picture) -> float:
+        blank = np.zeros((0, 0), np.uint8)
+        views = (Image(blank, (1, 1), scale=side.scale) for side in (side0, side1))
+        return threshold_scale(*views, self.pipeline.config.estimation.kind)
+
+    def _features(self, picture: Picture) -> Features:
+        if picture.number in self._cache:
+            self._cache.move_to_end(picture.number)
+            return self._cache[picture.number]
+        features = self._cache[picture.number] = self._fetch(picture)
+        self._cached += _bytes(features)
+        while self._cached > _CACHE_BYTES and len(self._cache) > 2:
+            self._cached -= _bytes(self._cache.popitem(last=False)[1])
+        return features
+
+
+def _bytes(features: Features) -> int:
+    return features.descriptors.numel() * features.descriptors.element_size()
+
+
+def reason_of(error: Exception) -> str:
+    """One line for the store and the terminal."""
+    text = " ".join(str(error).split())[:400]
+    return text if isinstance(error, MatcherError) else f"{type(error).__name__}: {text}"
