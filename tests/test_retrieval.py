@@ -1,0 +1,119 @@
+"""Pictures that look alike: on made-up descriptors, and on warped views of photos."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from matcher import retrieval
+from matcher.config import ExtractorConfig
+from matcher.evaluation.synthetic import LEVELS, draw_homography, find_photos, warp
+from matcher.frontends.sift import SiftExtractor
+from matcher.images import image_from_array, read_image
+from matcher.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
+from matcher.types import Features, UsageError
+
+PHOTOS = Path(os.environ.get("MATCHER_DATA", Path(__file__).parents[2] / "shared")) / "photos" / "val"
+
+
+def made_up(rng, scenes, views, points=120, shown=0.6, noise=0.25):
+    """Views of scenes: each shows some of the scene's descriptors, disturbed, and as many of its own."""
+    table = {}
+    for scene in range(scenes):
+        local = rng.normal(size=(points, 32))
+        for view in range(views):
+            seen = local[rng.random(points) < shown]
+            seen = seen + noise * rng.normal(size=seen.shape)
+            own = rng.normal(size=(points // 2, 32))
+            descriptors = np.concatenate([seen, own]).astype(np.float32)
+            table[f"{scene}-{view}"] = Features(
+                keypoints=np.zeros((len(descriptors), 2), np.float32), descriptors=descriptors, size=(9, 9)
+            )
+    return table
+
+
+def recall(pairs, names):
+    found = {frozenset(pair) for pair in pairs}
+    truth = {frozenset((a, b)) for a in names for b in names if a < b and a.split("-")[0] == b.split("-")[0]}
+    return len(found & truth) / len(truth)
+
+
+def test_views_of_a_scene_find_each_other(rng):
+    table = made_up(rng, scenes=40, views=4)
+    pairs = list(similar_pairs(list(table), table.__getitem__, 3))
+    assert recall(pairs, list(table)) > 0.95
+    assert len(set(map(frozenset, pairs))) == len(pairs) <= 160 * 3
+    order = {name: index for index, name in enumerate(table)}
+    assert all(order[a] < order[b] for a, b in pairs)
+    assert pairs == list(similar_pairs(list(table), table.__getitem__, 3))
+
+
+def test_photos_and_their_warped_views_find_each_other():
+    if not PHOTOS.is_dir():
+        pytest.skip("no photos/val in MATCHER_DATA")
+    extractor, table = SiftExtractor(ExtractorConfig(max_keypoints=512)), {}
+    for number, path in enumerate(find_photos(PHOTOS)[::12]):
+        pixels = read_image(path, resize=400, upright=False).pixels
+        views = [pixels]
+        for level in (1, 2):
+            rng = np.random.default_rng([level, number])
+            homography = draw_homography((pixels.shape[1], pixels.shape[0]), LEVELS[level], rng)
+            views.append(warp(pixels, homography))
+        for view, image in enumerate(views):
+            table[f"{number}-{view}"] = extractor([image_from_array(image)])[0]
+    assert recall(similar_pairs(list(table), table.__getitem__, 2), list(table)) > 0.85
+
+
+def test_global_descriptors_have_unit_length_and_ignore_the_order_of_points(rng):
+    local = rng.normal(size=(300, 16)).astype(np.float32)
+    vocabulary = learn_vocabulary(local, words=16, length=128)
+    one = vocabulary.describe(local[:100])
+    assert one.shape == (128,) and np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(one, vocabulary.describe(local[:100][::-1]), atol=1e-5)
+    assert (vocabulary.describe(np.zeros((0, 16))) == 0).all()
+    assert learn_vocabulary(local[:50], words=32).length == 3 * 16  # fewer words than asked, nothing folded
+    with pytest.raises(UsageError, match="size 16"):
+        vocabulary.describe(local[:, :8])
+    with pytest.raises(UsageError, match="learned from"):
+        learn_vocabulary(np.zeros((0, 16)))
+
+
+def test_folding_keeps_similarities(rng):
+    local = rng.normal(size=(4000, 32)).astype(np.float32)
+    whole, folded = (learn_vocabulary(local, words=64, length=length) for length in (64 * 32, 1024))
+    sets = [local[rng.permutation(4000)[:600]] for _ in range(20)]
+    tables = [np.stack([vocabulary.describe(part) for part in sets]) for vocabulary in (whole, folded)]
+    difference = tables[0] @ tables[0].T - tables[1] @ tables[1].T
+    assert np.abs(difference).max() < 5 / np.sqrt(1024)
+
+
+@pytest.mark.parametrize("rows", [4096, 7])
+def test_neighbours_against_a_sorted_table(rng, monkeypatch, rows):
+    monkeypatch.setattr(retrieval, "_ROWS", rows)
+    table = rng.normal(size=(30, 8)).astype(np.float32)
+    table /= np.linalg.norm(table, axis=1, keepdims=True)
+    table[11] = 0
+    similarity = table @ table.T
+    np.fill_diagonal(similarity, -np.inf)
+    similarity[:, 11] = -np.inf
+    expected = {
+        (min(i, j), max(i, j)) for i in range(30) if i != 11 for j in np.argsort(-similarity[i])[:4].tolist()
+    }
+    found = neighbour_pairs(table, 4)
+    assert set(map(tuple, found.tolist())) == expected and len(found) == len(expected)
+    assert not (found == 11).any()
+
+
+def test_few_pictures_and_pictures_without_keypoints(rng):
+    table = made_up(rng, scenes=1, views=3)
+    empty = Features(keypoints=np.zeros((0, 2)), descriptors=np.zeros((0, 32)), size=(9, 9))
+    table["empty"] = empty
+    assert len(list(similar_pairs(list(table), table.__getitem__, 50))) == 3
+    assert list(similar_pairs(["empty"], table.__getitem__, 1)) == []
+    assert list(similar_pairs([], table.__getitem__, 1)) == []
+    table["other"] = Features(keypoints=np.zeros((4, 2)), descriptors=np.zeros((4, 8)), size=(9, 9))
+    with pytest.raises(UsageError, match="several sizes"):
+        list(similar_pairs(list(table), table.__getitem__, 1))
+    with pytest.raises(UsageError, match="at least 1"):
+        list(similar_pairs(list(table), table.__getitem__, 0))
