@@ -20,6 +20,8 @@ _PUBLIC = {
     "Image": "matcher.types",
     "Matches": "matcher.types",
     "Result": "matcher.types",
+    "Sequence": "matcher.sequence.tracker",
+    "FrameResult": "matcher.sequence.frames",
     "TwoViewGeometry": "matcher.types",
     "read_image": "matcher.images",
     "plot_result": "matcher.drawing",

@@ -1,0 +1,207 @@
+"""Points and layers that fit a time budget, from costs measured on this machine with the first frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from matcher.config import NetworkConfig
+from matcher.frontends.sift import SiftExtractor
+from matcher.network.inference import AttentionMatcher
+from matcher.network.model import Model
+from matcher.pipeline import Pipeline
+from matcher.types import Features, Image
+
+POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_SIZES = (1.0, 0.75, 0.5)  # of the picture that is searched, tried in turn
+_LEAST_LAYERS = 2
+_LEAST_POINTS = 256  # before they are fewer, a smaller picture is searched
+_REST = 6.0  # milliseconds for geometry, tracks and pose
+_SLACK = 0.85  # share of the budget that is planned; the rest is for frames that take longer
+_REPEATS = 3  # of each measurement, of which the median is taken
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a budget led to."""
+
+    budget_ms: float
+    max_keypoints: int
+    layers: int  # 0: a matcher without any
+    resize: int  # longer side of the picture that is searched, in pixels
+    predicted_ms: float  # of a frame
+    fits: bool  # False: even the least is over the budget, and it was taken
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        layers = f", {self.layers} layers" if self.layers else ""
+        verdict = "" if self.fits else "; nothing smaller is offered, so frames will take longer"
+        return (
+            f"{self.max_keypoints} points{layers}, pictures of at most {self.resize} pixels: about "
+            f"{self.predicted_ms:.0f} ms of {self.budget_ms:.0f} ms{verdict}"
+        )
+
+
+def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool = False) -> Choice:
+    """The most points and layers whose cost fits the budget.
+
+    Among those that fit, the one with the largest layers · √points is taken: halving the points loses fewer
+    tracks than halving the layers. The picture is searched at a smaller size only if less than
+    `_LEAST_POINTS` points would be left.
+
+    Args:
+        pipeline: its `max_keypoints`, depth and `resize` are the most that is chosen.
+        image: a frame as it comes, on which the costs are measured (a second or two).
+        budget_ms: for a frame, extraction included.
+        stereo: a frame is two pictures, and two pairs are matched.
+    """
+    best: Choice | None = None
+    side, times = max(image.pixels.shape[:2]), 2 if stereo else 1
+    for factor in _SIZES:
+        resize = max(1, round(side * factor))
+        smaller = _shrunk(image, factor)
+        extract_ms, features = _extraction(pipeline, smaller)
+        cost = matching_cost(pipeline, features)
+        found = _best(pipeline, cost, times, extract_ms, budget_ms, resize)
+        if best is None or found.fits or found.predicted_ms < best.predicted_ms:
+            best = found
+        if found.fits and found.max_keypoints >= min(_LEAST_POINTS, pipeline.config.extractor.max_keypoints):
+            break
+    return best
+
+
+def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
+    """The pipeline with the choice's points, layers and picture size."""
+    config = pipeline.config
+    extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, resize=choice.resize)
+    extractor = pipeline.extractor
+    if isinstance(extractor, SiftExtractor):
+        extractor = SiftExtractor(extractor_config)
+    matcher = with_layers(pipeline.matcher, choice.layers)
+    return replace(
+        pipeline, extractor=extractor, matcher=matcher, config=replace(config, extractor=extractor_config)
+    )
+
+
+def with_layers(matcher: object, layers: int) -> object:
+    """An attention matcher with its first layers only; every other matcher as it is.
+
+    Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
+    """
+    if not _can_be_cut(matcher) or layers >= len(matcher.model.layers):
+        return matcher
+    model = matcher.model
+    config = replace(model.config, context=replace(model.config.context, depth=layers))
+    with torch.random.fork_rng(devices=[]):
+        cut = Model(config)
+    wanted = cut.state_dict().keys()
+    cut.load_state_dict({name: value for name, value in model.state_dict().items() if name in wanted})
+    return AttentionMatcher(cut, device=matcher.device, precision=matcher.precision)
+
+
+def matching_cost(pipeline: Pipeline, features: Features) -> Callable[[int, int], float]:
+    """Milliseconds of matching one pair by points and layers, a plane through measurements.
+
+    c₀ + c₁n + c₂n² + L·(c₃n + c₄n²): embedding and assignment, and attention; early exit is not counted on.
+    """
+    depths = _depths(pipeline)
+    most = min(len(features), max(POINTS))
+    counts = sorted({max(1, most // 4), max(1, most // 2), max(1, most)})
+    rows, values = [], []
+    for layers in {depths[0], depths[-1]}:
+        matcher = _never_early(with_layers(pipeline.matcher, layers))
+        for count in counts:
+            batch = Features.stack([features.select(torch.arange(count))])
+            rows.append(_terms(count, layers))
+            values.append(_milliseconds(lambda m=matcher, b=batch: m(b, b)))
+    weights = 1 / np.maximum(values, 1e-3)
+    solution = _non_negative(np.array(rows) * weights[:, None], np.array(values) * weights)
+    return lambda count, layers: float(_terms(count, layers) @ solution)
+
+
+def _terms(count: int, layers: int) -> np.ndarray:
+    n = count / 1000
+    return np.array([1.0, n, n * n, layers * n, layers * n * n])
+
+
+def _non_negative(a: np.ndarray, b: np.ndarray, rounds: int = 300) -> np.ndarray:
+    """Least squares with no negative coefficient: no cost falls with more points (coordinate descent)."""
+    x, gram, target = np.zeros(a.shape[1]), a.T @ a, a.T @ b
+    for _ in range(rounds):
+        for i in range(len(x)):
+            x[i] = max(0.0, x[i] + (target[i] - gram[i] @ x) / max(gram[i, i], 1e-12))
+    return x
+
+
+def _best(
+    pipeline: Pipeline,
+    cost: Callable[[int, int], float],
+    times: int,
+    extract_ms: float,
+    budget_ms: float,
+    resize: int,
+) -> Choice:
+    most = pipeline.config.extractor.max_keypoints
+    counts = [n for n in POINTS if n < most] + [most]
+    rows = []
+    for count, layers in product(counts, _depths(pipeline)):
+        predicted = times * (extract_ms + cost(count, layers)) + _REST
+        rows.append(Choice(budget_ms, count, layers, resize, predicted, predicted <= _SLACK * budget_ms))
+    fitting = [row for row in rows if row.fits]
+    if fitting:
+        return max(fitting, key=lambda row: (max(1, row.layers) * row.max_keypoints**0.5, -row.predicted_ms))
+    return min(rows, key=lambda row: row.predicted_ms)
+
+
+def _depths(pipeline: Pipeline) -> list[int]:
+    if not _can_be_cut(pipeline.matcher):
+        return [pipeline.layers]
+    depth = len(pipeline.matcher.model.layers)
+    return list(range(min(_LEAST_LAYERS, depth), depth + 1))
+
+
+def _can_be_cut(matcher: object) -> bool:
+    return isinstance(matcher, AttentionMatcher) and matcher.model.config.assignment.every_layer
+
+
+def _never_early(matcher: object) -> object:
+    if not isinstance(matcher, AttentionMatcher):
+        return matcher
+    config: NetworkConfig = matcher.model.config
+    with torch.random.fork_rng(devices=[]):
+        full = Model(replace(config, adaptivity=replace(config.adaptivity, early_exit=False, pruning=False)))
+    full.load_state_dict(matcher.model.state_dict())
+    return AttentionMatcher(full, device=matcher.device, precision=matcher.precision)
+
+
+def _extraction(pipeline: Pipeline, image: Image) -> tuple[float, Features]:
+    features = pipeline.extractor([image])[0]
+    return _milliseconds(lambda: pipeline.extractor([image])), features
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    run()  # the first time memory is taken and kernels are chosen
+    times = []
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        run()
+        times.append(1000 * (perf_counter() - start))
+    return float(np.median(times))
+
+
+def _shrunk(image: Image, factor: float) -> Image:
+    import cv2
+
+    if factor == 1.0:
+        return image
+    height, width = image.pixels.shape[:2]
+    size = (max(1, round(width * factor)), max(1, round(height * factor)))
+    pixels = cv2.resize(image.pixels, size, interpolation=cv2.INTER_AREA)
+    mask = None if image.mask is None else cv2.resize(image.mask.astype(np.uint8), size) > 0
+    scale = (image.scale[0] * size[0] / width, image.scale[1] * size[1] / height)
+    return replace(image, pixels=pixels, mask=mask, scale=scale)

@@ -1,0 +1,103 @@
+"""Partners that matching missed, found where the links it made say that the points must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+_NEIGHBOURS = 6  # links whose median motion predicts a point's
+_ONE_TREE, _UNLIMITED = 4, -1  # FLANN's exact tree of few dimensions
+_CLOSER = 0.95  # the best candidate is nearer than this share of the second one's distance
+_LIKE_LINKS = 98  # percentile of the links' descriptor distances that a new one must keep below
+
+
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """What the trusted links of two frames say of where other points are and how alike they look."""
+
+    start: np.ndarray  # (K, 2) pixels of the links in the earlier frame
+    end: np.ndarray  # (K, 2) and in the later one
+    limit: float  # distance of descriptors that nearly all links keep below
+    radius: float  # pixels around a predicted place in which a partner is searched
+    fundamental: np.ndarray | None = None  # (3, 3) of the two frames
+    tolerance: float = 1.5  # pixels to the epipolar line in the later frame
+
+    @property
+    def knows(self) -> bool:
+        """Whether there are links enough to predict anything."""
+        return len(self.start) >= _NEIGHBOURS
+
+    def motion(self, points: np.ndarray) -> np.ndarray:
+        """(N, 2) median motion of the links that begin nearest to each point (N, 2)."""
+        if len(points) == 0:
+            return np.zeros((0, 2), np.float32)
+        start, queries = (np.ascontiguousarray(p, dtype=np.float32) for p in (self.start, points))
+        tree = cv2.flann_Index(start, {"algorithm": _ONE_TREE})
+        nearest, _ = tree.knnSearch(queries, _NEIGHBOURS, params={"checks": _UNLIMITED})
+        return np.median((self.end - self.start)[nearest], axis=1)
+
+
+def typical_limit(descriptors0: np.ndarray, descriptors1: np.ndarray) -> float:
+    """The distance that `_LIKE_LINKS` percent of linked descriptors (K, D) keep below; 0 without links."""
+    if len(descriptors0) == 0:
+        return 0.0
+    return float(np.percentile(np.linalg.norm(descriptors0 - descriptors1, axis=1), _LIKE_LINKS))
+
+
+def search_guided(
+    points0: np.ndarray,
+    descriptors0: np.ndarray,
+    points1: np.ndarray,
+    descriptors1: np.ndarray,
+    guide: Guide,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Partners near the predicted place and the epipolar line, alike, clearly the best, and mutual.
+
+    Args:
+        points0: (N, 2) pixels in the earlier frame that have no partner.
+        descriptors0: (N, D) float32, of any one kind; the guide says how alike is alike enough.
+        points1: (M, 2) pixels in the later frame that have none.
+        descriptors1: (M, D) float32.
+        guide: from the links that the two frames have.
+
+    Returns:
+        (L, 2) int64 rows of the two sides and (L,) float32 scores, 1 − distance / distance of the second.
+    """
+    if not guide.knows or 0 in (len(points0), len(points1)):
+        return np.zeros((0, 2), np.int64), np.zeros(0, np.float32)
+    near = _squares(points0 + guide.motion(points0), points1) <= guide.radius**2
+    rows, columns = np.nonzero(near)
+    if guide.fundamental is not None:
+        good = _line_distance(points0[rows], points1[columns], guide.fundamental) <= guide.tolerance
+        rows, columns = rows[good], columns[good]
+    distance = np.full(near.shape, np.inf, np.float32)
+    distance[rows, columns] = np.linalg.norm(descriptors0[rows] - descriptors1[columns], axis=1)
+    return _mutual(distance, guide.limit)
+
+
+def _squares(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """(N, M) squared distances of pixels (N, 2) and (M, 2)."""
+    return (points0[:, :1] - points1[:, 0]) ** 2 + (points0[:, 1:] - points1[:, 1]) ** 2
+
+
+def _line_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
+    """(C,) distance of points of picture 1 (C, 2) to the lines of their partners in picture 0 (C, 2)."""
+    lines = np.column_stack([points0, np.ones(len(points0))]) @ fundamental.T
+    residual = np.sum(lines[:, :2] * points1, axis=1) + lines[:, 2]
+    return np.abs(residual) / np.maximum(np.linalg.norm(lines[:, :2], axis=1), 1e-12)
+
+
+def _mutual(distance: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns (L, 2) of entries that are the least of both, within the limit and clearly so."""
+    rows = np.arange(len(distance))
+    columns = distance.argmin(axis=1)
+    best = distance[rows, columns]
+    rest = distance.copy()
+    rest[rows, columns] = np.inf
+    second = rest.min(axis=1)
+    keep = (distance.argmin(axis=0)[columns] == rows) & (best <= limit) & (best <= _CLOSER * second)
+    scores = 1 - best[keep] / np.maximum(np.minimum(second[keep], 2 * limit), 1e-12)
+    pairs = np.stack([rows[keep], columns[keep]], axis=1).astype(np.int64)
+    return pairs, np.clip(scores, 0, 1).astype(np.float32)

@@ -1,0 +1,59 @@
+"""Frames that are kept: the last one, and the keyframes that later ones are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from matcher.sequence.frames import Links
+from matcher.types import Features, Image
+
+
+@dataclass(eq=False)
+class KeptFrame:
+    """A frame's features and what has become known of it; nothing of it is extracted or matched twice."""
+
+    index: int
+    image: Image  # without its pixels: size, scale, orientation
+    features: Features
+    keypoints: np.ndarray  # (N, 2) float32 pixels
+    descriptors: np.ndarray  # (N, D) float32
+    track_ids: np.ndarray  # (N,) int64
+    depths: np.ndarray  # (N,) float64, NaN where unknown
+    T_to_world: np.ndarray | None = None  # (4, 4)
+    most_links: int = 0  # that a later frame had to it
+    begins_anew: bool = False  # it was linked to nothing before it
+
+
+@dataclass(frozen=True)
+class KeyframeRule:
+    """When a frame becomes a keyframe."""
+
+    kept: float = 0.65  # fewer of the tracks that the keyframe's next frame had are left
+    parallax: float = 0.12  # median way since the keyframe, as a share of the picture's diagonal
+
+    def wants(self, kept: float, parallax: float, size: tuple[int, int]) -> bool:
+        """Whether a frame with this share of tracks and this parallax (pixels) is to be the next keyframe."""
+        return kept < self.kept or parallax > self.parallax * float(np.hypot(*size))
+
+
+def through(keyframe: KeptFrame, previous: KeptFrame, links: Links) -> np.ndarray:
+    """(K, 2) int64 points of the keyframe and of a frame that `links` joins to the previous one.
+
+    They are joined where the previous frame's point of a consistent link is on a track of the keyframe.
+    """
+    indices = links.indices[links.consistent]
+    _, here, there = np.intersect1d(
+        keyframe.track_ids, previous.track_ids[indices[:, 0]], assume_unique=True, return_indices=True
+    )
+    return np.stack([here, indices[there, 1]], axis=1).astype(np.int64)
+
+
+def median_parallax(earlier: KeptFrame, keypoints: np.ndarray, links: Links) -> float:
+    """Median way in pixels of the points of consistent links; 0 without any."""
+    indices = links.indices[links.consistent]
+    if len(indices) == 0:
+        return 0.0
+    step = keypoints[indices[:, 1]] - earlier.keypoints[indices[:, 0]]
+    return float(np.median(np.linalg.norm(step, axis=1)))

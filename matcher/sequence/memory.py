@@ -1,0 +1,114 @@
+"""What is remembered of a sequence, and how a new frame joins it: links, tracks, pose, keyframes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from matcher.config import EstimationConfig
+from matcher.estimation import RobustEstimator
+from matcher.sequence.frames import FrameStatus, Links
+from matcher.sequence.guided import Guide
+from matcher.sequence.keyframes import KeptFrame, KeyframeRule, median_parallax, through
+from matcher.sequence.linking import Linker
+from matcher.sequence.missing import Missing
+from matcher.sequence.places import MatchPairs, Places, find_place
+from matcher.sequence.poses import Poses
+from matcher.sequence.tracks import Tracks
+from matcher.types import Matches
+
+CANDIDATES = 3  # keyframes that a lost frame is compared with
+
+
+class Memory:
+    """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
+
+    def __init__(self, poses: Poses, window: int, guided: bool, rule: KeyframeRule) -> None:
+        self.linker = Linker(RobustEstimator(EstimationConfig(kind="fundamental")), guided)
+        self.poses, self.places = poses, Places()
+        self.keyframes: deque[KeptFrame] = deque(maxlen=window)
+        self.previous: KeptFrame | None = None
+        self._keyframe: KeptFrame | None = None
+        self._rule, self._tracks, self._missing = rule, Tracks(), Missing()
+        self._guide: Guide | None = None
+
+    def link(
+        self, current: KeptFrame, matches: Matches | None, match: MatchPairs
+    ) -> tuple[FrameStatus, Links | None, Links | None]:
+        """Links to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
+        previous, keyframe = self.previous, self._keyframe
+        if previous is None:
+            return "first", None, None
+        to_previous, self._guide = self.linker.verify(previous, current, matches)
+        if keyframe is previous:
+            to_keyframe = to_previous
+        else:
+            to_keyframe = self.linker.complete(keyframe, current, through(keyframe, previous, to_previous))
+            if not to_keyframe.consistent.any():
+                direct = match([(keyframe.features, current.features)])[0]
+                to_keyframe, _ = self.linker.verify(keyframe, current, direct)
+        if to_keyframe.consistent.any():
+            return "tracked", to_previous, to_keyframe
+        if to_previous.consistent.any():  # the keyframe is out of sight before another was made
+            self._keep(previous)
+            return "tracked", to_previous, to_previous
+        others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
+        likely = self.places.likely(current, others, CANDIDATES)
+        if (found := find_place(match, self.linker, current, likely)) is not None:
+            self._keyframe = found[0]
+            return "tracked", to_previous, found[1]
+        return "lost", to_previous, None
+
+    def identify(
+        self, current: KeptFrame, to_previous: Links | None, to_keyframe: Links | None
+    ) -> np.ndarray:
+        """Give the points their track ids; returns their lengths."""
+        offers = [
+            (earlier.track_ids, links.indices[links.consistent])
+            for earlier, links in ((self.previous, to_previous), (self._keyframe, to_keyframe))
+            if links is not None
+        ]
+        if to_previous is not None and self.linker.guided:
+            taken = np.concatenate([indices[:, 1] for _, indices in offers])
+            offers.append((self._missing.track_ids, self._missing.find(current, taken, self._guide)))
+        current.track_ids, lengths = self._tracks.extend(len(current.keypoints), offers)
+        if to_previous is not None:
+            self._missing.update(self.previous, current, to_previous, self._guide)
+        return lengths
+
+    def place(self, current: KeptFrame, status: FrameStatus, links: Links | None) -> dict[str, object]:
+        """Pose of the frame and whether it becomes a keyframe: fields of its result."""
+        keyframe = self._keyframe
+        if links is None:
+            pose_status = self.poses.begin(current) if status == "first" else self.poses.bridge(current)
+            current.begins_anew = status == "lost"
+            if self.keyframes and self.keyframes[-1].begins_anew and not self.keyframes[-1].most_links:
+                self.keyframes.pop()  # one lost frame after the other must not push out what is known
+            self._keep(current)
+            return {"is_keyframe": True, "pose_status": pose_status}
+        pose_status, T = self.poses.locate(keyframe, current, links)
+        agreeing = int(links.consistent.sum())
+        keyframe.most_links = max(keyframe.most_links, agreeing)
+        kept, parallax = agreeing / keyframe.most_links, median_parallax(keyframe, current.keypoints, links)
+        wanted = self._rule.wants(kept, parallax, current.image.size)
+        if wanted and (pose_status in ("ok", "no_camera") or kept < self._rule.kept / 2):
+            self.poses.promote(keyframe, current, links, T)
+            self._keep(current)
+        return {
+            "is_keyframe": self._keyframe is current,
+            "keyframe": keyframe.index,
+            "parallax": parallax,
+            "kept": kept,
+            "pose_status": pose_status,
+            "T_keyframe_to_frame": T,
+        }
+
+    def close(self, current: KeptFrame) -> None:
+        """The frame becomes the last one; what nothing needs any more is forgotten."""
+        self.previous = current
+        self._tracks.forget(current.track_ids, self._keyframe.track_ids, self._missing.track_ids)
+
+    def _keep(self, frame: KeptFrame) -> None:
+        self._keyframe = frame
+        self.keyframes.append(frame)

@@ -1,0 +1,168 @@
+"""Where the camera is: from the keyframe's depths, or, with one camera, by making them first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from matcher.config import EstimationConfig
+from matcher.estimation import RobustEstimator
+from matcher.geometry import resize_points
+from matcher.sequence.frames import Links, PoseStatus
+from matcher.sequence.keyframes import KeptFrame
+from matcher.sequence.odometry import MIN_POINTS, carry_depths, solve_pose, triangulate
+from matcher.types import Camera
+
+_START_ANGLE = 1.0  # degrees of parallax with which one camera may start
+_START_SHARE = 0.3  # of the points that must have it
+_SAME_SHAPE = 0.01  # relative difference of the sides' ratio up to which a frame counts as resized
+
+
+class Poses:
+    """Follows the pose from keyframe to frame and fills in the depths of keyframes.
+
+    With two cameras depths are measured. With one, the first keyframe's are triangulated once enough parallax
+    shows; that first baseline is the unit of length. Later keyframes inherit depths and triangulate more.
+    """
+
+    def __init__(self, camera: Camera | None, *, measured: bool) -> None:
+        self.camera = camera
+        self._measured = measured  # depths come from pairs, so none may be made of an unknown scale
+        self._size: tuple[int, int] | None = None  # of the pictures that the camera is for: the first ones
+        self._last: tuple[int, np.ndarray] | None = None  # frame and its pose
+        self._motion = np.eye(4)  # of one frame in its own camera's coordinates
+
+    def begin(self, frame: KeptFrame) -> PoseStatus:
+        """The first frame, whose camera is the world."""
+        if self.camera is None:
+            return "no_camera"
+        self._size = frame.image.size
+        return self._settle(frame, np.eye(4))
+
+    def locate(
+        self, keyframe: KeptFrame, frame: KeptFrame, links: Links
+    ) -> tuple[PoseStatus, np.ndarray | None]:
+        """Status and T_keyframe_to_frame of a frame that is linked to a keyframe; sets its pose.
+
+        Depths of the keyframe that one camera could not know before may be filled in.
+        """
+        if self.camera is None:
+            return "no_camera", None
+        places = [self._pixels(f) for f in (keyframe, frame)]
+        if any(place is None for place in places):
+            return "other_size", None
+        indices = links.indices[links.consistent]
+        points0, points1 = (place[indices[:, side]] for side, place in enumerate(places))
+        depths = keyframe.depths[indices[:, 0]]
+        if np.count_nonzero(np.isfinite(depths)) >= MIN_POINTS:
+            T, _ = solve_pose(points0, depths, points1, self.camera, self._coarseness(frame))
+            status: PoseStatus = "ok" if T is not None else "too_few"
+        elif self._measured:
+            return "too_few", None
+        else:
+            T = self._start(keyframe, frame, points0, points1)
+            status = "ok" if T is not None else "starting"
+        if T is None:
+            return status, None
+        scale = self._coarseness(frame)
+        unknown = ~np.isfinite(depths)
+        new, _ = triangulate(points0[unknown], points1[unknown], T, self.camera, scale)
+        keyframe.depths[indices[unknown, 0]] = new
+        if keyframe.T_to_world is not None:
+            self._settle(frame, keyframe.T_to_world @ np.linalg.inv(T))
+        return status, T
+
+    def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: Links, T: np.ndarray | None) -> None:
+        """Give a frame that becomes a keyframe the depths that the keyframe before it knows."""
+        places = [self._pixels(f) for f in (keyframe, frame)]
+        if T is None or any(place is None for place in places):
+            return
+        indices = links.indices[links.consistent]
+        depths = keyframe.depths[indices[:, 0]]
+        carried = carry_depths(places[0][indices[:, 0]], depths, T, self.camera)
+        unknown = ~np.isfinite(frame.depths[indices[:, 1]])
+        frame.depths[indices[unknown, 1]] = carried[unknown]
+
+    def relative(
+        self, keyframe: KeptFrame, frame: KeptFrame, links: Links
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """T_keyframe_to_frame and T_to_world of a frame that is no part of the sequence; nothing is changed.
+
+        Where the keyframe's depths are not known, the first has a translation of length 1 and the second is
+        None; where no pose is found, both are None.
+        """
+        places = [self._pixels(f) for f in (keyframe, frame)]
+        if self.camera is None or any(place is None for place in places):
+            return None, None
+        indices = links.indices[links.consistent]
+        points0, points1 = (place[indices[:, side]] for side, place in enumerate(places))
+        depths = keyframe.depths[indices[:, 0]]
+        T, _ = solve_pose(points0, depths, points1, self.camera, self._coarseness(frame))
+        if T is None:
+            return self._essential(points0, points1, self._coarseness(frame))[0], None
+        world = keyframe.T_to_world
+        return T, None if world is None else world @ np.linalg.inv(T)
+
+    def bridge(self, frame: KeptFrame) -> PoseStatus:
+        """After a loss the last motion is carried on, so that the path goes on: a guess."""
+        if self.camera is None:
+            return "no_camera"
+        if self._last is None:
+            return "starting"
+        before, pose = self._last
+        frame.T_to_world = pose @ np.linalg.matrix_power(self._motion, frame.index - before)
+        return "bridged"
+
+    def _settle(self, frame: KeptFrame, pose: np.ndarray) -> PoseStatus:
+        if self._last is not None:
+            before, last = self._last
+            step = np.linalg.inv(last) @ pose
+            # Over a gap of several frames the motion of one is not known exactly; its share is near enough.
+            step[:3, 3] /= max(1, frame.index - before)
+            self._motion = step if frame.index - before == 1 else _translation(step)
+        frame.T_to_world = pose
+        self._last = (frame.index, pose)
+        return "ok"
+
+    def _start(
+        self, keyframe: KeptFrame, frame: KeptFrame, points0: np.ndarray, points1: np.ndarray
+    ) -> np.ndarray | None:
+        """The pose by an essential matrix once there is parallax; its baseline has the length last known."""
+        T, inliers = self._essential(points0, points1, self._coarseness(frame))
+        if T is None:
+            return None
+        _, angles = triangulate(points0[inliers], points1[inliers], T, self.camera)
+        if np.mean(angles >= _START_ANGLE) < _START_SHARE:
+            return None
+        step = float(np.linalg.norm(self._motion[:3, 3]))
+        T[:3, 3] *= step * (frame.index - keyframe.index) if step > 0 else 1.0
+        return T
+
+    def _essential(
+        self, points0: np.ndarray, points1: np.ndarray, scale: float
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """T_0to1 (4, 4) of unit translation, or None; and (K,) bool, the points that agree."""
+        estimator = RobustEstimator(EstimationConfig(kind="essential"))
+        cameras = (self.camera, self.camera)
+        geometry = estimator(points0, points1, cameras=cameras, thresholds_scale=scale)
+        return (geometry.T_0to1 if geometry.status == "ok" else None), geometry.inliers
+
+    def _coarseness(self, frame: KeptFrame) -> float:
+        """Camera pixels for one pixel of the frame as its points were found."""
+        ratio = self._size[0] / (frame.image.size[0] * frame.image.scale[0])
+        return float(ratio)
+
+    def _pixels(self, frame: KeptFrame) -> np.ndarray | None:
+        """(N, 2) keypoints in pixels of the size that the camera is for; None where the shape differs."""
+        size = frame.image.size
+        if self._size is None or size == self._size:
+            return frame.keypoints.astype(np.float64)
+        scale = (self._size[0] / size[0], self._size[1] / size[1])
+        if abs(scale[0] / scale[1] - 1) > _SAME_SHAPE:
+            return None
+        return resize_points(frame.keypoints.astype(np.float64), scale)
+
+
+def _translation(step: np.ndarray) -> np.ndarray:
+    moved = np.eye(4)
+    moved[:3, 3] = step[:3, 3]
+    return moved

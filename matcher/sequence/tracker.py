@@ -1,0 +1,272 @@
+"""The session: one frame after the other in; tracks, keyframes, poses and depth out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Unpack
+
+import numpy as np
+
+from matcher.pipeline import GRID_KIND, Picture, Pipeline, load
+from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.sequence.budget import Choice, choose, limited
+from matcher.sequence.clock import Clock
+from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
+from matcher.sequence.keyframes import KeptFrame, KeyframeRule
+from matcher.sequence.latency import Latency
+from matcher.sequence.memory import CANDIDATES, Memory
+from matcher.sequence.places import find_place
+from matcher.sequence.poses import Poses
+from matcher.sequence.stereo import chosen, depths_of, within_window
+from matcher.types import Camera, Features, Image, Matches, UsageError
+
+
+class Sequence:
+    """Follows points through frames that come in order; what it says of each is NumPy.
+
+        sequence = matcher.Sequence(camera=matcher.Camera(fx, fy, cx, cy), max_keypoints=512)
+        for picture, time in frames:
+            result = sequence.push(picture, time)
+            result.keypoints, result.track_ids, result.T_to_world
+
+    A frame's features are extracted once and matched to the last frame; links to the keyframe follow from the
+    tracks and a search near them. Blank, dropped and late frames are passed over; after a loss the kept
+    keyframes are tried, and where none fits tracks begin anew and the last motion is carried on.
+    """
+
+    def __init__(
+        self,
+        preset: str | Pipeline = DEFAULT_PRESET,
+        camera: Camera | None = None,
+        *,
+        baseline: float | None = None,
+        budget_ms: float | None = None,
+        window: int = 30,
+        epipolar_window: float | None = None,
+        guided: bool = True,
+        rule: KeyframeRule = KeyframeRule(),
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        """Set up; nothing is measured or matched before the first frame.
+
+        Args:
+            preset: a name in `PRESETS`, or a pipeline.
+            camera: in pixels of the first frame; without it there are no poses.
+            baseline: distance between the cameras of rectified pairs, for depth; its unit is that of poses,
+                which then come from pairs alone.
+            budget_ms: for a frame; points and layers are chosen for it at the first frame (`choice`).
+            window: keyframes that are kept.
+            epipolar_window: pixels that the rows of a left/right match may differ by; None keeps all matches.
+            guided: search near predicted places for links that matching missed.
+            rule: when a frame becomes a keyframe.
+            options: as `matcher.load` takes them, but for geometry.
+
+        Raises:
+            UsageError: a value that cannot be used, or a preset without keypoints.
+        """
+        _check(baseline, budget_ms, window, epipolar_window)
+        self.pipeline = _pipeline(preset, options)
+        self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
+        self.choice: Choice | None = None
+        self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
+        poses = Poses(camera, measured=baseline is not None)
+        self._memory = Memory(poses, window, guided, rule)
+        self._count = 0
+        self._spent: dict[str, float] = {}
+
+    @property
+    def keyframes(self) -> tuple[int, ...]:
+        """Indices of the frames that are kept as keyframes, oldest first."""
+        return tuple(keyframe.index for keyframe in self._memory.keyframes)
+
+    def latency(self) -> dict[str, dict[str, float]]:
+        """Stage → p50, p95, p99 and max in milliseconds, of the last 512 frames that were not passed over."""
+        return self._latency.percentiles()
+
+    def push(self, frame: Picture | None, timestamp: float | None = None) -> FrameResult:
+        """Take in the next frame.
+
+        Args:
+            frame: a path, an array as `Pipeline.match` takes it, or None for one that was dropped.
+            timestamp: in seconds; a frame older than the last one is passed over, unless the clock was set
+                back for good.
+
+        Raises:
+            ImageError: the picture cannot be read; the sequence is as before, so None may follow.
+            UsageError: an array or a timestamp that cannot be used; likewise.
+        """
+        return self._push(frame, None, timestamp)
+
+    def push_stereo(
+        self, left: Picture | None, right: Picture | None, timestamp: float | None = None
+    ) -> FrameResult:
+        """Take in a rectified pair; keypoints are the left picture's, with depth where the right has them.
+
+        Without a camera and a baseline there is no depth. Arguments and errors as in `push`.
+
+        Raises:
+            UsageError: also where the pictures differ in size.
+        """
+        if left is None or right is None:
+            return self._push(None, None, timestamp)
+        return self._push(left, right, timestamp)
+
+    def relocalise(self, frame: Picture, candidates: int = CANDIDATES) -> Relocalisation:
+        """Find the kept keyframe that shows the same place; the sequence is left as it was.
+
+        Args:
+            frame: as in `push`.
+            candidates: keyframes that are matched, the likeliest by global descriptor.
+
+        Raises:
+            ImageError, UsageError: as in `push`.
+        """
+        image = self.pipeline.read(frame)
+        kept = self._kept(image, self._extract([image])[0])
+        likely = self._memory.places.likely(kept, self._memory.keyframes, candidates)
+        tried = tuple(keyframe.index for keyframe in likely)
+        found = find_place(self.pipeline.match_features_batch, self._memory.linker, kept, likely)
+        if found is None:
+            return Relocalisation(None, tried, keypoints=kept.keypoints)
+        keyframe, links = found
+        T, world = self._memory.poses.relative(keyframe, kept, links)
+        return Relocalisation(keyframe.index, tried, links, kept.keypoints, T, world)
+
+    def _push(self, frame: Picture | None, right: Picture | None, timestamp: float | None) -> FrameResult:
+        self._spent = {}
+        if frame is None:
+            return self._pass_over("dropped", timestamp)
+        images = self._read(frame, right)
+        if not self._clock.accepts(timestamp):
+            return self._pass_over("out_of_order", timestamp, images[0].size)
+        with self._timed("extract"):
+            features = self._extract(images)
+        if len(features[0]) == 0:
+            return self._pass_over("blank", timestamp, images[0].size)
+        current = self._kept(images[0], features[0])
+        with self._timed("match"):
+            earlier, pair = self._match(features)
+        with self._timed("verify"):
+            match = self.pipeline.match_features_batch
+            status, to_previous, to_keyframe = self._memory.link(current, earlier, match)
+            lengths = self._memory.identify(current, to_previous, to_keyframe)
+        with self._timed("pose"):
+            if pair is not None and self.camera is not None and self.baseline is not None:
+                current.depths[:] = depths_of(pair, len(current.keypoints), self.camera.fx, self.baseline)
+            found = self._memory.place(current, status, to_keyframe)
+        milliseconds = {**self._spent, "total": sum(self._spent.values())}
+        self._latency.add(milliseconds)
+        self._memory.close(current)
+        self._count += 1
+        return FrameResult(
+            index=current.index,
+            timestamp=timestamp,
+            status=status,
+            size=current.image.size,
+            keypoints=current.keypoints.copy(),
+            track_ids=current.track_ids.copy(),
+            track_lengths=lengths,
+            to_previous=to_previous,
+            to_keyframe=to_keyframe,
+            T_to_world=current.T_to_world,
+            depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
+            milliseconds=milliseconds,
+            **found,
+        )
+
+    def _read(self, frame: Picture, right: Picture | None) -> list[Image]:
+        """The pictures as the front end wants them; the first ones decide how a budget is spent."""
+        pictures = [frame] if right is None else [frame, right]
+        with self._timed("read"):
+            images = [self.pipeline.read(picture) for picture in pictures]
+        if right is not None and images[0].size != images[1].size:
+            raise UsageError(f"a rectified pair has one size, not {images[0].size} and {images[1].size}")
+        if self.budget_ms is None or self.choice is not None or not len(self._extract(images[:1])[0]):
+            return images
+        self.choice = choose(self.pipeline, images[0], self.budget_ms, stereo=right is not None)
+        self.pipeline = limited(self.pipeline, self.choice)
+        return [self.pipeline.read(picture) for picture in pictures]
+
+    def _extract(self, images: list[Image]) -> list[Features]:
+        """Features of each picture; beyond the points chosen, the weakest are left out."""
+        features = self.pipeline.extractor(images)
+        most = None if self.choice is None else self.choice.max_keypoints
+        if most is None:
+            return features
+        return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in features]
+
+    def _kept(self, image: Image, features: Features) -> KeptFrame:
+        arrays = [tensor.float().cpu().numpy() for tensor in (features.keypoints, features.descriptors)]
+        points, descriptors = (np.ascontiguousarray(array) for array in arrays)
+        return KeptFrame(
+            index=self._count,
+            image=replace(image, pixels=image.pixels[:0], mask=None),
+            features=features,
+            keypoints=points,
+            descriptors=descriptors,
+            track_ids=np.full(len(points), -1, np.int64),
+            depths=np.full(len(points), np.nan),
+        )
+
+    def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
+        """Matches previous → this and left → right, in one batch."""
+        previous = self._memory.previous
+        pairs = [] if previous is None else [(previous.features, features[0])]
+        if len(features) > 1 and len(features[1]):
+            pairs.append((features[0], features[1]))
+        found = self.pipeline.match_features_batch(pairs)
+        earlier = None if previous is None else found[0]
+        pair = found[-1] if len(features) > 1 and len(features[1]) else None
+        return earlier, None if pair is None else chosen(pair, within_window(pair, self._window))
+
+    def _pass_over(
+        self, status: FrameStatus, timestamp: float | None, size: tuple[int, int] = (0, 0)
+    ) -> FrameResult:
+        """A frame that nothing is linked to; the next one is linked to the last that was seen."""
+        self._count += 1
+        milliseconds = {**self._spent, "total": sum(self._spent.values())}
+        return FrameResult(
+            index=self._count - 1,
+            timestamp=timestamp,
+            status=status,
+            size=size,
+            keypoints=np.zeros((0, 2), np.float32),
+            track_ids=np.zeros(0, np.int64),
+            track_lengths=np.zeros(0, np.int64),
+            milliseconds=milliseconds,
+        )
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        self._spent[stage] = 1000 * (perf_counter() - start)
+
+
+def _pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
+    if isinstance(preset, Pipeline):
+        if options:
+            raise UsageError(f"a pipeline is complete; {', '.join(options)} cannot be added to it")
+        pipeline = preset
+    else:
+        pipeline = load(preset, **options)
+    if pipeline.config.extractor.kind == GRID_KIND:
+        raise UsageError("a sequence follows keypoints; this preset has only the cells of a grid")
+    return pipeline
+
+
+def _check(
+    baseline: float | None, budget_ms: float | None, window: int, epipolar_window: float | None
+) -> None:
+    for name, value in (
+        ("baseline", baseline),
+        ("budget_ms", budget_ms),
+        ("epipolar_window", epipolar_window),
+    ):
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{name} must be a positive number, not {value!r}")
+    if type(window) is not int or window < 2:
+        raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")

@@ -1,0 +1,127 @@
+"""Trajectories: TUM and KITTI files, relative errors over segments, scale of a single camera's path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from matcher.files import write_whole
+from matcher.types import UsageError
+
+
+@dataclass(frozen=True)
+class SegmentError:
+    """Mean error over all segments of one length."""
+
+    length: float  # metres along the true path
+    count: int  # segments
+    translation: float  # share of the length
+    rotation: float  # degrees a metre
+
+
+def as_quaternion(rotation: np.ndarray) -> np.ndarray:
+    """(4,) x y z w, w ≥ 0, of a rotation (3, 3)."""
+    axis = cv2.Rodrigues(np.asarray(rotation, np.float64))[0].ravel()
+    angle = float(np.linalg.norm(axis))
+    half = np.sinc(angle / (2 * np.pi)) / 2  # sin(angle / 2) / angle, also at 0
+    return np.append(axis * half, np.cos(angle / 2))
+
+
+def as_rotation(quaternion: np.ndarray) -> np.ndarray:
+    """(3, 3) of a quaternion x y z w of any length but 0."""
+    x, y, z, w = np.asarray(quaternion, np.float64) / np.linalg.norm(quaternion)
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    return np.eye(3) + 2 * w * cross + 2 * cross @ cross
+
+
+def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
+    """A line a pose: `t x y z qx qy qz qw`, camera to world (4, 4), in the order of the frames.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = []
+    for time, pose in zip(timestamps, poses, strict=True):
+        values = (*pose[:3, 3], *as_quaternion(pose[:3, :3]))
+        lines.append(f"{time:.6f} " + " ".join(f"{value:.9g}" for value in values))
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
+    """Camera-to-world poses from a file of KITTI (12 numbers a line, 3×4) or TUM (8 numbers).
+
+    Returns:
+        timestamps (N,) or None (KITTI has none), and poses (N, 4, 4).
+
+    Raises:
+        UsageError: the file cannot be read or holds something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        values = np.array([[float(word) for word in row] for row in rows])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as poses ({error})") from error
+    if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
+        raise UsageError(f"{path}: a pose file has 12 numbers a line (KITTI) or 8 (TUM) in every line")
+    poses = np.tile(np.eye(4), (len(values), 1, 1))
+    if values.shape[1] == 12:
+        poses[:, :3] = values.reshape(-1, 3, 4)
+        return None, poses
+    if not np.linalg.norm(values[:, 4:], axis=1).all():
+        raise UsageError(f"{path}: a quaternion of length 0 is no rotation")
+    poses[:, :3, :3] = [as_rotation(row) for row in values[:, 4:]]
+    poses[:, :3, 3] = values[:, 1:4]
+    return values[:, 0], poses
+
+
+def path_length(poses: np.ndarray) -> np.ndarray:
+    """(N,) distance travelled up to each pose (N, 4, 4)."""
+    steps = np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1)
+    return np.concatenate([[0.0], np.cumsum(steps)])
+
+
+def segment_errors(
+    truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40)
+) -> list[SegmentError]:
+    """Relative errors as KITTI's odometry benchmark has them (Geiger et al. 2012), from every frame on.
+
+    Args:
+        truth: (N, 4, 4) camera to world, metres.
+        found: (N, 4, 4) of the same frames, in any world frame.
+        lengths: of the segments in metres of the true path; those longer than the path are left out.
+    """
+    travelled, errors = path_length(truth), []
+    for length in lengths:
+        rows = []
+        for start in range(len(truth)):
+            end = int(np.searchsorted(travelled, travelled[start] + length))
+            if end < len(truth):
+                error = _relative(found, start, end) @ np.linalg.inv(_relative(truth, start, end))
+                turn = np.clip((np.trace(error[:3, :3]) - 1) / 2, -1, 1)
+                rows.append((np.linalg.norm(error[:3, 3]), np.rad2deg(np.arccos(turn))))
+        if rows:
+            translation, rotation = np.mean(rows, axis=0) / length
+            errors.append(SegmentError(float(length), len(rows), float(translation), float(rotation)))
+    return errors
+
+
+def _relative(poses: np.ndarray, start: int, end: int) -> np.ndarray:
+    return np.linalg.inv(poses[end]) @ poses[start]
+
+
+def align(truth: np.ndarray, found: np.ndarray, *, with_scale: bool) -> np.ndarray:
+    """The found poses (N, 4, 4) in the frame of the true ones: the first frames are made equal.
+
+    With `with_scale` the path is also scaled so that the positions fit best, which one camera cannot know.
+    """
+    local = np.linalg.inv(found[0]) @ found
+    if with_scale:
+        wanted = (np.linalg.inv(truth[0]) @ truth)[:, :3, 3]
+        squares = np.sum(local[:, :3, 3] ** 2)
+        local[:, :3, 3] *= np.sum(wanted * local[:, :3, 3]) / squares if squares > 0 else 1.0
+    return truth[0] @ local
