@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+import cv2
 import numpy as np
 
 from matcher.collection.records import FailedPair, StoredImage, StoredPair
@@ -131,3 +132,48 @@ def aligned(source, target):
     flip = np.diag([1, 1, np.sign(np.linalg.det(u @ vt))])
     scale = (d * np.diag(flip)).sum() / (centred0**2).sum()
     return scale * centred0 @ (u @ flip @ vt).T + mean1
+
+
+def render_photos(folder, count=5, size=(480, 360)):
+    """Photos of textured boards at several depths, from an arc of cameras; returns their poses."""
+    rng = np.random.default_rng(3)
+    intrinsics = np.array(
+        [[1.1 * size[0], 0, (size[0] - 1) / 2], [0, 1.1 * size[0], (size[1] - 1) / 2], [0, 0, 1]]
+    )
+    boards = [(0, 0, 0, 16.0)] + [
+        (x, y, -z, 2.2)
+        for x, y, z in ((-2.5, -1.2, 2), (0.2, 1, 3.2), (2.6, -0.4, 2.6), (-0.8, -1.8, 1.2), (-3, 1.6, 3))
+    ]
+    textures = [texture(rng, 1200 if width > 10 else 400) for *_, width in boards]
+    folder.mkdir(parents=True)
+    poses = []
+    for number, angle in enumerate(np.linspace(-0.35, 0.35, count)):
+        centre = np.array([11 * np.sin(angle), 0.6 * np.cos(9 * angle), -11 * np.cos(angle)])
+        forward = -centre / np.linalg.norm(centre)
+        right = np.cross([0, 1.0, 0], forward)
+        right /= np.linalg.norm(right)
+        rotation = np.stack([right, np.cross(forward, right), forward])
+        pose = np.eye(4)
+        pose[:3, :3], pose[:3, 3] = rotation, -rotation @ centre
+        photo = np.zeros((size[1], size[0]), np.uint8)
+        for (x, y, z, width), board in zip(boards, textures, strict=True):
+            scale = width / board.shape[0]
+            plane = np.array([[scale, 0, x - width / 2], [0, scale, y - width / 2], [0, 0, z], [0, 0, 1]])
+            homography = intrinsics @ pose[:3] @ plane
+            area = cv2.warpPerspective(np.ones_like(board), homography, size)
+            photo = np.where(
+                area > 0, cv2.warpPerspective(board, homography, size, flags=cv2.INTER_AREA), photo
+            )
+        cv2.imwrite(str(folder / f"photo{number}.png"), photo)
+        poses.append(pose)
+    return np.array(poses)
+
+
+def texture(rng, side):
+    """(side, side) uint8 blobs of several sizes."""
+    layers = [
+        cv2.resize(rng.random((side // cell, side // cell)), (side, side), interpolation=cv2.INTER_CUBIC)
+        for cell in (8, 20, 50)
+    ]
+    mixed = sum(layers) / len(layers)
+    return np.clip(128 + 420 * (mixed - mixed.mean()), 0, 255).astype(np.uint8)

@@ -18,8 +18,10 @@ import matcher
 from matcher.cli.collection import collection, merge, status
 from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
+from matcher.cli.export import export
 from matcher.cli.match import match
 from matcher.cli.presets import presets
+from matcher.cli.sfm import sfm
 from matcher.cli.train import train
 from matcher.cli.weights import COMMANDS as WEIGHTS
 
@@ -28,6 +30,8 @@ COMMANDS = {
     "collection": collection,
     "status": status,
     "merge": merge,
+    "export": export,
+    "sfm": sfm,
     "evaluate": evaluate,
     "presets": presets,
     "train": train,

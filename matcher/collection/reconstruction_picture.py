@@ -59,7 +59,7 @@ def draw_reconstruction(
         order = np.argsort(-seen[:, 2]) if along == 2 else np.argsort(-seen[:, 1])  # the nearest on top
         # The scene's axes are those of a camera: y points down.
         sign = -1 if up == 1 else 1
-        panel.scatter(seen[order, across], sign * seen[order, up], s=2.0, c=shades[order], linewidths=0)
+        panel.scatter(seen[order, across], sign * seen[order, up], s=3.0, c=shades[order], linewidths=0)
         for shape in shapes:
             panel.plot(shape[:, across], sign * shape[:, up], color=_CAMERA_COLOUR, linewidth=0.9)
         _frame(panel, low[[across, up]], high[[across, up]], sign, title)

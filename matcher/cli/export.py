@@ -1,0 +1,72 @@
+"""`matcher export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from matcher.cli import options
+
+if TYPE_CHECKING:
+    from matcher.collection.exporting.cameras import CameraChoice
+
+PARTIAL = 4
+
+GivenCamera = Annotated[
+    str | None,
+    typer.Option(
+        "--camera", metavar="fx,fy,cx,cy", help="Of every photo, in pixels of the file; kept as it is."
+    ),
+]
+CameraModel = Annotated[
+    Literal["SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV"],
+    typer.Option("--camera-model", help="Of cameras that are not given."),
+]
+Cameras = Annotated[
+    Literal["auto", "single", "each"],
+    typer.Option("--cameras", help="Shared by size, folder and EXIF; one for all; or each photo its own."),
+]
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="File or folder to make.")],
+    to: Annotated[
+        Literal["colmap", "hloc", "npz", "openmvg", "kapture"],
+        typer.Option("--to", help="colmap: OUT.db; npz: OUT.npz; the others: a folder."),
+    ],
+    camera: GivenCamera = None,
+    camera_model: CameraModel = "SIMPLE_RADIAL",
+    cameras: Cameras = "auto",
+) -> int:
+    """Write a run for another program: COLMAP, hloc, NumPy, OpenMVG or kapture."""
+    from matcher.collection.exporting.formats import FORMATS
+    from matcher.collection.exporting.formats import export as write
+    from matcher.collection.store import Store
+
+    choice = None
+    if FORMATS[to].has_cameras:
+        choice = camera_choice(camera, camera_model, cameras)
+    elif camera is not None:
+        raise typer.BadParameter(f"{to} has no cameras", param_hint="--camera")
+    with Store.open(run) as store:
+        report = write(store, to, out, choice)
+    for line in report.lines():
+        typer.echo(line)
+    typer.echo(f"wrote {out}")
+    return PARTIAL if report.left_out else 0
+
+
+def camera_choice(
+    camera: str | None, camera_model: str, cameras: Literal["auto", "single", "each"]
+) -> CameraChoice:
+    """The cameras that the options ask for.
+
+    Raises:
+        UsageError: a camera that is not four numbers.
+    """
+    from matcher.collection.exporting.cameras import CameraChoice
+
+    return CameraChoice(options.parse_camera(camera, "--camera"), cameras, camera_model)

@@ -1,0 +1,150 @@
+"""`matcher sfm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from matcher.cli import options
+from matcher.cli.collection import (
+    Exhaustive,
+    PairFile,
+    Sequential,
+    Similar,
+    WorkerCount,
+    collection,
+)
+from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
+
+if TYPE_CHECKING:
+    from matcher.collection.reconstruction import Reconstruction
+    from matcher.collection.store import Store
+
+PARTIAL = 4
+RESIZE, MAX_KEYPOINTS = 2048, 4096
+EXHAUSTIVE_UP_TO = 100  # pictures; 4,950 pairs
+NEIGHBOURS = 30  # of a picture, of more of them
+
+Threads = Annotated[
+    int, typer.Option(help="Of COLMAP; -1: all processors. 1 gives the same model every time.")
+]
+MinImages = Annotated[int, typer.Option("--min-images", min=2, help="Leave smaller models out.")]
+
+
+def sfm(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="A run, or a folder of photos."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="MODEL", help="Folder to make.")],
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="RUN_DIR", help="From photos: where matches are kept; default MODEL-run."
+        ),
+    ] = None,
+    pairs: PairFile = None,
+    exhaustive: Exhaustive = False,
+    sequential: Sequential = None,
+    similar: Similar = None,
+    preset: options.Preset = "hybrid",
+    weights: options.Weights = None,
+    max_keypoints: options.MaxKeypoints = None,
+    resize: options.Resize = None,
+    device: options.Device = "auto",
+    workers: WorkerCount = None,
+    camera: GivenCamera = None,
+    camera_model: CameraModel = "SIMPLE_RADIAL",
+    cameras: Cameras = "auto",
+    mapper: Annotated[Literal["incremental", "global"], typer.Option("--mapper")] = "incremental",
+    min_images: MinImages = 3,
+    threads: Threads = -1,
+    seed: Annotated[int, typer.Option("--seed", help="Of COLMAP.")] = 0,
+) -> int:
+    """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
+
+    From photos, pictures are resized to 2048 and given 4096 keypoints unless said otherwise; up to 100 are
+    matched each with each, of more each with the 30 that look most like it. What is matched stays in the run,
+    so the same command goes on after an interruption.
+    """
+    from matcher.collection.exporting.colmap import import_pycolmap
+    from matcher.collection.exporting.output import check_empty, check_place
+    from matcher.collection.reconstruction import reconstruct
+    from matcher.collection.store import Store
+
+    import_pycolmap()
+    check_place(out)
+    check_empty(out)
+    choice = camera_choice(camera, camera_model, cameras)
+    matching = dict(pairs=pairs, exhaustive=exhaustive, sequential=sequential, similar=similar)
+    pipeline = dict(weights=weights, max_keypoints=max_keypoints, resize=resize, workers=workers)
+    code = 0
+    if not is_run(source):
+        run = run or out.with_name(f"{out.name}-run")
+        pipeline["max_keypoints"] = max_keypoints or MAX_KEYPOINTS
+        pipeline["resize"] = resize or RESIZE
+        _choose_pairs(matching, source)
+        code = collection(source, run, preset=preset, device=device, **matching, **pipeline)
+    elif run is not None or any((*matching.values(), *pipeline.values())):
+        raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
+    options_of_mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed)
+    with Store.open(run or source) as store:
+        made = reconstruct(store, out, choice=choice, **options_of_mapping)
+        for line in told(made, resized_scale(store)):
+            typer.echo(line)
+    left_out = made.largest.registered < made.images or made.export.left_out
+    return PARTIAL if code or left_out else 0
+
+
+def is_run(source: Path) -> bool:
+    """Whether a folder holds a store rather than photos."""
+    from matcher.collection.schema import DATABASE
+
+    return (source / DATABASE).is_file()
+
+
+def _choose_pairs(matching: dict[str, object], images: Path) -> None:
+    """Where nothing is said: each with each as long as that is cheap."""
+    from matcher.collection.sources import Photos
+
+    if any(matching.values()):
+        return
+    names, _ = Photos(images).names()
+    if len(names) <= EXHAUSTIVE_UP_TO:
+        matching["exhaustive"] = True
+    else:
+        matching["similar"] = NEIGHBOURS
+
+
+def resized_scale(store: Store) -> float | None:
+    """Pixels of the resized picture for one of the largest file; None where none was resized."""
+    settings = store.settings
+    resize = settings.get("config", {}).get("extractor", {}).get("resize")
+    if not resize or settings.get("source", {}).get("kind") != "photos":
+        return None
+    longest = max((max(image.size) for image in store.images()), default=0)
+    return resize / longest if longest > resize else None
+
+
+def told(made: Reconstruction, scale: float | None) -> list[str]:
+    """A reconstruction for people."""
+    from matcher.collection.reconstruction import PICTURE
+
+    model = made.largest
+    error = f"{model.mean_reprojection_error:.3f} px of the file"
+    if scale is not None:
+        error += f", {model.mean_reprojection_error * scale:.3f} px of the resized picture"
+    lines = [
+        *made.export.notes,
+        *(f"left out: {reason}" for reason in made.export.left_out),
+        f"registered images: {model.registered} of {made.images}",
+        f"points: {model.points}, observations: {model.observations}",
+        f"mean track length: {model.mean_track_length:.2f}",
+        f"mean reprojection error: {error}",
+    ]
+    if len(made.models) > 1:
+        sizes = ", ".join(str(other.registered) for other in made.models[1:])
+        lines.append(f"{len(made.models) - 1} more models that do not hang together with it: {sizes} images")
+    return [*lines, f"wrote {made.folder} (look at {made.folder / PICTURE})"]

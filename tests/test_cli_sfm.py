@@ -1,0 +1,111 @@
+"""`matcher sfm` and `matcher export`, from rendered photos to files that other programs read."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from collection_scene import aligned, centres, render_photos
+
+import matcher
+from matcher.cli import main
+from matcher.collection.reconstruction import Model, Reconstruction
+
+pycolmap = pytest.importorskip("pycolmap")
+FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Photos, their poses, and what `matcher sfm` made of them."""
+    folder = tmp_path_factory.mktemp("made")
+    poses = render_photos(folder / "photos")
+    (folder / "photos" / "broken.jpg").write_bytes(b"no picture")
+    code = run("sfm", folder / "photos", "--out", folder / "model", *FAST)
+    return folder, poses, code
+
+
+def test_from_photos_to_a_model(made):
+    folder, poses, code = made
+    assert code == 4  # one photo could not be read
+    model = pycolmap.Reconstruction(str(folder / "model" / "sparse" / "0"))
+    found = {image.name: image.projection_center() for image in model.images.values()}
+    assert sorted(found) == [f"photo{i}.png" for i in range(5)]
+    truth = centres(poses)
+    error = np.linalg.norm(aligned(np.array([found[name] for name in sorted(found)]), truth) - truth, axis=1)
+    assert error.max() < 0.02 * np.linalg.norm(truth[0] - truth[-1])
+    assert model.compute_mean_reprojection_error() < 1
+    colours = np.array([point.color for point in model.points3D.values()])
+    assert colours.std() > 10  # they are those of the photos
+    assert (folder / "model-run" / "run.db").is_file()
+
+
+def test_the_numbers_are_told_and_written(made, capfd):
+    folder, _, _ = made
+    code = run("sfm", folder / "model-run", "--out", folder / "again", "--threads", 1, "--mapper", "global")
+    told = capfd.readouterr().out
+    assert code == 0 and "registered images: 5 of 5" in told and "1 images failed in the run" in told
+    assert "mean track length:" in told and "px of the file\n" in told
+    (summary,) = json.loads((folder / "again" / "summary.json").read_text())["models"]
+    assert f"points: {summary['points']}, " in told
+    assert (folder / "again" / "reconstruction.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("form", "out"), [("colmap", "a.db"), ("npz", "a.npz"), ("hloc", "h"), ("kapture", "k"), ("openmvg", "o")]
+)
+def test_a_run_is_exported(made, tmp_path, capfd, form, out):
+    folder, _, _ = made
+    assert run("export", folder / "model-run", "--to", form, tmp_path / out) == 0
+    told = capfd.readouterr().out
+    assert "5 images with " in told and "10 pairs (" in told and f"wrote {tmp_path / out}" in told
+    if form == "npz":
+        collection = matcher.Collection.open(folder / "model-run")
+        with np.load(tmp_path / out) as data:
+            assert len(data["pairs"]) == len(list(collection)) == 10
+
+
+def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
+    folder, _, _ = made
+    done, photos = folder / "model-run", folder / "photos"
+    for arguments, told in (
+        (("sfm", done, "--out", folder / "model"), "not an empty folder"),
+        (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "matched already"),
+        (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "four numbers"),
+        (("sfm", photos, "--out", tmp_path / "no" / "m"), "no folder"),
+        (("sfm", tmp_path / "none", "--out", tmp_path / "m"), "none"),
+        (("export", tmp_path, "--to", "npz", tmp_path / "a.npz"), "holds no run"),
+        (("export", done, "--to", "npz", tmp_path / "a.txt"), "must end in .npz"),
+        (("export", done, "--to", "npz", tmp_path / "a.npz", "--camera", "1,1,1,1"), "no cameras"),
+        (("export", done, "--to", "abc", tmp_path / "a.npz"), "abc"),
+    ):
+        assert run(*arguments) == 2, arguments
+        error = capfd.readouterr().err
+        assert told in error and "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_to_reconstruct(tmp_path, capfd):
+    render_photos(tmp_path / "photos", count=2, size=(120, 90))
+    photos, out = tmp_path / "photos", tmp_path / "model"
+    assert run("sfm", photos, "--out", out, *FAST[:2], "--workers", 0, "--max-keypoints", 20) == 4
+    assert "COLMAP found no pair to begin with" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_several_models_and_errors_in_resized_pixels_are_told():
+    from matcher.cli.sfm import told
+    from matcher.collection.exporting.output import ExportReport
+
+    def model(images):
+        return Model({f"{i}": np.eye(4)[:3] for i in range(images)}, {}, 9, 20, 2.2, 0.8)
+
+    report = ExportReport(Path("m.db"), left_out=["the pair a b: damaged"])
+    lines = told(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
+    assert "left out: the pair a b: damaged" in lines and "registered images: 4 of 8" in lines
+    assert "mean reprojection error: 0.800 px of the file, 0.400 px of the resized picture" in lines
+    assert "1 more models that do not hang together with it: 3 images" in lines
