@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ from matcher.cli.collection import (
 from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
 
 if TYPE_CHECKING:
+    from matcher.collection.exporting.cameras import CameraChoice
     from matcher.collection.reconstruction import Reconstruction
     from matcher.collection.store import Store
 
@@ -27,24 +28,26 @@ RESIZE, MAX_KEYPOINTS = 2048, 4096
 EXHAUSTIVE_UP_TO = 100  # pictures; 4,950 pairs
 NEIGHBOURS = 30  # of a picture, of more of them
 
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="A run, or a folder of photos.")
+]
+ModelFolder = Annotated[Path, typer.Option("--out", metavar="MODEL", help="Folder to make.")]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="RUN_DIR", help="From photos: where matches are kept; default MODEL-run."),
+]
+MapperChoice = Annotated[Literal["incremental", "global"], typer.Option("--mapper")]
 Threads = Annotated[
     int, typer.Option(help="Of COLMAP; -1: all processors. 1 gives the same model every time.")
 ]
 MinImages = Annotated[int, typer.Option("--min-images", min=2, help="Leave smaller models out.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of COLMAP.")]
 
 
 def sfm(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="A run, or a folder of photos."),
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="MODEL", help="Folder to make.")],
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--run", metavar="RUN_DIR", help="From photos: where matches are kept; default MODEL-run."
-        ),
-    ] = None,
+    source: Source,
+    out: ModelFolder,
+    run: RunFolder = None,
     pairs: PairFile = None,
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,
@@ -58,10 +61,10 @@ def sfm(
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
-    mapper: Annotated[Literal["incremental", "global"], typer.Option("--mapper")] = "incremental",
+    mapper: MapperChoice = "incremental",
     min_images: MinImages = 3,
     threads: Threads = -1,
-    seed: Annotated[int, typer.Option("--seed", help="Of COLMAP.")] = 0,
+    seed: Seed = 0,
 ) -> int:
     """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
 
@@ -69,33 +72,53 @@ def sfm(
     matched each with each, of more each with the 30 that look most like it. What is matched stays in the run,
     so the same command goes on after an interruption.
     """
+    _check_first(out)
+    choice = camera_choice(camera, camera_model, cameras)
+    matching = dict(pairs=pairs, exhaustive=exhaustive, sequential=sequential, similar=similar)
+    matching |= dict(weights=weights, max_keypoints=max_keypoints, resize=resize, workers=workers)
+    if is_run(source):
+        if run is not None or any(value not in (None, False) for value in matching.values()):
+            raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
+        run, code = source, 0
+    else:
+        run = run or out.with_name(f"{out.name}-run")
+        code = _match(source, run, dict(preset=preset, device=device, **matching))
+    mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed)
+    return max(code, _reconstruct(run, out, choice, mapping))
+
+
+def _check_first(out: Path) -> None:
+    """Refuse before hours of matching what could not be finished."""
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_empty, check_place
-    from matcher.collection.reconstruction import reconstruct
-    from matcher.collection.store import Store
 
     import_pycolmap()
     check_place(out)
     check_empty(out)
-    choice = camera_choice(camera, camera_model, cameras)
-    matching = dict(pairs=pairs, exhaustive=exhaustive, sequential=sequential, similar=similar)
-    pipeline = dict(weights=weights, max_keypoints=max_keypoints, resize=resize, workers=workers)
-    code = 0
-    if not is_run(source):
-        run = run or out.with_name(f"{out.name}-run")
-        pipeline["max_keypoints"] = max_keypoints or MAX_KEYPOINTS
-        pipeline["resize"] = resize or RESIZE
-        _choose_pairs(matching, source)
-        code = collection(source, run, preset=preset, device=device, **matching, **pipeline)
-    elif run is not None or any((*matching.values(), *pipeline.values())):
-        raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
-    options_of_mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed)
-    with Store.open(run or source) as store:
-        made = reconstruct(store, out, choice=choice, **options_of_mapping)
+
+
+def _match(images: Path, run: Path, matching: dict[str, Any]) -> int:
+    """Make the run of a folder of photos, with the defaults of a reconstruction."""
+    from matcher.collection.sources import Photos
+
+    matching["max_keypoints"] = matching["max_keypoints"] or MAX_KEYPOINTS
+    matching["resize"] = matching["resize"] or RESIZE
+    if not any(matching[way] for way in ("pairs", "exhaustive", "sequential", "similar")):
+        names, _ = Photos(images).names()
+        few = len(names) <= EXHAUSTIVE_UP_TO
+        matching |= {"exhaustive": True} if few else {"similar": NEIGHBOURS}
+    return collection(images, run, **matching)
+
+
+def _reconstruct(run: Path, out: Path, choice: CameraChoice, mapping: dict[str, Any]) -> int:
+    from matcher.collection.reconstruction import reconstruct
+    from matcher.collection.store import Store
+
+    with Store.open(run) as store:
+        made = reconstruct(store, out, choice=choice, **mapping)
         for line in told(made, resized_scale(store)):
             typer.echo(line)
-    left_out = made.largest.registered < made.images or made.export.left_out
-    return PARTIAL if code or left_out else 0
+    return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0
 
 
 def is_run(source: Path) -> bool:
@@ -103,19 +126,6 @@ def is_run(source: Path) -> bool:
     from matcher.collection.schema import DATABASE
 
     return (source / DATABASE).is_file()
-
-
-def _choose_pairs(matching: dict[str, object], images: Path) -> None:
-    """Where nothing is said: each with each as long as that is cheap."""
-    from matcher.collection.sources import Photos
-
-    if any(matching.values()):
-        return
-    names, _ = Photos(images).names()
-    if len(names) <= EXHAUSTIVE_UP_TO:
-        matching["exhaustive"] = True
-    else:
-        matching["similar"] = NEIGHBOURS
 
 
 def resized_scale(store: Store) -> float | None:
