@@ -55,7 +55,12 @@ GLOBAL_SWITCHES = re.compile(
 )
 HEAVY = {"torch", "cv2", "numpy", "matplotlib", "PIL", "poselib", "safetensors", "kornia"}
 # What pyproject.toml calls by another name than Python does.
-IMPORT_NAMES = {"opencv-python-headless": "cv2", "pillow": "PIL", "pillow-heif": "pillow_heif"}
+IMPORT_NAMES = {
+    "opencv-python-headless": "cv2",
+    "pillow": "PIL",
+    "pillow-heif": "pillow_heif",
+    "rerun-sdk": "rerun",
+}
 TRAINING_MAY_USE = {"torch", "numpy", "cv2", "safetensors"}
 
 PACKAGE = read_package()

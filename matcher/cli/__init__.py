@@ -22,6 +22,7 @@ from matcher.cli.export import export
 from matcher.cli.match import match
 from matcher.cli.presets import presets
 from matcher.cli.sfm import sfm
+from matcher.cli.track import track
 from matcher.cli.train import train
 from matcher.cli.weights import COMMANDS as WEIGHTS
 
@@ -32,6 +33,7 @@ COMMANDS = {
     "merge": merge,
     "export": export,
     "sfm": sfm,
+    "track": track,
     "evaluate": evaluate,
     "presets": presets,
     "train": train,

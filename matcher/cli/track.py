@@ -1,0 +1,281 @@
+"""`matcher track`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from matcher.cli import options
+
+if TYPE_CHECKING:
+    from matcher.sequence.capture import Shot, Source
+    from matcher.sequence.log import Log
+    from matcher.sequence.recording import Recording
+    from matcher.sequence.tracker import Sequence
+    from matcher.types import Camera
+
+PARTIAL = 4
+SUFFIXES = (".npz", ".tum", ".rrd")
+
+Where = Annotated[str, typer.Argument(metavar="VIDEO|FOLDER|CAMERA_INDEX", show_default=False)]
+CameraText = Annotated[str | None, typer.Option(metavar="fx,fy,cx,cy", help="In pixels; for poses.")]
+Right = Annotated[Path | None, typer.Option(metavar="DIR", help="Right pictures of rectified pairs.")]
+Baseline = Annotated[float | None, typer.Option(metavar="METRES", help="Between the cameras of pairs.")]
+Window = Annotated[
+    float | None, typer.Option(metavar="PX", help="Rows of a left/right match may differ so far.")
+]
+Budget = Annotated[
+    float | None, typer.Option(metavar="MS", help="Choose points and layers for so long a frame.")
+]
+Rate = Annotated[float | None, typer.Option("--fps", help="Of a folder; default 10, or times in file names.")]
+Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Stop after so many.")]
+Outputs = Annotated[
+    list[Path] | None,
+    typer.Option("--output", metavar="FILE.npz|.tum|.rrd", help="Tracks, trajectory, recording; repeatable."),
+]
+Truth = Annotated[Path | None, typer.Option(metavar="FILE", help="True poses, KITTI or TUM.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Draw the trajectory.")]
+Show = Annotated[bool, typer.Option("--show", help="Watch in rerun's viewer.")]
+
+
+def track(
+    source: Where,
+    preset: options.Preset = "hybrid",
+    weights: options.Weights = None,
+    max_keypoints: options.MaxKeypoints = None,
+    resize: options.Resize = None,
+    threshold: options.Threshold = None,
+    precision: options.Precision = None,
+    device: options.Device = "auto",
+    camera: CameraText = None,
+    right: Right = None,
+    baseline: Baseline = None,
+    epipolar_window: Window = None,
+    budget_ms: Budget = None,
+    rate: Rate = None,
+    frames: Frames = None,
+    output: Outputs = None,
+    ground_truth: Truth = None,
+    plot: Plot = None,
+    show: Show = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> int:
+    """Follow points through frames in order; with a camera, find the way it went.
+
+    Trajectories are camera to world, a line a frame: t x y z qx qy qz qw. A camera goes on until Ctrl-C.
+    """
+    from matcher.sequence.capture import open_source
+    from matcher.sequence.tracker import Sequence
+
+    pinhole = options.parse_camera(camera, "--camera")
+    _check(output or [], plot, ground_truth, pinhole, right, baseline)
+    truth = _read_truth(ground_truth)
+    frames_in = open_source(source, right, rate)
+    given = {"weights": weights, "max_keypoints": max_keypoints, "resize": resize, "device": device}
+    given |= {"match_threshold": threshold, "precision": precision}
+    sequence = Sequence(
+        preset,
+        pinhole,
+        baseline=baseline,
+        budget_ms=budget_ms,
+        epipolar_window=epipolar_window,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    with _recordings(output or [], show, pinhole) as recordings:
+        log, failures = _follow(frames_in, sequence, frames, right is not None, recordings)
+    return _finish(log, sequence, failures, truth, right is not None, output or [], plot, as_json)
+
+
+def _check(
+    outputs: list[Path],
+    plot: Path | None,
+    truth: Path | None,
+    camera: Camera | None,
+    right: Path | None,
+    baseline: float | None,
+) -> None:
+    """Refuse, before any work is done, outputs that cannot be written and options that need others."""
+    from matcher.files import check_output
+    from matcher.types import UsageError
+
+    for path in outputs:
+        check_output(path, SUFFIXES)
+    if plot is not None:
+        from matcher.sequence.plot import PLOT_SUFFIXES
+
+        check_output(plot, PLOT_SUFFIXES)
+    if (right is None) != (baseline is None):
+        raise UsageError(
+            "--right and --baseline go together: rectified pairs and the distance between cameras"
+        )
+    needing = {"--right": right, "--ground-truth": truth, "--plot": plot}
+    needing["a .tum trajectory"] = next((path for path in outputs if path.suffix.lower() == ".tum"), None)
+    for name, value in needing.items():
+        if value is not None and camera is None:
+            raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
+
+
+def _read_truth(path: Path | None) -> tuple[Any, Any] | None:
+    from matcher.sequence.trajectory import read_poses
+
+    return None if path is None else read_poses(path)
+
+
+@contextmanager
+def _recordings(outputs: list[Path], show: bool, camera: Camera | None) -> Iterator[list[Recording]]:
+    """Recordings that are written or shown; files appear only if all goes well."""
+    paths: list[Path | None] = [path for path in outputs if path.suffix.lower() == ".rrd"]
+    paths += [None] if show else []
+    recordings: list[Recording] = []
+    try:
+        if paths:
+            from matcher.sequence.recording import Recording
+
+            recordings += [Recording(path, camera) for path in paths]
+        yield recordings
+    except BaseException:
+        for recording in recordings:
+            recording.discard()
+        raise
+    for recording in recordings:
+        recording.close()
+
+
+def _follow(
+    source: Source, sequence: Sequence, limit: int | None, stereo: bool, recordings: list[Recording]
+) -> tuple[Log, int]:
+    """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run."""
+    from matcher.sequence.log import Log
+    from matcher.types import ImageError
+
+    log, failures = Log(), 0
+    try:
+        for shot in source:
+            try:
+                result = _push(sequence, shot, stereo)
+            except ImageError as error:
+                typer.echo(f"matcher: {error}; the frame is left out", err=True)
+                failures += 1
+                result = sequence.push(None, shot.timestamp)
+            log.add(result)
+            for recording in recordings:
+                image = None if result.passed_over else sequence.pipeline.read(shot.picture)
+                recording.add(result, image)
+            if limit is not None and len(log) >= limit:
+                break
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+    if source.complaint is not None:
+        typer.echo(f"matcher: {source.complaint}", err=True)
+        failures += 1
+    if not any(log.counts().get(status) for status in ("first", "tracked", "lost", "blank")):
+        raise ImageError(f"{source.name}: no frame could be read")
+    return log, failures
+
+
+def _push(sequence: Sequence, shot: Shot, stereo: bool) -> Any:
+    if stereo:
+        return sequence.push_stereo(shot.picture, shot.right, shot.timestamp)
+    return sequence.push(shot.picture, shot.timestamp)
+
+
+def _finish(
+    log: Log,
+    sequence: Sequence,
+    failures: int,
+    truth: tuple[Any, Any] | None,
+    stereo: bool,
+    outputs: list[Path],
+    plot: Path | None,
+    as_json: bool,
+) -> int:
+    """Measure, write and print; the exit code."""
+    import json
+
+    from matcher.files import write_whole
+    from matcher.sequence.trajectory import write_tum
+
+    rows, stamps, poses = log.trajectory()
+    compared = None if truth is None else log.against(*truth, with_scale=not stereo)
+    for path in outputs:
+        if path.suffix.lower() == ".npz":
+            write_whole(path, log.as_npz())
+        elif path.suffix.lower() == ".tum":
+            write_tum(path, stamps, poses)
+    found = _as_object(log, sequence, len(rows), compared)
+    if plot is not None:
+        _draw(plot, log, compared, poses, stereo, _title(found))
+    if as_json:
+        typer.echo(json.dumps(found, allow_nan=False))
+    else:
+        typer.echo(_summary(found))
+        for path in [*outputs, *([plot] if plot is not None else [])]:
+            typer.echo(f"wrote {path}")
+    return PARTIAL if failures else 0
+
+
+def _draw(
+    path: Path, log: Log, compared: tuple[Any, Any, Any] | None, poses: Any, stereo: bool, title: str
+) -> None:
+    from matcher.sequence.plot import plot_trajectory
+    from matcher.types import UsageError
+
+    if len(poses) == 0:
+        raise UsageError("no frame has a pose, so there is no trajectory to draw")
+    found, true = (poses, None) if compared is None else compared[:2]
+    marked = log.keyframe_rows() if len(found) == len(poses) else []
+    unit = "m" if stereo or compared is not None else "first baselines"
+    plot_trajectory(path, found, true, keyframes=marked, unit=unit, title=title)
+
+
+def _as_object(
+    log: Log, sequence: Sequence, poses: int, compared: tuple[Any, Any, Any] | None
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    choice = sequence.choice
+    return {
+        "preset": sequence.pipeline.preset,
+        "frames": len(log),
+        "statuses": log.counts(),
+        "poses": poses,
+        "mean_track_length": round(log.mean_track_length(), 3),
+        "choice": None if choice is None else {**vars(choice), "text": str(choice)},
+        "milliseconds": {
+            stage: {name: round(value, 2) for name, value in row.items()}
+            for stage, row in sequence.latency().items()
+        },
+        "segments": None if compared is None else [vars(error) for error in compared[2]],
+    }
+
+
+def _title(found: dict[str, Any]) -> str:
+    errors = ", ".join(
+        f"{100 * e['translation']:.2f} % and {e['rotation']:.4f} °/m over {e['length']:.0f} m"
+        for e in found["segments"] or []
+    )
+    return f"{found['preset']}, {found['frames']} frames" + (f": {errors}" if errors else "")
+
+
+def _summary(found: dict[str, Any]) -> str:
+    """Some lines for a person."""
+    statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found["statuses"].items())
+    lines = [
+        f"{found['frames']} frames ({statuses}), {found['poses']} with a pose",
+        f"tracks of two frames and more are {found['mean_track_length']:.2f} frames long on average",
+    ]
+    if found["choice"]:
+        lines.append(found["choice"]["text"])
+    lines += [
+        f"{e['count']} segments of {e['length']:.0f} m: {100 * e['translation']:.2f} % translation, "
+        f"{e['rotation']:.4f} degrees a metre"
+        for e in found["segments"] or []
+    ]
+    lines += [
+        f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile"
+        for stage, row in found["milliseconds"].items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""Where frames come from: folders of pictures, video files, cameras."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from matcher.types import ImageError, UsageError
+
+PICTURES = (".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+DEFAULT_RATE = 10.0  # frames a second, of folders whose files are not named by their time
+_PATIENCE = 30  # frames in a row that a camera may fail to give
+
+
+@dataclass(frozen=True, eq=False)
+class Shot:
+    """What a source gives at one time."""
+
+    name: str  # for messages
+    timestamp: float  # seconds
+    picture: Path | np.ndarray | None  # None: dropped
+    right: Path | None = None  # of a rectified pair
+
+
+@dataclass(eq=False)
+class Source:
+    """Frames in order; `complaint` says afterwards what was wrong with the end, if anything."""
+
+    name: str
+    count: int | None  # frames that are announced
+    shots: Callable[[], Iterator[Shot]]
+    complaint: str | None = None
+
+    def __iter__(self) -> Iterator[Shot]:
+        return self.shots()
+
+
+def open_source(source: str, right: str | Path | None = None, rate: float | None = None) -> Source:
+    """A folder, a video file or, by its number, a camera.
+
+    Args:
+        source: a path, or digits.
+        right: the folder of the right pictures of rectified pairs; for folders only.
+        rate: frames a second of a folder.
+
+    Raises:
+        UsageError: arguments that do not fit each other, or a folder without pictures.
+        ImageError: a video that cannot be opened, or a camera that is not there.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path, None if right is None else Path(right), rate)
+    if right is not None:
+        raise UsageError(f"{source}: rectified pairs come from two folders, and this is none")
+    if rate is not None:
+        raise UsageError(f"{source}: a video and a camera have times of their own; leave --fps away")
+    if source.isdecimal() and not path.exists():
+        return _camera(int(source))
+    return _video(path)
+
+
+def natural_order(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts frame10 after frame9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _folder(folder: Path, right: Path | None, rate: float | None) -> Source:
+    pictures = _pictures(folder)
+    partners: list[Path | None] = [None] * len(pictures)
+    if right is not None:
+        if not right.is_dir():
+            raise UsageError(f"{right}: no such folder of right pictures")
+        there = {path.name: path for path in _pictures(right)}
+        partners = [there.get(path.name) for path in pictures]
+        if not any(partners):
+            raise UsageError(
+                f"{right}: no picture there has the name of one in {folder}; pairs are equal names"
+            )
+    times = _times(pictures, rate)
+
+    def shots() -> Iterator[Shot]:
+        for path, time_, partner in zip(pictures, times, partners, strict=True):
+            missing = right is not None and partner is None
+            yield Shot(path.name, time_, None if missing else path, partner)
+
+    return Source(str(folder), len(pictures), shots)
+
+
+def _pictures(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES]
+    if not found:
+        raise UsageError(f"{folder}: no pictures there ({', '.join(PICTURES)})")
+    return sorted(found, key=natural_order)
+
+
+def _times(pictures: list[Path], rate: float | None) -> list[float]:
+    """Seconds: names such as 1305031102.175304.png are times; else so many frames a second."""
+    if rate is None and all(re.fullmatch(r"\d+\.\d+", path.stem) for path in pictures):
+        return [float(path.stem) for path in pictures]
+    rate = DEFAULT_RATE if rate is None else rate
+    if not 0 < rate < float("inf"):
+        raise UsageError(f"frames a second must be a positive number, not {rate}")
+    return [index / rate for index in range(len(pictures))]
+
+
+def _video(path: Path) -> Source:
+    import cv2
+
+    if not path.is_file():
+        raise ImageError(f"{path}: no such video, folder or camera; check the path")
+    capture = cv2.VideoCapture(str(path))
+    announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+    if not capture.isOpened() or not capture.grab():
+        raise ImageError(
+            f"{path}: cannot be read as a video; it is damaged, cut short or of an unknown kind: convert it, "
+            "for example with ffmpeg, to MP4"
+        )
+    source = Source(str(path), announced if announced > 0 else None, lambda: iter(()))
+
+    def shots() -> Iterator[Shot]:
+        capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
+        held: Shot | None = None
+        number = 0
+        while True:
+            good, pixels = capture.read()
+            if not good:
+                break
+            if held is not None:
+                yield held
+            seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
+            held = Shot(f"frame {number}", seconds, np.ascontiguousarray(pixels[..., ::-1]))
+            number += 1
+        capture.release()
+        if held is not None and source.count is not None and number < source.count:
+            source.complaint = (
+                f"{path}: ends after {number} of {source.count} frames; the last one is left out"
+            )
+            held = Shot(held.name, held.timestamp, None)  # the decoder fills what is cut off with grey
+        if held is not None:
+            yield held
+
+    source.shots = shots
+    return source
+
+
+def _camera(number: int) -> Source:
+    import cv2
+
+    capture = cv2.VideoCapture(number)
+    if not capture.isOpened():
+        raise ImageError(f"camera {number} is not there or is in use; connect it, or try another number")
+    source = Source(f"camera {number}", None, lambda: iter(()))
+
+    def shots() -> Iterator[Shot]:
+        index = failures = 0
+        try:
+            while failures < _PATIENCE:
+                good, pixels = capture.read()
+                failures = 0 if good else failures + 1
+                picture = np.ascontiguousarray(pixels[..., ::-1]) if good else None
+                yield Shot(f"frame {index}", time.time(), picture)
+                index += 1
+            source.complaint = f"camera {number} gave no picture {_PATIENCE} times in a row"
+        finally:
+            capture.release()
+
+    source.shots = shots
+    return source

@@ -1,0 +1,75 @@
+"""A picture of a trajectory: the way from above, and how far off it is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from matcher.files import check_output, write_whole
+from matcher.sequence.trajectory import path_length
+
+PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf")
+_FOUND, _TRUE = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito's palette
+
+
+def plot_trajectory(
+    path: str | Path,
+    found: np.ndarray,
+    truth: np.ndarray | None = None,
+    *,
+    keyframes: Sequence[int] = (),
+    unit: str = "m",
+    title: str = "",
+) -> Path:
+    """Draw poses and save the picture; it appears whole or not at all.
+
+    Args:
+        path: .png, .jpg, .jpeg or .pdf.
+        found: (N, 4, 4) camera to world, in the frame of `truth` where there is one.
+        truth: (N, 4, 4) of the same frames.
+        keyframes: rows of `found` that are marked.
+        unit: of length.
+        title: over the picture.
+
+    Raises:
+        UsageError: an output that cannot be written.
+    """
+    path = check_output(path, PLOT_SUFFIXES)
+    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    above, beside = figure.subplots(1, 2)
+    places = found[:, :3, 3]
+    if truth is not None:
+        above.plot(truth[:, 0, 3], truth[:, 2, 3], color=_TRUE, linewidth=3, alpha=0.6, label="truth")
+    above.plot(
+        places[:, 0], places[:, 2], color=_FOUND, linewidth=1.2, marker=".", markersize=3, label="found"
+    )
+    marked = places[list(keyframes)]
+    above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_FOUND, label="keyframes")
+    above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
+    above.set_aspect("equal", adjustable="datalim")
+    above.legend()
+    if truth is None:
+        beside.plot(path_length(found), -places[:, 1], color=_FOUND)
+        beside.set(xlabel=f"way ({unit})", ylabel=f"height ({unit})", title="from the side")
+    else:
+        difference = places - truth[:, :3, 3]
+        way = path_length(truth)
+        beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
+        for axis, name in enumerate(("right", "down", "ahead")):
+            beside.plot(way, difference[:, axis], linewidth=1, label=name)
+        beside.set(xlabel=f"way ({unit})", ylabel=f"found − true ({unit})", title="position error")
+        beside.legend()
+    for axes in (above, beside):
+        axes.grid(alpha=0.3)
+    buffer = io.BytesIO()
+    kind = path.suffix.lower()[1:]
+    figure.savefig(buffer, format=kind, **({"metadata": {"CreationDate": None}} if kind == "pdf" else {}))
+    write_whole(path, buffer.getvalue())
+    return path

@@ -1,0 +1,223 @@
+import json
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from matcher.cli import main
+from matcher.sequence.capture import open_source
+from matcher.sequence.trajectory import read_poses
+from matcher.types import ImageError, UsageError
+
+K = np.array([[300.0, 0, 159.5], [0, 300.0, 119.5], [0, 0, 1]])
+CAMERA = "300,300,159.5,119.5"
+DEPTHS, BASELINE, STEP = (2.0, 3.0), 0.2, 0.05
+
+
+@pytest.fixture(scope="module")
+def walls() -> list[np.ndarray]:
+    """Two textured planes; the nearer one covers the left of the picture."""
+    found = []
+    for seed in (1, 2):
+        noise = np.random.default_rng(seed).standard_normal((720, 960))
+        found.append(cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 2.2), None, 0, 255, cv2.NORM_MINMAX))
+    return [wall.astype(np.uint8) for wall in found]
+
+
+def picture(walls: list[np.ndarray], x: float) -> np.ndarray:
+    """(240, 320) grey, from a camera at x metres to the right that looks straight at the walls."""
+    layers = []
+    for wall, depth in zip(walls, DEPTHS, strict=True):
+        shift = np.float64([[1, 0, -320 - 300 * x / depth], [0, 1, -240]])
+        layers.append(cv2.warpAffine(wall, shift, (320, 240), flags=cv2.INTER_LINEAR))
+    edge = int(160 - 300 * x / DEPTHS[0])
+    layers[1][:, : max(edge, 0)] = layers[0][:, : max(edge, 0)]
+    return layers[1]
+
+
+@pytest.fixture
+def folders(walls, tmp_path) -> tuple[Path, Path, Path]:
+    """Six rectified pairs and their true poses in KITTI's form."""
+    left, right = tmp_path / "left", tmp_path / "right"
+    left.mkdir()
+    right.mkdir()
+    rows = []
+    for i in range(6):
+        cv2.imwrite(str(left / f"{i}.png"), picture(walls, STEP * i))
+        cv2.imwrite(str(right / f"{i}.png"), picture(walls, STEP * i + BASELINE))
+        rows.append(np.column_stack([np.eye(3), [STEP * i, 0, 0]]).ravel())
+    np.savetxt(tmp_path / "poses.txt", rows)
+    return left, right, tmp_path / "poses.txt"
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def track(*arguments: object) -> int:
+    return run("track", *arguments, "--preset", "nearest", "--max-keypoints", 250)
+
+
+def test_pairs_are_followed_measured_drawn_and_saved(folders, tmp_path, capfd):
+    left, right, truth = folders
+    tracks, path, plot = tmp_path / "t.npz", tmp_path / "t.tum", tmp_path / "t.png"
+    code = track(
+        left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--ground-truth", truth,
+        "--output", tracks, "--output", path, "--plot", plot, "--fps", 20,
+    )  # fmt: skip
+    out, err = capfd.readouterr()
+    assert (code, err) == (0, "")
+    assert "6 frames (1 first, 5 tracked, " in out and "degrees a metre" in out and f"wrote {plot}" in out
+    times, poses = read_poses(path)
+    np.testing.assert_allclose(times, np.arange(6) / 20, atol=1e-6)
+    np.testing.assert_allclose(poses[:, :3, 3], [[STEP * i, 0, 0] for i in range(6)], atol=0.01)
+    with np.load(tracks) as data:
+        assert data["T_to_world"].shape == (6, 4, 4)
+        assert data["status"].tolist() == ["first", *["tracked"] * 5]
+        assert len(data["observation_track"]) == len(data["observation_xy"]) == len(data["observation_depth"])
+        _, count = np.unique(data["observation_track"], return_counts=True)
+        assert count.max() == 6
+    assert cv2.imread(str(plot)).shape[1] > 800
+
+
+def test_json_is_one_object(folders, capfd):
+    left, right, truth = folders
+    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    assert track(left, *pairs, "--ground-truth", truth, "--frames", 5, "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["frames"] == found["poses"] == 5
+    assert found["segments"][0]["translation"] < 0.1
+    assert set(found["milliseconds"]) == {"read", "extract", "match", "verify", "pose", "total"}
+
+
+def test_a_damaged_picture_is_a_dropped_frame_and_exit_code_4(folders, capfd):
+    left, _, _ = folders
+    data = (left / "2.png").read_bytes()
+    (left / "2.png").write_bytes(data[: len(data) // 2])
+    assert track(left, "--json") == 4
+    out, err = capfd.readouterr()
+    statuses = json.loads(out)["statuses"]
+    assert (statuses["first"], statuses["dropped"], statuses["tracked"]) == (1, 1, 4)
+    assert "2.png" in err and "left out" in err and "Traceback" not in err
+
+
+def test_a_missing_right_picture_is_a_dropped_frame(folders, capfd):
+    left, right, _ = folders
+    (right / "3.png").unlink()
+    assert track(left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["statuses"]["dropped"] == 1
+
+
+def write_video(path: Path, walls: list[np.ndarray], frames: int) -> bytes:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, (320, 240))
+    assert writer.isOpened()
+    for i in range(frames):
+        writer.write(cv2.cvtColor(picture(walls, STEP * i), cv2.COLOR_GRAY2BGR))
+    writer.release()
+    return path.read_bytes()
+
+
+def test_a_video_is_read_to_its_end(walls, tmp_path, capfd):
+    write_video(tmp_path / "v.avi", walls, 6)
+    assert track(tmp_path / "v.avi", "--output", tmp_path / "t.npz") == 0
+    with np.load(tmp_path / "t.npz") as data:
+        np.testing.assert_allclose(data["timestamp"], np.arange(6) / 10, atol=1e-3)
+        assert data["status"].tolist() == ["first", *["tracked"] * 5]
+
+
+def test_a_video_that_ends_in_mid_frame_loses_that_frame(walls, tmp_path, capfd):
+    data = write_video(tmp_path / "v.avi", walls, 8)
+    (tmp_path / "cut.avi").write_bytes(data[: int(len(data) * 0.6)])
+    assert track(tmp_path / "cut.avi", "--json") == 4
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert 3 <= found["frames"] <= 6
+    assert found["statuses"]["dropped"] == 1
+    assert f"ends after {found['frames']} of 8 frames" in err and "Traceback" not in err
+
+
+def test_what_is_no_video_and_a_camera_that_is_not_there(tmp_path, capfd):
+    (tmp_path / "v.mp4").write_bytes(b"no video at all")
+    for source, words in (
+        (tmp_path / "v.mp4", "cannot be read"),
+        (tmp_path / "no.mp4", "no such"),
+        (61, "61"),
+    ):
+        assert track(source) == 3
+        _, err = capfd.readouterr()
+        assert words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--right", "."], "--baseline"),
+        (["--baseline", "0.5"], "--right"),
+        (["--ground-truth", "poses.txt"], "--camera"),
+        (["--plot", "t.png"], "--camera"),
+        (["--output", "t.tum"], "--camera"),
+        (["--output", "t.csv"], ".npz or .tum or .rrd"),
+        (["--camera", "1,2,3"], "fx,fy,cx,cy"),
+        (["--fps", "0"], "frames a second"),
+        (["--budget-ms", "-3"], "budget_ms"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folders, monkeypatch, tmp_path, capfd, options, words):
+    monkeypatch.chdir(tmp_path)
+    assert track(folders[0], *options) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_truth_of_another_kind_is_refused(folders, tmp_path, capfd):
+    (tmp_path / "bad.txt").write_text("1 2 3\n")
+    assert track(folders[0], "--camera", CAMERA, "--ground-truth", tmp_path / "bad.txt") == 2
+    assert "12 numbers a line" in capfd.readouterr().err
+    assert track(folders[0], "--camera", CAMERA, "--ground-truth", tmp_path / "none.txt") == 2
+
+
+def test_sources_are_ordered_named_and_timed(tmp_path):
+    for name in ("frame10.png", "frame9.png", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    shots = list(open_source(str(tmp_path), rate=4))
+    assert [(shot.name, shot.timestamp) for shot in shots] == [("frame9.png", 0.0), ("frame10.png", 0.25)]
+    stamped = tmp_path / "stamped"
+    stamped.mkdir()
+    for name in ("1305031102.175304.png", "1305031102.211214.png"):
+        (stamped / name).write_bytes(b"x")
+    assert [shot.timestamp for shot in open_source(str(stamped))] == [1305031102.175304, 1305031102.211214]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UsageError, match="no pictures"):
+        open_source(str(empty))
+    with pytest.raises(UsageError, match="equal names"):
+        open_source(str(tmp_path), stamped)
+    with pytest.raises(UsageError, match="two folders"):
+        open_source("0", tmp_path)
+    with pytest.raises(ImageError, match="no such"):
+        open_source(str(tmp_path / "absent.mp4"))
+
+
+def test_a_recording_is_written_whole(folders, tmp_path, capfd):
+    pytest.importorskip("rerun")
+    left, right, _ = folders
+    file = tmp_path / "r.rrd"
+    options = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    assert track(left, *options, "--frames", 3, "--output", file) == 0
+    assert file.read_bytes()[:4].startswith(b"RRF") and file.stat().st_size > 10_000
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monkeypatch, capfd):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "rerun", None)
+        assert track(folders[0], "--output", tmp_path / "r.rrd") == 2
+        assert "pip install 'matcher[rerun]'" in capfd.readouterr().err
+    pytest.importorskip("rerun")
+    if sys.platform.startswith("linux"):
+        for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+            monkeypatch.delenv(name, raising=False)
+        assert track(folders[0], "--show") == 2
+        assert "--output FILE.rrd" in capfd.readouterr().err
+    assert not any(path.name.startswith(".r.rrd") for path in tmp_path.iterdir())
