@@ -75,7 +75,8 @@ class RayWorkers:
             runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, str(threads or 1))},
         )
         self._actors = [actor.remote(setup) for _ in range(count or gpus or cores)]
-        self._processes: dict[int, int] = {}
+        self._processes: dict[int, int] = {}  # of the actors, to see when one was replaced
+        self._tainted: dict[int, bool] = {}  # actors that have a suspect
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
         """Outcomes in the order in which they come; None at least twice a second.
@@ -83,25 +84,29 @@ class RayWorkers:
         Raises:
             MatcherError: what made an actor give up.
         """
-        again: list[Job] = []
+        suspects: list[Job] = []
         running: dict[Any, tuple[int, Job]] = {}
         jobs = iter(jobs)
         while True:
             for number, actor in enumerate(self._actors):
-                while sum(where == number for where, _ in running.values()) < _QUEUED:
-                    job = again.pop() if again else next(jobs, None)
+                # A suspect has an actor for itself: what waits behind it would be blamed as well.
+                load = sum(where == number for where, _ in running.values())
+                while load < (1 if suspects or self._tainted.get(number) else _QUEUED):
+                    self._tainted[number] = bool(suspects)
+                    job = suspects.pop() if suspects else next(jobs, None)
                     if job is None:
                         break
                     running[actor.work.remote(job, self._references(job))] = (number, job)
+                    load += 1
             if not running:
                 return
             finished, _ = self._ray.wait(list(running), timeout=_TICK)
             if not finished:
                 yield None
             for reference in finished:
-                yield from self._take(reference, *running.pop(reference), again)
+                yield from self._take(reference, *running.pop(reference), suspects)
 
-    def _take(self, reference: Any, number: int, job: Job, again: list[Job]) -> Iterator[Outcome]:
+    def _take(self, reference: Any, number: int, job: Job, suspects: list[Job]) -> Iterator[Outcome]:
         """The outcomes of a finished job, or its items for another try where it killed its actor."""
         try:
             process, outcomes = self._ray.get(reference)
@@ -110,7 +115,7 @@ class RayWorkers:
         except self._ray.exceptions.RayError as error:
             self.crashes += 1
             if len(job.items) > 1:
-                again += [replace(job, items=(item,), batch=1) for item in job.items]
+                suspects += [replace(job, items=(item,), batch=1) for item in job.items]
             else:
                 reason = f"its Ray actor died repeatedly ({type(error).__name__})"
                 yield job.failure(job.items[0], reason)

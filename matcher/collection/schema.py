@@ -11,7 +11,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from matcher.types import IntegrityError, UsageError
@@ -54,16 +54,24 @@ CREATE TABLE waiting (
 """
 
 
-def make(path: Path) -> sqlite3.Connection:
-    """A new, empty database at `path`, and the connection that writes it."""
-    with guarded(path):
-        connection = sqlite3.connect(path, timeout=_WAIT, isolation_level=None)
+def make(path: Path, meta: dict[str, str]) -> None:
+    """A new, empty database at `path`, which gets its name when it is whole.
+
+    Args:
+        path: where nothing is yet.
+        meta: rows of its first table.
+    """
+    part = path.with_name(f".{path.name}.part")
+    for suffix in ("", "-wal", "-shm", "-journal"):  # of a process that was killed here
+        part.with_name(f"{part.name}{suffix}").unlink(missing_ok=True)
+    with guarded(path), closing(sqlite3.connect(part, timeout=_WAIT, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size = {_PAGE}")
         _settle(connection)
-        # The marks that make it ours come last, in the same transaction: a half-made file is no store.
         marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
         connection.executescript(f"BEGIN; {TABLES} {marks} COMMIT;")
-    return connection
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    part.rename(path)
 
 
 def open_writing(path: Path) -> sqlite3.Connection:

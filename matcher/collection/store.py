@@ -60,12 +60,9 @@ class Store:
             path = folder / schema.DATABASE
             if path.exists():
                 raise UsageError(f"{folder} holds a run already; open it, or name another folder")
-            connection = schema.make(path)
-            with schema.guarded(path):
-                rows = {"settings": json.dumps(settings, sort_keys=True, allow_nan=False)}
-                rows["image_folder"] = str(Path(image_folder or ".").absolute())
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
-                connection.close()
+            rows = {"settings": json.dumps(settings, sort_keys=True, allow_nan=False)}
+            rows["image_folder"] = str(Path(image_folder or ".").absolute())
+            schema.make(path, rows)
         finally:
             lock.release()
         return cls.open(folder)
