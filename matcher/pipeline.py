@@ -178,8 +178,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
 
     Args:
         preset: a name in `PRESETS`.
-        options: weights, frontend_weights, device, precision, max_keypoints, resize, match_threshold,
-            early_exit, pruning, geometry, upright, max_pixels; `LoadOptions` describes them.
+        options: weights, frontend, variant, frontend_weights, device, precision, max_keypoints, resize,
+            match_threshold, early_exit, pruning, geometry, upright, max_pixels; `LoadOptions` describes them.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.

@@ -168,6 +168,8 @@ class LoadOptions(TypedDict, total=False):
     """What adjusts a preset; None always means the preset's own value."""
 
     weights: str | Path | None  # a name in the manifest or a safetensors file
+    frontend: str | None  # another front end, such as "disk"; its features must be what the matcher takes
+    variant: str | None  # which of the front end's published networks, such as "aliked-n32"
     frontend_weights: str | Path | None  # of a learned front end
     device: str | None  # "auto" (CUDA when there is one, else the processor), "cpu", "cuda", "cuda:1", "mps"
     precision: Precision | None  # of the network; "auto" is what the device is fast at
@@ -181,8 +183,11 @@ class LoadOptions(TypedDict, total=False):
     max_pixels: int | None  # larger pictures are refused before they are decoded
 
 
+_GRID = _ON_GRID.extractor.kind
 # Where an option lies in a configuration; the other options steer how a pipeline is built.
 _PLACES = {
+    "frontend": ("extractor", "kind"),
+    "variant": ("extractor", "variant"),
     "max_keypoints": ("extractor", "max_keypoints"),
     "resize": ("extractor", "resize"),
     "geometry": ("estimation", "kind"),
@@ -215,6 +220,8 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
             raise UsageError(unknown_name("option", name, LoadOptions.__annotations__))
     given = {name: value for name, value in options.items() if value is not None}
     _check_values(given)
+    if _GRID in (given.get("frontend"), config.extractor.kind) and given.keys() & {"frontend", "variant"}:
+        raise UsageError(f"the cells of a grid ({_GRID}) and a front end cannot stand in for each other")
     values = to_dict(config)
     if isinstance(config.matcher, NearestConfig):
         given = _for_nearest(given, values["matcher"])

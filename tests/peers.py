@@ -55,7 +55,7 @@ def kornia_lightglue(preset: str = "lightglue-superpoint", seed: int = 0, **sett
 
 @torch.no_grad()
 def decisive(
-    projections: list[nn.Module], added: list[nn.Module], gain: float = 12.0, damp: float = 0.3
+    projections: list[nn.Module], added: list[nn.Module], gain: float = 10.0, damp: float = 0.3
 ) -> None:
     """Make random layers find the points that look alike, with scores from 0 to 1.
 

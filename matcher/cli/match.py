@@ -19,6 +19,8 @@ def match(
     image1: Picture,
     preset: options.Preset = "hybrid",
     weights: options.Weights = None,
+    frontend: options.FrontEnd = None,
+    variant: options.Variant = None,
     max_keypoints: options.MaxKeypoints = None,
     resize: options.Resize = None,
     geometry: options.Geometry = None,
@@ -49,6 +51,8 @@ def match(
     pipeline = load(
         preset,
         weights=weights,
+        frontend=frontend,
+        variant=variant,
         device=device,
         precision=precision,
         max_keypoints=max_keypoints,

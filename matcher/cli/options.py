@@ -14,6 +14,13 @@ Weights = Annotated[
     str | None,
     typer.Option("--weights", metavar="FILE", help="Weights file, or a name from `matcher weights list`."),
 ]
+FrontEnd = Annotated[
+    str | None,
+    typer.Option("--frontend", help="Another front end, such as disk, for a matcher that takes it."),
+]
+Variant = Annotated[
+    str | None, typer.Option("--variant", help="Which of the front end's networks, such as aliked-n32.")
+]
 MaxKeypoints = Annotated[int | None, typer.Option("--max-keypoints", help="Keypoints a picture.")]
 Resize = Annotated[
     int | None, typer.Option("--resize", help="Longer side in pixels; larger pictures are made smaller.")

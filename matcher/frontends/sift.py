@@ -8,17 +8,17 @@ import cv2
 import numpy as np
 
 from matcher.config import ExtractorConfig
+from matcher.frontends.learned import resolve
 from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
-from matcher.types import Features, Image, UsageError
+from matcher.types import Features, Image
 
 
 class SiftExtractor:
     """OpenCV's SIFT on the upright, resized picture; keypoints, scales and angles in stored pixels."""
 
     def __init__(self, config: ExtractorConfig) -> None:
-        if config.max_keypoints < 1:
-            raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
-        self.config = config
+        """Keep the configuration; `UsageError` for a setting that SIFT does not have."""
+        self.config = resolve(config, {})
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
         """Features of each image, strongest first; `kind` is "sift", descriptors are (N, 128) float32."""

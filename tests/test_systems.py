@@ -1,0 +1,142 @@
+"""Every system as a user has it: front end and network from files, pictures in, matches out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_front_end import FRONT_ENDS, random_parameters, texture
+
+import matcher
+from matcher.cli import main
+from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig, PositionConfig
+from matcher.estimation import RobustEstimator
+from matcher.frontends.learned import resolve
+from matcher.nearest import NearestMatcher
+from matcher.network.inference import AttentionMatcher
+from matcher.network.model import Model
+from matcher.pipeline import Pipeline, build_extractor
+from matcher.presets import PRESETS
+from matcher.types import UsageError
+from matcher.weights import save_front_end, save_model
+
+LEARNED = [name for name in PRESETS if name.startswith(("superglue-", "lightglue-")) and "dedode" not in name]
+
+
+def front_end_file(kind: str, folder: Path, variant: str | None = None) -> Path | None:
+    """A front end's random parameters as a converted file; SIFT has none."""
+    if kind == "sift":
+        return None
+    front_end, path = FRONT_ENDS[kind], folder / f"{kind}.safetensors"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = front_end.build(resolve(ExtractorConfig(kind=kind, variant=variant), front_end.published))
+    random_parameters(network)
+    save_front_end(network, kind, path)
+    return path
+
+
+def network_file(preset: str, folder: Path) -> Path:
+    """An untrained network of the preset, two layers deep, which matches like nearest neighbours."""
+    config, path = PRESETS[preset].matcher, folder / f"{preset}.safetensors"
+    shallow = replace(config, context=replace(config.context, depth=2), match_threshold=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_model(Model(shallow), path, dtype=torch.float32)
+    return path
+
+
+@pytest.fixture
+def pictures(rng) -> tuple[np.ndarray, np.ndarray]:
+    """Two cuts of one texture, 16 pixels apart."""
+    whole = texture(rng, 208, 160, sigma=1.5)
+    return np.ascontiguousarray(whole[:, :192]), np.ascontiguousarray(whole[:, 16:])
+
+
+@pytest.mark.parametrize("preset", LEARNED)
+def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
+    kind = PRESETS[preset].extractor.kind
+    options = {"weights": network_file(preset, tmp_path), "frontend_weights": front_end_file(kind, tmp_path)}
+    pipeline = matcher.load(preset, **options, device="cpu", precision="float32", max_keypoints=150)
+    assert pipeline.layers == 2
+    result = pipeline.match(*pictures)
+    assert result.features0.kind == result.features1.kind == kind
+    assert len(result.features0.keypoints) > 20
+    assert len(result.matches) > 8
+    assert np.isfinite(result.scores).all()
+    assert result.geometry.status in ("ok", "low_inliers", "degenerate", "no_model", "too_few")
+    again = pipeline.match_features(result.features0, result.features1)
+    assert np.array_equal(again.indices, result.matches.indices)
+
+
+def test_keynets_network_looks_at_the_shapes_of_its_patches(tmp_path, pictures):
+    options = {
+        "weights": network_file("lightglue-keynet", tmp_path),
+        "frontend_weights": front_end_file("keynet", tmp_path),
+    }
+    pipeline = matcher.load("lightglue-keynet", **options, device="cpu", precision="float32")
+    first, second = (pipeline.extract(picture) for picture in pictures)
+    tokens = [
+        pipeline.matcher.model.position(matcher.Features.stack([f]))
+        for f in (first, replace(first, frames=1.5 * first.frames))
+    ]
+    assert not torch.allclose(*tokens, atol=1e-2)
+    with pytest.raises(UsageError, match="needs frames of the keypoints"):
+        pipeline.match_features(replace(first, frames=None), second)
+
+
+@pytest.mark.parametrize("kind", ["disk", "xfeat", "superpoint-open", "keynet"])
+def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
+    """By an option of the preset, and put together in Python."""
+    path = front_end_file(kind, tmp_path)
+    pipeline = matcher.load("nearest", frontend=kind, frontend_weights=path, max_keypoints=150, device="cpu")
+    result = pipeline.match(*pictures)
+    assert result.features0.kind == kind
+    assert len(result.matches) > 8
+    extractor = build_extractor(ExtractorConfig(kind=kind, max_keypoints=150), path)
+    own = Pipeline(extractor, NearestMatcher(NearestConfig()), RobustEstimator(EstimationConfig()))
+    assert np.array_equal(own.match(*pictures).matches.indices, result.matches.indices)
+
+
+def test_a_variant_of_a_front_end_goes_with_its_matcher(tmp_path, pictures):
+    options = {"weights": network_file("lightglue-aliked", tmp_path), "device": "cpu", "precision": "float32"}
+    path = front_end_file("aliked", tmp_path, variant="aliked-n32")
+    pipeline = matcher.load("lightglue-aliked", variant="aliked-n32", frontend_weights=path, **options)
+    assert pipeline.extractor.network.desc_head.n_pos == 32
+    assert len(pipeline.match(*pictures).matches) > 8
+
+
+def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_path, pictures):
+    """Our own configuration on DISK's features: trained or not, it takes those and no others."""
+    position = PositionConfig(inputs=("xy",))
+    config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position, match_threshold=0.0)
+    model = Model(config)
+    save_model(model, tmp_path / "mine.safetensors", dtype=torch.float32)
+    path = front_end_file("disk", tmp_path)
+    options = {"weights": tmp_path / "mine.safetensors", "device": "cpu", "precision": "float32"}
+    pipeline = matcher.load("hybrid", frontend="disk", frontend_weights=path, max_keypoints=150, **options)
+    found = pipeline.match(*pictures)
+    assert len(found.matches) > 8
+    own = Pipeline(
+        pipeline.extractor, AttentionMatcher(model, precision="float32"), RobustEstimator(EstimationConfig())
+    )
+    assert np.array_equal(own.match(*pictures).matches.indices, found.matches.indices)
+    with pytest.raises(UsageError, match="this matcher takes disk features, not sift"):
+        matcher.load("hybrid", **options).match(*pictures)
+
+
+def test_front_ends_that_do_not_go_are_refused(tmp_path, views, capfd):
+    with pytest.raises(UsageError, match="unknown front end 'dsik', did you mean 'disk'"):
+        matcher.load("nearest", frontend="dsik", device="cpu")
+    for preset, options in (("nearest", {"frontend": "loftr"}), ("loftr-outdoor", {"frontend": "disk"})):
+        with pytest.raises(UsageError, match="cells of a grid"):
+            matcher.load(preset, **options, device="cpu")
+    with pytest.raises(UsageError, match="the front end sift has no variant"):
+        matcher.load("nearest", variant="aliked-n32", device="cpu")
+    assert main(["match", *map(str, views), "--preset", "nearest", "--frontend", "dsik"]) == 2
+    assert "did you mean 'disk'" in capfd.readouterr().err
+    path = network_file("lightglue-disk", tmp_path)
+    command = ["match", *map(str, views), "--preset", "lightglue-disk", "--weights", str(path)]
+    assert main([*command, "--frontend", "sift"]) == 2
+    assert "this matcher takes disk features, not sift" in capfd.readouterr().err
