@@ -80,10 +80,10 @@ def test_linear_attention(qkv):
     def score(q, k):
         return np.log(feature(q) @ feature(k))
 
-    np.testing.assert_allclose(linear_attention(*qkv), naive(*qkv, score), rtol=1e-5)
+    np.testing.assert_allclose(linear_attention(*qkv), naive(*qkv, score), rtol=1e-6)
     mask = torch.tensor([True, False, True, True, False, True, True])
     expected = naive(*qkv, score, allowed=lambda i, j: bool(mask[j]))
-    np.testing.assert_allclose(linear_attention(*qkv, mask), expected, rtol=1e-5)
+    np.testing.assert_allclose(linear_attention(*qkv, mask), expected, rtol=1e-6)
 
 
 def test_additive_attention(qkv):

@@ -85,6 +85,13 @@ def test_rotation_is_the_equation(rng: np.random.Generator) -> None:
             pair = [channel, channel + 4]
             expected[point][:, pair] = x[point, :, pair].double().numpy() @ matrix.T
     np.testing.assert_allclose(turned, expected, atol=2e-5)
+    # In float64 the rotation is exact; the phases are float32, their error goes with their size.
+    phases = inputs @ weight.T
+    cos_sin = np.stack([np.cos(phases), np.sin(phases)], axis=1)
+    exact = rotate(x.double(), torch.from_numpy(cos_sin))
+    np.testing.assert_allclose(exact, expected, rtol=1e-6, atol=1e-12)
+    error = np.abs(position(features).detach().numpy() - cos_sin)
+    assert (error <= 1e-6 * (1 + np.abs(phases[:, None]))).all()
 
 
 def test_products_depend_on_differences_of_position_only(rng: np.random.Generator) -> None:
