@@ -42,7 +42,7 @@ def start(*arguments: object, **options) -> subprocess.Popen:
     )
 
 
-def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 120.0) -> None:
+def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 300.0) -> None:
     """Wait until a condition holds; fail if the process ends or time runs out before."""
     until = time.monotonic() + seconds
     while not condition():

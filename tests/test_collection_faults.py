@@ -21,27 +21,61 @@ from matcher.collection.store import Store
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
 
-# Matches every pair of a folder and says after each commit how many pairs are on disk.
-DRIVER = """
-import sys
+# For every line that comes in, runs all pairs of a folder in a fork, which says after each commit how many
+# pairs are on disk. A fork, so that dying fifty times does not mean importing torch fifty times.
+NURSERY = """
+import os, sys
 from matcher.collection.collection import Collection
-from matcher.collection.engines import Workers
 
 folder, run, workers = sys.argv[1:]
-options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
-found = Collection.open(run, workers=Workers(count=int(workers)), **options)
-found.add_images(folder)
-found.add_pairs(every=True)
-before = found.counts().pairs_done
-found.run(tell=lambda p: print(before + p.done if p.stage == "match" else before, flush=True))
+
+def drive():
+    options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
+    found = Collection.open(run, workers=int(workers), **options)
+    found.add_images(folder)
+    found.add_pairs(exhaustive=True)
+    before = found.counts().pairs_done
+    print(before, flush=True)
+    report = found.run(tell=lambda p: p.stage == "match" and print(before + p.done, flush=True))
+    return 0 if report.all_well else 4
+
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        print("child", os.getpid(), flush=True)
+        os._exit(drive())
+    print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def drive(folder: Path, run: Path, workers: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", DRIVER, str(folder), str(run), str(workers)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+class Nursery:
+    """Starts runs; `said` holds what the present one has acknowledged."""
+
+    def __init__(self, folder: Path, run: Path, workers: int) -> None:
+        command = [sys.executable, "-c", NURSERY, str(folder), str(run), str(workers)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+    def begin(self) -> None:
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        self.child = int(self.process.stdout.readline().removeprefix("child "))
+        self.said, self.code = [0], None
+
+    def listen(self, target: int = 1_000_000) -> None:
+        """Until it has acknowledged so many pairs, or has ended."""
+        while self.code is None and self.said[-1] < target:
+            line = self.process.stdout.readline()
+            if line.startswith("ended"):
+                self.code = int(line.split()[1])
+            else:
+                self.said.append(int(line))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,32 +92,38 @@ def kill_again_and_again(scene: tuple[Path, dict], run: Path, times: int, worker
     """Kill runs at random moments; what each had acknowledged. Then let one finish, and compare."""
     folder, unbroken = scene
     rng, acknowledged, done = random.Random(times), [], 0
+    nursery = Nursery(folder, run, workers)
     while len(acknowledged) < times:
-        process, said = drive(folder, run, workers), [0]
-        target = done + rng.choice([0, 1, 10, 40])  # machines differ in speed: the moment is one of progress
-        while said[-1] < target and (line := process.stdout.readline()):
-            said.append(int(line))
+        nursery.begin()
+        # Machines differ in speed, so the moment is one of progress, and a little later.
+        nursery.listen(target=done + rng.choice([0, 1, 10, 40]))
         time.sleep(rng.uniform(0, 0.6))
-        process.kill()
-        said += [int(line) for line in process.stdout.read().split()]
-        process.wait()
-        acknowledged.append(max(said))
-        if not (run / "run.db").exists():
-            continue
-        with Store.open(run) as store:
-            assert store.check() == []
-            assert store.counts().pairs_done >= acknowledged[-1]
-            held = {key: value for key, value in contents(run).items() if key[0] == "pair"}
-            assert all(unbroken[key] == value for key, value in held.items())
-        done = len(held)
+        os.kill(nursery.child, signal.SIGKILL)
+        nursery.listen()
+        acknowledged.append(max(nursery.said))
+        done = check_sound(run, unbroken, acknowledged[-1])
         if done == 210:  # it was finished before it was killed: begin anew
             shutil.rmtree(run)
             done = 0
-    process = drive(folder, run, workers)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    nursery.begin()
+    nursery.listen()
+    nursery.close()
+    assert nursery.code == 0
     assert contents(run) == unbroken
     return acknowledged
+
+
+def check_sound(run: Path, unbroken: dict, acknowledged: int) -> int:
+    """The store opens, is whole, has all that was acknowledged, as it should be; the pairs that it has."""
+    if not (run / "run.db").exists():
+        assert acknowledged == 0
+        return 0
+    with Store.open(run) as store:
+        assert store.check() == []
+        assert store.counts().pairs_done >= acknowledged
+    held = {key: value for key, value in contents(run).items() if key[0] == "pair"}
+    assert all(unbroken[key] == value for key, value in held.items())
+    return len(held)
 
 
 def test_three_kills_lose_nothing(scene, tmp_path):
@@ -92,13 +132,17 @@ def test_three_kills_lose_nothing(scene, tmp_path):
 
 
 @pytest.mark.slow
-def test_fifty_kills_lose_nothing(scene, tmp_path):
-    acknowledged = kill_again_and_again(scene, tmp_path / "run", 50, workers=2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fifty_kills_lose_nothing(scene, tmp_path, workers):
+    acknowledged = kill_again_and_again(scene, tmp_path / "run", 50, workers)
     print("acknowledged when killed:", acknowledged)
     assert sum(count > 0 for count in acknowledged) > 10
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_the_run_soundly(scene, tmp_path, sent, code):
     folder, unbroken = scene
     run = tmp_path / "run"
@@ -133,6 +177,7 @@ def test_a_worker_that_is_killed_is_replaced(scene, tmp_path):
     assert contents(run) == unbroken
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_run_is_killed(scene, tmp_path):
     run = tmp_path / "run"
     process = start("collection", scene[0], "--run", run, *QUICK, "--exhaustive", "--workers", 2)
@@ -168,28 +213,38 @@ if "matcher.collection.workers" in " ".join(sys.orig_argv):
     )
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_what_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, monkeypatch, batch):
+def test_a_pair_that_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, monkeypatch):
+    photos(tmp_path / "photos", 4)
+    deadly(tmp_path / "site", ["view 00.png+view 02.png"])
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = Collection.open(tmp_path / "run", workers=2, preset="nearest", max_keypoints=150, device="cpu")
+    found.add_images(tmp_path / "photos")
+    found.add_pairs(exhaustive=True)
+    report = found.run()
+    assert (report.crashes, report.all_well, report.counts.pairs_done) == (2, False, 5)
+    with found.store as store:
+        failed = list(store.failed())
+    assert [(pair.name0, pair.name1) for pair in failed] == [("view 00.png", "view 02.png")]
+    assert failed[0].reason == "its worker process died 2 times (signal SIGKILL)"
+
+
+@pytest.mark.slow
+def test_what_kills_its_worker_in_a_batch_is_found(tmp_path, monkeypatch):
     photos(tmp_path / "photos", 5)
     deadly(tmp_path / "site", ["view 00.png+view 02.png", "view 04.png"])
     monkeypatch.syspath_prepend(tmp_path / "site")
     options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
-    found = Collection.open(tmp_path / "run", workers=Workers(count=2, threads=1, batch=batch), **options)
+    found = Collection.open(tmp_path / "run", workers=Workers(count=2, threads=1, batch=4), **options)
     found.add_images(tmp_path / "photos")
-    found.add_pairs(every=True)
+    found.add_pairs(exhaustive=True)
     report = found.run()
-    assert report.crashes == 4
-    assert not report.all_well
+    assert (report.crashes, report.all_well, report.counts.pairs_done) == (4, False, 5)
     with found.store as store:
         assert {image.name: image.reason for image in store.images() if image.status == "failed"} == {
             "view 04.png": "its worker process died 2 times (exit code 77)"
         }
-        failed = {(pair.name0, pair.name1): pair.reason for pair in store.failed()}
-        assert (
-            failed.pop(("view 00.png", "view 02.png")) == "its worker process died 2 times (signal SIGKILL)"
-        )
-        assert len(failed) == 4 and all(pair[1] == "view 04.png" for pair in failed)
-        assert store.counts().pairs_done == 5
+        failed = {(pair.name0, pair.name1) for pair in store.failed()}
+    assert failed == {("view 00.png", "view 02.png"), *((f"view 0{n}.png", "view 04.png") for n in range(4))}
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path / "site")])
     assert found.run(retry_failed=True).all_well
 
@@ -201,9 +256,9 @@ def test_workers_that_cannot_start_are_an_error(tmp_path, monkeypatch):
         "import os, sys\nif 'matcher.collection.workers' in ' '.join(sys.orig_argv): os._exit(9)\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    found = Collection.open(tmp_path / "run", preset="nearest", device="cpu", workers=Workers(count=2))
+    found = Collection.open(tmp_path / "run", preset="nearest", device="cpu", workers=2)
     found.add_images(tmp_path / "photos")
-    found.add_pairs(every=True)
+    found.add_pairs(exhaustive=True)
     with pytest.raises(Exception, match=r"cannot be started \(exit code 9\)"):
         found.run()
 
@@ -213,7 +268,7 @@ def finish(folder: Path, run: Path, unbroken: dict) -> None:
     assert contents(run) == unbroken
 
 
-@pytest.mark.parametrize("limit", [150_000, 700_000])
+@pytest.mark.parametrize("limit", [pytest.param(150_000, marks=pytest.mark.slow), 700_000])
 def test_a_file_that_may_not_grow_is_a_full_disk(scene, tmp_path, limit):
     folder, unbroken = scene
     run = tmp_path / "run"

@@ -11,7 +11,6 @@ from matcher.cli import main
 from matcher.cli.collection import ProgressLines
 from matcher.collection.collection import Collection
 from matcher.collection.descriptors import file_path
-from matcher.collection.engines import Workers
 from matcher.collection.records import Counts
 from matcher.collection.runner import Progress
 from matcher.collection.settings import parse_shard
@@ -19,7 +18,7 @@ from matcher.collection.store import Store
 from matcher.collection.writer import Writer
 from matcher.types import Camera, ImageError, UsageError
 
-HERE = Workers(count=0)
+HERE = 0  # workers: this process
 
 
 def run(*arguments: object) -> int:
@@ -283,7 +282,7 @@ def test_cameras_for_essential_geometry(folder, tmp_path):
     found = opened(tmp_path / "run", geometry="essential")
     found.add_images(folder)
     found.set_cameras({"view 00.png": Camera(200, 200, 100, 80), "view 01.png": Camera(200, 200, 100, 80)})
-    found.add_pairs(sequential_k=1)
+    found.add_pairs(sequential=1)
     report = found.run()
     assert (report.matched, report.counts.pairs_failed, report.all_well) == (3, 2, False)
     with found.store as store:
@@ -291,7 +290,7 @@ def test_cameras_for_essential_geometry(folder, tmp_path):
     assert next(iter(found)).geometry.kind == "essential"
     common = opened(tmp_path / "all", geometry="essential", camera=Camera(200, 200, 100, 80))
     common.add_images(folder)
-    common.add_pairs(sequential_k=1)
+    common.add_pairs(sequential=1)
     assert common.run().all_well
 
 
@@ -302,7 +301,7 @@ def test_the_object_says_what_is_missing(folder, tmp_path):
     with pytest.raises(UsageError, match="holds no run"):
         next(iter(found))
     found.add_images(folder)
-    for bad in ({}, {"every": True, "sequential_k": 1}):
+    for bad in ({}, {"exhaustive": True, "sequential": 1}):
         with pytest.raises(UsageError, match="one of"):
             found.add_pairs(**bad)
     with pytest.raises(UsageError, match="no picture 'x'"):
@@ -372,6 +371,6 @@ def test_no_pictures_is_an_error_of_the_library_too(tmp_path):
     found.add_images(tmp_path / "photos")
     for path in (tmp_path / "photos").iterdir():
         path.write_bytes(b"")
-    found.add_pairs(every=True)
+    found.add_pairs(exhaustive=True)
     with pytest.raises(ImageError, match="no picture"):
         found.run()

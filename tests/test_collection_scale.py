@@ -129,7 +129,7 @@ if "default_worker.py" in " ".join(sys.orig_argv):
     options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
     found = Collection.open(tmp_path / "run", workers=Workers("ray", count=2, threads=1), **options)
     found.add_images(tmp_path / "photos")
-    found.add_pairs(every=True)
+    found.add_pairs(exhaustive=True)
     report = found.run()
     assert report.crashes > 0
     with found.store as store:
@@ -150,11 +150,9 @@ def test_ray_that_is_absent_is_said(tmp_path, monkeypatch, capfd):
 def test_similar_pictures_are_paired(tmp_path):
     photos(tmp_path / "photos" / "a", 3, seed=1)
     photos(tmp_path / "photos" / "b", 3, seed=2)
-    found = Collection.open(
-        tmp_path / "run", preset="nearest", max_keypoints=150, device="cpu", workers=Workers(count=0)
-    )
+    found = Collection.open(tmp_path / "run", preset="nearest", max_keypoints=150, device="cpu", workers=0)
     found.add_images(tmp_path / "photos")
-    found.add_pairs(similar_k=1)
+    found.add_pairs(similar=1)
     assert found.run().all_well
     pairs = [(pair.name0[0], pair.name1[0], len(pair.matches)) for pair in found]
     assert np.mean([a == b for a, b, _ in pairs]) == 1.0

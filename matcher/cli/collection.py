@@ -97,7 +97,7 @@ def collection(
     pipeline |= dict(geometry=geometry, precision=precision, device=device, upright=not no_upright)
     means = dict(workers=Workers(engine, workers, threads), camera=options.parse_camera(camera, "--camera"))
     opened = Collection.open(run, preset=preset, shard=shard, max_pixels=max_pixels, **means, **pipeline)
-    choice = dict(file=pairs, every=exhaustive, sequential_k=sequential, similar_k=similar)
+    choice = dict(file=pairs, exhaustive=exhaustive, sequential=sequential, similar=similar)
     _check_choice(choice)
     _enter_images(opened, images, masks, features, restart)
     with _progress() as tell:

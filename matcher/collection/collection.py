@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Unpack
 
-from matcher.collection import runner, schema
+from matcher.collection import pairlists, runner, schema
 from matcher.collection.descriptors import file_path
 from matcher.collection.engines import Workers, batch_size, start_engine
 from matcher.collection.locking import StoreLock
-from matcher.collection.pairlists import PairFault, exhaustive, read_pairs, sequential
+from matcher.collection.pairlists import PairFault
 from matcher.collection.planning import Changes, add_pairs, refresh_images
 from matcher.collection.records import Counts, StoredPair
 from matcher.collection.runner import RunReport, Tell
@@ -53,7 +53,7 @@ class Collection:
         preset: str = DEFAULT_PRESET,
         camera: Camera | None = None,
         shard: str | None = None,
-        workers: Workers | None = None,
+        workers: Workers | int | None = None,
         **options: Unpack[LoadOptions],
     ) -> Collection:
         """A run that exists, or one that the first `add_images` makes.
@@ -63,7 +63,7 @@ class Collection:
             preset: a name in `PRESETS`; one with keypoints of its own for each picture.
             camera: of every picture that has none of its own, for essential geometry.
             shard: "i/n", to match only part i of n of the pairs in this store.
-            workers: what does the work.
+            workers: what does the work, or the number of processes; None is one a core or GPU, 0 this one.
             options: as of `matcher.load`.
 
         Raises:
@@ -74,9 +74,8 @@ class Collection:
         for name in ("weights", "frontend_weights"):
             if isinstance(given.get(name), Path):
                 given[name] = given[name].absolute()
-        return cls(
-            Path(run_dir), lambda source: Setup(source, preset, given, camera, part), workers or Workers()
-        )
+        means = workers if isinstance(workers, Workers) else Workers(count=workers)
+        return cls(Path(run_dir), lambda source: Setup(source, preset, given, camera, part), means)
 
     def add_images(
         self,
@@ -137,9 +136,9 @@ class Collection:
         pairs: Iterable[tuple[str, str]] | None = None,
         *,
         file: str | Path | None = None,
-        every: bool = False,
-        sequential_k: int | None = None,
-        similar_k: int | None = None,
+        exhaustive: bool = False,
+        sequential: int | None = None,
+        similar: int | None = None,
         on_fault: Callable[[PairFault], None] | None = None,
         tell: Tell | None = None,
     ) -> tuple[int, int]:
@@ -148,9 +147,9 @@ class Collection:
         Args:
             pairs: names of pictures, as a stream.
             file: a pair list, two names a line.
-            every: all pairs of the pictures.
-            sequential_k: each picture with so many that follow it by name.
-            similar_k: each picture with so many that look like it; extracts first.
+            exhaustive: all pairs of the pictures.
+            sequential: each picture with so many that follow it by name.
+            similar: each picture with so many that look like it; extracts first.
             on_fault: told of the lines of `file` that give no pair.
             tell: progress of the extraction.
 
@@ -160,24 +159,24 @@ class Collection:
         Raises:
             UsageError: not exactly one way, a name that the run does not have, no `add_images` before.
         """
-        given = [every, *(choice is not None for choice in (pairs, file, sequential_k, similar_k))]
+        given = [exhaustive, *(choice is not None for choice in (pairs, file, sequential, similar))]
         if sum(given) != 1:
             raise UsageError(
                 "pairs come from one of: names, a file, every pair, neighbours, similar pictures"
             )
         setup = self._ready()
-        if similar_k is not None:
+        if similar is not None:
             self.extract(everything=True, tell=tell)
         with Writer(self.run_dir) as writer:
             names = sorted(writer.store.names().values())
             if file is not None:
-                pairs = read_pairs(file, names, on_fault)
-            elif every:
-                pairs = exhaustive(names)
-            elif sequential_k is not None:
-                pairs = sequential(names, sequential_k)
-            elif similar_k is not None:
-                pairs = similar(writer.store, similar_k)
+                pairs = pairlists.read_pairs(file, names, on_fault)
+            elif exhaustive:
+                pairs = pairlists.exhaustive(names)
+            elif sequential is not None:
+                pairs = pairlists.sequential(names, sequential)
+            elif similar is not None:
+                pairs = _pair_similar(writer.store, similar)
             return add_pairs(writer, pairs, setup.shard)
 
     def extract(self, *, everything: bool = False, tell: Tell | None = None) -> int:
@@ -253,7 +252,7 @@ class Collection:
         return self._setup
 
 
-def similar(store: Store, k: int) -> Iterable[tuple[str, str]]:
+def _pair_similar(store: Store, k: int) -> Iterable[tuple[str, str]]:
     """Each picture with the `k` that look most like it, by a descriptor aggregated from its local ones."""
     from matcher.retrieval import similar_pairs
 
