@@ -70,6 +70,14 @@ def test_half_precision_in_blocks_is_the_equation(
         np.testing.assert_allclose(found.float(), naive(q, k, v, layout, across), atol=0.05)
 
 
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("layout", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
+def test_the_padded_call_of_other_devices_is_the_equation(layout: Layout, across: bool) -> None:
+    q, k, v = tokens(layout)
+    padded = attention._attend_padded(q, k, v, layout, across)
+    np.testing.assert_allclose(padded, naive(q, k, v, layout, across), atol=2e-6)
+
+
 def test_gradients_of_the_gradient_path() -> None:
     rng = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 2, n, 4, generator=rng, dtype=torch.float64) for n in (3, 5, 5))

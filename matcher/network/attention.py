@@ -49,6 +49,13 @@ class Layout:
         side = (torch.arange(len(lengths)) % 2).repeat_interleave(lengths)
         return (side == 0).nonzero().squeeze(1), (side == 1).nonzero().squeeze(1)
 
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each token lies in a table of pictures, padded to the longest (int64, on the CPU)."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        first = torch.arange(len(lengths)) * int(lengths.max()) - torch.tensor(self.starts[:-1])
+        return torch.arange(self.starts[-1]) + first.repeat_interleave(lengths)
+
     def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Tokens (T, …) as a list of pairs of views (N, …), (M, …)."""
         parts = x.split(self.lengths)
@@ -204,8 +211,11 @@ def attend(
     Returns:
         (T, heads · head_dim); zeros for points that have nothing to attend to.
     """
-    gather = _attend_uniform if layout.uniform else _attend_ragged
-    return gather(q, k, v, layout, across, kernel)
+    if layout.uniform:
+        return _attend_uniform(q, k, v, layout, across, kernel)
+    if q.device.type != "cpu" and kernel is scaled_dot_product and len(q):
+        return _attend_padded(q, k, v, layout, across)
+    return _attend_ragged(q, k, v, layout, across, kernel)
 
 
 def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool, kernel: Kernel) -> Tensor:
@@ -228,6 +238,26 @@ def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool
         message = kernel(*(x.transpose(0, 1).unsqueeze(0) for x in (q[here], k[there], v[there])))
         out[here] = message[0].transpose(0, 1).reshape(count, heads * width)
     return out
+
+
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool) -> Tensor:
+    """One masked call for all pictures: on a GPU many small calls cost more than padding does."""
+    pictures, longest = len(layout.lengths), max(layout.lengths)
+    slots = layout.slots.to(q.device)
+    q, k, v = (
+        x.new_zeros(pictures * longest, *x.shape[1:])
+        .index_copy(0, slots, x)
+        .unflatten(0, (pictures, longest))
+        for x in (q, k, v)
+    )
+    filled = torch.zeros(pictures * longest, dtype=torch.bool, device=q.device).index_fill(0, slots, True)
+    filled = filled.view(pictures, longest)
+    if across:
+        k, v, filled = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v, filled))
+    # Who has nothing to attend to may attend to the padding, which is zeros, and so hears zeros.
+    mask = (filled | ~filled.any(1, keepdim=True))[:, None, None]
+    message = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
+    return message.transpose(1, 2).flatten(0, 1)[slots].flatten(1)
 
 
 def attend_to(
