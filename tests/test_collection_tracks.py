@@ -4,8 +4,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from collection_scene import synthetic_store
 
-from matcher.collection.tracks import Conflict, PairMatches, build_tracks
+from matcher.collection.tracks import Conflict, PairMatches, build_tracks, tracks_of
 from matcher.types import UsageError
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
@@ -95,3 +96,15 @@ def test_wrong_matches_never_put_two_keypoints_of_an_image_into_one_track(rng):
     assert tracks.conflicts > 100
     pure = sum(len({keypoint for _, keypoint in track}) == 1 for track in tracks)
     assert pure >= 95 and tracks.mean_length > 5.5
+
+
+def test_the_tracks_of_a_run_are_those_of_its_inliers(rng):
+    store, _ = synthetic_store(rng, count=6, points=200, wrong=0.3)
+    tracks = tracks_of(store)
+    assert 180 < len(tracks) < 260 and tracks.mean_length > 3.5
+    inliers = sum(int(pair.geometry.inliers.sum()) for pair in store.pairs())
+    assert tracks.conflicts < 0.2 * inliers
+    assert (tracks_of(store, min_length=4).lengths >= 4).all()
+    for pair in store.pairs():
+        object.__setattr__(pair.geometry, "status", "degenerate")
+    assert len(tracks_of(store)) == 0

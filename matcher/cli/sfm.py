@@ -101,8 +101,8 @@ def _match(images: Path, run: Path, matching: dict[str, Any]) -> int:
     """Make the run of a folder of photos, with the defaults of a reconstruction."""
     from matcher.collection.sources import Photos
 
-    matching["max_keypoints"] = matching["max_keypoints"] or MAX_KEYPOINTS
-    matching["resize"] = matching["resize"] or RESIZE
+    for name, usual in (("max_keypoints", MAX_KEYPOINTS), ("resize", RESIZE)):
+        matching[name] = usual if matching[name] is None else matching[name]
     if not any(matching[way] for way in ("pairs", "exhaustive", "sequential", "similar")):
         names, _ = Photos(images).names()
         few = len(names) <= EXHAUSTIVE_UP_TO

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from matcher.types import UsageError
+
+if TYPE_CHECKING:
+    from matcher.collection.store import Store
 
 
 class PairMatches(NamedTuple):
@@ -66,6 +69,25 @@ class Tracks:
         """(O, 3) int64 rows of track, image and keypoint, for a look-up the other way."""
         track = np.repeat(np.arange(len(self)), self.lengths)
         return np.column_stack([track, self.images, self.keypoints]).astype(np.int64)
+
+
+def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
+    """The tracks of a run: of the inliers where a pair has a geometry, of no match where it has none.
+
+    Args:
+        store: the run, opened.
+        min_length: as of `build_tracks`.
+
+    Raises:
+        IntegrityError: the store is damaged.
+    """
+    verified = (pair for pair in store.pairs() if pair.geometry.status in ("ok", "not_estimated"))
+    pairs = (
+        PairMatches(pair.name0, pair.name1, pair.matches.indices[kept], pair.matches.scores[kept])
+        for pair in verified
+        for kept in [pair.geometry.inliers if pair.geometry.status == "ok" else slice(None)]
+    )
+    return build_tracks(pairs, {image.name: image.count for image in store.images()}, min_length=min_length)
 
 
 def build_tracks(
