@@ -55,6 +55,7 @@ class AssignmentConfig:
     temperature: float = 1.0  # divides the similarities
     drop_unmatched: bool = False  # who prefers the dustbin leaves before partners are chosen
     border: int = 0  # cells along the edge of a grid that find no partner
+    consensus: int = 0  # how often points are assigned again after hearing their neighbours' matches
     every_layer: bool = True  # each layer has a head of its own; needed for early exit and pruning
     max_iterations: int = 100
     tolerance: float | None = 1e-2  # relative error of the rows at which a pair stops; None: never
@@ -106,6 +107,8 @@ class NetworkConfig:
     project: bool = True  # descriptors are projected first; without it their size is context.dim
     position: PositionConfig = PositionConfig()
     context: ContextConfig = ContextConfig()
+    # Tokens carry their place and, after each layer, that of their likely partner.
+    guided: bool = False
     assignment: AssignmentConfig = AssignmentConfig()
     adaptivity: AdaptivityConfig = AdaptivityConfig()
     match_threshold: float = 0.1

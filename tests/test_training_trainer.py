@@ -91,13 +91,13 @@ def test_the_average_follows_the_formula():
 
 
 def test_the_learning_rate_warms_up_and_falls():
-    recipe = OptimiserRecipe(steps=1000, warmup_steps=100, final_share=0.02)
+    recipe = OptimiserRecipe(steps=1000, warmup_steps=100, hold_share=0.6, final_share=0.02)
     share = [learning_rate_share(recipe, step) for step in range(1001)]
     assert share[0] == pytest.approx(0.01, rel=1e-3)
-    assert max(share) == pytest.approx(share[99])
-    assert share[500] == pytest.approx(0.51)
+    assert share[99:601] == [pytest.approx(1.0)] * 502
+    assert share[800] == pytest.approx(0.5)
     assert share[1000] == pytest.approx(0.02)
-    assert (np.diff(share[100:]) < 0).all()
+    assert (np.diff(share[600:990]) < 0).all()
 
 
 def test_every_parameter_but_the_confidence_heads_is_trained_once():

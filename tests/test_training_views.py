@@ -215,7 +215,8 @@ def test_points_are_the_strongest_or_those_of_a_window(cache):
 
 
 def test_window_centres_are_one_place(cache):
-    views = cache.read(1, [0, 1])
+    common = (cache.read(scene, [0, 1]) for scene in cache.ready())
+    views = next(v for v in common if np.isfinite(reproject(v[0].keypoints, *v)).any(1).mean() > 0.5)
     centre0, centre1 = window_centres(*views, np.random.default_rng(0))
     np.testing.assert_allclose(reproject(centre0[None], *views)[0], centre1)
     assert centre0 in views[0].keypoints

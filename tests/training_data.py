@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import torch
 
-from matcher.config import ContextConfig, NetworkConfig
+from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig
 from matcher.training.pairs import IGNORED, UNMATCHED, PairBatch
 from matcher.training.recipe import OptimiserRecipe, PairRecipe, Recipe, SceneRecipe
 from matcher.training.scenes import NOTHING, Plane, View
@@ -16,7 +16,9 @@ from matcher.types import Features
 
 TINY = Recipe(
     name="tiny",
-    network=NetworkConfig(context=ContextConfig(dim=32, heads=2, depth=2)),
+    network=NetworkConfig(
+        context=ContextConfig(dim=32, heads=2, depth=2), guided=True, assignment=AssignmentConfig(consensus=1)
+    ),
     scene=SceneRecipe(scenes=6, views=3, width=160, height=120, max_keypoints=160),
     pair=PairRecipe(points=(32,), points_per_batch=256),
     optimiser=OptimiserRecipe(steps=6, warmup_steps=2, confidence_steps=4, inner_layers=1),
@@ -105,7 +107,9 @@ def random_batch(rng: np.random.Generator, pairs: int = 3, points: int = 12) -> 
         )
         for xy, values in ((places, descriptors), (moved, second))
     ]
-    return PairBatch(*features, torch.from_numpy(partner0), torch.from_numpy(partner1))
+    place0, place1 = (torch.from_numpy(x.astype(np.float32)) for x in (places + 5, moved - 5))
+    place0[:, 2] = torch.nan  # out of sight
+    return PairBatch(*features, torch.from_numpy(partner0), torch.from_numpy(partner1), place0, place1)
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:

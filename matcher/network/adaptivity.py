@@ -24,6 +24,8 @@ class Tokens:
     index: Tensor  # (T,) int64, the input point each token is
     layout: Layout
     pairs: tuple[int, ...]  # which input pair each entry of the layout is
+    places: Tensor  # (T, 2) normalised positions
+    stated: Tensor | None = None  # (T, 2) places of partners that the last layer stated, if guided
 
     def keep(self, keep: Tensor, pairs: list[int]) -> Tokens:
         """Only the tokens marked in `keep` (T,) bool and only the entries `pairs` of the layout."""
@@ -38,6 +40,8 @@ class Tokens:
             x=self.x[chosen],
             turns=None if self.turns is None else self.turns[chosen],
             index=self.index[chosen],
+            places=self.places[chosen],
+            stated=None if self.stated is None else self.stated[chosen],
             layout=Layout(counts),
             pairs=tuple(self.pairs[p] for p in pairs),
         )

@@ -7,16 +7,19 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs
 from matcher.network.assignment import AssignmentHead, assign, drop_unmatched, dual_softmax
 from matcher.network.attention import Layout, interleave
 from matcher.network.backbone import Backbone
+from matcher.network.consensus import Consensus
 from matcher.network.context import Layer
-from matcher.network.position import MlpPosition, RotaryPosition, SinePosition
+from matcher.network.guidance import Guidance, Side
+from matcher.network.position import MlpPosition, RotaryPosition, SinePosition, normalise_positions
 from matcher.network.refinement import Refinement
-from matcher.types import Features, PairPrediction, Prediction, UsageError
+from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
 
 class Model(nn.Module):
@@ -34,10 +37,12 @@ class Model(nn.Module):
         self.backbone = None if config.backbone is None else Backbone(config.backbone)
         self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
         self.position = build_position(config.position, config.context)
+        self.guidance = Guidance(dim, depth) if config.guided else None
         self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
         number = depth if config.assignment.every_layer else 1
         self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
+        self.consensus = Consensus() if config.assignment.consensus else None
         self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
         self._start_at_nearest_neighbour()
 
@@ -91,29 +96,47 @@ class Model(nn.Module):
         columns = []
         for features, mask in zip((features0, features1), masks, strict=True):
             index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-            values = [features.descriptors, index]
+            values = [features.descriptors, index, normalise_positions(features)]
             if self.position is not None:
                 values.append(self.position(features))
+            if self.guidance is not None:
+                values.append(self.guidance.inputs(features))
             columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
-        descriptors, index, *position = (interleave(a, b) for a, b in zip(*columns, strict=True))
+        descriptors, index, places, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
         x, turns = self._project(descriptors), None
+        if self.guidance is not None:
+            x = self.guidance.begin(x, codes.pop())
         if self.config.position.kind == "rotary":
-            turns = position[0]
-        elif position:
-            x = x + position[0]
-        return Tokens(x, turns, index, Layout(counts), tuple(range(len(counts))))
+            turns = codes[0]
+        elif codes:
+            x = x + codes[0]
+        return Tokens(x, turns, index, Layout(counts), tuple(range(len(counts))), places)
 
     def _project(self, descriptors: Tensor) -> Tensor:
         if not self.config.project:
             return descriptors.float()
         return self.project(descriptors.to(self.project.weight.dtype)).float()
 
-    def states(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Token states (T, dim) after each layer, all layers, nothing dropped: what training looks at."""
-        x = tokens.x
-        for layer in self.layers:
-            x = layer(x, tokens.turns, tokens.layout)
-            yield x
+    def states(self, tokens: Tokens) -> Iterator[Tokens]:
+        """Tokens after each layer, all layers, nothing dropped: what training looks at."""
+        for depth in range(len(self.layers)):
+            tokens = self._advance(tokens, depth)
+            yield tokens
+
+    def _advance(self, tokens: Tokens, depth: int) -> Tokens:
+        x = self.layers[depth](tokens.x, tokens.turns, tokens.layout)
+        if self.guidance is None:
+            return replace(tokens, x=x)
+        x, stated = self.guidance(x, depth)
+        return replace(tokens, x=x, stated=stated)
+
+    def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
+        """Scores with dustbins (…, N+1, M+1), float32, of points after layer `depth`."""
+        head = self.heads[depth if self.config.assignment.every_layer else 0]
+        scores = head(side0.x, side1.x)
+        if self.guidance is not None:
+            scores = scores + F.pad(self.guidance.agreement(side0, side1, depth), (0, 1, 0, 1))
+        return scores
 
     def forward(self, features0: Features, features1: Features) -> Prediction:
         """Assignments of B pairs (both arguments batched), with early exit and pruning as configured."""
@@ -121,8 +144,8 @@ class Model(nn.Module):
         totals = [n + m for n, m in tokens.layout.counts]
         found: dict[int, PairPrediction] = {}
         last = len(self.layers) - 1
-        for depth, layer in enumerate(self.layers):
-            tokens = replace(tokens, x=layer(tokens.x, tokens.turns, tokens.layout))
+        for depth in range(len(self.layers)):
+            tokens = self._advance(tokens, depth)
             if depth == last:
                 found |= self._assign(tokens, list(range(len(tokens.pairs))), depth)
                 break
@@ -156,21 +179,31 @@ class Model(nn.Module):
         return head(x.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
 
     def _assign(self, tokens: Tokens, entries: list[int], depth: int) -> dict[int, PairPrediction]:
-        states, index = tokens.layout.split(tokens.x), tokens.layout.split(tokens.index)
-        config, found = self.config.assignment, {}
-        head = self.heads[depth if config.every_layer else 0]
+        sides, index, found = split_sides(tokens), tokens.layout.split(tokens.index), {}
         for entry in entries:
-            scores = head(*states[entry]).unsqueeze(0)
-            if config.kind == "dual_softmax":
-                assignment = dual_softmax(scores)
-            else:
-                limits = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
-                assignment = assign(scores, **limits)
-            if config.drop_unmatched:
-                assignment = drop_unmatched(assignment)
-            kept = () if self.fine is None else states[entry]
+            side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides[entry])
+            scores = self.scores(side0, side1, depth)
+            assignment = self._transport(scores)
+            for _ in range(self.config.assignment.consensus if scores.shape[1] > 1 < scores.shape[2] else 0):
+                heard = self.consensus(scores, side0.places, side1.places, assignment.log_scores)
+                assignment = self._transport(heard)
+            kept = () if self.fine is None else (side.x for side in sides[entry])
             found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1, *kept)
         return found
+
+    def _transport(self, scores: Tensor) -> Assignment:
+        config = self.config.assignment
+        if config.kind == "dual_softmax":
+            assignment = dual_softmax(scores)
+        else:
+            assignment = assign(scores, max_iterations=config.max_iterations, tolerance=config.tolerance)
+        return drop_unmatched(assignment) if config.drop_unmatched else assignment
+
+
+def split_sides(tokens: Tokens) -> list[tuple[Side, Side]]:
+    """The two pictures of every pair."""
+    columns = [tokens.layout.split(x) for x in (tokens.x, tokens.places, tokens.stated) if x is not None]
+    return [tuple(Side(*side) for side in zip(*pair, strict=True)) for pair in zip(*columns, strict=True)]
 
 
 def check_config(config: NetworkConfig) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from matcher.network.guidance import Side
 from matcher.network.model import Model
 from matcher.training.losses import confidence_loss, decisions
 from matcher.training.optimisers import set_learning_rate
 from matcher.training.pairs import PairBatch
 from matcher.training.recipe import OptimiserRecipe
 from matcher.training.state import load_state, save_state
-from matcher.training.trainer import paired_states
+from matcher.training.trainer import assignments, paired_states
 from matcher.types import IntegrityError
 
 LEARNING_RATE = 2e-3  # falls linearly to zero
@@ -32,13 +34,10 @@ class ConfidenceTrainer:
         set_learning_rate([self.optimiser], LEARNING_RATE * (1 - self.done / self.recipe.confidence_steps))
         with torch.no_grad():
             states = paired_states(self.model, batch, self.device)
-            decided = [
-                decisions(head(*x), self.recipe.sinkhorn_iterations)
-                for head, x in zip(self.model.heads, states, strict=True)
-            ]
+            decided = [decisions(self._assigned(sides, depth)) for depth, sides in enumerate(states)]
         losses = [
-            confidence_loss(head(torch.cat(x, dim=1)).squeeze(2), here, decided[-1])
-            for head, x, here in zip(self.model.confidence, states[:-1], decided[:-1], strict=True)
+            confidence_loss(head(torch.cat([side.x for side in sides], dim=1)).squeeze(2), here, decided[-1])
+            for head, sides, here in zip(self.model.confidence, states[:-1], decided[:-1], strict=True)
         ]
         loss = torch.stack(losses).mean()
         self.optimiser.zero_grad()
@@ -46,6 +45,10 @@ class ConfidenceTrainer:
         self.optimiser.step()
         self.done += 1
         return float(loss.detach())
+
+    def _assigned(self, sides: tuple[Side, Side], depth: int) -> Tensor:
+        rounds = self.model.config.assignment.consensus
+        return assignments(self.model, self.model.scores(*sides, depth), sides, self.recipe, rounds)[-1]
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of this stage, whole or not at all.

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from matcher.network.assignment import log_masses
 from matcher.training.pairs import UNMATCHED
-from matcher.training.recipe import OptimiserRecipe
 
 TINY = 1e-30
+STATEMENT_SCALE = 0.05  # of normalised positions
 
 
 def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
@@ -41,25 +41,33 @@ def _scale(kernel: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> tuple[Ten
     return a, b
 
 
-def assignment_loss(scores: Tensor, partner0: Tensor, partner1: Tensor, recipe: OptimiserRecipe) -> Tensor:
+def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
     """Mean −log P of true matches, and of the dustbins of unmatched points (SuperGlue, eq. 10), halves each.
 
     Args:
-        scores: (B, N+1, M+1) with dustbins.
+        log_p: (B, N+1, M+1), from `log_assignment`.
         partner0, partner1: (B, N), (B, M) true partners, UNMATCHED or IGNORED.
-        recipe: iterations and the weight of the matchability term, a binary cross-entropy that keeps the
-            logits probabilities, so that pruning can have a threshold.
     """
-    log_p = log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)
-    matched, lonely0, lonely1 = partner0 >= 0, partner0 == UNMATCHED, partner1 == UNMATCHED
     found = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
-    unmatched0, unmatched1 = log_p[:, :-1, -1], log_p[:, -1, :-1]
-    positive = -_mean(found, matched)
-    negative = -0.5 * (_mean(unmatched0, lonely0) + _mean(unmatched1, lonely1))
-    matchability = _matchability_loss(-scores[:, :-1, -1], partner0) + _matchability_loss(
+    lonely0 = _mean(log_p[:, :-1, -1], partner0 == UNMATCHED)
+    lonely1 = _mean(log_p[:, -1, :-1], partner1 == UNMATCHED)
+    return -0.5 * _mean(found, partner0 >= 0) - 0.25 * (lonely0 + lonely1)
+
+
+def matchability_loss(scores: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
+    """Binary cross-entropy that keeps the logits probabilities, so that pruning can have a threshold."""
+    return _matchability_loss(-scores[:, :-1, -1], partner0) + _matchability_loss(
         -scores[:, -1, :-1], partner1
     )
-    return 0.5 * (positive + negative) + recipe.matchability_weight * matchability
+
+
+def statement_loss(stated: Tensor, truth: Tensor, seen: Tensor) -> Tensor:
+    """How far stated places (…, N, 2) are from the true ones, over points marked in `seen` (…, N).
+
+    Steep near the truth and flat far from it, so that precision is worth something and the lost are let go.
+    """
+    distance = (stated - truth).norm(dim=-1)
+    return 0.25 * _mean(torch.log1p(distance / STATEMENT_SCALE), seen)
 
 
 def _matchability_loss(logits: Tensor, partner: Tensor) -> Tensor:
@@ -71,9 +79,8 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
     return (values * chosen).sum() / chosen.sum().clamp_min(1)
 
 
-def decisions(scores: Tensor, iterations: int) -> Tensor:
-    """(B, N + M) what each point would be assigned to: a point of the other picture, or the dustbin."""
-    log_p = log_assignment(scores, iterations, 0)
+def decisions(log_p: Tensor) -> Tensor:
+    """(B, N + M) what each point is assigned to: a point of the other picture, or the dustbin."""
     return torch.cat([log_p[:, :-1].argmax(2), log_p[:, :, :-1].argmax(1)], dim=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -46,10 +45,13 @@ def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
 
 
 def learning_rate_share(recipe: OptimiserRecipe, step: int) -> float:
-    """Share of the learning rate at a step: linear warm-up times a cosine down to `final_share`."""
-    done = min(1.0, step / max(1, recipe.steps))
-    cosine = recipe.final_share + (1 - recipe.final_share) * 0.5 * (1 + math.cos(math.pi * done))
-    return cosine * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+    """Share of the learning rate at a step: linear warm-up, a plateau, a line down to `final_share`.
+
+    A run on the plateau can be prolonged at will and brought to its end from any of its checkpoints.
+    """
+    left = max(0.0, 1 - step / max(1, recipe.steps))
+    fall = min(1.0, left / max(1e-9, 1 - recipe.hold_share))
+    return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
 
 
 def set_learning_rate(optimisers: Sequence[Optimizer], rate: float, muon_rate: float = 1.0) -> None:

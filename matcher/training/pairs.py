@@ -21,6 +21,7 @@ from matcher.training.views import CachedView, plane_of
 from matcher.types import Features
 
 IGNORED, UNMATCHED = -2, -1
+QUARTER_TURNS = (1, 8, 3, 6)  # EXIF orientations without a mirror
 
 ViewPair = tuple[CachedView, CachedView]
 
@@ -31,6 +32,8 @@ class Truth:
 
     partner0: np.ndarray  # (N,) int64
     partner1: np.ndarray  # (M,)
+    place0: np.ndarray  # (N, 2) where each point of image 0 lies in image 1, pixels; NaN where out of sight
+    place1: np.ndarray  # (M, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,8 @@ class PairBatch:
     features1: Features
     partner0: Tensor  # (B, N) int64
     partner1: Tensor  # (B, M)
+    place0: Tensor  # (B, N, 2) float32
+    place1: Tensor  # (B, M, 2)
 
 
 def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.ndarray:
@@ -62,7 +67,8 @@ def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.
 def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) -> Truth:
     """Who matches whom, by reprojection; equally near candidates are told apart by descriptor."""
     if not len(view0.keypoints) or not len(view1.keypoints):
-        return Truth(*(np.full(len(view.keypoints), UNMATCHED, np.int64) for view in (view0, view1)))
+        alone = (np.full(len(view.keypoints), UNMATCHED, np.int64) for view in (view0, view1))
+        return Truth(*alone, *(np.full((len(view.keypoints), 2), np.nan) for view in (view0, view1)))
     moved0 = reproject(view0.keypoints, view0, view1)
     moved1 = reproject(view1.keypoints, view1, view0)
     there = _distances(moved0, view1.keypoints)
@@ -76,7 +82,7 @@ def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) ->
     partner0 = np.where(there.min(1) > recipe.unmatched_distance, UNMATCHED, IGNORED)
     partner1 = np.where(back.min(0) > recipe.unmatched_distance, UNMATCHED, IGNORED)
     partner0[mutual], partner1[columns[mutual]] = columns[mutual], rows[mutual]
-    return Truth(partner0, partner1)
+    return Truth(partner0, partner1, moved0, moved1)
 
 
 def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -91,24 +97,42 @@ def unrelated(view: CachedView) -> CachedView:
     return replace(view, labels=np.full_like(view.labels, NOTHING))
 
 
-def to_features(view: CachedView) -> Features:
-    """A cached view as the network sees it."""
+def to_features(view: CachedView, exif: int = 1) -> Features:
+    """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
     return Features(
         keypoints=view.keypoints,
         descriptors=root_sift(view.descriptors),
         size=np.asarray(view.size, dtype=np.float32),
         scales=view.scales,
         orientations=view.angles,
+        exif=np.asarray(exif),
         kind="sift",
     )
 
 
-def collate(pairs: Sequence[ViewPair], recipe: PairRecipe) -> PairBatch:
-    """Pairs of views with equal point counts as one batch with its truth."""
+def draw_turns(recipe: PairRecipe, rng: np.random.Generator) -> tuple[int, int]:
+    """EXIF orientations under which a pair is shown: SIFT's points and descriptors turn with the picture."""
+    turned = rng.random() < recipe.turned_share
+    first = int(rng.integers(4)) if turned else 0
+    second = int(rng.integers(4)) if turned and rng.random() < 0.3 else first
+    return QUARTER_TURNS[first], QUARTER_TURNS[second]
+
+
+def collate(pairs: Sequence[ViewPair], recipe: PairRecipe, rng: np.random.Generator) -> PairBatch:
+    """Pairs of views with equal point counts as one batch with its truth, some turned by quarter turns."""
     truths = [true_assignment(view0, view1, recipe) for view0, view1 in pairs]
+    turns = [draw_turns(recipe, rng) for _ in pairs]
     return PairBatch(
-        Features.stack([to_features(view0) for view0, _ in pairs]),
-        Features.stack([to_features(view1) for _, view1 in pairs]),
-        torch.from_numpy(np.stack([t.partner0 for t in truths]).astype(np.int64)),
-        torch.from_numpy(np.stack([t.partner1 for t in truths]).astype(np.int64)),
+        *(
+            Features.stack(
+                [to_features(pair[side], turn[side]) for pair, turn in zip(pairs, turns, strict=True)]
+            )
+            for side in (0, 1)
+        ),
+        *(_stacked(truths, name, torch.int64) for name in ("partner0", "partner1")),
+        *(_stacked(truths, name, torch.float32) for name in ("place0", "place1")),
     )
+
+
+def _stacked(truths: Sequence[Truth], name: str, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.stack([getattr(truth, name) for truth in truths])).to(dtype)

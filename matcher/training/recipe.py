@@ -17,14 +17,14 @@ from matcher.weights import FOLDERS
 class SceneRecipe:
     """Views to train on: photos on one plane, or on several planes in space, seen by moving cameras."""
 
-    scenes: int = 6000
-    views: int = 4  # of each scene
+    scenes: int = 4000
+    views: int = 5  # of each scene
     spatial_share: float = (
         0.4  # scenes of several planes at different depths and tilts; the rest are one plane
     )
-    full_rotation_share: float = 0.25  # views turned by any angle; the others by at most `max_roll`
+    full_rotation_share: float = 0.12  # views turned by any angle; the others by at most `max_roll`
     max_roll: float = 30.0  # degrees
-    max_tilt: float = 55.0  # degrees between a plane and the image plane
+    max_tilt: float = 60.0  # degrees between a plane and the image plane
     max_zoom: float = 2.2  # largest change of scale of one view
     width: int = 640
     height: int = 480
@@ -36,31 +36,34 @@ class PairRecipe:
     """How pairs are drawn from the views of a scene."""
 
     points: tuple[int, ...] = (256, 256, 512)  # per picture, drawn for each batch
-    points_per_batch: int = 8192  # of both pictures; the number of pairs follows
+    points_per_batch: int = 4096  # of both pictures; the number of pairs follows
     negative_share: float = 0.06  # pairs of unrelated scenes
     min_overlap: float = 0.25  # of the points; nine in ten pairs with less are drawn again
     crop_share: float = 0.5  # pairs whose points come from a window around a common place
     dropout: float = 0.15  # keypoints dropped at most
-    match_distance: float = 3.0  # pixels; nearer and mutual is a match
-    unmatched_distance: float = 5.0  # pixels; farther is unmatched, between is ignored
+    turned_share: float = 0.5  # pairs turned by quarter turns, mostly both alike: a portrait, or upside down
+    match_distance: float = 2.5  # pixels; nearer and mutual is a match
+    unmatched_distance: float = 3.5  # pixels; farther is unmatched, between is ignored
 
 
 @dataclass(frozen=True)
 class OptimiserRecipe:
-    """Muon for the matrices of the layers, AdamW for the rest, warm-up then cosine to zero."""
+    """Muon for the matrices of the layers, AdamW for the rest; warm-up, a plateau, then a line to zero."""
 
     steps: int = 5000
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
-    warmup_steps: int = 100
-    final_share: float = 0.02  # of the learning rate, at the end
+    warmup_steps: int = 60
+    hold_share: float = 0.6  # of the steps before the rate begins to fall
+    final_share: float = 0.01  # of the learning rate, at the end
     muon_rate: float = 2.0  # Muon's learning rate relative to AdamW's; 0 leaves everything to AdamW
     gradient_clip: float = 1.0
     average_decay: float = 0.999  # exponential moving average of the parameters
-    inner_layers: int = 2  # layers below the last that are supervised at each step, drawn at random
-    unrolled_iterations: int = 3  # Sinkhorn iterations that carry gradients
-    sinkhorn_iterations: int = 10  # iterations that find where to linearise, without gradients
+    inner_layers: int = 3  # layers below the last that are supervised at each step, drawn at random
+    unrolled_iterations: int = 2  # Sinkhorn iterations that carry gradients
+    sinkhorn_iterations: int = 6  # iterations that find where to linearise, without gradients
     matchability_weight: float = 0.1
+    statement_weight: float = 2.0  # of where guided tokens say that their partners are
     confidence_steps: int = 600  # second stage: confidence heads on frozen features
 
 
@@ -122,6 +125,8 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
         "pair.negative_share": pair.negative_share,
         "pair.crop_share": pair.crop_share,
         "pair.dropout": pair.dropout,
+        "pair.turned_share": pair.turned_share,
+        "optimiser.hold_share": optimiser.hold_share,
         "optimiser.final_share": optimiser.final_share,
         "optimiser.average_decay": optimiser.average_decay,
     }

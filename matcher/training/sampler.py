@@ -45,7 +45,7 @@ class PairSampler:
             if min(len(view.keypoints) for view in chosen) == count:
                 pairs.append(chosen)
             if len(pairs) == wanted:
-                return collate(pairs, self.recipe)
+                return collate(pairs, self.recipe, rng)
         raise UsageError(
             f"hardly any view of the photos has {count} keypoints; "
             "lower pair.points in the recipe or use sharper, larger photos"

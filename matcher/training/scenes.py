@@ -64,8 +64,8 @@ def _plane(
 
 
 def _tilt(limit: float, rng: np.random.Generator) -> np.ndarray:
-    """A rotation about a random axis in the image plane by up to `limit` degrees."""
-    direction, angle = rng.uniform(0, 2 * np.pi), np.deg2rad(limit) * np.sqrt(rng.random())
+    """A rotation about a random axis in the image plane by up to `limit` degrees, every angle as likely."""
+    direction, angle = rng.uniform(0, 2 * np.pi), np.deg2rad(limit) * rng.random()
     return cv2.Rodrigues(angle * np.array([np.cos(direction), np.sin(direction), 0.0]))[0]
 
 

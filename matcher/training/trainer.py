@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from matcher.network.attention import Layout
+from matcher.network.adaptivity import Tokens
+from matcher.network.guidance import Side
 from matcher.network.inference import resolve_precision
 from matcher.network.model import Model
-from matcher.training.losses import assignment_loss
+from matcher.network.position import normalise_positions
+from matcher.training.losses import assignment_loss, log_assignment, matchability_loss, statement_loss
 from matcher.training.optimisers import build_optimisers, learning_rate_share, set_learning_rate
 from matcher.training.pairs import PairBatch
-from matcher.training.recipe import Recipe, fingerprint
+from matcher.training.recipe import OptimiserRecipe, Recipe, fingerprint
 from matcher.training.state import load_state, save_state
 from matcher.types import IntegrityError, UsageError
 
@@ -76,16 +78,31 @@ class Trainer:
         self.average.load_state_dict(self.model.state_dict())
 
     def _loss(self, batch: PairBatch) -> Tensor:
-        """The mean over the last layer and some inner ones, drawn anew at each step."""
-        states = paired_states(self.model, batch, self.device)
+        """Mean over the last layer, which counts twice, and some inner ones, drawn anew at each step."""
+        recipe, states = self.recipe.optimiser, paired_states(self.model, batch, self.device)
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
-        inner = torch.randperm(len(states) - 1, generator=rng)[: self.recipe.optimiser.inner_layers].tolist()
+        inner = torch.randperm(len(states) - 1, generator=rng)[: recipe.inner_layers].tolist()
         partners = batch.partner0.to(self.device), batch.partner1.to(self.device)
         losses = []
         for depth in (*inner, len(states) - 1):
             with mixed_precision(self.device):
-                scores = self.model.heads[depth](*states[depth])
-            losses.append(assignment_loss(scores, *partners, self.recipe.optimiser))
+                scores = self.model.scores(*states[depth], depth)
+            matchability = recipe.matchability_weight * matchability_loss(scores, *partners)
+            rounds = 0 if depth in inner else self.model.config.assignment.consensus
+            found = assignments(self.model, scores, states[depth], recipe, rounds)
+            losses += [assignment_loss(log_p, *partners) + matchability for log_p in found]
+        loss = torch.stack(losses).mean() + losses[-1]
+        if self.model.guidance is None:
+            return loss
+        return loss + recipe.statement_weight * self._statement_loss(states, batch)
+
+    def _statement_loss(self, states: list[tuple[Side, Side]], batch: PairBatch) -> Tensor:
+        """Mean over all layers, of both sides."""
+        losses = []
+        for side, place, seer in ((0, batch.place0, batch.features1), (1, batch.place1, batch.features0)):
+            seen = place.isfinite().all(-1).to(self.device)
+            truth = normalise_positions(replace(seer, keypoints=place.nan_to_num(0.0))).to(self.device)
+            losses += [statement_loss(pair[side].stated, truth, seen) for pair in states]
         return torch.stack(losses).mean()
 
     @torch.no_grad()
@@ -143,15 +160,26 @@ def mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
-def paired_states(model: Model, batch: PairBatch, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """States of image 0 and 1, (B, N, dim) float32, after each layer."""
+def paired_states(model: Model, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:
+    """The points of image 0 and 1 after each layer, (B, N, …) float32."""
     with mixed_precision(device):
         tokens = model.tokens(batch.features0.to(device), batch.features1.to(device))
-        states = list(model.states(tokens))
-    return [_paired(x, tokens.layout) for x in states]
+        return [_paired(state) for state in model.states(tokens)]
 
 
-def _paired(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Tokens (T, dim) of pictures with equally many points → (B, N, dim) of image 0 and of image 1."""
-    states = x.float().view(-1, 2, layout.uniform, x.shape[-1])
-    return states[:, 0], states[:, 1]
+def _paired(tokens: Tokens) -> tuple[Side, Side]:
+    """Tokens of pictures with equally many points as (B, N, …)."""
+    columns = [x for x in (tokens.x, tokens.places, tokens.stated) if x is not None]
+    columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
+    return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
+
+
+def assignments(
+    model: Model, scores: Tensor, sides: tuple[Side, Side], recipe: OptimiserRecipe, rounds: int
+) -> list[Tensor]:
+    """Differentiable log P (B, N+1, M+1) of scores, and after each round of consensus."""
+    found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
+    for _ in range(rounds):
+        heard = model.consensus(scores, *(side.places for side in sides), found[-1][:, :-1, :-1])
+        found.append(log_assignment(heard, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
+    return found

@@ -1,0 +1,91 @@
+"""Guided tokens: codes of places, statements of partners, agreement, and their place in the network."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from random_matcher import CONFIG, pair
+
+from matcher.network.guidance import Guidance, Side
+from matcher.network.inference import AttentionMatcher
+from matcher.network.model import Model
+from matcher.network.position import normalise_positions
+from matcher.types import Features
+
+
+def seeded_guidance(dim: int = 16, depth: int = 2) -> Guidance:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        guidance = Guidance(dim, depth)
+        with torch.no_grad():
+            for parameter in guidance.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    return guidance
+
+
+def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
+    guidance, rng = seeded_guidance(), torch.Generator().manual_seed(1)
+    sides = [
+        Side(*(torch.randn(n, c, generator=rng) * s for c, s in ((16, 1.0), (2, 0.5), (2, 0.5))))
+        for n in (5, 4)
+    ]
+    found = guidance.agreement(*sides, depth=1)
+    omega, weight = guidance.waves.weight.double(), guidance.weight[1].double()
+    trusts = [2 * guidance.trust[1](side.x).sigmoid().double().squeeze(1) for side in sides]
+    for i in range(5):
+        for j in range(4):
+            there = (weight * torch.cos(omega @ (sides[0].stated[i] - sides[1].places[j]).double())).sum()
+            back = (weight * torch.cos(omega @ (sides[1].stated[j] - sides[0].places[i]).double())).sum()
+            expected = trusts[0][i] * there + trusts[1][j] * back
+            assert torch.isclose(found[i, j].double(), expected, atol=1e-4)
+
+
+def test_no_gradient_flows_through_the_code_of_a_statement() -> None:
+    guidance = seeded_guidance()
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    moved, stated = guidance(x, 0)
+    moved.sum().backward(retain_graph=True)
+    assert guidance.partner[0].weight.grad is None
+    stated.sum().backward()
+    assert guidance.partner[0].weight.grad.abs().sum() > 0
+
+
+def guided_model() -> Model:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        config = replace(CONFIG, guided=True, assignment=replace(CONFIG.assignment, consensus=2))
+        model = Model(config)
+        with torch.no_grad():
+            for parameter in model.guidance.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+            torch.nn.init.normal_(model.consensus.judge.weight, std=0.2)
+    return model.eval()
+
+
+def test_states_carry_places_and_statements() -> None:
+    model = guided_model()
+    first, second = (Features.stack([f]) for f in pair(30, 20, 1))
+    states = list(model.states(model.tokens(first, second)))
+    assert all(state.stated.shape == (50, 2) for state in states)
+    expected = torch.cat([normalise_positions(f)[0] for f in (first, second)])
+    torch.testing.assert_close(states[-1].places, expected)
+    assert not states[0].stated.equal(states[-1].stated)
+
+
+def test_a_guided_batch_with_consensus_equals_single_pairs() -> None:
+    pairs = [pair(40, 30, 1), pair(25, 35, 2), pair(0, 12, 3), pair(1, 9, 4)]
+    matcher = AttentionMatcher(guided_model(), precision="float32")
+    batch = matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
+    for (features0, features1), together in zip(pairs, batch, strict=True):
+        alone = matcher(Features.stack([features0]), Features.stack([features1]))[0]
+        assert np.array_equal(alone.indices, together.indices)
+        np.testing.assert_allclose(alone.scores, together.scores, atol=1e-5)
+    assert sum(map(len, batch)) > 20
+
+
+def test_swapping_the_pictures_of_a_guided_network_swaps_its_matches() -> None:
+    features = [Features.stack([f]) for f in pair(60, 50, 7)]
+    matcher = AttentionMatcher(guided_model(), precision="float32")
+    there, back = matcher(*features)[0], matcher(*features[::-1])[0]
+    assert {tuple(m) for m in there.indices.tolist()} == {(a, b) for b, a in back.indices.tolist()}
+    assert len(there) > 10
