@@ -29,6 +29,7 @@ FLOORS = {
     "evaluation": 8,
     "explain": 9,
     "training": 9,
+    "benchmarking": 9,
     "report": 10,
     "cli": TOP,
     "web": TOP,

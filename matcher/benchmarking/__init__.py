@@ -1,0 +1,1 @@
+"""How fast: our networks against other implementations with the same parameters, on this machine."""

@@ -1,0 +1,104 @@
+"""Timing: calls in turn in one process, so that what else the machine does meets all of them alike."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+Call = Callable[[], object]
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Measurements of one call."""
+
+    values: tuple[float, ...]  # seconds, or whatever was measured, in the order of measuring
+
+    @property
+    def low(self) -> float:
+        """The least."""
+        return min(self.values)
+
+    @property
+    def middle(self) -> float:
+        """The median."""
+        return median(self.values)
+
+    @property
+    def high(self) -> float:
+        """The greatest."""
+        return max(self.values)
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """How calls are measured."""
+
+    device: torch.device
+    repeats: int = 5  # of every call, at most
+    seconds: float = 40.0  # no further round begins after that
+    clock: Callable[[], float] = perf_counter
+
+    def synchronise(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def once(self, call: Call) -> float:
+        """Seconds of one call, the device's work included."""
+        self.synchronise()
+        start = self.clock()
+        call()
+        self.synchronise()
+        return self.clock() - start
+
+    def alternate(self, calls: Mapping[str, Call]) -> dict[str, Samples]:
+        """Every call once to warm up, then all in turn, `repeats` times or until `seconds` are over."""
+        for call in calls.values():
+            self.once(call)
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        start = perf_counter()
+        for _ in range(self.repeats):
+            for name, call in calls.items():
+                found[name].append(self.once(call))
+            if perf_counter() - start > self.seconds:
+                break
+        return {name: Samples(tuple(values)) for name, values in found.items()}
+
+
+def memory_above(call: Call, device: torch.device) -> int | None:
+    """Bytes that a call needed above the level before it; None where it cannot be measured.
+
+    On CUDA what the allocator handed out; on Linux the peak of the resident set, after what the process had
+    freed was given back; measured after the call has run once.
+    """
+    call()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    if sys.platform != "linux":
+        return None
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        _CLEAR.write_text("5")
+    except (AttributeError, OSError):
+        return None
+    before = _resident("VmRSS")
+    call()
+    return max(_resident("VmHWM") - before, 0)
+
+
+def _resident(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,61 @@
+"""Measure how fast the networks are here, beside other implementations with the same parameters.
+
+    python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
+
+Needs `pip install 'matcher[benchmark]'`. Times are wall-clock seconds of calls that alternate in one process;
+every figure of speed in the README was made by this script. It takes about ten minutes on two cores.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from time import perf_counter, process_time
+
+import torch
+
+from matcher.benchmarking.report import check_device, run_benchmark, to_json
+from matcher.benchmarking.timing import Stopwatch
+from matcher.types import MatcherError
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, help="of the processor; default: what torch takes")
+    parser.add_argument("--repeats", type=int, default=5, help="of every call")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that every row runs")
+    parser.add_argument("--only", help="rows whose name holds this: lightglue, superglue, loftr, ragged, …")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="processor seconds of this process instead of wall-clock ones: for one thread on a busy machine",
+    )
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        device = check_device(options.device)
+        clock = process_time if options.processor_time else perf_counter
+        watch = Stopwatch(device, repeats=options.repeats, clock=clock)
+        pictures = (ASSETS / "view0.jpg", ASSETS / "view1.jpg")
+        report = run_benchmark(
+            watch,
+            pictures,
+            quick=options.quick,
+            only=options.only,
+            progress=lambda line: print(line, flush=True),
+        )
+    except MatcherError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.write_text(json.dumps(to_json(report), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

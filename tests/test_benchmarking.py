@@ -1,0 +1,181 @@
+"""The benchmark: its arithmetic, its peers' parameters, and a small run of every row; nothing about speed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from matcher.benchmarking import rows
+from matcher.benchmarking.machine import Ceilings, Need, count_need, describe_machine, measure_ceilings
+from matcher.benchmarking.peers import kornia_lightglue, lightglue_tensors, random_batch, with_parameters
+from matcher.benchmarking.report import check_device, format_row, run_benchmark, to_json
+from matcher.benchmarking.rows import OFF, Row, as_kornia
+from matcher.benchmarking.shipped import naive_sinkhorn
+from matcher.benchmarking.timing import Samples, Stopwatch, memory_above
+from matcher.config import ContextConfig, NetworkConfig
+from matcher.network.assignment import assign
+from matcher.network.model import Model
+from matcher.types import Features, UsageError
+
+CPU = torch.device("cpu")
+WATCH = Stopwatch(CPU, repeats=2)
+
+
+class Clock:
+    """A clock that calls move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_samples() -> None:
+    samples = Samples((3.0, 1.0, 8.0, 2.0))
+    assert (samples.low, samples.middle, samples.high) == (1.0, 2.5, 8.0)
+
+
+def test_calls_alternate_after_a_warm_up_that_does_not_count() -> None:
+    clock, log = Clock(), []
+
+    def call(name: str, first: float, later: float) -> None:
+        clock.now += first if name not in log else later
+        log.append(name)
+
+    watch = Stopwatch(CPU, repeats=3, clock=clock)
+    times = watch.alternate({"a": lambda: call("a", 50, 2), "b": lambda: call("b", 90, 6)})
+    assert log == ["a", "b"] * 4
+    assert times == {"a": Samples((2, 2, 2)), "b": Samples((6, 6, 6))}
+
+
+def test_no_round_begins_when_the_time_is_over() -> None:
+    times = Stopwatch(CPU, repeats=1000, seconds=0.0).alternate({"a": lambda: None})
+    assert len(times["a"].values) == 1
+
+
+def test_ratios_and_units() -> None:
+    row = Row("work", "peer", Samples((0.1, 0.2, 0.3)), Samples((0.8,)), note="so")
+    assert row.ratio == pytest.approx(4.0)
+    assert format_row(row) == (
+        "| work | peer | 100.0 / 200.0 / 300.0 ms | 800.0 / 800.0 / 800.0 ms | 4.00 | so |"
+    )
+    memory = replace(row, ours=Samples((2**20,)), theirs=Samples((3 * 2**20,)), unit="MiB")
+    assert "1.0 / 1.0 / 1.0 MiB | 3.0 / 3.0 / 3.0 MiB | 3.00" in format_row(memory)
+    assert replace(row, ours=Samples((0.0,))).ratio == float("inf")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_operations_are_those_that_torch_counts(shared: bool) -> None:
+    context = ContextConfig(dim=32, heads=2, depth=3, shared_qk=shared)
+    with torch.random.fork_rng(devices=[]):
+        model = Model(NetworkConfig(descriptor_dim=32, project=False, context=context)).eval()
+    model.config = replace(model.config, adaptivity=replace(model.config.adaptivity, **OFF))
+    sides = [replace(random_batch(n, 1, CPU), kind="any") for n in (50, 70)]
+    sides = [replace(f, descriptors=f.descriptors[..., :32]) for f in sides]
+    with FlopCounterMode(display=False) as counter:  # with gradients attention is plain matrix products
+        model(*sides)
+    # Beside the layers and the similarity: upright positions and directions, phases, matchability logits.
+    scale = 2 * (50 + 70)
+    upright, phases, logits = scale * 2 * 4, scale * 5 * 8, scale * 32
+    need = count_need(context, 50, 70, 4)
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mv" not in str(op))
+    assert counted == need.operations + upright + phases + logits
+
+
+def test_the_floor_is_the_slower_of_both_limits() -> None:
+    assert Need(operations=100, bytes=10).seconds(10.0, 10.0) == 10.0
+    assert Need(operations=100, bytes=10).seconds(100.0, 0.5) == 20.0
+
+
+def test_the_machine_and_its_ceilings() -> None:
+    machine = describe_machine(CPU)
+    assert machine.processor
+    assert machine.threads == torch.get_num_threads()
+    ceilings = measure_ceilings(WATCH, torch.bfloat16, side=64)
+    assert min(ceilings.float32, ceilings.half, ceilings.copy) > 0
+
+
+def test_memory_is_what_a_call_allocates() -> None:
+    if memory_above(lambda: None, CPU) is None:
+        pytest.skip("memory cannot be measured here")
+    size = 64 * 2**20
+    measured = memory_above(lambda: torch.ones(size, dtype=torch.uint8), CPU)
+    assert 0.8 * size < measured < 1.5 * size
+
+
+def test_naive_sinkhorn_is_ours_without_a_stop() -> None:
+    scores = 3 * torch.randn(2, 9, 7, generator=torch.Generator().manual_seed(0))
+    log_p = naive_sinkhorn(scores, 30)
+    ours = assign(scores, max_iterations=30, tolerance=None)
+    torch.testing.assert_close(log_p[:, :-1, :-1], ours.log_scores, atol=1e-4, rtol=0)
+    torch.testing.assert_close(log_p[:, -1, :-1], ours.log_unmatched1, atol=1e-4, rtol=0)
+
+
+def test_a_peer_and_ours_with_its_parameters_find_the_same() -> None:
+    peer = kornia_lightglue()
+    ours = with_parameters(lightglue_tensors(peer), "lightglue-superpoint", CPU, "float32", **OFF)
+    sides = [random_batch(40, 2, CPU, seed) for seed in (0, 1)]
+    with torch.no_grad():
+        theirs = peer({f"image{i}": as_kornia(side) for i, side in enumerate(sides)})
+    for matches, expected in zip(ours(*sides), theirs["matches"], strict=True):
+        assert len(matches) > 5
+        assert {*map(tuple, matches.indices.tolist())} == {*map(tuple, expected.tolist())}
+
+
+def test_ragged_rows_count_pairs_that_differ(monkeypatch) -> None:
+    true_call = rows.with_parameters
+
+    def swapped(*arguments, **options):
+        matcher = true_call(*arguments, **options)
+
+        def match(features0: Features, features1: Features):
+            found = matcher(features0, features1)
+            return found[::-1] if len(found) > 1 else found
+
+        return match
+
+    monkeypatch.setattr(rows, "with_parameters", swapped)
+    (row,) = rows.ragged(replace(WATCH, repeats=1), 2, 30, 60)
+    assert not row.note.startswith("2 of 2")
+
+
+def test_every_row_runs(views, shipped_weights) -> None:
+    pytest.importorskip("transformers")
+    lines = []
+    report = run_benchmark(WATCH, views, quick=True, progress=lines.append)
+    works = " ".join(row.work for row in report.rows)
+    for part in ("LightGlue", "SuperGlue", "LoFTR", "in one batch", "Sinkhorn", "context", "features cached"):
+        assert part in works
+    assert len(lines) == 5 + len(report.rows) + 1
+    assert all(min(row.ours.low, row.theirs.low) > 0 for row in report.rows if row.unit == "ms")
+    assert set(report.stages) >= {"read", "extract", "match", "verify", "total"}
+    data = json.loads(json.dumps(to_json(report)))
+    assert [row["work"] for row in data["rows"]] == [row.work for row in report.rows]
+    assert data["rows"][0]["ours"]["median"] == pytest.approx(report.rows[0].ours.middle)
+    ragged = next(row for row in report.rows if "in one batch" in row.work)
+    assert ragged.note.startswith("3 of 3")
+
+
+def test_only_the_rows_asked_for(views) -> None:
+    report = run_benchmark(WATCH, views, quick=True, only="ragged")
+    assert [row.against for row in report.rows] == ["one by one"]
+    assert report.stages == {}
+
+
+def test_devices() -> None:
+    assert check_device("cpu") == CPU
+    with pytest.raises(UsageError, match="cpu or cuda"):
+        check_device("mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="no CUDA"):
+            check_device("cuda")
+
+
+def test_floors_are_shares_of_the_ceilings() -> None:
+    slow = Ceilings(float32=1e6, half=1e6, copy=1e12)
+    row = next(rows.lightglue(replace(WATCH, repeats=1), 16, slow))
+    need = count_need(ContextConfig(dim=256, depth=9), 16, 16, 2)
+    assert f"{need.operations / 1e6 / row.ours.middle:.0%} of the floor" in row.note
