@@ -10,6 +10,7 @@ from collection_scene import CAMERA, MemoryStore, aligned, centres, synthetic_st
 
 from matcher.collection import reconstruction
 from matcher.collection.exporting.cameras import CameraChoice
+from matcher.collection.exporting.formats import export
 from matcher.collection.reconstruction import ReconstructionError, reconstruct
 from matcher.collection.reconstruction_picture import scene_axes
 from matcher.types import UsageError
@@ -79,6 +80,44 @@ def test_the_same_database_gives_the_same_model_with_pycolmap_alone(made, tmp_pa
     ordered = np.array([found[name] for name in sorted(found)])
     ours = np.array([centre for _, centre in sorted(result.largest.centres().items())])
     np.testing.assert_allclose(aligned(ordered, ours), ours, atol=2e-2 * np.ptp(ours))
+
+
+def database_from_hloc(folder, path, camera):
+    """A COLMAP database from hloc's files, read as hloc does: half a pixel is added, COLMAP verifies."""
+    h5py = pytest.importorskip("h5py")
+    with (
+        pycolmap.Database.open(path) as database,
+        h5py.File(folder / "features.h5") as features,
+        h5py.File(folder / "matches.h5") as matches,
+    ):
+        camera_id = database.write_camera(camera)
+        listed = [line.split() for line in (folder / "pairs.txt").read_text().splitlines()]
+        numbers = {}
+        for name in sorted({name for pair in listed for name in pair}):
+            numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=camera_id))
+            database.write_keypoints(numbers[name], features[name]["keypoints"][()] + np.float32(0.5))
+        for name0, name1 in listed:
+            group = matches[f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"]
+            matches0 = group["matches0"][()]
+            index0 = np.flatnonzero(matches0 >= 0)
+            found = np.column_stack([index0, matches0[index0]]).astype(np.uint32)
+            database.write_matches(numbers[name0], numbers[name1], found)
+    pycolmap.geometric_verification(path)
+
+
+def test_hloc_files_give_the_same_registrations(tmp_path):
+    store, poses = synthetic_store(np.random.default_rng(5))
+    export(store, "hloc", tmp_path / "hloc")
+    camera = pycolmap.Camera(model="PINHOLE", width=1024, height=768, params=[900, 900, 512, 384])
+    camera.has_prior_focal_length = True
+    database_from_hloc(tmp_path / "hloc", tmp_path / "hloc.db", camera)
+    options = pycolmap.IncrementalPipelineOptions(random_seed=0, num_threads=1)
+    (model,) = pycolmap.incremental_mapping(tmp_path / "hloc.db", tmp_path, tmp_path, options).values()
+    found = {image.name: image.projection_center() for image in model.images.values()}
+    truth = centres(poses)
+    error = aligned(np.array([found[name] for name in sorted(found)]), truth) - truth
+    assert len(found) == 10
+    assert np.linalg.norm(error, axis=1).max() < 2e-3 * np.linalg.norm(truth[0] - truth[5])
 
 
 def test_unknown_cameras_and_the_global_mapper(tmp_path):
