@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cv2
 import numpy as np
 
 from matcher.files import write_whole
 from matcher.types import UsageError
+
+_ROUNDING = 1e-6  # metres
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,18 @@ class SegmentError:
 
 def as_quaternion(rotation: np.ndarray) -> np.ndarray:
     """(4,) x y z w, w ≥ 0, of a rotation (3, 3)."""
-    axis = cv2.Rodrigues(np.asarray(rotation, np.float64))[0].ravel()
-    angle = float(np.linalg.norm(axis))
-    half = np.sinc(angle / (2 * np.pi)) / 2  # sin(angle / 2) / angle, also at 0
-    return np.append(axis * half, np.cos(angle / 2))
+    R = np.asarray(rotation, np.float64)
+    # Each row is the quaternion times four times one of its components; the longest is the most exact.
+    rows = np.array(
+        [
+            [1 + R[0, 0] - R[1, 1] - R[2, 2], R[0, 1] + R[1, 0], R[0, 2] + R[2, 0], R[2, 1] - R[1, 2]],
+            [R[0, 1] + R[1, 0], 1 - R[0, 0] + R[1, 1] - R[2, 2], R[1, 2] + R[2, 1], R[0, 2] - R[2, 0]],
+            [R[0, 2] + R[2, 0], R[1, 2] + R[2, 1], 1 - R[0, 0] - R[1, 1] + R[2, 2], R[1, 0] - R[0, 1]],
+            [R[2, 1] - R[1, 2], R[0, 2] - R[2, 0], R[1, 0] - R[0, 1], 1 + np.trace(R)],
+        ]
+    )
+    longest = rows[np.argmax(np.diag(rows))]
+    return longest / np.linalg.norm(longest) * (-1 if longest[3] < 0 else 1)
 
 
 def as_rotation(quaternion: np.ndarray) -> np.ndarray:
@@ -99,7 +108,7 @@ def segment_errors(
     for length in lengths:
         rows = []
         for start in range(len(truth)):
-            end = int(np.searchsorted(travelled, travelled[start] + length))
+            end = int(np.searchsorted(travelled, travelled[start] + length - _ROUNDING))
             if end < len(truth):
                 error = _relative(found, start, end) @ np.linalg.inv(_relative(truth, start, end))
                 turn = np.clip((np.trace(error[:3, :3]) - 1) / 2, -1, 1)

@@ -1,0 +1,100 @@
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import matcher
+from matcher.images import read_image
+from matcher.sequence import budget
+from matcher.sequence.budget import Choice, choose, limited, matching_cost, with_layers
+
+
+@pytest.fixture
+def network(small_weights) -> matcher.Pipeline:
+    return matcher.load(weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
+
+
+@pytest.fixture
+def made_up_costs(monkeypatch) -> dict[str, float]:
+    """Costs that do not depend on this machine: per extraction at full size, per layer and 1000 points."""
+    costs = {"extract": 30.0, "layer": 20.0}
+
+    def extraction(pipeline, image):
+        return costs["extract"] * image.scale[0], pipeline.extractor([image])[0]
+
+    monkeypatch.setattr(budget, "_extraction", extraction)
+    monkeypatch.setattr(
+        budget, "matching_cost", lambda *_: lambda n, layers: max(1, layers) * costs["layer"] * n / 1000
+    )
+    return costs
+
+
+def test_a_wide_budget_takes_everything(network, views, made_up_costs):
+    choice = choose(network, read_image(views[0]), 200.0)
+    assert (choice.max_keypoints, choice.layers, choice.resize, choice.fits) == (600, 3, 800, True)
+    assert choice.predicted_ms == pytest.approx(30 + 3 * 20 * 0.6 + 6)
+
+
+def test_a_narrow_one_takes_fewer_points_then_a_smaller_picture_and_says_so(network, views, made_up_costs):
+    image = read_image(views[0])
+    middle = choose(network, image, 70.0)
+    assert middle.fits and middle.predicted_ms <= 0.85 * 70
+    assert middle.max_keypoints * middle.layers < 600 * 3
+    narrow = choose(network, image, 40.0)
+    assert narrow.fits and narrow.resize < 800
+    least = choose(network, image, 5.0)
+    assert not least.fits
+    assert (least.max_keypoints, least.layers, least.resize) == (128, 2, 400)
+    assert "nothing smaller" in str(least) and "2 layers" in str(least)
+    assert "nothing smaller" not in str(middle)
+
+
+def test_pairs_cost_twice(network, views, made_up_costs):
+    one = choose(network, read_image(views[0]), 1000.0)
+    two = choose(network, read_image(views[0]), 1000.0, stereo=True)
+    assert two.predicted_ms - 6 == pytest.approx(2 * (one.predicted_ms - 6))
+
+
+def test_costs_are_measured_and_grow(network, views):
+    cost = matching_cost(network, network.extract(views[0]))
+    assert 0 < cost(100, 2) <= cost(600, 2) <= cost(600, 3)
+
+
+def test_a_matcher_with_fewer_layers_is_the_first_part_of_the_whole(network, views):
+    cut = with_layers(network.matcher, 2)
+    assert len(cut.model.layers) == 2
+    whole = network.matcher.model.state_dict()
+    for name, value in cut.model.state_dict().items():
+        assert torch.equal(value, whole[name])
+    features = [network.extract(view) for view in views]
+    found = replace(network, matcher=cut).match_features(*features)
+    assert found.layers_run <= 2 and len(found) > 10
+    assert with_layers(network.matcher, 3) is network.matcher
+    nearest = matcher.load("nearest").matcher
+    assert with_layers(nearest, 1) is nearest
+
+
+def test_the_choice_is_applied(network, views):
+    choice = Choice(30.0, 150, 2, 400, 25.0, True)
+    pipeline = limited(network, choice)
+    image = pipeline.read(views[0])
+    assert max(image.pixels.shape) == 400
+    assert len(pipeline.extractor([image])[0]) <= 151  # SIFT may give one place two directions
+    assert len(pipeline.matcher.model.layers) == 2
+
+
+def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(small_weights, views, made_up_costs):
+    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
+    sequence = matcher.Sequence(
+        budget_ms=60.0, weights=small_weights, max_keypoints=300, device="cpu", precision="float32"
+    )
+    assert sequence.push(np.zeros_like(picture)).status == "blank"
+    assert sequence.choice is None
+    first = sequence.push(picture)
+    assert sequence.choice.budget_ms == 60.0 and sequence.choice.fits
+    assert len(first.keypoints) <= sequence.choice.max_keypoints
+    again = sequence.push(picture)
+    assert again.status == "tracked"
+    assert np.isin(again.track_ids, first.track_ids).mean() > 0.9
