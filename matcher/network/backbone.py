@@ -92,12 +92,12 @@ class Backbone(nn.Module):
         return 2 ** len(self.stages)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Grey pixels (B, 1, H, W) in [0, 1] → (B, C, ⌈H/8⌉, ⌈W/8⌉) and (B, c, ⌈H/2⌉, ⌈W/2⌉)."""
-        x, levels = torch.relu(self.stem(pixels)), []
+        """Grey pixels (B, 1, H, W) in [0, 1] → (B, C, ⌈H/8⌉, ⌈W/8⌉) and (B, c, ⌈H/2⌉, ⌈W/2⌉), float32."""
+        x, levels = torch.relu(self.stem(pixels.to(self.stem.conv.weight.dtype))), []
         for stage in self.stages:
             x = stage(x)
             levels.append(x)
         coarse = fine = self.laterals[-1](levels.pop())
         for level in range(len(levels) - 1, -1, -1):
             fine = self.merges[level](self.laterals[level](levels[level]), fine)
-        return coarse, fine
+        return coarse.float(), fine.float()

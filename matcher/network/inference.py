@@ -44,6 +44,8 @@ class AttentionMatcher:
         # Phases, similarities and dustbins need more digits than half precision has: they stay in float32.
         for part in (self.model.project, self.model.layers):
             part.to(DTYPES[self.precision])
+        if self.model.backbone is not None:  # convolutions are faster where the channels lie side by side
+            self.model.backbone.to(dtype=DTYPES[self.precision], memory_format=torch.channels_last)
 
     @torch.inference_mode()
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
