@@ -64,6 +64,7 @@ class FrameResult:
     pose_status: PoseStatus = "none"
     T_keyframe_to_frame: np.ndarray | None = None  # (4, 4) float64
     T_to_world: np.ndarray | None = None  # (4, 4) float64, camera to world
+    right: np.ndarray | None = None  # (N, 2) float32 pixels in the right picture of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
     milliseconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, pose, total
 

@@ -1,47 +1,46 @@
-"""Rectified pairs: matches → depth."""
+"""Rectified pairs: where the right picture shows the left one's points, and how far away they are."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from matcher.types import Matches
+from matcher.sequence.frames import Links
 
-MAX_ROW_ERROR = 2.0  # pixels between the rows of a match that depth is taken from
-_MIN_DISPARITY = 0.5  # pixels; below it depth is beyond what SIFT's accuracy can say
-
-
-def within_window(matches: Matches, window: float | None) -> np.ndarray:
-    """(K,) bool: matches whose rows differ by at most `window` pixels and that lie before the cameras.
-
-    None, the window switched off, keeps every match.
-    """
-    if window is None:
-        return np.ones(len(matches), bool)
-    step = matches.points0 - matches.points1
-    return (np.abs(step[:, 1]) <= window) & (step[:, 0] > 0)
+MAX_ROW_ERROR = 2.0  # pixels between the rows of two points that depth is taken from
+_MIN_DISPARITY = 0.5  # pixels; below it a depth says little more than "far"
 
 
-def chosen(matches: Matches, keep: np.ndarray) -> Matches:
-    """The matches marked in `keep` (K,) bool."""
-    columns = ("indices", "points0", "points1", "scores")
-    return replace(matches, **{name: getattr(matches, name)[keep] for name in columns})
-
-
-def depths_of(matches: Matches, count: int, focal: float, baseline: float) -> np.ndarray:
-    """Depth along z of the left picture's points, in units of the baseline; NaN where unknown.
-
-    z = f·b / (x_left − x_right). Only matches with rows within `MAX_ROW_ERROR` say a depth.
+def partners(points0: np.ndarray, points1: np.ndarray, links: Links, window: float | None) -> np.ndarray:
+    """(N, 2) float32 pixels in the right picture of the left one's points, NaN where there is none.
 
     Args:
-        matches: left → right, in pixels of pictures with one focal length and one principal point.
-        count: points of the left picture N.
+        points0: (N, 2) keypoints of the left picture.
+        points1: (M, 2) of the right one.
+        links: left → right; the consistent ones count.
+        window: pixels that rows may differ by; it also leaves out what would lie behind the cameras. None
+            switches it off.
+    """
+    found = np.full((len(points0), 2), np.nan, np.float32)
+    indices = links.indices[links.consistent]
+    if window is not None:
+        step = points0[indices[:, 0]] - points1[indices[:, 1]]
+        indices = indices[(np.abs(step[:, 1]) <= window) & (step[:, 0] > 0)]
+    found[indices[:, 0]] = points1[indices[:, 1]]
+    return found
+
+
+def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: float) -> np.ndarray:
+    """(N,) depth along z of the left picture's points, in units of the baseline; NaN where unknown.
+
+    z = f·b / (x_left − x_right). Only points whose rows agree within `MAX_ROW_ERROR` have one.
+
+    Args:
+        points0: (N, 2) in pixels of pictures with one focal length and one principal point.
+        right: (N, 2) the same points in the right picture, NaN where unknown.
         focal: fx in pixels.
         baseline: distance between the cameras.
     """
-    depths = np.full(count, np.nan)
-    disparity = (matches.points0 - matches.points1).astype(np.float64)
-    good = (np.abs(disparity[:, 1]) <= MAX_ROW_ERROR) & (disparity[:, 0] >= _MIN_DISPARITY)
-    depths[matches.indices[good, 0]] = focal * baseline / disparity[good, 0]
-    return depths
+    step = points0.astype(np.float64) - right
+    with np.errstate(invalid="ignore"):
+        good = (np.abs(step[:, 1]) <= MAX_ROW_ERROR) & (step[:, 0] >= _MIN_DISPARITY)
+    return np.where(good, focal * baseline / np.where(good, step[:, 0], 1.0), np.nan)

@@ -20,7 +20,7 @@ from matcher.sequence.latency import Latency
 from matcher.sequence.memory import CANDIDATES, Memory
 from matcher.sequence.places import find_place
 from matcher.sequence.poses import Poses
-from matcher.sequence.stereo import chosen, depths_of, within_window
+from matcher.sequence.stereo import depths_of, partners
 from matcher.types import Camera, Features, Image, Matches, UsageError
 
 
@@ -86,6 +86,10 @@ class Sequence:
         """Stage → p50, p95, p99 and max in milliseconds, of the last 512 frames that were not passed over."""
         return self._latency.percentiles()
 
+    def forget_latency(self) -> None:
+        """Begin the percentiles anew, as after the first frames, which are slower."""
+        self._latency = Latency()
+
     def push(self, frame: Picture | None, timestamp: float | None = None) -> FrameResult:
         """Take in the next frame.
 
@@ -146,16 +150,15 @@ class Sequence:
             features = self._extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        current = self._kept(images[0], features[0])
+        current, *others = [self._kept(*pair) for pair in zip(images, features, strict=True)]
         with self._timed("match"):
             earlier, pair = self._match(features)
         with self._timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._memory.link(current, earlier, match)
             lengths = self._memory.identify(current, to_previous, to_keyframe)
+            partner = self._look_right(current, others, pair)
         with self._timed("pose"):
-            if pair is not None and self.camera is not None and self.baseline is not None:
-                current.depths[:] = depths_of(pair, len(current.keypoints), self.camera.fx, self.baseline)
             found = self._memory.place(current, status, to_keyframe)
         milliseconds = {**self._spent, "total": sum(self._spent.values())}
         self._latency.add(milliseconds)
@@ -172,6 +175,7 @@ class Sequence:
             to_previous=to_previous,
             to_keyframe=to_keyframe,
             T_to_world=current.T_to_world,
+            right=partner,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             milliseconds=milliseconds,
             **found,
@@ -213,14 +217,23 @@ class Sequence:
 
     def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
         """Matches previous → this and left → right, in one batch."""
-        previous = self._memory.previous
+        previous, has_right = self._memory.previous, len(features) > 1 and len(features[1]) > 0
         pairs = [] if previous is None else [(previous.features, features[0])]
-        if len(features) > 1 and len(features[1]):
-            pairs.append((features[0], features[1]))
+        pairs += [(features[0], features[1])] if has_right else []
         found = self.pipeline.match_features_batch(pairs)
-        earlier = None if previous is None else found[0]
-        pair = found[-1] if len(features) > 1 and len(features[1]) else None
-        return earlier, None if pair is None else chosen(pair, within_window(pair, self._window))
+        return (None if previous is None else found[0]), (found[-1] if has_right else None)
+
+    def _look_right(
+        self, current: KeptFrame, others: list[KeptFrame], pair: Matches | None
+    ) -> np.ndarray | None:
+        """The points in the right picture of a pair, verified; sets the depths."""
+        if pair is None:
+            return None
+        links, _ = self._memory.linker.verify(current, others[0], pair)
+        right = partners(current.keypoints, others[0].keypoints, links, self._window)
+        if self.camera is not None and self.baseline is not None:
+            current.depths[:] = depths_of(current.keypoints, right, self.camera.fx, self.baseline)
+        return right
 
     def _pass_over(
         self, status: FrameStatus, timestamp: float | None, size: tuple[int, int] = (0, 0)

@@ -1,0 +1,64 @@
+"""Measure sequences on driving pictures, stereo pairs and a moving window.
+
+    python scripts/measure_sequence.py [driving] [stereo] [latency] [--weights FILE] [--threads 2]
+
+Data is looked for in the folder named by MATCHER_DATA (default ../shared).
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure sequences; prints JSON.")
+    parser.add_argument("what", nargs="*", default=["driving", "stereo", "latency"])
+    parser.add_argument("--preset", default="hybrid")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--precision")
+    parser.add_argument("--max-keypoints", type=int, default=1024, help="latency is measured with 512")
+    parser.add_argument("--frames", type=int, help="of the driving sequence, and of latency")
+    parser.add_argument("--budget-ms", type=float)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    if args.threads:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
+            os.environ[name] = str(args.threads)
+
+    import matcher
+    from matcher.sequence import figures
+
+    network = {} if args.preset == "nearest" else {"weights": args.weights, "precision": args.precision}
+    bench = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench"
+
+    def pipelines(points: int, resize: int | None = None) -> dict[str, matcher.Pipeline]:
+        common = {"max_keypoints": points, "resize": resize, "device": "cpu"}
+        return {
+            "nearest": matcher.load("nearest", **common),
+            args.preset: matcher.load(args.preset, **common, **network),
+        }
+
+    for name, pipeline in pipelines(args.max_keypoints, 1280).items():
+        if "driving" in args.what:
+            folder = bench / "kitti_mini" / "KITTI_sequence_1"
+            say(f"driving {name}", figures.measure_driving(folder, pipeline, frames=args.frames))
+            say(f"driving {name}, bare", figures.measure_bare(folder, pipeline, frames=args.frames))
+        if "stereo" in args.what:
+            for folder in sorted((bench / "middlebury2003").glob("*/")):
+                say(f"stereo {folder.name} {name}", figures.measure_disparity(folder, pipeline))
+    if "latency" in args.what:
+        picture = matcher.read_image(ROOT / "assets" / "view0.jpg").pixels
+        for name, pipeline in pipelines(512).items():
+            options = {"frames": args.frames or 200, "budget_ms": args.budget_ms}
+            say(f"latency {name}", figures.measure_latency(picture, pipeline, **options))
+
+
+def say(title: str, found: dict) -> None:
+    print(title, json.dumps(found, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Plain visual odometry on matcher's tracks: landmarks by track id, a pose for each frame by PnP.
+
+    python scripts/odometry.py LEFT_DIR --camera fx,fy,cx,cy [--right DIR --baseline METRES] > trajectory.tum
+
+Landmarks come from stereo depth or, with one camera, from a track's first and last view; those not seen for a
+window of frames are dropped. No bundle adjustment. Prints `frame x y z qx qy qz qw`, camera to world.
+"""
+
+import argparse
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+import matcher
+
+WINDOW, MIN_POINTS, MIN_ANGLE = 15, 12, 1.0  # frames; points for a pose; degrees between two views
+
+
+def pose_from(landmarks: dict, ids: list, points: np.ndarray, K: np.ndarray) -> np.ndarray | None:
+    """(4, 4) camera to world of a frame that sees known landmarks."""
+    known = [i for i, track in enumerate(ids) if track in landmarks]
+    if len(known) < MIN_POINTS:
+        return None
+    world, seen = np.array([landmarks[ids[i]] for i in known]), points[known].astype(float)
+    good, turn, t, rows = cv2.solvePnPRansac(world, seen, K, None, None, None, False, 1000, 1.5, 0.999)
+    if not good or rows is None or len(rows) < MIN_POINTS:
+        return None
+    turn, t = cv2.solvePnPRefineLM(world[rows[:, 0]], seen[rows[:, 0]], K, None, turn, t)
+    return np.linalg.inv(np.vstack([np.hstack([cv2.Rodrigues(turn)[0], t]), [0, 0, 0, 1]]))
+
+
+def triangulate(first: np.ndarray, ray0: np.ndarray, last: np.ndarray, ray1: np.ndarray) -> np.ndarray | None:
+    """(3,) where the rays of two views meet in the world, if at an angle and before both."""
+    a, b = first[:3, :3] @ ray0, last[:3, :3] @ ray1
+    if np.rad2deg(np.arctan2(np.linalg.norm(np.cross(a, b)), a @ b)) < MIN_ANGLE:
+        return None
+    depths = np.linalg.lstsq(np.stack([a, -b], axis=1), last[:3, 3] - first[:3, 3], rcond=None)[0]
+    return first[:3, 3] + depths[0] * a if min(depths) > 0 else None
+
+
+def as_tum(frame: int, pose: np.ndarray) -> str:
+    turn = cv2.Rodrigues(pose[:3, :3])[0].ravel()
+    angle = np.linalg.norm(turn)
+    values = (*pose[:3, 3], *(turn * np.sinc(angle / (2 * np.pi)) / 2), np.cos(angle / 2))
+    return " ".join(f"{value:.9g}" for value in (frame, *values))
+
+
+parser = argparse.ArgumentParser(description="Plain visual odometry.")
+parser.add_argument("left", type=Path)
+parser.add_argument("--camera", required=True, metavar="fx,fy,cx,cy")
+parser.add_argument("--right", type=Path)
+parser.add_argument("--baseline", type=float)
+parser.add_argument("--preset", default="hybrid")
+args = parser.parse_args()
+camera = matcher.Camera(*map(float, args.camera.split(",")))
+K = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
+sequence = matcher.Sequence(args.preset, camera, baseline=args.baseline, max_keypoints=1024, resize=1280)
+landmarks, views, seen = {}, {}, {}  # by track: place in the world, first view, last frame
+for frame, path in enumerate(sorted(args.left.glob("*.png"))):
+    result = sequence.push_stereo(path, args.right / path.name) if args.right else sequence.push(path)
+    ids, points = result.track_ids.tolist(), result.keypoints
+    # One camera knows no scale: until there is a map, its pose is the one that the sequence starts with.
+    pose = pose_from(landmarks, ids, points, K) if landmarks else result.T_to_world
+    if pose is None:
+        continue
+    print(as_tum(frame, pose), flush=True)
+    rays = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(K).T
+    for i, track in enumerate(ids):
+        seen[track], place = frame, None
+        if result.depths is not None and args.right and np.isfinite(result.depths[i]):
+            place = pose[:3, :3] @ (rays[i] * result.depths[i]) + pose[:3, 3]
+        elif not args.right:
+            place = triangulate(*views.setdefault(track, (pose, rays[i])), pose, rays[i])
+        if place is not None:
+            landmarks.setdefault(track, place)
+    for track in [track for track, last in seen.items() if last < frame - WINDOW]:
+        for table in (seen, landmarks, views):
+            table.pop(track, None)
