@@ -44,10 +44,8 @@ def match(
     from matcher.pipeline import load
 
     check_outputs(output, plot, inputs=(image0, image1, mask0, mask1))
-    cameras = {
-        "camera0": options.parse_camera(camera0, "--camera0"),
-        "camera1": options.parse_camera(camera1, "--camera1"),
-    }
+    texts = {"camera0": camera0, "camera1": camera1}
+    cameras = {name: options.parse_camera(text, f"--{name}") for name, text in texts.items()}
     pipeline = load(
         preset,
         weights=weights,
