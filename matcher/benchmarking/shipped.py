@@ -49,7 +49,7 @@ def last_scores(matcher: AttentionMatcher, features0: Features, features1: Featu
     matcher(Features.stack([features0]), Features.stack([features1]))
     for hook in hooks:
         hook.remove()
-    return seen[-1].unsqueeze(0)
+    return seen[-1].reshape(1, *seen[-1].shape[-2:])
 
 
 def sinkhorn(watch: Stopwatch, pipe: Pipeline, features: tuple[Features, Features]) -> Iterator[Row]:

@@ -1,0 +1,109 @@
+"""Half precision against float32, and what a fixed network has found since these numbers were written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from matcher.config import AdaptivityConfig, ContextConfig, ExtractorConfig, NetworkConfig
+from matcher.frontends.sift import SiftExtractor
+from matcher.images import read_image
+from matcher.network.grid import GridExtractor
+from matcher.network.inference import AttentionMatcher
+from matcher.network.model import Model
+from matcher.presets import find_preset
+from matcher.types import Features, Image, Matches
+from matcher.weights import load_model
+
+GOLDEN = Path(__file__).with_name("golden_matches.json")
+# Exit, pruning, least share: decisions near their threshold fall either way.
+SETTINGS = [(False, False, 0.97), (True, True, 0.95)]
+
+
+def described(views, count: int) -> tuple[Features, Features]:
+    extractor = SiftExtractor(ExtractorConfig(max_keypoints=count))
+    return tuple(extractor([view if isinstance(view, Image) else read_image(view)])[0] for view in views)
+
+
+def run(matcher: AttentionMatcher, features: tuple[Features, Features]) -> Matches:
+    return matcher(*(Features.stack([f]) for f in features))[0]
+
+
+def as_table(matches: Matches) -> dict[tuple[int, int], float]:
+    return dict(zip(map(tuple, matches.indices.tolist()), matches.scores.tolist(), strict=True))
+
+
+@torch.no_grad()
+def fixed_model(features: tuple[Features, Features]) -> Model:
+    """Parameters from NumPy's generator, so that they are the same with every version of torch."""
+    context = ContextConfig(dim=32, heads=2, depth=3)
+    adaptivity = AdaptivityConfig(exit_share=0.9, prune_matchability=0.2)
+    with torch.random.fork_rng(devices=[]):
+        model = Model(NetworkConfig(context=context, adaptivity=adaptivity, match_threshold=0.05)).eval()
+    rng = np.random.default_rng(11)
+    for name, value in sorted(model.state_dict().items()):
+        if value.dim() == 2:
+            gain = 0.3 if "narrow" in name else 15**0.5 / 32**0.25 if "projection" in name else 1.0
+            drawn = rng.normal(scale=gain / value.shape[1] ** 0.5, size=tuple(value.shape))
+            value.copy_(torch.from_numpy(drawn.astype(np.float32)))
+        elif "norm" not in name:
+            value.zero_()
+    model.standardise(torch.cat([f.descriptors for f in features]))
+    return model
+
+
+def found_by_fixed_model(views, precision: str) -> dict[tuple[int, int], float]:
+    features = described(views, 256)
+    return as_table(run(AttentionMatcher(fixed_model(features), precision=precision), features))
+
+
+def test_a_fixed_network_finds_what_it_found_before(views) -> None:
+    """Indices may differ where OpenCV's SIFT does by a rounding; a change of the network shows in most."""
+    golden = {(i, j): score for i, j, score in json.loads(GOLDEN.read_text())}
+    found = found_by_fixed_model(views, "float32")
+    common = golden.keys() & found.keys()
+    assert len(common) >= 0.98 * max(len(golden), len(found))
+    assert np.median([abs(golden[pair] - found[pair]) for pair in common]) < 1e-3
+    coarse = found_by_fixed_model(views, "bfloat16")
+    assert len(golden.keys() & coarse.keys()) >= 0.9 * max(len(golden), len(coarse))
+
+
+def share_identical(model: Model, pairs, early_exit: bool, pruning: bool) -> float:
+    """Matches that both precisions find, over the greater number of matches of either, of all pairs."""
+    adaptivity = replace(model.config.adaptivity, early_exit=early_exit, pruning=pruning)
+    model.config = replace(model.config, adaptivity=adaptivity)
+    exact, coarse = (AttentionMatcher(model, precision=p) for p in ("float32", "bfloat16"))
+    same = total = 0
+    for features in pairs:
+        a, b = (as_table(run(matcher, features)) for matcher in (exact, coarse))
+        same += len(a.keys() & b.keys())
+        total += max(len(a), len(b))
+    assert total > 50 * len(pairs)
+    return same / total
+
+
+@pytest.mark.parametrize(("early_exit", "pruning", "share"), SETTINGS)
+def test_shipped_weights_in_bfloat16_on_the_bundled_views(
+    views, shipped_weights, early_exit, pruning, share
+) -> None:
+    model, _, _ = load_model(shipped_weights)
+    assert share_identical(model, [described(views, 512)], early_exit, pruning) >= share
+
+
+def test_loftr_in_bfloat16_describes_cells_alike() -> None:
+    """The backbone runs in the matcher's precision; its maps come out in float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = Model(find_preset("loftr-outdoor").matcher).eval()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 96), dtype=np.uint8)
+    exact, coarse = (
+        GridExtractor(AttentionMatcher(model, precision=p).model.backbone)([Image(pixels, (96, 64))])[0]
+        for p in ("float32", "bfloat16")
+    )
+    for name in ("descriptors", "maps"):
+        a, b = getattr(exact, name), getattr(coarse, name)
+        assert a.dtype == b.dtype == torch.float32
+        assert 0 < (a - b).abs().max() < 0.02 * a.abs().max()
