@@ -102,10 +102,7 @@ def reconstruct(
         ReconstructionError: no model came out, or COLMAP's process ended early.
         OSError: the disk is full.
     """
-    if mapper not in MAPPERS:
-        raise UsageError(f"the mapper must be {' or '.join(MAPPERS)}, not {mapper!r}")
-    if min_images < 2 or threads == 0 or threads < -1:
-        raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
+    _check_options(mapper, min_images, threads)
     import_pycolmap()
     out = Path(out)
     with whole_folder(out) as part:
@@ -124,18 +121,31 @@ def reconstruct(
             "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
         }
         _run_child(job)
-        described = json.loads((part / RESULT).read_text(encoding="utf-8"))
-        if not described:
-            raise ReconstructionError(_no_model(report))
-        models = tuple(_model(row) for row in described)
-        _write_summary(part / SUMMARY, report, described)
-        with np.load(part / CLOUD) as cloud:
-            shape = models[0].cam_from_world, models[0].cameras
-            draw_reconstruction(*shape, cloud["points"], cloud["colours"], part / PICTURE)
-        for leftover in (RESULT, CLOUD):
-            (part / leftover).unlink()
-        shutil.rmtree(part / "work", ignore_errors=True)
+        models = _described_models(part, report)
     return Reconstruction(out, models, report.images, report)
+
+
+def _check_options(mapper: str, min_images: int, threads: int) -> None:
+    if mapper not in MAPPERS:
+        raise UsageError(f"the mapper must be {' or '.join(MAPPERS)}, not {mapper!r}")
+    if min_images < 2 or threads == 0 or threads < -1:
+        raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
+
+
+def _described_models(part: Path, report: ExportReport) -> tuple[Model, ...]:
+    """What the child wrote, read, drawn and summed up; its leftovers go."""
+    described = json.loads((part / RESULT).read_text(encoding="utf-8"))
+    if not described:
+        raise ReconstructionError(_no_model(report))
+    models = tuple(_model(row) for row in described)
+    _write_summary(part / SUMMARY, report, described)
+    with np.load(part / CLOUD) as cloud:
+        shape = models[0].cam_from_world, models[0].cameras
+        draw_reconstruction(*shape, cloud["points"], cloud["colours"], part / PICTURE)
+    for leftover in (RESULT, CLOUD):
+        (part / leftover).unlink()
+    shutil.rmtree(part / "work", ignore_errors=True)
+    return models
 
 
 def _model(row: dict[str, Any]) -> Model:

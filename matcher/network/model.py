@@ -21,6 +21,8 @@ from matcher.network.position import MlpPosition, RotaryPosition, SinePosition, 
 from matcher.network.refinement import Refinement
 from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
+ROUGH_ITERATIONS = 10  # of Sinkhorn between rounds of consensus, about as many as training runs
+
 
 class Model(nn.Module):
     """Features of two pictures → a soft assignment of their points.
@@ -183,13 +185,18 @@ class Model(nn.Module):
         for entry in entries:
             side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides[entry])
             scores = self.scores(side0, side1, depth)
-            assignment = self._transport(scores)
-            for _ in range(self.config.assignment.consensus if scores.shape[1] > 1 < scores.shape[2] else 0):
-                heard = self.consensus(scores, side0.places, side1.places, assignment.log_scores)
-                assignment = self._transport(heard)
+            assignment = self._transport(self._heard(scores, side0.places, side1.places))
             kept = () if self.fine is None else (side.x for side in sides[entry])
             found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1, *kept)
         return found
+
+    def _heard(self, scores: Tensor, places0: Tensor, places1: Tensor) -> Tensor:
+        """Scores after the rounds of consensus, between which a rough assignment is enough."""
+        heard, empty = scores, 1 in scores.shape[1:]
+        for _ in range(0 if empty else self.config.assignment.consensus):
+            rough = assign(heard, max_iterations=ROUGH_ITERATIONS)
+            heard = self.consensus(scores, places0, places1, rough.log_scores)
+        return heard
 
     def _transport(self, scores: Tensor) -> Assignment:
         config = self.config.assignment
@@ -214,6 +221,10 @@ def check_config(config: NetworkConfig) -> None:
     """
     context, assignment, adaptivity = config.context, config.assignment, config.adaptivity
     demands = [
+        (
+            not (assignment.consensus and assignment.kind != "sinkhorn"),
+            "assignment.consensus goes with assignment.kind 'sinkhorn'",
+        ),
         (
             context.dim % (2 * context.heads) == 0,
             f"context.dim {context.dim} must be a multiple of twice context.heads {context.heads}",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -44,6 +45,24 @@ def plot_trajectory(
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     above, beside = figure.subplots(1, 2)
+    _draw_from_above(above, found, truth, keyframes, unit)
+    if truth is None:
+        beside.plot(path_length(found), -found[:, 1, 3], color=_FOUND)
+        beside.set(xlabel=f"way ({unit})", ylabel=f"height ({unit})", title="from the side")
+    else:
+        _draw_error(beside, found, truth, unit)
+    for axes in (above, beside):
+        axes.grid(alpha=0.3)
+    buffer = io.BytesIO()
+    kind = path.suffix.lower()[1:]
+    figure.savefig(buffer, format=kind, **({"metadata": {"CreationDate": None}} if kind == "pdf" else {}))
+    write_whole(path, buffer.getvalue())
+    return path
+
+
+def _draw_from_above(
+    above: Axes, found: np.ndarray, truth: np.ndarray | None, keyframes: Sequence[int], unit: str
+) -> None:
     places = found[:, :3, 3]
     if truth is not None:
         above.plot(truth[:, 0, 3], truth[:, 2, 3], color=_TRUE, linewidth=3, alpha=0.6, label="truth")
@@ -55,21 +74,12 @@ def plot_trajectory(
     above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
     above.set_aspect("equal", adjustable="datalim")
     above.legend()
-    if truth is None:
-        beside.plot(path_length(found), -places[:, 1], color=_FOUND)
-        beside.set(xlabel=f"way ({unit})", ylabel=f"height ({unit})", title="from the side")
-    else:
-        difference = places - truth[:, :3, 3]
-        way = path_length(truth)
-        beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
-        for axis, name in enumerate(("right", "down", "ahead")):
-            beside.plot(way, difference[:, axis], linewidth=1, label=name)
-        beside.set(xlabel=f"way ({unit})", ylabel=f"found − true ({unit})", title="position error")
-        beside.legend()
-    for axes in (above, beside):
-        axes.grid(alpha=0.3)
-    buffer = io.BytesIO()
-    kind = path.suffix.lower()[1:]
-    figure.savefig(buffer, format=kind, **({"metadata": {"CreationDate": None}} if kind == "pdf" else {}))
-    write_whole(path, buffer.getvalue())
-    return path
+
+
+def _draw_error(beside: Axes, found: np.ndarray, truth: np.ndarray, unit: str) -> None:
+    difference, way = (found - truth)[:, :3, 3], path_length(truth)
+    beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
+    for axis, name in enumerate(("right", "down", "ahead")):
+        beside.plot(way, difference[:, axis], linewidth=1, label=name)
+    beside.set(xlabel=f"way ({unit})", ylabel=f"found − true ({unit})", title="position error")
+    beside.legend()
