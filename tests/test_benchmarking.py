@@ -77,9 +77,9 @@ def test_operations_are_those_that_torch_counts(shared: bool) -> None:
     sides = [replace(f, descriptors=f.descriptors[..., :32]) for f in sides]
     with FlopCounterMode(display=False) as counter:  # with gradients attention is plain matrix products
         model(*sides)
-    # Beside the layers and the similarity: upright positions and directions, phases, matchability logits.
+    # Beside the layers and the similarity: upright positions (twice) and directions, phases, matchabilities.
     scale = 2 * (50 + 70)
-    upright, phases, logits = scale * 2 * 4, scale * 5 * 8, scale * 32
+    upright, phases, logits = scale * 3 * 4, scale * 5 * 8, scale * 32
     need = count_need(context, 50, 70, 4)
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mv" not in str(op))
     assert counted == need.operations + upright + phases + logits

@@ -270,7 +270,7 @@ def finish(folder: Path, run: Path, unbroken: dict) -> None:
     assert contents(run) == unbroken
 
 
-@pytest.mark.parametrize("limit", [pytest.param(150_000, marks=pytest.mark.slow), 700_000])
+@pytest.mark.parametrize("limit", [pytest.param(150_000, marks=pytest.mark.slow), 400_000])
 def test_a_file_that_may_not_grow_is_a_full_disk(scene, tmp_path, limit):
     folder, unbroken = scene
     run = tmp_path / "run"
