@@ -24,7 +24,7 @@ _PUBLIC = {
     "FrameResult": "matcher.sequence.frames",
     "TwoViewGeometry": "matcher.types",
     "read_image": "matcher.images",
-    "plot_result": "matcher.drawing",
+    "plot_result": "matcher.drawing.matches",
     "MatcherError": "matcher.types",
     "UsageError": "matcher.types",
     "ImageError": "matcher.types",

@@ -5,7 +5,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from matcher.drawing import draw_matches, figure_pixels, plot_result
+from matcher.drawing.canvas import figure_pixels
+from matcher.drawing.keypoints import draw_fates
+from matcher.drawing.matches import draw_matches, match_errors, plot_result
+from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
 from matcher.geometry import upright_size, upright_to_stored
 from matcher.images import image_from_array, read_image
 from matcher.types import Features, ImageError, Matches, Result, TwoViewGeometry, UsageError
@@ -161,7 +164,13 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.parametrize(
     ("suffix", "magic"),
-    [(".png", b"\x89PNG"), (".jpg", b"\xff\xd8"), (".JPEG", b"\xff\xd8"), (".pdf", b"%PDF")],
+    [
+        (".png", b"\x89PNG"),
+        (".jpg", b"\xff\xd8"),
+        (".JPEG", b"\xff\xd8"),
+        (".pdf", b"%PDF"),
+        (".svg", b"<?xml"),
+    ],
 )
 def test_plot_result_writes_each_format_and_nothing_else(tmp_path, suffix, magic):
     points = grid_points(30, (400, 300))
@@ -176,9 +185,9 @@ def test_plot_result_reads_files_and_is_deterministic(tmp_path):
     PIL.Image.fromarray(grey()).save(tmp_path / "a.png")
     points = grid_points(30, (400, 300))
     result = make_result(points, points, (400, 300), (400, 300))
-    for name in ("one.pdf", "two.pdf", "one.png", "two.png"):
+    for name in ("one.pdf", "two.pdf", "one.png", "two.png", "one.svg", "two.svg"):
         plot_result(result, tmp_path / "a.png", image_from_array(grey()), tmp_path / name, title="demo")
-    for suffix in ("pdf", "png"):
+    for suffix in ("pdf", "png", "svg"):
         assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
 
 
@@ -197,8 +206,8 @@ def test_plot_result_without_geometry_draws_no_outliers(tmp_path):
 def test_plot_result_refuses_what_it_cannot_do(tmp_path):
     points = grid_points(3, (400, 300))
     result = make_result(points, points, (400, 300), (400, 300))
-    with pytest.raises(UsageError, match=r"\.png.*\.jpg.*\.pdf"):
-        plot_result(result, grey(), grey(), tmp_path / "plot.svg")
+    with pytest.raises(UsageError, match=r"\.png.*\.jpg.*\.pdf.*\.svg"):
+        plot_result(result, grey(), grey(), tmp_path / "plot.gif")
     with pytest.raises(UsageError, match="no folder"):
         plot_result(result, grey(), grey(), tmp_path / "absent" / "plot.png")
     with pytest.raises(UsageError, match="image1"):
@@ -206,3 +215,72 @@ def test_plot_result_refuses_what_it_cannot_do(tmp_path):
     with pytest.raises(ImageError):
         plot_result(result, tmp_path / "missing.jpg", grey(), tmp_path / "plot.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_are_distances_to_the_known_geometry_and_have_their_own_colours():
+    points0 = np.array([[50.0, 60.0], [50.0, 240.0]])
+    points1 = points0 + np.array([[300.0, 0.0], [300.0, 40.0]])
+    shift = np.array([[1.0, 0, 300], [0, 1, 0], [0, 0, 1]])
+    sideways = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # x1' F x0 = y0 - y1: rows are epipolar lines
+    errors = match_errors(points0, points1, H_0to1=shift)
+    np.testing.assert_allclose(errors, [0, 40])
+    np.testing.assert_allclose(match_errors(points0, points1, fundamental=sideways), [0, 40])
+    with pytest.raises(UsageError, match="either"):
+        match_errors(points0, points1)
+    view = body(draw_matches(grey(), grey(), points0, points1, errors=errors, colour_by="error"))
+    right, wrong = (half[coloured(half)].astype(int) for half in (view[:300], view[300:]))
+    assert (right[:, 2] - right[:, 0]).mean() > 40 and (wrong[:, 0] - wrong[:, 2]).mean() > 40
+    with pytest.raises(UsageError, match="needs errors"):
+        draw_matches(grey(), grey(), points0, points1, colour_by="error")
+
+
+def test_stacked_pictures_lie_above_each_other():
+    point0, point1 = np.array([[50.0, 100.0]]), np.array([[50.0, 200.0]])
+    pixels = body(draw_matches(grey(), grey(), point0, point1, stacked=True))
+    assert pixels.shape == (1212, 960, 3)
+    rows, columns = np.nonzero(coloured(pixels))
+    assert abs(columns.mean() - (80 + 100.5)) < 0.6
+    assert abs(rows.min() - 200.5) <= 3 and abs(rows.max() - (612 + 400.5)) <= 3
+
+
+def test_fates_have_their_colours():
+    points = np.array([[50.0, 50.0], [200.0, 50.0], [350.0, 50.0]])
+    pixels = body(draw_fates(grey(), grey(), points, MISSING, [-1, 0, 3], [], layers=6)).astype(int)
+    matched, unmatched, pruned = (pixels[100, round(2 * x + 0.5)] for x in points[:, 0])
+    assert matched[2] > matched[0] + 80  # sky blue
+    assert unmatched[0] > unmatched[2] + 80  # vermilion
+    assert np.ptp(pruned) < 5  # grey
+    with pytest.raises(UsageError, match="fates"):
+        draw_fates(grey(), grey(), points, MISSING, [0], [], layers=6)
+
+
+def board(width=480, height=360):
+    rows, columns = np.indices((height, width))
+    return (((rows // 20 + columns // 20) % 2) * 200 + 30).astype(np.uint8)
+
+
+def test_an_overlay_by_the_right_homography_is_the_picture_itself():
+    shift = np.array([[1.0, 0, -50], [0, 1, 30], [0, 0, 1]])
+    picture = board()
+    moved = np.roll(picture, (30, -50), (0, 1))
+    right, wrong = (
+        body(draw_overlay(picture, moved, H)).astype(int)[70:680, 10:850] for H in (shift, np.eye(3))
+    )
+    whole = body(draw_overlay(moved, moved, np.eye(3))).astype(int)[70:680, 10:850]
+    assert np.abs(right - whole).mean() < 4
+    assert np.abs(wrong - whole).mean() > 10
+    blend = body(draw_overlay(picture, moved, shift, kind="blend")).astype(int)[70:680, 10:850]
+    assert np.ptp(blend, axis=2).mean() < 5
+    with pytest.raises(UsageError, match="invertible"):
+        draw_overlay(picture, moved, np.zeros((3, 3)))
+
+
+def test_epipolar_lines_run_through_the_partners():
+    sideways = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])
+    points0, points1 = np.array([[50.0, 100.0]]), np.array([[300.0, 100.0]])
+    figure = draw_epipolar_lines(grey(), grey(), points0, points1, sideways)
+    for lines, left in zip(figure.axes[0].collections[::2], (0, 812), strict=True):
+        (segment,) = lines.get_segments()
+        np.testing.assert_allclose(sorted(segment[:, 0]), [left - 0.5, left + 799.5], atol=0.01)
+        np.testing.assert_allclose(segment[:, 1], 200.5, atol=0.01)
+    assert draw_epipolar_lines(grey(), grey(), MISSING, MISSING, sideways)

@@ -36,7 +36,7 @@ def match(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.npz|.json", help="Save keypoints, matches and geometry.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Draw the matches.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|.svg|…", help="Draw the matches.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Match two pictures and verify the matches. Existing output files are replaced."""

@@ -27,7 +27,7 @@ def check_outputs(output: Path | None, plot: Path | None, inputs: Sequence[Path 
     if output is not None:
         outputs.append(check_output(output, DATA_SUFFIXES))
     if plot is not None:
-        from matcher.drawing import PLOT_SUFFIXES  # matplotlib is loaded only for those who draw
+        from matcher.drawing.canvas import PLOT_SUFFIXES  # matplotlib is loaded only for those who draw
 
         outputs.append(check_output(plot, PLOT_SUFFIXES))
     for path in outputs:
@@ -41,7 +41,7 @@ def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | N
     if output is not None:
         write_whole(output, as_bytes(result, pipeline, output.suffix.lower()))
     if plot is not None:
-        from matcher.drawing import plot_result
+        from matcher.drawing.matches import plot_result
 
         pictures = pipeline.read(result.path0), pipeline.read(result.path1)
         plot_result(result, *pictures, plot, title=title(result, pipeline))

@@ -1,0 +1,183 @@
+"""What all pictures share: two views placed on a white canvas, a header with a legend, encoding.
+
+Built on matplotlib's objects (no pyplot, so no global state and no window).
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Colormap
+from matplotlib.figure import Figure
+
+from matcher.files import check_output, write_whole
+from matcher.geometry import resize_points, stored_to_upright
+from matcher.images import image_from_array, read_image
+from matcher.types import Image, UsageError
+
+PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
+VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette
+SKY = (0.34, 0.71, 0.91)
+PINK = (0.8, 0.47, 0.65)
+YELLOW = (0.94, 0.89, 0.26)
+
+_SIDE, _GAP, _HEADER, _MIN_WIDTH, _DPI = 800, 12, 52, 960, 100  # pixels; _SIDE: longer side of either picture
+_DIM = 0.85  # brightness of the pictures below the lines
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A picture at its scale and place on the canvas."""
+
+    image: Image
+    scale: tuple[float, float]  # (sx, sy) = display size / size of image.pixels
+    offset: tuple[int, int]  # of the top left pixel on the canvas
+    shape: tuple[int, int]  # (width, height) as displayed
+
+    def points(self, points: np.ndarray) -> np.ndarray:
+        """Stored pixels (K, 2) → canvas pixels."""
+        upright = stored_to_upright(points, self.image.size, self.image.orientation)
+        resized = resize_points(upright, self.image.scale)
+        return resize_points(resized, self.scale) + np.asarray(self.offset)
+
+
+@dataclass(frozen=True)
+class Legend:
+    """What a header says of colours: a scale with its two ends, and texts, each in its own colour."""
+
+    texts: tuple[tuple[str, tuple[float, ...] | str], ...] = ()
+    scale: Colormap | None = None
+    ends: tuple[str, str] = ("", "")
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as .png, .jpg, .jpeg, .pdf or .svg; the file appears whole or not at all.
+
+    Raises:
+        UsageError: another suffix, or a folder that is absent.
+    """
+    path = check_output(path, PLOT_SUFFIXES)
+    write_whole(path, _encoded(figure, path.suffix.lower()[1:]))
+    return path
+
+
+def figure_pixels(figure: Figure) -> np.ndarray:
+    """A figure as an (H, W, 3) uint8 RGB array."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _encoded(figure: Figure, kind: str) -> bytes:
+    FigureCanvasAgg(figure)
+    options = {"jpg": {"pil_kwargs": {"quality": 92}}, "pdf": {"metadata": {"CreationDate": None}}}
+    options |= {"jpeg": options["jpg"], "svg": {"metadata": {"Date": None}}}
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "matcher"}):  # the same names of parts every time
+        figure.savefig(buffer, format=kind, dpi=_DPI, **options.get(kind, {}))
+    return buffer.getvalue()
+
+
+def as_image(image: Image | np.ndarray | str | Path) -> Image:
+    """A picture by its path, as an array, or as it is; raises as `images.read_image` does."""
+    if isinstance(image, (str, Path)):
+        return read_image(image)
+    return image if isinstance(image, Image) else image_from_array(image)
+
+
+def as_points(points: np.ndarray, name: str) -> np.ndarray:
+    """(K, 2) float64; `UsageError` naming the argument for another shape or values that are not finite."""
+    points = np.asarray(points, dtype=np.float64)
+    if points.ndim != 2 or points.shape[1] != 2:
+        raise UsageError(f"{name} must be (K, 2), not {points.shape}")
+    if not np.isfinite(points).all():
+        raise UsageError(f"{name} holds values that are not finite (NaN or infinity)")
+    return points
+
+
+def as_column(values: np.ndarray | None, count: int, name: str, default: np.ndarray) -> np.ndarray:
+    """(K,) values or the default; `UsageError` naming the argument for another shape."""
+    values = default if values is None else np.asarray(values)
+    if values.shape != (count,):
+        raise UsageError(f"{name} must be ({count},), not {values.shape}")
+    return values
+
+
+def place(image0: Image, image1: Image, *, stacked: bool = False) -> tuple[tuple[Placed, Placed], np.ndarray]:
+    """Both pictures with the same longer side, side by side or one above the other, centred on white.
+
+    Returns:
+        Where they lie, and the canvas (H, W, 3) uint8.
+    """
+    shown = [_display(image.pixels) for image in (image0, image1)]
+    rows, columns = ([pixels.shape[axis] for pixels in shown] for axis in (0, 1))
+    used = max(columns) if stacked else sum(columns) + _GAP
+    width, height = max(_MIN_WIDTH, used), sum(rows) + _GAP if stacked else max(rows)
+    canvas = np.full((height, width, 3), 255, np.uint8)
+    left, top, placed = (width - used) // 2, 0, []
+    for image, pixels, h, w in zip((image0, image1), shown, rows, columns, strict=True):
+        x, y = ((width - w) // 2, top) if stacked else (left, (height - h) // 2)
+        canvas[y : y + h, x : x + w] = pixels
+        placed.append(Placed(image, (w / image.pixels.shape[1], h / image.pixels.shape[0]), (x, y), (w, h)))
+        left, top = left + w + _GAP, top + h + _GAP
+    return (placed[0], placed[1]), canvas
+
+
+def _display(pixels: np.ndarray) -> np.ndarray:
+    """(h, w, 3) at display size, darker and paler, so that coloured lines stand out."""
+    factor = _SIDE / max(pixels.shape[:2])
+    size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
+    shown = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR)
+    if shown.ndim == 2:
+        return cv2.cvtColor(cv2.convertScaleAbs(shown, alpha=_DIM), cv2.COLOR_GRAY2RGB)
+    grey = cv2.cvtColor(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    return cv2.addWeighted(shown, 0.5 * _DIM, grey, 0.5 * _DIM, 0)
+
+
+def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
+    """A figure whose axes show the canvas (H, W, 3) pixel by pixel, under room for a header."""
+    height, width = canvas.shape[:2]
+    total = height + _HEADER
+    figure = Figure(figsize=(width / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, height / total))
+    axes.imshow(canvas, interpolation="nearest", aspect="auto")
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
+    """Filled dots at canvas points (K, 2), `area` in square points."""
+    axes.scatter(points[:, 0], points[:, 1], s=area, color=colour, alpha=alpha, linewidths=0)
+
+
+def draw_header(figure: Figure, title: str, legend: Legend) -> None:
+    """The title, shortened to one line, and below it what the colours mean."""
+    width, height = figure.get_size_inches() * _DPI
+    title, room = " ".join(title.split()), int(width / 8)
+    title = title if len(title) <= room else title[: room - 1] + "…"
+    figure.text(12 / width, 1 - 16 / height, title, fontsize=11, va="center", parse_math=False)
+    y, x = 1 - 38 / height, 12.0
+    style = {"fontsize": 8, "va": "center", "parse_math": False}
+    if legend.scale is not None:
+        figure.text(x / width, y, legend.ends[0], color="0.35", **style)
+        x += 6.2 * len(legend.ends[0]) + 8
+        bar = figure.add_axes((x / width, y - 4 / height, 120 / width, 8 / height))
+        bar.imshow(np.linspace(0, 1, 64)[None], cmap=legend.scale, aspect="auto")
+        bar.set_axis_off()
+        figure.text((x + 126) / width, y, legend.ends[1], color="0.35", **style)
+        x += 126 + 6.2 * len(legend.ends[1]) + 24
+    for text, colour in legend.texts:
+        mark = 0.0
+        if colour != "none":
+            figure.text(x / width, y, "●", color=colour, **style)
+            mark = 12.0
+        figure.text((x + mark) / width, y, text, color="0.35", **style)
+        x += mark + 6.2 * len(text) + 18

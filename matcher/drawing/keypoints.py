@@ -1,0 +1,77 @@
+"""What became of every keypoint: matched, kept without a partner, or dropped at some layer."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import Colormap, ListedColormap
+from matplotlib.figure import Figure
+
+from matcher.drawing.canvas import (
+    SKY,
+    VERMILION,
+    Legend,
+    as_image,
+    as_points,
+    blank_figure,
+    draw_dots,
+    draw_header,
+    place,
+)
+from matcher.types import Image, UsageError
+
+MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
+
+
+def draw_fates(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    keypoints0: np.ndarray,
+    keypoints1: np.ndarray,
+    fates0: np.ndarray,
+    fates1: np.ndarray,
+    *,
+    layers: int,
+    stacked: bool = False,
+    title: str = "what became of every keypoint",
+) -> Figure:
+    """Two pictures with their keypoints, coloured by fate.
+
+    Args:
+        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels.
+        fates0, fates1: (N,), (M,) int: `MATCHED`, `UNMATCHED`, or the layer (1 … layers) that pruned it.
+        layers: depth of the network, the end of the colour scale.
+        stacked: one picture above the other instead of side by side.
+        title: one line above the pictures.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit, or pictures that cannot be used.
+    """
+    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
+    figure, axes = blank_figure(canvas)
+    scale, counts = _pruned_colours(), np.zeros(3, int)
+    for side, keypoints, fates in zip(placed, (keypoints0, keypoints1), (fates0, fates1), strict=True):
+        points, fates = side.points(as_points(keypoints, "keypoints")), np.asarray(fates)
+        if fates.shape != (len(points),):
+            raise UsageError(f"fates must be ({len(points)},), not {fates.shape}")
+        pruned, kept, matched = fates > 0, fates == UNMATCHED, fates == MATCHED
+        draw_dots(axes, points, "black", 20.0, 0.35)
+        draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0, 1.0)
+        draw_dots(axes, points[kept], VERMILION, 9.0, 1.0)
+        draw_dots(axes, points[matched], SKY, 12.0, 1.0)
+        counts += [matched.sum(), kept.sum(), pruned.sum()]
+    texts = [
+        (f"matched: {counts[0]}", SKY),
+        (f"kept, without a partner: {counts[1]}", VERMILION),
+    ]
+    if not counts[2]:
+        draw_header(figure, title, Legend((*texts, ("pruned: 0", "none"))))
+    else:
+        ends = (f"pruned ({counts[2]}) at layer 1", str(max(1, layers - 1)))
+        draw_header(figure, title, Legend(tuple(texts), scale, ends))
+    return figure
+
+
+def _pruned_colours() -> Colormap:
+    return ListedColormap(matplotlib.colormaps["Greys"](np.linspace(0.0, 0.6, 64)))

@@ -1,0 +1,263 @@
+"""Pictures of matches: two views, lines between matched points, coloured by what is known of them.
+
+Inliers run from teal to yellow with their confidence, outliers are thin and vermilion: they differ in
+lightness too, so that colour-blind eyes and grey prints tell them apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap
+from matplotlib.figure import Figure
+
+from matcher.drawing.canvas import (
+    PLOT_SUFFIXES,
+    SKY,
+    VERMILION,
+    YELLOW,
+    Legend,
+    Placed,
+    as_column,
+    as_image,
+    as_points,
+    blank_figure,
+    draw_dots,
+    draw_header,
+    place,
+    save_figure,
+)
+from matcher.files import check_output
+from matcher.geometry import epipolar_distance, warp_points
+from matcher.types import Image, Result, UsageError
+
+ColourBy = Literal["confidence", "inliers", "error"]
+
+_CELL = 64  # pixels; the drawn lines are spread over cells of this size
+
+
+def draw_matches(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    *,
+    scores: np.ndarray | None = None,
+    inliers: np.ndarray | None = None,
+    errors: np.ndarray | None = None,
+    colour_by: ColourBy = "confidence",
+    error_limit: float = 5.0,
+    stacked: bool = False,
+    keypoints0: np.ndarray | None = None,
+    keypoints1: np.ndarray | None = None,
+    title: str | None = None,
+    max_lines: int = 200,
+) -> Figure:
+    """Two pictures, upright, with lines between their matched points.
+
+    Args:
+        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        points0, points1: (K, 2) matched points in stored-image pixels.
+        scores: (K,) in [0, 1], the confidence of a match; 1 when absent.
+        inliers: (K,) bool; None where no geometry was estimated, then no match counts as an outlier.
+        errors: (K,) pixels, from `match_errors`.
+        colour_by, error_limit: what colours tell; errors above the limit, in pixels, have one colour.
+        stacked: one picture above the other instead of side by side.
+        keypoints0, keypoints1: (N, 2) and (M, 2) all keypoints, drawn as small dots.
+        title: the line above; max_lines: of inliers, and a quarter of it of outliers, spread out.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit, or pictures that cannot be used.
+    """
+    points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
+    count = len(points0)
+    scores = as_column(scores, count, "scores", np.ones(count))
+    good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
+    _check(len(points1), count, colour_by, errors, error_limit, max_lines)
+    title = title or f"{count} matches" + ("" if inliers is None else f", {int(good.sum())} inliers")
+    share = scores
+    if colour_by == "error":
+        share = np.nan_to_num(as_column(errors, count, "errors", scores) / error_limit, nan=1.0)
+        inliers, good = None, np.ones(count, bool)
+    scale = _scale(colour_by)
+    placed, (figure, axes) = _with_dots(image0, image1, keypoints0, keypoints1, stacked)
+    ends = np.stack([placed[0].points(points0), placed[1].points(points1)], axis=1)
+    drawn = _draw_lines(axes, ends, scores, good, scale(np.clip(share, 0, 1)), max_lines)
+    legend = _legend(colour_by, scale, error_limit, None if inliers is None else good, drawn)
+    draw_header(figure, title, legend)
+    return figure
+
+
+def match_errors(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    *,
+    H_0to1: np.ndarray | None = None,
+    fundamental: np.ndarray | None = None,
+) -> np.ndarray:
+    """(K,) how far matches are, in pixels, from what is known of the two views.
+
+    Args:
+        points0, points1: (K, 2) stored pixels.
+        H_0to1: (3, 3) homography; the error is the distance in image 1, infinite beyond the horizon.
+        fundamental: (3, 3), of a pose by `geometry.fundamental_from_pose`; symmetric epipolar distance.
+
+    Raises:
+        UsageError: not exactly one of the two.
+    """
+    if (H_0to1 is None) == (fundamental is None):
+        raise UsageError("match errors need either H_0to1 or fundamental")
+    if fundamental is not None:
+        return epipolar_distance(points0, points1, fundamental)
+    return np.nan_to_num(np.linalg.norm(warp_points(points0, H_0to1) - points1, axis=1), nan=np.inf)
+
+
+def plot_result(
+    result: Result,
+    image0: Image | np.ndarray | str | Path,
+    image1: Image | np.ndarray | str | Path,
+    path: str | Path,
+    title: str | None = None,
+    *,
+    colour_by: ColourBy = "confidence",
+    errors: np.ndarray | None = None,
+    stacked: bool = False,
+    max_lines: int = 200,
+) -> Path:
+    """Draw a result and save it; the file appears whole or not at all.
+
+    Args:
+        result: what a pipeline said of the two pictures.
+        image0, image1: the pictures it was made from.
+        path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors); an existing file is replaced.
+        title: one line above the pictures; counts of matches and inliers when absent.
+        colour_by, errors, stacked, max_lines: as in `draw_matches`.
+
+    Returns:
+        The path written.
+
+    Raises:
+        UsageError: another suffix, a folder that is absent, or pictures of other sizes than the result's.
+        ImageError: a picture given by its path cannot be read.
+    """
+    path = check_output(path, PLOT_SUFFIXES)
+    images = (as_image(image0), as_image(image1))
+    for index, (image, features) in enumerate(zip(images, (result.features0, result.features1), strict=True)):
+        size = tuple(int(value) for value in features.size)
+        if image.size != size:
+            raise UsageError(f"image{index} is {image.size}, but the result's picture was {size}")
+    figure = draw_matches(
+        *images,
+        result.points0,
+        result.points1,
+        scores=result.scores,
+        inliers=None if result.geometry.status == "not_estimated" else result.geometry.inliers,
+        errors=errors,
+        colour_by=colour_by,
+        stacked=stacked,
+        keypoints0=result.features0.keypoints.detach().cpu().numpy(),
+        keypoints1=result.features1.keypoints.detach().cpu().numpy(),
+        title=title,
+        max_lines=max_lines,
+    )
+    return save_figure(figure, path)
+
+
+def _with_dots(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    keypoints0: np.ndarray | None,
+    keypoints1: np.ndarray | None,
+    stacked: bool,
+) -> tuple[tuple[Placed, Placed], tuple[Figure, Axes]]:
+    """A figure of both pictures with their keypoints."""
+    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
+    figure, axes = blank_figure(canvas)
+    for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
+        if keypoints is not None:
+            draw_dots(axes, side.points(as_points(keypoints, "keypoints")), "white", 2.0, 0.35)
+    return placed, (figure, axes)
+
+
+def _check(
+    other: int, count: int, colour_by: str, errors: np.ndarray | None, limit: float, max_lines: int
+) -> None:
+    if other != count:
+        raise UsageError(f"points0 and points1 must be of one length, not {count} and {other}")
+    if max_lines < 0:
+        raise UsageError(f"max_lines must not be negative, got {max_lines}")
+    if colour_by not in ("confidence", "inliers", "error"):
+        raise UsageError(f"colour_by is confidence, inliers or error, not {colour_by!r}")
+    if colour_by == "error" and errors is None:
+        raise UsageError("colour_by 'error' needs errors, in pixels, of all matches")
+    if not limit > 0:
+        raise UsageError(f"error_limit must be above 0 pixels, not {limit}")
+
+
+def _draw_lines(
+    axes: Axes, ends: np.ndarray, scores: np.ndarray, good: np.ndarray, colours: np.ndarray, max_lines: int
+) -> tuple[int, int, int]:
+    """Lines and end points, (K, 2, 2) ends; returns lines drawn of inliers, of outliers, and matches."""
+    by_score = np.argsort(scores, kind="stable")  # the most confident lie on top
+    inner, outer = by_score[good[by_score]], by_score[~good[by_score]]
+    lines_in = _spread(inner, ends[:, 0], max_lines)
+    lines_out = _spread(outer, ends[:, 0], max_lines // 4)
+    crowd = min(1.0, len(lines_in) / 200)
+    thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.5  # thousands stay transparent
+    alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
+    axes.add_collection(
+        LineCollection(ends[lines_out], colors=[VERMILION], linewidths=0.5, alpha=0.55), autolim=False
+    )
+    draw_dots(axes, ends[outer].reshape(-1, 2), VERMILION, 3.0, 0.8)
+    under = LineCollection(ends[lines_in], colors="black", linewidths=width + 0.8, alpha=0.25 * alpha)
+    axes.add_collection(under, autolim=False)
+    over = LineCollection(ends[lines_in], colors=colours[lines_in], linewidths=width, alpha=alpha)
+    axes.add_collection(over, autolim=False)
+    draw_dots(axes, ends[inner].reshape(-1, 2), np.repeat(colours[inner], 2, axis=0), 6.0, 0.95)
+    return len(lines_in), len(lines_out), len(ends)
+
+
+def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` of `order` (best last), spread over the picture: the best of each cell come first."""
+    best_first = order[::-1]
+    cells = np.floor(points[best_first] / _CELL).astype(np.int64) @ np.array([1, 1 << 20])
+    by_cell = np.argsort(cells, kind="stable")
+    starts = np.flatnonzero(np.diff(cells[by_cell], prepend=np.nan))
+    rank = np.empty(len(order), np.int64)
+    rank[by_cell] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    chosen = np.argsort(rank, kind="stable")[:limit]
+    return best_first[np.sort(chosen)][::-1]
+
+
+def _scale(colour_by: ColourBy) -> Colormap:
+    if colour_by == "error":
+        return LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
+    if colour_by == "inliers":
+        return ListedColormap([SKY])
+    return ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
+
+
+def _legend(
+    colour_by: ColourBy,
+    scale: Colormap,
+    limit: float,
+    good: np.ndarray | None,
+    drawn: tuple[int, int, int],
+) -> Legend:
+    """What the colours of the lines mean."""
+    texts = []
+    if good is not None:
+        inner = SKY if colour_by == "inliers" else "none"
+        texts.append((f"inliers: {int(good.sum())}", inner))
+        texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
+    if drawn[0] + drawn[1] < drawn[2]:
+        texts.append((f"lines drawn: {drawn[0] + drawn[1]} of {drawn[2]}", "none"))
+    if colour_by == "inliers":
+        return Legend(tuple(texts))
+    ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{limit:g} px or more")
+    return Legend(tuple(texts), scale, ends)
