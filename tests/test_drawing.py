@@ -5,6 +5,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from matcher.drawing.attention import draw_attention
 from matcher.drawing.canvas import figure_pixels
 from matcher.drawing.keypoints import draw_fates
 from matcher.drawing.matches import draw_matches, match_errors, plot_result
@@ -284,3 +285,13 @@ def test_epipolar_lines_run_through_the_partners():
         np.testing.assert_allclose(sorted(segment[:, 0]), [left - 0.5, left + 799.5], atol=0.01)
         np.testing.assert_allclose(segment[:, 1], 200.5, atol=0.01)
     assert draw_epipolar_lines(grey(), grey(), MISSING, MISSING, sideways)
+
+
+def test_attention_joins_the_keypoint_with_what_it_hears_in_both_pictures():
+    heard = [(np.array([[300.0, 100.0]]), np.array([0.9]))]
+    figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)
+    segments = [c.get_segments()[0] for c in figure.axes[0].collections if hasattr(c, "get_segments")]
+    np.testing.assert_allclose([s[0] for s in segments], [[100.5, 200.5]] * 2)
+    np.testing.assert_allclose([s[1] for s in segments], [[600.5, 200.5], [812 + 600.5, 200.5]])
+    with pytest.raises(UsageError, match="weights"):
+        draw_attention(grey(), grey(), (1, 1), [(MISSING, np.ones(1))], [])

@@ -1,0 +1,106 @@
+"""What asked points attend to: weights of every block and head, their entropy, and rollout over layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matcher.network.adaptivity import Tokens
+from matcher.network.attention import Kernel
+from matcher.network.context import Layer
+from matcher.network.position import rotate
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """What the asked points of one picture attend to in one block, the strongest first."""
+
+    points: np.ndarray  # (A, H, k) int64, attended points of the source picture; -1 where the point is gone
+    weights: np.ndarray  # (A, H, k) float32 of a total of 1
+    entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all are heard alike
+
+
+class Block(NamedTuple):
+    """One picture listening to itself or the other; points are numbered through both pictures."""
+
+    here: Tensor  # (n,) int64 input points that listen, image 1 after image 0
+    there: Tensor  # (m,) those that are heard
+    q: Tensor  # (heads, n, d)
+    k: Tensor  # (heads, m, d)
+    kernel: Kernel
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """(heads, A, m) float32, what the score function gives each point heard by the rows (A,)."""
+        learned = isinstance(self.kernel, nn.Module)
+        dtype = next(self.kernel.parameters()).dtype if learned else torch.float32
+        if not len(self.there):
+            return self.q.new_zeros(len(self.q), len(rows), 0, dtype=torch.float32)
+        # A score function applied to unit vectors as values gives its weights, whichever it is.
+        units = torch.eye(len(self.there), dtype=dtype, device=self.q.device).expand(len(self.q), -1, -1)
+        return self.kernel(self.q[:, rows].to(dtype), self.k.to(dtype), units).float()
+
+
+def listening_blocks(layer: Layer, tokens: Tokens, offset: int) -> list[Block]:
+    """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
+    within, across, ((n, _),) = layer.within, layer.across, tokens.layout.counts
+    ids = (tokens.index[:n], tokens.index[n:] + offset)
+    qkv = within.qkv(tokens.x.to(within.qkv.weight.dtype)).unflatten(-1, (3 * within.heads, -1))
+    qk = qkv[:, : 2 * within.heads]
+    q, k = (qk if tokens.turns is None else rotate(qk, tokens.turns)).transpose(0, 1).chunk(2)
+    sides = (slice(None, n), slice(n, None))
+    blocks = [Block(ids[i], ids[i], q[:, at], k[:, at], within.attention) for i, at in enumerate(sides)]
+    middle = within(tokens.x, tokens.turns, tokens.layout)
+    parts = across._project(middle)  # (T, parts, heads, d)
+    q, k = (parts[:, part].transpose(0, 1) for part in (0, -2))
+    later = k
+    if across.in_turn:  # image 1 hears what image 0 has become
+        later = across._project(across(middle, tokens.layout))[:, -2].transpose(0, 1)
+    keys = (k[:, sides[1]], later[:, sides[0]])
+    pairs = zip(sides, keys, strict=True)
+    return blocks + [
+        Block(ids[i], ids[1 - i], q[:, at], k, across.attention) for i, (at, k) in enumerate(pairs)
+    ]
+
+
+def strongest_attention(block: Block, asked: np.ndarray, strongest: int, offset: int) -> Attention:
+    """The strongest weights of the asked points (numbered through both pictures) that are still there."""
+    heads, count = len(block.q), min(strongest, len(block.there))
+    points = np.full((len(asked), heads, strongest), -1, np.int64)
+    weights, entropy = np.zeros(points.shape, np.float32), np.zeros(points.shape[:2], np.float32)
+    place = {point: row for row, point in enumerate(block.here.tolist())}
+    alive = [i for i, point in enumerate(asked.tolist()) if point in place]
+    if alive and count:
+        rows = torch.tensor([place[int(asked[i])] for i in alive], device=block.q.device)
+        found = block.weights(rows).transpose(0, 1)  # (A, heads, m)
+        top = found.topk(count, dim=-1)
+        there = block.there - offset * int(block.there[0] >= offset)
+        points[alive, :, :count] = there[top.indices].cpu().numpy()
+        weights[alive, :, :count] = top.values.cpu().numpy()
+        entropy[alive] = torch.special.entr(found).sum(-1).cpu().numpy()
+    return Attention(points, weights, entropy)
+
+
+def rollout(heard: list[list[Block]], asked: np.ndarray, total: int) -> np.ndarray:
+    """Where what asked points know came from: the product of (I + mean over heads)/2 of all blocks.
+
+    Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3.
+    """
+    device = heard[0][0].q.device
+    rows = torch.from_numpy(asked).to(device)
+    flow = torch.zeros(len(asked), total, device=device)
+    flow[torch.arange(len(asked), device=device), rows] = 1.0
+    for blocks in reversed(heard) if len(asked) else ():
+        for pair in (blocks[2:], blocks[:2]):
+            source = flow.clone()
+            for block in pair:
+                if len(block.here) and len(block.there):
+                    mean = block.weights(torch.arange(len(block.here), device=device)).mean(0)
+                    share = flow[:, block.here] / 2
+                    source[:, block.here] -= share
+                    source[:, block.there] += share @ mean
+            flow = source
+    return flow.cpu().numpy()

@@ -1,0 +1,140 @@
+"""Why points matched or not: the network run again in the open, layer by layer.
+
+The normal path records nothing. Here the states of one pair are advanced by the same blocks, with the same
+exits and pruning, and at each layer asked points tell what they attend to, and all points how they are
+assigned; the matches are those of the normal path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from matcher.explain.attention import Attention, Block, listening_blocks, rollout, strongest_attention
+from matcher.explain.layers import LayerReport, layer_report
+from matcher.network.adaptivity import Tokens
+from matcher.network.context import Layer
+from matcher.network.inference import AttentionMatcher
+from matcher.network.model import Model
+from matcher.types import Features, PairPrediction, UsageError
+
+MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """All layers that ran for one pair, and what became of every point."""
+
+    asked: tuple[np.ndarray, np.ndarray]  # input points whose attention was recorded
+    layers: tuple[LayerReport, ...]
+    matches: np.ndarray  # (K, 2) int64, above the threshold, best first
+    scores: np.ndarray  # (K,)
+    fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer that pruned
+    rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32, rows sum to 1
+
+
+@torch.inference_mode()
+def explain(
+    matcher: AttentionMatcher,
+    features0: Features,
+    features1: Features,
+    asked0: Sequence[int] = (),
+    asked1: Sequence[int] = (),
+    *,
+    strongest: int = 8,
+) -> Explanation:
+    """Run a network on one pair and say what it does.
+
+    Args:
+        matcher: the network, with its precision and device.
+        features0, features1: of one picture each, not batched.
+        asked0, asked1: indices of keypoints whose attention is recorded.
+        strongest: attended points kept for each asked point and head.
+
+    Raises:
+        UsageError: indices that are no keypoints, or features that the network does not take.
+    """
+    sizes = (len(features0), len(features1))
+    asked = tuple(
+        _indices(points, size, i)
+        for i, (points, size) in enumerate(zip((asked0, asked1), sizes, strict=True))
+    )
+    batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
+    model, reports, heard = matcher.model, [], []
+    tokens = model.tokens(*batch)
+    final = None
+    while final is None:
+        depth, before = len(reports), tokens
+        blocks, attended = _asked_attention(model.layers[depth], before, asked, sizes[0], strongest)
+        tokens = model._advance(before, depth)
+        after, final = _decide(model, tokens, depth, sum(sizes))
+        known = reports[-1].matches if reports else np.zeros((0, 2), np.int64)
+        reports.append(layer_report(model, tokens, after, depth, attended, known, final))
+        heard.append(blocks)
+        tokens = after
+    found = matcher._read(final, 0, *batch)
+    return Explanation(
+        asked,
+        tuple(reports),
+        found.indices,
+        found.scores,
+        _fates(found.indices, reports, sizes),
+        tuple(rollout(heard, asked[i] + i * sizes[0], sum(sizes)) for i in (0, 1)),
+    )
+
+
+def nearest_keypoint(features: Features, point: tuple[float, float]) -> int:
+    """The keypoint nearest to a place in stored pixels.
+
+    Raises:
+        UsageError: the place is outside the picture, or the picture has no keypoints.
+    """
+    width, height = features.size.tolist()
+    if not (-0.5 <= point[0] <= width - 0.5 and -0.5 <= point[1] <= height - 0.5):
+        raise UsageError(
+            f"the point {point[0]:g},{point[1]:g} lies outside the picture, {width:g} x {height:g}"
+        )
+    if not len(features):
+        raise UsageError("no keypoint was found in this picture, so none can be asked")
+    away = features.keypoints - torch.tensor(point, device=features.keypoints.device)
+    return int(away.square().sum(-1).argmin())
+
+
+def _indices(points: Sequence[int], size: int, image: int) -> np.ndarray:
+    points = np.unique(np.asarray(points, dtype=np.int64))
+    if len(points) and not (points[0] >= 0 and points[-1] < size):
+        raise UsageError(f"image {image} has the keypoints 0 to {size - 1}; asked for {points.tolist()[:5]}")
+    return points
+
+
+def _asked_attention(
+    layer: Layer, tokens: Tokens, asked: tuple[np.ndarray, np.ndarray], offset: int, strongest: int
+) -> tuple[list[Block], list[Attention]]:
+    """The blocks of a layer, and what the asked points of either picture attend to in them."""
+    blocks = listening_blocks(layer, tokens, offset)
+    points = (asked[0], asked[1] + offset) * 2
+    return blocks, [
+        strongest_attention(block, own, strongest, offset) for block, own in zip(blocks, points, strict=True)
+    ]
+
+
+def _decide(model: Model, tokens: Tokens, depth: int, total: int) -> tuple[Tokens, PairPrediction | None]:
+    """What the normal path does after a layer: the tokens that stay, or the final assignment."""
+    found: dict[int, PairPrediction] = {}
+    if depth == len(model.layers) - 1:
+        return tokens, model._assign(tokens, [0], depth)[0]
+    return model._adapt(tokens, [total], depth, found), found.get(0)
+
+
+def _fates(
+    matches: np.ndarray, reports: Sequence[LayerReport], sizes: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    fates = tuple(np.full(size, UNMATCHED, np.int64) for size in sizes)
+    for side, fate in enumerate(fates):
+        for number, report in enumerate(reports, 1):
+            fate[report.pruned[side]] = number
+        fate[matches[:, side]] = MATCHED
+    return fates

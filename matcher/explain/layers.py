@@ -1,0 +1,114 @@
+"""What was known after one layer: matches, confidence, points without a partner, and who was dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matcher.explain.attention import Attention
+from matcher.network.adaptivity import Tokens, confidence_threshold
+from matcher.network.assignment import _columns_first, log_masses, mutual_matches
+from matcher.network.guidance import Side
+from matcher.network.model import Model, split_sides
+from matcher.types import PairPrediction
+
+
+@dataclass(frozen=True, eq=False)
+class LayerReport:
+    """What was known after one layer."""
+
+    within: tuple[Attention, Attention]  # self-attention of the asked points of image 0 and 1
+    across: tuple[Attention, Attention]  # cross-attention
+    matches: np.ndarray  # (K, 2) int64, input points that would match if the network stopped here
+    scores: np.ndarray  # (K,) float32
+    appeared: int  # matches that the layer before did not have
+    vanished: int
+    unmatched: tuple[
+        float, float
+    ]  # mean probability of having no partner, image 0 and 1: the dustbin's share
+    confident: float | None  # share of points sure of their assignment; None where the network asks none
+    marginal_errors: tuple[float, ...]  # Sinkhorn: largest relative error of a mass, iteration by iteration
+    exited: bool  # the pair stopped here
+    pruned: tuple[np.ndarray, np.ndarray]  # input points dropped after this layer
+    reasons: tuple[np.ndarray, np.ndarray]  # (P, 2) matchability and confidence of those points
+
+
+def layer_report(
+    model: Model,
+    tokens: Tokens,
+    after: Tokens,
+    depth: int,
+    attended: list[Attention],
+    known: np.ndarray,
+    final: PairPrediction | None,
+) -> LayerReport:
+    """What one layer did: `tokens` after it, `after` those that stay, `known` the matches before."""
+    pair = final or model._assign(tokens, [0], depth)[0]
+    local, scores = mutual_matches(pair.assignment.log_scores[0], model.config.match_threshold)
+    matches = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1).cpu().numpy()
+    now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
+    alone = (pair.assignment.log_unmatched0, pair.assignment.log_unmatched1)
+    sure = model.confidences(tokens.x, depth) if depth < len(model.confidence) else None
+    dropped, reasons = _dropped(model, tokens, after, depth, sure)
+    nothing = not len(tokens.x)
+    share = confidence_threshold(depth, len(model.layers))
+    return LayerReport(
+        within=(attended[0], attended[1]),
+        across=(attended[2], attended[3]),
+        matches=matches,
+        scores=scores.cpu().numpy(),
+        appeared=len(now - before),
+        vanished=len(before - now),
+        unmatched=tuple(float(x.exp().mean()) if x.numel() else 0.0 for x in alone),
+        confident=None if sure is None or nothing else float((sure > share).float().mean()),
+        marginal_errors=() if final is None else _marginal_errors(model, tokens, depth),
+        exited=final is not None and depth < len(model.layers) - 1,
+        pruned=dropped,
+        reasons=reasons,
+    )
+
+
+def _dropped(
+    model: Model, tokens: Tokens, after: Tokens, depth: int, sure: Tensor | None
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Input points of either picture that a layer dropped, with their matchability and confidence."""
+    n = tokens.layout.counts[0][0]
+    gone = torch.zeros(len(tokens.x), dtype=torch.bool, device=tokens.x.device)
+    if sure is not None and after.pairs and model.config.adaptivity.pruning:
+        kept = after.layout.counts[0][0]
+        gone[:n] = ~torch.isin(tokens.index[:n], after.index[:kept])
+        gone[n:] = ~torch.isin(tokens.index[n:], after.index[kept:])
+    why = tokens.x.new_zeros(len(gone), 2)
+    if gone.any():
+        why = torch.stack([model.heads[depth].logits(tokens.x).sigmoid(), sure], dim=1)
+    sides = (slice(None, n), slice(n, None))
+    return (
+        tuple(tokens.index[at][gone[at]].cpu().numpy() for at in sides),
+        tuple(why[at][gone[at]].cpu().numpy() for at in sides),
+    )
+
+
+def _marginal_errors(model: Model, tokens: Tokens, depth: int) -> tuple[float, ...]:
+    """Largest relative error of a mass after each iteration, in the order in which `sinkhorn` updates."""
+    config = model.config.assignment
+    if config.kind != "sinkhorn" or 0 in tokens.layout.counts[0]:
+        return ()
+    side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in split_sides(tokens)[0])
+    scores = model._heard(model.scores(side0, side1, depth), side0.places, side1.places).float()
+    (log_mu,), (log_nu,) = log_masses(scores)
+    scores = scores[0]
+    if config.tolerance is not None and _columns_first(scores, log_mu, log_nu):
+        scores, log_mu, log_nu = scores.t(), log_nu, log_mu
+    v, errors = torch.zeros_like(log_nu), []
+    rows = torch.logsumexp(scores, dim=1)
+    while len(errors) < config.max_iterations:
+        u = log_mu - rows
+        v = log_nu - torch.logsumexp(scores + u[:, None], dim=0)
+        rows = torch.logsumexp(scores + v, dim=1)
+        errors.append(float(((u + rows - log_mu).expm1()).abs().max()))
+        if config.tolerance is not None and errors[-1] <= config.tolerance:
+            break
+    return tuple(errors)
