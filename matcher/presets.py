@@ -24,9 +24,14 @@ from matcher.config import (
 )
 from matcher.types import GeometryKind, UsageError
 
-# The threshold was chosen for the shipped weights on validation pairs; see weights/README.md.
+# Threshold and shares were chosen for the shipped weights on validation photos; see weights/README.md.
 _HYBRID = PipelineConfig(
-    matcher=NetworkConfig(match_threshold=0.5, adaptivity=AdaptivityConfig(prune_matchability=0.002)),
+    matcher=NetworkConfig(
+        guided=True,
+        assignment=AssignmentConfig(consensus=2),
+        adaptivity=AdaptivityConfig(exit_share=0.98, prune_matchability=5e-6),
+        match_threshold=0.2,
+    ),
     weights="hybrid",
 )
 
