@@ -18,6 +18,7 @@ import matcher
 from matcher.cli.collection import collection, merge, status
 from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
+from matcher.cli.explain import explain
 from matcher.cli.export import export
 from matcher.cli.match import match
 from matcher.cli.presets import presets
@@ -28,6 +29,7 @@ from matcher.cli.weights import COMMANDS as WEIGHTS
 
 COMMANDS = {
     "match": match,
+    "explain": explain,
     "collection": collection,
     "status": status,
     "merge": merge,

@@ -1,0 +1,55 @@
+"""`matcher explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from matcher.cli import options
+
+Picture = Annotated[Path, typer.Argument(show_default=False)]
+
+
+def explain(
+    image0: Picture,
+    image1: Picture,
+    output: Annotated[Path, typer.Option(metavar="FILE.html", help="The report.", show_default=False)],
+    point: Annotated[
+        str | None, typer.Option(metavar="x,y", help="Of image0, in pixels; its keypoint is shown first.")
+    ] = None,
+    preset: options.Preset = "hybrid",
+    weights: options.Weights = None,
+    max_keypoints: options.MaxKeypoints = None,
+    resize: options.Resize = None,
+    geometry: options.Geometry = None,
+    threshold: options.Threshold = None,
+    device: options.Device = "auto",
+) -> None:
+    """Match two pictures and write why: one HTML file with attention, exit and pruning of every keypoint."""
+    from matcher.pipeline import load
+    from matcher.report.report import write_report
+    from matcher.types import UsageError
+
+    place = None
+    if point is not None:
+        try:
+            x, y = (float(part) for part in point.split(","))
+        except ValueError as error:
+            raise UsageError(f"--point must be x,y in pixels of {image0}, not {point!r}") from error
+        place = (x, y)
+    for image in (image0, image1):
+        if output.exists() and image.exists() and output.samefile(image):
+            raise UsageError(f"{output} is an input; name another file for the output")
+    pipeline = load(
+        preset,
+        weights=weights,
+        max_keypoints=max_keypoints,
+        resize=resize,
+        geometry=geometry,
+        match_threshold=threshold,
+        device=device,
+    )
+    result = write_report(pipeline, image0, image1, output, place)
+    typer.echo(f"{len(result.matches)} matches, {int(result.geometry.inliers.sum())} inliers; wrote {output}")
