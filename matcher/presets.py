@@ -29,7 +29,7 @@ _HYBRID = PipelineConfig(
     matcher=NetworkConfig(
         guided=True,
         assignment=AssignmentConfig(consensus=2),
-        adaptivity=AdaptivityConfig(exit_share=0.98, prune_matchability=5e-6),
+        adaptivity=AdaptivityConfig(exit_share=0.99, prune_matchability=5e-6),
         match_threshold=0.2,
     ),
     weights="hybrid",
