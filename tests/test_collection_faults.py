@@ -141,6 +141,7 @@ def test_fifty_kills_lose_nothing(scene, tmp_path, workers):
     assert sum(count > 0 for count in acknowledged) > 10
 
 
+@pytest.mark.slow  # a run that is quicker than its disturbance passes by
 @pytest.mark.parametrize(
     ("sent", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
@@ -167,6 +168,7 @@ def test_a_signal_ends_the_run_soundly(scene, tmp_path, sent, code):
     assert contents(run) == unbroken
 
 
+@pytest.mark.slow  # a run that is quicker than its disturbance passes by
 def test_a_worker_that_is_killed_is_replaced(scene, tmp_path):
     folder, unbroken = scene
     run = tmp_path / "run"
@@ -289,6 +291,7 @@ def test_a_file_that_may_not_grow_is_a_full_disk(scene, tmp_path, limit):
     assert contents(run) == unbroken
 
 
+@pytest.mark.slow  # a run that is quicker than its disturbance passes by
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_full_disk(scene, tmp_path):
     folder, unbroken = scene

@@ -20,7 +20,6 @@ from matcher.network.position import CHANNELS, position_inputs
 from matcher.types import Features
 
 _WAVES = 32
-_INPUTS = ("xy", "scale", "orientation")
 _FARTHEST = 1.5  # in units of normalised positions: a partner may lie outside the picture, but not anywhere
 
 
@@ -35,10 +34,13 @@ class Side(NamedTuple):
 class Guidance(nn.Module):
     """Codes of places, and a statement of the partner's place after each layer; all in float32."""
 
-    def __init__(self, dim: int, depth: int) -> None:
+    def __init__(
+        self, dim: int, depth: int, inputs: tuple[str, ...] = ("xy", "scale", "orientation")
+    ) -> None:
         super().__init__()
+        self.names = inputs  # positions first
         self.waves = nn.Linear(2, _WAVES, bias=False)
-        others = sum(CHANNELS[name] for name in _INPUTS) - 2
+        others = sum(CHANNELS[name] for name in inputs) - 2
         self.place = nn.Linear(2 * _WAVES + others, dim, bias=False)
         self.partner = nn.ModuleList(nn.Linear(dim, 2) for _ in range(depth))
         self.echo = nn.ModuleList(nn.Linear(2 * _WAVES, dim, bias=False) for _ in range(depth))
@@ -62,11 +64,11 @@ class Guidance(nn.Module):
         return torch.cat([phases.cos(), phases.sin()], dim=-1)
 
     def inputs(self, features: Features) -> Tensor:
-        """(…, N, 5) what `begin` takes: normalised position, scale and orientation."""
-        return position_inputs(features, _INPUTS)
+        """(…, N, C) what `begin` takes: normalised position first, then what else is known of a point."""
+        return position_inputs(features, self.names)
 
     def begin(self, x: Tensor, inputs: Tensor) -> Tensor:
-        """Tokens (T, dim) and their inputs (T, 5) → tokens that know their place."""
+        """Tokens (T, dim) and their inputs (T, C) → tokens that know their place."""
         with torch.autocast(x.device.type, enabled=False):
             return x + self.place(torch.cat([self._code(inputs[:, :2]), inputs[:, 2:]], dim=1))
 

@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.backbone = None if config.backbone is None else Backbone(config.backbone)
         self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
         self.position = build_position(config.position, config.context)
-        self.guidance = Guidance(dim, depth) if config.guided else None
+        self.guidance = Guidance(dim, depth, config.position.inputs) if config.guided else None
         self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
         number = depth if config.assignment.every_layer else 1
         self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
@@ -221,6 +221,10 @@ def check_config(config: NetworkConfig) -> None:
     """
     context, assignment, adaptivity = config.context, config.assignment, config.adaptivity
     demands = [
+        (
+            config.position.inputs[0] == "xy" or not config.guided,
+            "guided tokens need position.inputs that begin with 'xy'",
+        ),
         (
             not (assignment.consensus and assignment.kind != "sinkhorn"),
             "assignment.consensus goes with assignment.kind 'sinkhorn'",
