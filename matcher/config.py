@@ -70,6 +70,7 @@ class AdaptivityConfig:
     pruning: bool = True
     prune_matchability: float = 0.01  # points below it are dropped
     prune_confident_only: bool = True  # if they are confident
+    prospects: bool = False  # heads of their own say who will be matched: who is dropped, and who counts above
 
 
 @dataclass(frozen=True)

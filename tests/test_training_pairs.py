@@ -108,17 +108,18 @@ def naive_truth(view0: CachedView, view1: CachedView, H: np.ndarray, recipe: Pai
     roots = [
         np.sqrt(v.descriptors / v.descriptors.sum(1, keepdims=True, dtype=float)) for v in (view0, view1)
     ]
-    cost = np.maximum(there, back)
+    cost = (there + back) / 2
+    error = cost.copy()
     cost[cost >= recipe.match_distance] = np.inf
     cost += 2 * (1 - roots[0] @ roots[1].T)
     partner0, partner1 = [], []
     for i, row in enumerate(cost):
         j = int(row.argmin())
         mutual = np.isfinite(row[j]) and int(cost[:, j].argmin()) == i
-        lonely = there[i].min() > recipe.unmatched_distance
+        lonely = error[i].min() > recipe.unmatched_distance
         partner0.append(j if mutual else UNMATCHED if lonely else IGNORED)
     for j in range(len(points1)):
-        lonely = back[:, j].min() > recipe.unmatched_distance
+        lonely = error[:, j].min() > recipe.unmatched_distance
         partner1.append(partner0.index(j) if j in partner0 else UNMATCHED if lonely else IGNORED)
     return partner0, partner1
 

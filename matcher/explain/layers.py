@@ -83,7 +83,7 @@ def _dropped(
         gone[n:] = ~torch.isin(tokens.index[n:], after.index[kept:])
     why = tokens.x.new_zeros(len(gone), 2)
     if gone.any():
-        why = torch.stack([model.heads[depth].logits(tokens.x).sigmoid(), sure], dim=1)
+        why = torch.stack([model.matchabilities(tokens.x, depth), sure], dim=1)
     sides = (slice(None, n), slice(n, None))
     return (
         tuple(tokens.index[at][gone[at]].cpu().numpy() for at in sides),

@@ -15,6 +15,9 @@ from matcher.config import AdaptivityConfig
 from matcher.network.attention import Layout
 
 
+NEGLIGIBLE = 0.5  # points: a pair that expects fewer matches than this need not go on
+
+
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """The live points of the pairs still running, packed."""
@@ -61,18 +64,45 @@ def ready_pairs(tokens: Tokens, confident: Tensor, totals: list[int], config: Ad
         totals: points of each input pair before any pruning; dropped points count as confident.
         config: with `exit_share`.
     """
-    if not config.early_exit:
-        return []
-    doubtful = [int(n) for n in _sums(~confident, tokens.layout)]
+    doubtful = _per_pair(~confident, tokens.layout)
     return [
         entry
         for entry, pair in enumerate(tokens.pairs)
-        if doubtful[2 * entry] + doubtful[2 * entry + 1] < (1 - config.exit_share) * totals[pair]
+        if doubtful[entry] < (1 - config.exit_share) * totals[pair]
     ]
 
 
-def _sums(flags: Tensor, layout: Layout) -> Tensor:
-    """How many flags (T,) are set in each picture of the layout."""
-    starts = torch.tensor(layout.starts, device=flags.device)
-    totals = torch.cat([starts.new_zeros(1), flags.cumsum(0)])
+def ready_prospects(
+    tokens: Tokens, confident: Tensor, prospects: Tensor, config: AdaptivityConfig
+) -> list[int]:
+    """Entries of the layout where enough of the matches to be expected are there already.
+
+    Points without a partner are sure of that from the first layer on, so every point counts by its prospect.
+
+    Args:
+        tokens: the live points.
+        confident: (T,) bool.
+        prospects: (T,) probability of a partner at the last layer.
+        config: with `exit_share`.
+    """
+    expected = _per_pair(prospects.double(), tokens.layout)
+    doubtful = _per_pair(torch.where(confident, 0.0, prospects).double(), tokens.layout)
+    return [
+        entry
+        for entry in range(len(tokens.pairs))
+        if doubtful[entry] < (1 - config.exit_share) * expected[entry] + NEGLIGIBLE
+    ]
+
+
+def _per_pair(values: Tensor, layout: Layout) -> list[float]:
+    """Sums of values (T,) over both pictures of each entry of the layout."""
+    sums = _sums(values, layout).tolist()
+    return [a + b for a, b in zip(sums[0::2], sums[1::2], strict=True)]
+
+
+def _sums(values: Tensor, layout: Layout) -> Tensor:
+    """Sums of values (T,) over each picture of the layout."""
+    starts = torch.tensor(layout.starts, device=values.device)
+    sums = values.cumsum(0)
+    totals = torch.cat([sums.new_zeros(1), sums])
     return totals[starts[1:]] - totals[starts[:-1]]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
-from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs
+from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs, ready_prospects
 from matcher.network.assignment import AssignmentHead, assign, drop_unmatched, dual_softmax
 from matcher.network.attention import Layout, interleave
 from matcher.network.backbone import Backbone
@@ -44,6 +44,8 @@ class Model(nn.Module):
         number = depth if config.assignment.every_layer else 1
         self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
+        inner = number - 1 if config.adaptivity.prospects else 0
+        self.prospect = nn.ModuleList(nn.Linear(dim, 1) for _ in range(inner))
         self.consensus = Consensus() if config.assignment.consensus else None
         self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
         self._start_at_nearest_neighbour()
@@ -164,13 +166,17 @@ class Model(nn.Module):
         if not (config.early_exit or config.pruning):
             return tokens
         confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
-        leaving = ready_pairs(tokens, confident, totals, config)
+        leaving = []
+        if config.early_exit and config.prospects:
+            leaving = ready_prospects(tokens, confident, self.matchabilities(tokens.x, depth), config)
+        elif config.early_exit:
+            leaving = ready_pairs(tokens, confident, totals, config)
         found |= self._assign(tokens, leaving, depth)
         staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
         keep = torch.ones_like(confident)
         if config.pruning:
-            matchable = self.heads[depth].logits(tokens.x).sigmoid() > config.prune_matchability
-            keep = matchable | ~confident if config.prune_confident_only else matchable
+            keep = self.matchabilities(tokens.x, depth) > config.prune_matchability
+            keep = keep | ~confident if config.prune_confident_only else keep
         if leaving or not bool(keep.all()):
             return tokens.keep(keep, staying)
         return tokens
@@ -179,6 +185,12 @@ class Model(nn.Module):
         """(T,) probability that the last layer would not change a point's partner any more."""
         head = self.confidence[depth]
         return head(x.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
+
+    def matchabilities(self, x: Tensor, depth: int) -> Tensor:
+        """(T,) probability of a partner: by the heads for it, or by the dustbin's logit (LightGlue, eq. 12)."""
+        if not self.config.adaptivity.prospects:
+            return self.heads[depth].logits(x).sigmoid()
+        return self.prospect[depth](x.float()).squeeze(-1).sigmoid()
 
     def _assign(self, tokens: Tokens, entries: list[int], depth: int) -> dict[int, PairPrediction]:
         sides, index, found = split_sides(tokens), tokens.layout.split(tokens.index), {}

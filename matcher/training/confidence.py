@@ -1,15 +1,15 @@
-"""The second stage: confidence heads, trained on a network that stays as it is (LightGlue, section 3.3)."""
+"""The second stage: confidence and prospect heads of a network that stays as it is (LightGlue, section 3.3)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from matcher.network.guidance import Side
 from matcher.network.model import Model
-from matcher.training.losses import confidence_loss, decisions
+from matcher.training.losses import confidence_loss, decisions, prospect_loss
 from matcher.training.optimisers import set_learning_rate
 from matcher.training.pairs import PairBatch
 from matcher.training.recipe import OptimiserRecipe
@@ -21,12 +21,13 @@ LEARNING_RATE = 2e-3  # falls linearly to zero
 
 
 class ConfidenceTrainer:
-    """The confidence heads of a frozen network and their optimiser; `step` takes one batch."""
+    """The heads that decide about exit and pruning, and their optimiser; `step` takes one batch."""
 
     def __init__(self, model: Model, recipe: OptimiserRecipe, device: torch.device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
-        heads = model.confidence.requires_grad_(True)
-        self.optimiser = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self.heads = nn.ModuleDict({"confidence": model.confidence, "prospect": model.prospect})
+        self.heads.requires_grad_(True)
+        self.optimiser = torch.optim.AdamW(self.heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self.done = 0  # steps
 
     def step(self, batch: PairBatch) -> float:
@@ -35,10 +36,12 @@ class ConfidenceTrainer:
         with torch.no_grad():
             states = paired_states(self.model, batch, self.device)
             decided = [decisions(self._assigned(sides, depth)) for depth, sides in enumerate(states)]
-        losses = [
-            confidence_loss(head(torch.cat([side.x for side in sides], dim=1)).squeeze(2), here, decided[-1])
-            for head, sides, here in zip(self.model.confidence, states[:-1], decided[:-1], strict=True)
-        ]
+        losses = []
+        for depth, (sides, here) in enumerate(zip(states[:-1], decided[:-1], strict=True)):
+            x = torch.cat([side.x for side in sides], dim=1)
+            losses.append(confidence_loss(self.model.confidence[depth](x).squeeze(2), here, decided[-1]))
+            if self.model.config.adaptivity.prospects:
+                losses.append(prospect_loss(self.model.prospect[depth](x).squeeze(2), decided[-1]))
         loss = torch.stack(losses).mean()
         self.optimiser.zero_grad()
         loss.backward()
@@ -56,8 +59,8 @@ class ConfidenceTrainer:
         Raises:
             OSError: the disk is full; an earlier checkpoint is kept.
         """
-        heads = self.model.confidence.state_dict()
-        save_state(path, {"done": self.done, "heads": heads, "optimiser": self.optimiser.state_dict()})
+        heads, optimiser = self.heads.state_dict(), self.optimiser.state_dict()
+        save_state(path, {"done": self.done, "heads": heads, "optimiser": optimiser})
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint of this stage.
@@ -67,7 +70,7 @@ class ConfidenceTrainer:
         """
         state = load_state(path)
         try:
-            self.model.confidence.load_state_dict(state["heads"])
+            self.heads.load_state_dict(state["heads"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.done = state["done"]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

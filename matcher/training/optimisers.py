@@ -15,7 +15,7 @@ from matcher.types import UsageError
 def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
     """Muon (Jordan et al. 2024) for the layers' matrices if the recipe says so, AdamW for everything else.
 
-    The confidence heads are left out; they have a stage of their own.
+    The heads of exit and pruning are left out; they have a stage of their own.
 
     Raises:
         UsageError: the recipe wants Muon and this PyTorch has none.
@@ -26,7 +26,7 @@ def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
         )
     matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon_rate else []
     chosen = {id(p) for p in matrices}
-    trained = [p for name, p in model.named_parameters() if not name.startswith("confidence")]
+    trained = [p for name, p in model.named_parameters() if not name.startswith(("confidence", "prospect"))]
     rest = [p for p in trained if id(p) not in chosen]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},

@@ -1,8 +1,9 @@
 """The true assignment of two views, by reprojection.
 
-Matched: the two points see the same texture and each reprojects onto the other within `match_distance`,
-each the other's nearest. Unmatched: nothing lies within `unmatched_distance` of where the point reprojects,
-or it is out of sight there. Between the two a point is ignored.
+The error of two points is the mean of their reprojection errors in either view, as evaluation measures it;
+points that do not see the same texture are infinitely far apart. Matched: the error is below
+`match_distance`, and each is the other's nearest. Unmatched: no point of the other view has an error within
+`unmatched_distance`. Between the two a point is ignored.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) ->
     moved1 = reproject(view1.keypoints, view1, view0)
     there = _distances(moved0, view1.keypoints)
     back = _distances(moved1, view0.keypoints).T
-    error = np.maximum(there, back)
+    error = (there + back) / 2
     # SIFT puts several orientations on one point; the descriptor says which of them belong together.
     alike = root_sift(view0.descriptors) @ root_sift(view1.descriptors).T
     cost = np.where(error < recipe.match_distance, error + 2 * (1 - alike), np.inf)
     rows, columns = np.arange(len(there)), cost.argmin(1)
     mutual = (cost.argmin(0)[columns] == rows) & np.isfinite(cost[rows, columns])
-    partner0 = np.where(there.min(1) > recipe.unmatched_distance, UNMATCHED, IGNORED)
-    partner1 = np.where(back.min(0) > recipe.unmatched_distance, UNMATCHED, IGNORED)
+    partner0 = np.where(error.min(1) > recipe.unmatched_distance, UNMATCHED, IGNORED)
+    partner1 = np.where(error.min(0) > recipe.unmatched_distance, UNMATCHED, IGNORED)
     partner0[mutual], partner1[columns[mutual]] = columns[mutual], rows[mutual]
     return Truth(partner0, partner1, moved0, moved1)
 

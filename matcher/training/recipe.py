@@ -42,8 +42,8 @@ class PairRecipe:
     crop_share: float = 0.5  # pairs whose points come from a window around a common place
     dropout: float = 0.15  # keypoints dropped at most
     turned_share: float = 0.5  # pairs turned by quarter turns, mostly both alike: a portrait, or upside down
-    match_distance: float = 2.5  # pixels; nearer and mutual is a match
-    unmatched_distance: float = 3.5  # pixels; farther is unmatched, between is ignored
+    match_distance: float = 3.0  # pixels, mean of both views; nearer and mutual is a match
+    unmatched_distance: float = 4.0  # pixels; farther is unmatched, between is ignored
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class OptimiserRecipe:
     sinkhorn_iterations: int = 6  # iterations that find where to linearise, without gradients
     matchability_weight: float = 0.1
     statement_weight: float = 2.0  # of where guided tokens say that their partners are
-    confidence_steps: int = 600  # second stage: confidence heads on frozen features
+    confidence_steps: int = 600  # second stage: confidence and prospect heads on frozen features
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Recipe:
     """A recipe names its network, its data and its optimisation."""
 
     name: str = "hybrid"
+    start: str = ""  # weights to continue from, a shipped name or a file; none: random parameters
     seed: int = 0
     network: NetworkConfig = field(default_factory=NetworkConfig)
     scene: SceneRecipe = SceneRecipe()

@@ -22,6 +22,7 @@ from matcher.training.pairs import PairBatch
 from matcher.training.recipe import OptimiserRecipe, Recipe, fingerprint
 from matcher.training.state import load_state, save_state
 from matcher.types import IntegrityError, UsageError
+from matcher.weights import load_model
 
 
 @dataclass
@@ -43,7 +44,10 @@ class Trainer:
         self.recipe, self.device = recipe, device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            self.model = Model(recipe.network).to(device)
+            self.model = Model(recipe.network)
+        if recipe.start:
+            continue_from(self.model, recipe.start)
+        self.model.to(device)
         self.average = copy.deepcopy(self.model).requires_grad_(False).eval()
         self.optimisers = build_optimisers(self.model, recipe.optimiser)
         self.progress = Progress()
@@ -55,7 +59,7 @@ class Trainer:
         set_learning_rate(self.optimisers, rate, recipe.muon_rate)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
-        if progress.step == 0:
+        if progress.step == 0 and not self.recipe.start:
             self._standardise(batch)
         loss = self._loss(batch)
         sound = bool(loss.isfinite())
@@ -152,6 +156,29 @@ class Trainer:
         for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(values)
         self.progress = Progress(**state["progress"])
+
+
+def continue_from(model: Model, start: str) -> None:
+    """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are.
+
+    Args:
+        model: of the shape that the file has.
+        start: a shipped name or the path of a weights file.
+
+    Raises:
+        IntegrityError: no such weights, or a damaged file.
+        UsageError: they are of a network of another shape.
+    """
+    trained, _, name = load_model(start)
+    wanted, found = model.state_dict(), trained.state_dict()
+    odd = [key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "prospect"))]
+    odd += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+    if odd:
+        raise UsageError(
+            f"start: the weights {name} are of another network than the recipe's ({len(odd)} tensors differ, "
+            f"such as {min(odd)}); make [network] the same, or leave start away"
+        )
+    model.load_state_dict({**wanted, **found})
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:

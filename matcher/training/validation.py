@@ -54,7 +54,9 @@ def _judge(
     """Precision (NaN without matches), recall (NaN where nothing can be matched) and matches of one pair."""
     matches = matcher(*(Features.stack([to_features(view)]) for view in (view0, view1)))[0]
     truth = true_assignment(view0, view1, recipe)
-    error = np.linalg.norm(reproject(matches.points0, view0, view1) - matches.points1, axis=1)
+    there = np.linalg.norm(reproject(matches.points0, view0, view1) - matches.points1, axis=1)
+    back = np.linalg.norm(reproject(matches.points1, view1, view0) - matches.points0, axis=1)
+    error = (there + back) / 2
     correct = np.nan_to_num(error, nan=np.inf) < recipe.match_distance
     found = truth.partner0[matches.indices[:, 0]] == matches.indices[:, 1]
     possible = (truth.partner0 >= 0).sum()
