@@ -70,7 +70,8 @@ class AdaptivityConfig:
     pruning: bool = True
     prune_matchability: float = 0.01  # points below it are dropped
     prune_confident_only: bool = True  # if they are confident
-    prospects: bool = False  # heads of their own say who will be matched: who is dropped, and who counts above
+    # Heads of their own foresee who will be matched: they say who is dropped, and for how much who counts.
+    prospects: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class ExtractorConfig:
     max_keypoints: int = 2048
     resize: int = 1024  # longer side in pixels; larger pictures are made smaller
     contrast_threshold: float = 0.01  # SIFT's DoG contrast; low, because the strongest points are kept anyway
+    # Which of SIFT's points stay where there are more: large ones are found again in more pictures.
+    keep: Literal["strongest", "largest"] = "strongest"
     # Of learned front ends; None is the published value, and one that a front end does not have is refused.
     variant: str | None = None  # which of its published networks: ALIKED's aliked-n16, -n16rot, -n32
     score_threshold: float | None = None  # points score more

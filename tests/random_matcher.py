@@ -18,13 +18,21 @@ CONFIG = NetworkConfig(
 )
 
 
+PROSPECTS = replace(
+    CONFIG,
+    adaptivity=AdaptivityConfig(
+        exit_share=0.85, prune_matchability=0.35, prospects=True, prune_confident_only=False
+    ),
+)
+
+
 @torch.no_grad()
-def random_model(seed: int = 3) -> Model:
+def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> Model:
     """Weights far from their start, where the blocks would change nothing and nobody would be confident."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Model(CONFIG)
-        dim = CONFIG.context.dim
+        model = Model(config)
+        dim = config.context.dim
         for layer in model.layers:
             for block in (layer.within, layer.across):
                 nn.init.normal_(block.qkv.weight, std=1.5 / dim**0.5)
@@ -35,16 +43,21 @@ def random_model(seed: int = 3) -> Model:
         for confidence in model.confidence:
             nn.init.normal_(confidence.weight, std=3 / dim**0.5)
             nn.init.constant_(confidence.bias, 1.0)
+        for prospect in model.prospect:
+            nn.init.normal_(prospect.weight, std=2 / dim**0.5)
     return model.eval()
 
 
 def matcher_with(
-    early_exit: bool = True, pruning: bool = True, precision: str = "float32"
+    early_exit: bool = True,
+    pruning: bool = True,
+    precision: str = "float32",
+    config: NetworkConfig = CONFIG,
 ) -> AttentionMatcher:
     """The random network, deciding as asked."""
-    model = random_model()
-    adaptivity = replace(CONFIG.adaptivity, early_exit=early_exit, pruning=pruning)
-    model.config = replace(CONFIG, adaptivity=adaptivity)
+    model = random_model(config=config)
+    adaptivity = replace(config.adaptivity, early_exit=early_exit, pruning=pruning)
+    model.config = replace(config, adaptivity=adaptivity)
     return AttentionMatcher(model, precision=precision)
 
 

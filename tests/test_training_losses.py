@@ -11,6 +11,7 @@ from matcher.training.losses import (
     decisions,
     log_assignment,
     matchability_loss,
+    prospect_loss,
     statement_loss,
 )
 from matcher.training.pairs import IGNORED, UNMATCHED
@@ -130,7 +131,9 @@ def test_loss_falls_on_a_toy_and_finds_the_truth():
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.05 * losses[0]
-    assert decisions(log_assignment(scores.detach(), 50, 0)).tolist() == [[1, 0, 4, 3, 1, 0, 4, 3]]
+    assert decisions(log_assignment(scores.detach(), 50, 0)).tolist() == [
+        [1, 0, UNMATCHED, 3, 1, 0, UNMATCHED, 3]
+    ]
 
 
 def test_decisions_are_the_most_probable_partners():
@@ -138,16 +141,26 @@ def test_decisions_are_the_most_probable_partners():
     log_p = log_assignment(scores, 50, 0)
     found = decisions(log_p)
     assert found.shape == (2, 9 + 12)
-    assert found[0, 4] == log_p[0, 4].argmax()
-    assert found[1, 9 + 7] == log_p[1, :, 7].argmax()
+    rows, columns = log_p[:, :-1].argmax(2), log_p[:, :, :-1].argmax(1)
+    expected = torch.cat([rows.where(rows < 12, UNMATCHED), columns.where(columns < 9, UNMATCHED)], dim=1)
+    assert found.equal(expected)
+    assert (found == UNMATCHED).any()
+    assert (found >= 0).any()
 
 
 def test_confidence_loss_rewards_being_sure_of_the_final_decision():
-    here, final = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 0]])
-    right = confidence_loss(torch.tensor([[9.0, 9, -9]]), here, final)
-    wrong = confidence_loss(torch.tensor([[-9.0, 9, -9]]), here, final)
-    assert right < 1e-3
+    here = torch.tensor([[1, 2, 3, UNMATCHED, 4]])
+    final = torch.tensor([[1, 2, 0, UNMATCHED, UNMATCHED]])
+    right = confidence_loss(torch.tensor([[9.0, 9, -9, -9, 9]]), here, final)
+    wrong = confidence_loss(torch.tensor([[-9.0, 9, -9, 9, -9]]), here, final)
+    assert right < 1e-3  # whatever is said of the points without a partner at the end
     assert wrong > 2
+
+
+def test_prospect_loss_rewards_foreseeing_who_is_matched():
+    final = torch.tensor([[1, UNMATCHED, 0]])
+    assert prospect_loss(torch.tensor([[9.0, -9, 9]]), final) < 1e-3
+    assert prospect_loss(torch.tensor([[9.0, 9, 9]]), final) > 2
 
 
 def test_matchability_loss_is_the_cross_entropy_of_known_points():

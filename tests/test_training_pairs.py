@@ -144,7 +144,7 @@ def test_true_assignment_is_the_naive_loop(seed):
 
 def test_matched_ignored_unmatched_by_distance(rng):
     points0 = np.array([[20.0, 20], [60, 20], [100, 20], [20, 80]])
-    points1 = points0 + np.array([[2, 0], [3, 0], [4, 0], [0, 0]])
+    points1 = points0 + np.array([[2, 0], [3.5, 0], [4.5, 0], [0, 0]])
     truth = true_assignment(
         flat_view(points0, np.eye(3), rng), flat_view(points1, np.eye(3), rng), PairRecipe()
     )

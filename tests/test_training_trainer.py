@@ -14,8 +14,13 @@ from matcher.training.optimisers import build_optimisers, learning_rate_share
 from matcher.training.recipe import OptimiserRecipe
 from matcher.training.trainer import Trainer
 from matcher.types import IntegrityError, UsageError
+from matcher.weights import save_model
 
 CPU = torch.device("cpu")
+HEADS = ("confidence", "prospect")  # of exit and pruning
+FORESEEING = replace(
+    TINY, network=replace(TINY.network, adaptivity=replace(TINY.network.adaptivity, prospects=True))
+)
 
 
 def batches(count: int) -> list:
@@ -100,11 +105,11 @@ def test_the_learning_rate_warms_up_and_falls():
     assert (np.diff(share[600:990]) < 0).all()
 
 
-def test_every_parameter_but_the_confidence_heads_is_trained_once():
-    model = Trainer(TINY, CPU).model
+def test_every_parameter_but_the_heads_of_exit_and_pruning_is_trained_once():
+    model = Trainer(FORESEEING, CPU).model
     optimisers = build_optimisers(model, TINY.optimiser)
     chosen = [id(p) for o in optimisers for group in o.param_groups for p in group["params"]]
-    expected = [id(p) for name, p in model.named_parameters() if not name.startswith("confidence")]
+    expected = [id(p) for name, p in model.named_parameters() if not name.startswith(HEADS)]
     assert sorted(chosen) == sorted(expected)
     assert len(optimisers) == 2
     assert len(build_optimisers(model, replace(TINY.optimiser, muon_rate=0.0))) == 1
@@ -158,17 +163,48 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
 
 def test_confidence_heads_learn_and_leave_the_rest_alone(tmp_path):
     recipe = replace(TINY.optimiser, confidence_steps=30)
-    model = Trainer(TINY, CPU).average
+    model = Trainer(FORESEEING, CPU).average
     before = {name: value.clone() for name, value in model.state_dict().items()}
     heads = ConfidenceTrainer(model, recipe, CPU)
     losses = [heads.step(random_batch(np.random.default_rng(3))) for _ in range(20)]
     assert losses[-1] < losses[0]
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"confidence.0.weight", "confidence.0.bias"}
+    assert changed == {
+        f"{head}.0.{part}" for head in ("confidence", "prospect") for part in ("weight", "bias")
+    }
 
     heads.save(tmp_path / "confidence.pt")
-    again = ConfidenceTrainer(Trainer(TINY, CPU).average, recipe, CPU)
+    again = ConfidenceTrainer(Trainer(FORESEEING, CPU).average, recipe, CPU)
     again.resume(tmp_path / "confidence.pt")
     last = random_batch(np.random.default_rng(4))
     assert again.step(last) == heads.step(last)
     assert torch.equal(again.model.confidence[0].weight, heads.model.confidence[0].weight)
+    assert torch.equal(again.model.prospect[0].weight, heads.model.prospect[0].weight)
+
+
+def test_training_continues_from_given_weights(tmp_path):
+    first = Trainer(TINY, CPU)
+    first.step(batches(1)[0])
+    save_model(first.average, tmp_path / "first.safetensors", dtype=torch.float32)
+    second = Trainer(replace(FORESEEING, start=str(tmp_path / "first.safetensors")), CPU)
+    assert len(second.model.prospect)
+    trained = first.average.state_dict()
+    for network in (second.model, second.average):
+        found = network.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in trained.items())
+    fresh = Trainer(TINY, CPU)
+    assert not torch.equal(fresh.model.project.weight, second.model.project.weight)
+    second.step(batches(1)[0])  # which would standardise the projection of a network that starts anew
+    assert (second.model.project.weight - first.average.project.weight).abs().max() < 0.01
+
+
+def test_weights_of_another_shape_to_start_from_are_refused(tmp_path):
+    other = replace(TINY, network=replace(TINY.network, context=replace(TINY.network.context, dim=64)))
+    save_model(Trainer(other, CPU).average, tmp_path / "other.safetensors")
+    with pytest.raises(UsageError, match=r"start: the weights other are of another network.*\[network\]"):
+        Trainer(replace(TINY, start=str(tmp_path / "other.safetensors")), CPU)
+
+
+def test_absent_weights_to_start_from_are_named(tmp_path):
+    with pytest.raises(IntegrityError, match="absent.safetensors"):
+        Trainer(replace(TINY, start=str(tmp_path / "absent.safetensors")), CPU)

@@ -14,7 +14,6 @@ from torch import Tensor
 from matcher.config import AdaptivityConfig
 from matcher.network.attention import Layout
 
-
 NEGLIGIBLE = 0.5  # points: a pair that expects fewer matches than this need not go on
 
 

@@ -1,4 +1,4 @@
-"""The second stage: confidence and prospect heads of a network that stays as it is (LightGlue, section 3.3)."""
+"""The second stage: heads of exit and pruning, on a network that stays as it is (LightGlue, section 3.3)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.network.assignment import log_masses
+from matcher.network.assignment import dual_softmax, log_masses
 from matcher.training.pairs import UNMATCHED
 
 TINY = 1e-30
@@ -32,6 +32,13 @@ def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
     base = scores + u.unsqueeze(2) + v.unsqueeze(1)
     a, b = _scale(_kernel(base), mu, nu, unrolled)
     return base + a.log().unsqueeze(2) + b.log().unsqueeze(1)
+
+
+def log_dual_softmax(scores: Tensor) -> Tensor:
+    """Log P (B, N+1, M+1) of `dual_softmax`; the corner, which no loss reads, is 0."""
+    found = dual_softmax(scores)
+    rows = torch.cat([found.log_scores, found.log_unmatched0.unsqueeze(2)], dim=2)
+    return torch.cat([rows, F.pad(found.log_unmatched1, (0, 1)).unsqueeze(1)], dim=1)
 
 
 def _kernel(base: Tensor) -> Tensor:

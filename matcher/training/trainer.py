@@ -16,7 +16,13 @@ from matcher.network.guidance import Side
 from matcher.network.inference import resolve_precision
 from matcher.network.model import Model
 from matcher.network.position import normalise_positions
-from matcher.training.losses import assignment_loss, log_assignment, matchability_loss, statement_loss
+from matcher.training.losses import (
+    assignment_loss,
+    log_assignment,
+    log_dual_softmax,
+    matchability_loss,
+    statement_loss,
+)
 from matcher.training.optimisers import build_optimisers, learning_rate_share, set_learning_rate
 from matcher.training.pairs import PairBatch
 from matcher.training.recipe import OptimiserRecipe, Recipe, fingerprint
@@ -205,6 +211,8 @@ def assignments(
     model: Model, scores: Tensor, sides: tuple[Side, Side], recipe: OptimiserRecipe, rounds: int
 ) -> list[Tensor]:
     """Differentiable log P (B, N+1, M+1) of scores, and after each round of consensus."""
+    if model.config.assignment.kind == "dual_softmax":
+        return [log_dual_softmax(scores)]
     found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
     for _ in range(rounds):
         heard = model.consensus(scores, *(side.places for side in sides), found[-1][:, :-1, :-1])

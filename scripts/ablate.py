@@ -1,0 +1,184 @@
+"""Train variants of the default network for the same short time each and compare them.
+
+    python scripts/ablate.py --run runs/ablations [--minutes 20] [--only sizes] [--device cuda] [--threads 1]
+
+Prints one Markdown table and keeps each finished variant in the run folder, so that the same command goes on
+where it was interrupted. Photos are those of `matcher train`: $MATCHER_DATA/photos/train and …/val. Figures
+are precision and recall at the recipe's match distance on views of photos that no variant trains on, at the
+threshold with the best F1, at full depth.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from matcher.config import NetworkConfig, PositionConfig
+from matcher.training.folder import claim_folder
+from matcher.training.memory import keep_memory
+from matcher.training.pairs import ViewPair
+from matcher.training.photos import PhotoSet, find_photos
+from matcher.training.recipe import Recipe, read_recipe, shipped_recipe
+from matcher.training.sampler import PairSampler
+from matcher.training.trainer import Trainer
+from matcher.training.validation import validate, validation_pairs
+from matcher.training.views import ViewCache
+from matcher.types import MatcherError
+
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+TRIAL_STEPS = 12  # how fast a variant is, before its schedule is laid out
+VALIDATION_SCENES, VALIDATION_POINTS = 96, 512
+DEPTH = 5  # of the ablated networks
+
+Change = Callable[[NetworkConfig], NetworkConfig]
+
+
+def resized(dim: int, depth: int) -> Change:
+    """Channels and layers; heads of 64 channels."""
+    return lambda net: replace(net, context=replace(net.context, dim=dim, heads=dim // 64, depth=depth))
+
+
+def assigned(**values: object) -> Change:
+    """Another assignment."""
+    return lambda net: replace(net, assignment=replace(net.assignment, **values))
+
+
+def placeless(net: NetworkConfig) -> NetworkConfig:
+    """Nothing in the network knows where a point lies."""
+    without = assigned(consensus=0)(net)
+    return replace(without, guided=False, position=PositionConfig(kind="none"))
+
+
+ABLATIONS: dict[str, Change] = {
+    "full network": lambda net: net,
+    "no cross-attention": lambda net: net,  # its blocks are silenced below
+    "no positional encoding": placeless,
+    "no guidance": lambda net: replace(net, guided=False),
+    "no consensus": assigned(consensus=0),
+    "one fixed dustbin, no consensus": assigned(consensus=0, dustbin="learned"),
+    "dual softmax, no consensus": assigned(consensus=0, kind="dual_softmax"),
+    "half the layers": resized(128, (DEPTH + 1) // 2),
+}
+SIZES: dict[str, Change] = {
+    f"{dim} × {depth}": resized(dim, depth)
+    for dim, depth in [(128, 6), (128, 9), (192, 6), (256, 6), (256, 9)]
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="folder of this comparison")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training, for each variant")
+    parser.add_argument("--only", help="ablations, sizes, or a variant's name; default: everything")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    keep_memory()
+    try:
+        compare(options)
+    except MatcherError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train what is missing, then print the table.
+
+    Raises:
+        MatcherError: no photos, or a folder that belongs to another recipe.
+    """
+    base = replace(read_recipe(shipped_recipe("hybrid")), name="ablation", start="")
+    claim_folder(options.run, base)
+    sampler, pairs = open_views(base, options.run.parent / "cache")
+    rows = []
+    for name, change in chosen(options.only).items():
+        kept = options.run / f"{name.replace(' ', '-')}-{options.minutes:g}.json"
+        if not kept.exists():
+            shape = change(base.network if name in SIZES else resized(128, DEPTH)(base.network))
+            row = train_variant(name, replace(base, network=simplest(shape)), sampler, pairs, options)
+            kept.write_text(json.dumps(row), encoding="utf-8")
+        rows.append(json.loads(kept.read_text(encoding="utf-8")))
+    print(
+        f"| network, {options.minutes:g} minutes each | parameters | pairs seen | precision / recall | F1 |"
+    )
+    print("|---|---|---|---|---|")
+    for row in rows:
+        found = f"{row['precision']:.3f} / {row['recall']:.3f} | {row['f1']:.3f}"
+        print(f"| {row['name']} | {row['parameters']:,} | {row['pairs']:,} | {found} |")
+
+
+def chosen(only: str | None) -> dict[str, Change]:
+    groups = {"ablations": ABLATIONS, "sizes": SIZES, None: ABLATIONS | SIZES}
+    if only in groups:
+        return groups[only]
+    if only not in groups[None]:
+        raise MatcherError(f"--only {only!r}: not one of ablations, sizes, {', '.join(groups[None])}")
+    return {only: groups[None][only]}
+
+
+def simplest(net: NetworkConfig) -> NetworkConfig:
+    """Always all layers and points: nothing here trains the heads that decide about them."""
+    adaptivity = replace(net.adaptivity, early_exit=False, pruning=False, prospects=False)
+    return replace(net, adaptivity=adaptivity)
+
+
+def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]]:
+    """Training pairs and fixed validation pairs; the views are rendered now if they are not there."""
+    photos = Path(os.environ.get("MATCHER_DATA", "../shared")) / "photos"
+    held_out = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=VALIDATION_SCENES))
+    samplers = []
+    for part, ours in (("train", recipe), ("val", held_out)):
+        found = find_photos(photos / part)
+        views = ViewCache(cache, ours, found)
+        for _ in views.make(PhotoSet(found), range(ours.scene.scenes)):
+            pass
+        samplers.append(PairSampler(views, recipe.pair, 0))
+    return samplers[0], validation_pairs(samplers[1], VALIDATION_SCENES, VALIDATION_POINTS)
+
+
+def train_variant(
+    name: str, recipe: Recipe, sampler: PairSampler, pairs: list[ViewPair], options: argparse.Namespace
+) -> dict[str, float | str]:
+    """One variant, trained for the time asked; its row of the table."""
+    trial, seconds = build(name, recipe, options.device), []
+    for step in range(TRIAL_STEPS):
+        batch, started = sampler.batch(step), time.perf_counter()
+        trial.step(batch)
+        seconds.append(time.perf_counter() - started)
+    steps = max(1, int(60 * options.minutes / sorted(seconds)[TRIAL_STEPS // 2]))
+    recipe = replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))
+    trainer = build(name, recipe, options.device)
+    for batch in sampler.batches(0, steps):
+        loss = trainer.step(batch)
+        if trainer.progress.step % 50 == 0:
+            print(f"{name}: step {trainer.progress.step} of {steps}, loss {loss:.3f}", file=sys.stderr)
+    network, found = trainer.average, []
+    for threshold in THRESHOLDS:
+        network.config = replace(network.config, match_threshold=threshold)
+        found.append(validate(network, pairs, recipe.pair, options.device))
+    best = max(found, key=lambda scores: scores["f1"])
+    parameters = sum(p.numel() for p in network.parameters())
+    return {"name": name, "parameters": parameters, "pairs": trainer.progress.pairs, **best}
+
+
+def build(name: str, recipe: Recipe, device: str) -> Trainer:
+    """A trainer at its start."""
+    trainer = Trainer(recipe, torch.device(device))
+    if name == "no cross-attention":
+        for network in (trainer.model, trainer.average):
+            for layer in network.layers:
+                layer.across.forward = lambda x, layout: x
+    return trainer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Exit and pruning by heads that foresee who will be matched."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from random_matcher import PROSPECTS, matcher_with, pair
+
+from matcher.config import AdaptivityConfig
+from matcher.network.adaptivity import Tokens, ready_prospects
+from matcher.network.attention import Layout
+from matcher.types import Features, Matches
+
+COUNTS = [(40, 30), (25, 60), (1, 12), (0, 9), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[Features, Features]]:
+    return [pair(*counts, seed=seed) for seed, counts in enumerate(COUNTS)]
+
+
+def run(pairs: list[tuple[Features, Features]], early_exit: bool = True, pruning: bool = True):
+    matcher = matcher_with(early_exit, pruning, config=PROSPECTS)
+    return matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
+
+
+def tokens(*counts: tuple[int, int]) -> Tokens:
+    total = sum(n + m for n, m in counts)
+    nothing = torch.zeros(total, 2)
+    return Tokens(nothing, None, torch.arange(total), Layout(counts), tuple(range(len(counts))), nothing)
+
+
+def ready(prospects: list[float], confident: list[bool], share: float, *counts: tuple[int, int]) -> list[int]:
+    found = torch.tensor(prospects), torch.tensor(confident, dtype=torch.bool)
+    return ready_prospects(tokens(*counts), found[1], found[0], AdaptivityConfig(exit_share=share))
+
+
+def test_a_pair_stops_when_enough_of_its_expected_matches_are_sure():
+    prospects = [1.0] * 20
+    assert ready(prospects, [True] * 15 + [False] * 5, 0.7, (10, 10)) == [0]
+    assert ready(prospects, [True] * 15 + [False] * 5, 0.8, (10, 10)) == []
+
+
+def test_points_without_prospects_do_not_count():
+    assert ready([1.0] * 4 + [0.0] * 96, [False] * 4 + [True] * 96, 0.9, (50, 50)) == []
+    assert ready([1.0] * 4 + [0.0] * 96, [True] * 4 + [False] * 96, 0.9, (50, 50)) == [0]
+
+
+def test_a_pair_that_expects_nothing_stops():
+    assert ready([0.001] * 20, [False] * 20, 0.99, (10, 10)) == [0]
+    assert ready([], [], 0.99, (0, 0)) == [0]
+
+
+def test_every_pair_is_asked_for_itself():
+    prospects, confident = [1.0] * 8, [True, True, False, False, True, True, True, True]
+    assert ready(prospects, confident, 0.9, (2, 2), (1, 3)) == [1]
+
+
+def test_exit_and_pruning_really_happen(pairs):
+    depth = PROSPECTS.context.depth
+    exits = [m.layers_run for m in run(pairs, pruning=False)]
+    assert len(set(exits)) >= 3
+    assert max(exits) == depth
+    pruned = run(pairs, early_exit=False)
+    shares = [(m.kept0 + m.kept1) / (a + b) for m, (a, b) in zip(pruned, COUNTS, strict=True) if a + b > 20]
+    assert min(shares) < 0.8
+    assert {m.layers_run for m in pruned} == {depth}
+
+
+def as_table(matches: Matches) -> dict[tuple[int, int], float]:
+    return dict(zip(map(tuple, matches.indices.tolist()), matches.scores.tolist(), strict=True))
+
+
+def test_a_batch_gives_what_single_pairs_give(pairs):
+    for whole, single in zip(run(pairs), pairs, strict=True):
+        alone = run([single])[0]
+        assert as_table(whole) == pytest.approx(as_table(alone), abs=1e-5, rel=0)
+        for name in ("layers_run", "kept0", "kept1"):
+            assert getattr(whole, name) == getattr(alone, name)
+
+
+def test_swapping_the_images_transposes_the_matches(pairs):
+    for first, second in zip(run(pairs), run([(b, a) for a, b in pairs]), strict=True):
+        mirrored = replace(second, indices=np.ascontiguousarray(second.indices[:, ::-1]))
+        assert as_table(mirrored) == pytest.approx(as_table(first), abs=1e-4, rel=0)
+        assert (second.kept1, second.kept0, second.layers_run) == (first.kept0, first.kept1, first.layers_run)
