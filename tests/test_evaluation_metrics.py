@@ -82,9 +82,21 @@ def test_precision_and_recall_of_a_small_case():
     found = errors[indices[:, 0], indices[:, 1]]
     assert precision(found, 3) == pytest.approx(1 / 3)
     assert recall(indices, found, possible, 3) == pytest.approx(1 / 3)
+    assert recall(indices[1:], found[1:], possible, 3) == 0
     assert precision(found[:0], 3) == 0
     assert np.isnan(recall(indices, found, possible[:0], 3))
     assert possible_matches(np.zeros((0, 3)), 3).shape == (0, 2)
+
+
+def test_a_match_of_the_twin_of_a_keypoint_is_found():
+    keypoints0 = np.array([[5.0, 5.0], [5.0, 5.0], [50.0, 5.0]])  # two orientations of one place
+    keypoints1 = np.array([[5.0, 5.0], [50.0, 5.0]])
+    errors = distances(keypoints0, keypoints1)
+    possible = possible_matches(errors, 3)
+    assert possible.tolist() == [[0, 0], [2, 1]]
+    for taken in (0, 1):
+        indices = np.array([[taken, 0]])
+        assert recall(indices, errors[taken, :1], possible, 3) == 0.5
 
 
 def test_interval_covers_and_is_the_same_again(rng):

@@ -136,7 +136,10 @@ def precision(errors: np.ndarray, threshold: float) -> float:
 
 
 def recall(indices: np.ndarray, errors: np.ndarray, possible: np.ndarray, threshold: float) -> float:
-    """Share of the possible matches whose keypoint of image 0 has a match within the threshold.
+    """Share of the possible matches of which either keypoint has a match within the threshold.
+
+    A detector puts several keypoints on one place (SIFT: one for each orientation), and which of them the
+    truth pairs up is arbitrary: a match of the twin is that match found.
 
     Args:
         indices: (K, 2) of the matches found.
@@ -148,4 +151,5 @@ def recall(indices: np.ndarray, errors: np.ndarray, possible: np.ndarray, thresh
     """
     if not len(possible):
         return float("nan")
-    return float(np.isin(possible[:, 0], indices[errors < threshold, 0]).mean())
+    found = indices[errors < threshold]
+    return float((np.isin(possible[:, 0], found[:, 0]) | np.isin(possible[:, 1], found[:, 1])).mean())

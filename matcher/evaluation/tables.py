@@ -85,9 +85,9 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
 }
 _MEANING = {
     "homography": "AUC of the mean corner error in image 1; precision and recall by the mean reprojection "
-    "error of both directions, possible matches being mutual nearest keypoints under the truth; the oracle "
-    "returns all of them within 3 px, so a matcher that keeps only the exact ones may pass it where views "
-    "are easy",
+    "error of both directions, possible matches being mutual nearest keypoints under the truth, found if "
+    "either keypoint has a right match (a place often has several keypoints); the oracle returns all of them "
+    "within 3 px, so a matcher that keeps only the exact ones may pass it where views are easy",
     "pose": "AUC of max(rotation, translation angle), the translation's sign free; precision by the "
     "symmetric epipolar distance",
     "correspondences": "matches of unlabelled pixels are not judged; labels: share of the labelled points "
