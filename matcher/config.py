@@ -114,6 +114,7 @@ class NetworkConfig:
     assignment: AssignmentConfig = AssignmentConfig()
     adaptivity: AdaptivityConfig = AdaptivityConfig()
     match_threshold: float = 0.1
+    doubt: float = 0.0  # expected matches at which the threshold doubles: few matches must be surer than many
     backbone: BackboneConfig | None = None  # makes the features itself, of the cells of a grid
     refinement: RefinementConfig | None = None  # moves the points of image 1
 

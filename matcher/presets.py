@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from matcher.config import (
     AdaptivityConfig,
@@ -24,13 +24,16 @@ from matcher.config import (
 )
 from matcher.types import GeometryKind, UsageError
 
-# Threshold and shares were chosen for the shipped weights on validation photos; see weights/README.md.
+# Thresholds and shares were chosen for the shipped weights on training photos; see weights/README.md.
 _HYBRID = PipelineConfig(
     matcher=NetworkConfig(
         guided=True,
         assignment=AssignmentConfig(consensus=2),
-        adaptivity=AdaptivityConfig(exit_share=0.99, prune_matchability=5e-6),
-        match_threshold=0.2,
+        adaptivity=AdaptivityConfig(
+            exit_share=0.9, prune_matchability=0.015, prune_confident_only=False, prospects=True
+        ),
+        match_threshold=0.03,
+        doubt=20.0,
     ),
     weights="hybrid",
 )
@@ -180,6 +183,7 @@ class LoadOptions(TypedDict, total=False):
     precision: Precision | None  # of the network; "auto" is what the device is fast at
     max_keypoints: int | None  # a picture
     resize: int | None  # longer side in pixels; larger pictures are made smaller
+    keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
     match_threshold: float | None  # least score of a match, 0 to 1; for `nearest`, T is the ratio test 1 − T
     early_exit: bool | None  # stop a pair at the layer where it is sure
     pruning: bool | None  # drop points that cannot match
@@ -195,6 +199,7 @@ _PLACES = {
     "variant": ("extractor", "variant"),
     "max_keypoints": ("extractor", "max_keypoints"),
     "resize": ("extractor", "resize"),
+    "keep": ("extractor", "keep"),
     "geometry": ("estimation", "kind"),
     "match_threshold": ("matcher", "match_threshold"),
     "early_exit": ("matcher", "adaptivity", "early_exit"),

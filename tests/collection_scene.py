@@ -124,16 +124,6 @@ def renamed(store, names):
     return MemoryStore(images, {table[name]: store.keypoints(name) for name in old}, pairs)
 
 
-def aligned(source, target):
-    """`source` (N, 3) after the similarity that brings it closest to `target` (Umeyama 1991)."""
-    mean0, mean1 = source.mean(0), target.mean(0)
-    centred0, centred1 = source - mean0, target - mean1
-    u, d, vt = np.linalg.svd(centred1.T @ centred0)
-    flip = np.diag([1, 1, np.sign(np.linalg.det(u @ vt))])
-    scale = (d * np.diag(flip)).sum() / (centred0**2).sum()
-    return scale * centred0 @ (u @ flip @ vt).T + mean1
-
-
 def render_photos(folder, count=5, size=(480, 360)):
     """Photos of textured boards at several depths, from an arc of cameras; returns their poses."""
     rng = np.random.default_rng(3)

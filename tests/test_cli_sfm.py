@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from collection_scene import aligned, centres, render_photos
+from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
+from matcher.collection.figures import aligned
 from matcher.collection.reconstruction import Model, Reconstruction
 
 pycolmap = pytest.importorskip("pycolmap")
@@ -41,7 +42,9 @@ def test_from_photos_to_a_model(made):
     assert model.compute_mean_reprojection_error() < 1
     colours = np.array([point.color for point in model.points3D.values()])
     assert colours.std() > 10  # they are those of the photos
-    assert (folder / "model-run" / "run.db").is_file()
+    with matcher.Collection.open(folder / "model-run").store as store:
+        extractor = store.settings["config"]["extractor"]
+    assert (extractor["max_keypoints"], extractor["resize"], extractor["keep"]) == (1500, 2048, "largest")
 
 
 def test_the_numbers_are_told_and_written(made, capfd):
@@ -92,7 +95,8 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
 def test_too_little_to_reconstruct(tmp_path, capfd):
     render_photos(tmp_path / "photos", count=2, size=(120, 90))
     photos, out = tmp_path / "photos", tmp_path / "model"
-    assert run("sfm", photos, "--out", out, *FAST[:2], "--workers", 0, "--max-keypoints", 20) == 4
+    few = ("--max-keypoints", 20, "--keep", "strongest")
+    assert run("sfm", photos, "--out", out, *FAST[:2], "--workers", 0, *few) == 4
     assert "COLMAP found no pair to begin with" in capfd.readouterr().err
     assert not out.exists()
 

@@ -23,9 +23,11 @@ from matcher.collection.store import Store
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
 
 # For every line that comes in, runs all pairs of a folder in a fork, which says after each commit how many
-# pairs are on disk. A fork, so that dying fifty times does not mean importing torch fifty times.
+# pairs are on disk. A fork, so that dying fifty times does not mean importing torch fifty times. The line is
+# the time between commits: the shorter, the more of the kills fall into one.
 NURSERY = """
 import os, sys
+from matcher.collection import runner
 from matcher.collection.collection import Collection
 
 folder, run, workers = sys.argv[1:]
@@ -40,9 +42,10 @@ def drive():
     report = found.run(tell=lambda p: p.stage == "match" and print(before + p.done, flush=True))
     return 0 if report.all_well else 4
 
-for _ in sys.stdin:
+for line in sys.stdin:
     child = os.fork()
     if child == 0:
+        runner._COMMIT_SECONDS = float(line)
         print("child", os.getpid(), flush=True)
         os._exit(drive())
     print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -58,8 +61,8 @@ class Nursery:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
-    def begin(self) -> None:
-        self.process.stdin.write("go\n")
+    def begin(self, commit_seconds: float = 0.5) -> None:
+        self.process.stdin.write(f"{commit_seconds}\n")
         self.process.stdin.flush()
         self.child = int(self.process.stdout.readline().removeprefix("child "))
         self.said, self.code = [0], None
@@ -89,22 +92,32 @@ def scene(tmp_path_factory) -> tuple[Path, dict]:
     return folder / "photos", contents(folder / "whole")
 
 
+def finish(folder: Path, run: Path, unbroken: dict, *more: object) -> None:
+    """Let a run that was disturbed go on, and compare it with one that was not."""
+    command = ("collection", folder, "--run", run, *QUICK, *more, "--workers", 0)
+    assert main([str(part) for part in command]) == 0
+    assert contents(run) == unbroken
+
+
 def kill_again_and_again(scene: tuple[Path, dict], run: Path, times: int, workers: int) -> list[int]:
     """Kill runs at random moments; what each had acknowledged. Then let one finish, and compare."""
     folder, unbroken = scene
     rng, acknowledged, done = random.Random(times), [], 0
     nursery = Nursery(folder, run, workers)
     while len(acknowledged) < times:
-        nursery.begin()
+        nursery.begin(rng.choice([0.0, 0.02, 0.1]))
         # Machines differ in speed, so the moment is one of progress, and a little later.
-        nursery.listen(target=done + rng.choice([0, 1, 10, 40]))
-        time.sleep(rng.uniform(0, 0.6))
+        nursery.listen(target=done + rng.choice([0, 1, 2, 5, 10]))
+        time.sleep(rng.uniform(0, 0.05 if done else 0.5))
         with suppress(ProcessLookupError):  # it was quicker
             os.kill(nursery.child, signal.SIGKILL)
         nursery.listen()
-        acknowledged.append(max(nursery.said))
-        done = check_sound(run, unbroken, acknowledged[-1])
-        if done == 210:  # it was finished before it was killed: begin anew
+        done = check_sound(run, unbroken, max(nursery.said))
+        if nursery.code == -signal.SIGKILL:
+            acknowledged.append(max(nursery.said))
+        else:
+            assert nursery.code == 0
+        if done == 210:  # begin anew
             shutil.rmtree(run)
             done = 0
     nursery.begin()
@@ -141,16 +154,49 @@ def test_fifty_kills_lose_nothing(scene, tmp_path, workers):
     assert sum(count > 0 for count in acknowledged) > 10
 
 
-@pytest.mark.slow  # a run that is quicker than its disturbance passes by
+GATE = """
+import os, sys, time
+from pathlib import Path
+if "matcher.collection.workers" in " ".join(sys.orig_argv):
+    from matcher.collection import workbench
+    gate, match, seen = Path(__file__).with_name("open"), workbench.Workbench.match, []
+    parent = os.getppid()
+
+    def gated_match(self, pairs):
+        seen.extend(pairs)
+        while len(seen) > 20 and not gate.exists() and os.getppid() == parent:
+            time.sleep(0.01)
+        return match(self, pairs)
+
+    workbench.Workbench.match = gated_match
+"""
+
+
+@pytest.fixture
+def gate(tmp_path, monkeypatch) -> Path:
+    """Every worker stops before its 21st pair until this file is there: a run that no disturbance misses."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(GATE)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder / "open"
+
+
+def started(folder: Path, run: Path) -> subprocess.Popen:
+    """A run of two workers that has finished some of its pairs."""
+    process = start("collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", 2)
+    wait_for(lambda: pairs_done(run) > 0, process)
+    return process
+
+
 @pytest.mark.parametrize(
     ("sent", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
-def test_a_signal_ends_the_run_soundly(scene, tmp_path, sent, code):
+def test_a_signal_ends_the_run_soundly(scene, tmp_path, gate, sent, code):
     folder, unbroken = scene
     run = tmp_path / "run"
-    process = start("collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", 2)
-    wait_for(lambda: pairs_done(run) > 0, process)
+    process = started(folder, run)
     workers = children(process.pid)
     assert len(workers) == 2
     process.send_signal(sent)
@@ -163,18 +209,15 @@ def test_a_signal_ends_the_run_soundly(scene, tmp_path, sent, code):
     with Store.open(run) as store:
         assert store.check() == []
         assert 0 < store.counts().pairs_done < 210
-    command = ["collection", folder, "--run", run, *QUICK, "--workers", 0]
-    assert main([str(part) for part in command]) == 0
-    assert contents(run) == unbroken
+    finish(folder, run, unbroken)
 
 
-@pytest.mark.slow  # a run that is quicker than its disturbance passes by
-def test_a_worker_that_is_killed_is_replaced(scene, tmp_path):
+def test_a_worker_that_is_killed_is_replaced(scene, tmp_path, gate):
     folder, unbroken = scene
     run = tmp_path / "run"
-    process = start("collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", 2)
-    wait_for(lambda: pairs_done(run) > 0, process)
+    process = started(folder, run)
     os.kill(children(process.pid)[0], signal.SIGKILL)
+    gate.touch()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 4, errors
     assert "1 worker processes died and were replaced" in errors
@@ -182,10 +225,8 @@ def test_a_worker_that_is_killed_is_replaced(scene, tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_end_when_the_run_is_killed(scene, tmp_path):
-    run = tmp_path / "run"
-    process = start("collection", scene[0], "--run", run, *QUICK, "--exhaustive", "--workers", 2)
-    wait_for(lambda: pairs_done(run) > 0, process)
+def test_workers_end_when_the_run_is_killed(scene, tmp_path, gate):
+    process = started(scene[0], tmp_path / "run")
     workers = children(process.pid)
     process.kill()
     process.wait()
@@ -267,11 +308,6 @@ def test_workers_that_cannot_start_are_an_error(tmp_path, monkeypatch):
         found.run()
 
 
-def finish(folder: Path, run: Path, unbroken: dict) -> None:
-    assert main([str(part) for part in ("collection", folder, "--run", run, *QUICK, "--workers", 0)]) == 0
-    assert contents(run) == unbroken
-
-
 @pytest.mark.parametrize("limit", [pytest.param(150_000, marks=pytest.mark.slow), 400_000])
 def test_a_file_that_may_not_grow_is_a_full_disk(scene, tmp_path, limit):
     folder, unbroken = scene
@@ -286,30 +322,31 @@ def test_a_file_that_may_not_grow_is_a_full_disk(scene, tmp_path, limit):
     if (run / "run.db").exists():
         with Store.open(run) as store:
             assert store.check() == []
-    command = ["collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", 0]
-    assert main([str(part) for part in command]) == 0
-    assert contents(run) == unbroken
+    finish(folder, run, unbroken, "--exhaustive")
 
 
-@pytest.mark.slow  # a run that is quicker than its disturbance passes by
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_full_disk(scene, tmp_path):
+def test_a_full_disk(scene, tmp_path, gate):
     folder, unbroken = scene
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1300k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this process may not mount")
     try:
-        process = start("collection", folder, "--run", disk / "run", *QUICK, "--exhaustive", "--workers", 2)
+        process = started(folder, disk / "run")
+        with suppress(OSError), (disk / "others").open("wb", buffering=0) as others:
+            while True:  # until nothing is left
+                others.write(bytes(4096))
+        gate.touch()
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 6, errors
         assert "out of memory or disk" in errors and "Traceback" not in errors
+        (disk / "others").unlink()
         with Store.open(disk / "run") as store:
             assert store.check() == []
             done = store.counts()
-        assert done.images_done == 21 and done.pairs_done < 210
-        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        assert done.images_done == 21 and 0 < done.pairs_done < 210
         finish(folder, disk / "run", unbroken)
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -6,11 +6,12 @@ import sys
 import numpy as np
 import PIL.Image
 import pytest
-from collection_scene import CAMERA, MemoryStore, aligned, centres, synthetic_store
+from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 
 from matcher.collection import reconstruction
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
+from matcher.collection.figures import aligned, database_from_hloc
 from matcher.collection.reconstruction import ReconstructionError, reconstruct
 from matcher.collection.reconstruction_picture import scene_axes
 from matcher.types import UsageError
@@ -82,30 +83,8 @@ def test_the_same_database_gives_the_same_model_with_pycolmap_alone(made, tmp_pa
     np.testing.assert_allclose(aligned(ordered, ours), ours, atol=2e-2 * np.ptp(ours))
 
 
-def database_from_hloc(folder, path, camera):
-    """A COLMAP database from hloc's files, read as hloc does: half a pixel is added, COLMAP verifies."""
-    h5py = pytest.importorskip("h5py")
-    with (
-        pycolmap.Database.open(path) as database,
-        h5py.File(folder / "features.h5") as features,
-        h5py.File(folder / "matches.h5") as matches,
-    ):
-        camera_id = database.write_camera(camera)
-        listed = [line.split() for line in (folder / "pairs.txt").read_text().splitlines()]
-        numbers = {}
-        for name in sorted({name for pair in listed for name in pair}):
-            numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=camera_id))
-            database.write_keypoints(numbers[name], features[name]["keypoints"][()] + np.float32(0.5))
-        for name0, name1 in listed:
-            group = matches[f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"]
-            matches0 = group["matches0"][()]
-            index0 = np.flatnonzero(matches0 >= 0)
-            found = np.column_stack([index0, matches0[index0]]).astype(np.uint32)
-            database.write_matches(numbers[name0], numbers[name1], found)
-    pycolmap.geometric_verification(path)
-
-
 def test_hloc_files_give_the_same_registrations(tmp_path):
+    pytest.importorskip("h5py")
     store, poses = synthetic_store(np.random.default_rng(5))
     export(store, "hloc", tmp_path / "hloc")
     camera = pycolmap.Camera(model="PINHOLE", width=1024, height=768, params=[900, 900, 512, 384])

@@ -222,7 +222,8 @@ def test_only_runs_that_fit_are_joined(folder, tmp_path, capfd):
     shutil.copy(folder / "view 03.png", tmp_path / "other" / "view 00.png")
     assert collect(tmp_path / "other", tmp_path / "c", "--sequential", 1) == 0
     assert run("merge", tmp_path / "a", tmp_path / "c", "--into", tmp_path / "ac") == 2
-    assert "view 00.png of" in capfd.readouterr().err
+    assert "view 00.png is one picture in" in capfd.readouterr().err
+    assert not (tmp_path / "ac").exists()  # said before anything is written
 
 
 def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_path, capfd):
@@ -363,6 +364,11 @@ def test_lines_of_progress(capsys):
         "matching pairs: 300 of 4000, 3 failed, 13.0/s, 4 min 44 s left",
         "matching pairs: 4000 of 4000, 40 failed, 100.0/s, 0 s left",
     ]
+    now[0] = 0.0
+    lines(Progress("match", 0, 0, 9))
+    now[0] = 20.0
+    lines(Progress("match", 3, 0, 9))
+    assert said[-1] == "matching pairs: 3 of 9, 0 failed, 9.0/min, 40 s left"
 
 
 def test_no_pictures_is_an_error_of_the_library_too(tmp_path):

@@ -14,7 +14,7 @@ from random_collection import SETTINGS
 from matcher.cli import main
 from matcher.collection.collection import Collection
 from matcher.collection.engines import Workers
-from matcher.collection.planning import add_pairs, match_jobs
+from matcher.collection.planning import add_pairs, extract_jobs, match_jobs
 from matcher.collection.store import Store
 from matcher.collection.writer import Writer
 
@@ -22,7 +22,7 @@ from matcher.collection.writer import Writer
 LONG_LIST = """
 import resource, sys, time
 from matcher.collection.pairlists import read_pairs
-from matcher.collection.planning import add_pairs, match_jobs
+from matcher.collection.planning import add_pairs, extract_jobs, match_jobs
 from matcher.collection.writer import Writer
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -75,7 +75,17 @@ def test_jobs_take_the_pairs_tile_by_tile(tmp_path):
             len([tile for tile, after in zip(tiles, [*tiles[1:], None], strict=True) if tile != after]) == 10
         )
         assert all(set(job.pictures) == {n for pair in job.items for n in pair} for job in jobs)
+        sizes = [len(job.items) for job in jobs]
+        assert sizes[0] == 16 and sizes[-30:] == [1] * 30  # so that workers end together
         assert add_pairs(writer, [(names[3], names[1])]) == (1, 0)
+
+
+def test_few_pictures_are_shared_out():
+    names = [f"{number}.jpg" for number in range(200)]
+    jobs = [job.items for job in extract_jobs(names)]
+    assert [name for items in jobs for name in items] == names
+    assert len(jobs[0]) == 4
+    assert [len(job.items) for job in extract_jobs(names[:10])] == [1] * 10
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])

@@ -294,3 +294,16 @@ def test_wrong_arguments(rng):
         estimate("fundamental", points0.T, points1.T)
     with pytest.raises(UsageError, match="real numbers"):
         estimate("fundamental", points0.astype(complex), points1)
+
+
+def test_a_homography_is_refined_to_a_fraction_of_the_noise(rng):
+    H = np.array([[1.1, 0.05, -20.0], [-0.04, 0.95, 12.0], [1e-4, -5e-5, 1.0]])
+    points0 = rng.uniform(0, (640, 480), (300, 2))
+    exact = warp_points(points0, H)
+    # Most matches are good to a tenth of a pixel; a third are coarse, yet within the threshold of inliers.
+    noise = np.where(rng.random((300, 1)) < 0.33, 1.2, 0.1) * rng.normal(size=(300, 2))
+    found = RobustEstimator(EstimationConfig(kind="homography"))(points0, exact + noise)
+    corners = np.array([[0, 0], [639, 0], [639, 479], [0, 479]], dtype=float)
+    error = np.linalg.norm(warp_points(corners, found.matrix) - warp_points(corners, H), axis=1)
+    assert found.status == "ok"
+    assert error.mean() < 0.06

@@ -290,6 +290,7 @@ def test_settings_are_checked():
         ("disk", {"border": 3}, "disk has no border; settings it has: score_threshold, nms_radius"),
         ("dedodeb", {"score_threshold": 0.1}, "dedodeb has no score_threshold; settings it has: none"),
         ("xfeat", {"nms_radius": 3}, "xfeat has no nms_radius"),
+        ("xfeat", {"keep": "largest"}, "xfeat keeps its strongest points"),
     ):
         with pytest.raises(UsageError, match=words):
             build(kind, **settings)

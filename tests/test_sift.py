@@ -203,6 +203,25 @@ def test_root_sift_is_its_formula(rng: np.random.Generator) -> None:
     assert root_sift(raw.astype(np.uint8)).dtype == np.float32
 
 
+def test_the_largest_or_the_strongest_are_kept() -> None:
+    picture = texture((320, 240))
+    every = extract(picture)
+    strongest, largest = (
+        extract(picture, config=ExtractorConfig(max_keypoints=60, keep=keep))
+        for keep in ("strongest", "largest")
+    )
+    assert len(every) > 200 and len(strongest) == len(largest) == 60
+    assert strongest.scores.min() >= every.scores.sort(descending=True).values[59]
+    assert largest.scales.min() >= every.scales.sort(descending=True).values[59]
+    assert largest.scores.diff().le(0).all()  # still strongest first
+    rows = (every.keypoints[:, None] == largest.keypoints).all(2) & (
+        every.orientations[:, None] == largest.orientations
+    )
+    index, which = rows.nonzero().T
+    assert len(index) == 60
+    assert every.descriptors[index].equal(largest.descriptors[which])
+
+
 def test_views_of_arrays_are_read_as_they_are() -> None:
     picture = texture((200, 150))
     expected = detect_sift(picture, None, ExtractorConfig())[0]

@@ -20,8 +20,11 @@ from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
 from matcher.cli.explain import explain
 from matcher.cli.export import export
+from matcher.cli.loading import with_preset_options
 from matcher.cli.match import match
 from matcher.cli.presets import presets
+from matcher.cli.report import report
+from matcher.cli.serve import serve
 from matcher.cli.sfm import sfm
 from matcher.cli.track import track
 from matcher.cli.train import train
@@ -33,9 +36,11 @@ COMMANDS = {
     "collection": collection,
     "status": status,
     "merge": merge,
+    "report": report,
     "export": export,
     "sfm": sfm,
     "track": track,
+    "serve": serve,
     "evaluate": evaluate,
     "presets": presets,
     "train": train,
@@ -67,7 +72,7 @@ def build() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
     app.callback()(_root)
     for name, command in COMMANDS.items():
-        app.command(name)(command)
+        app.command(name)(with_preset_options(command))
     for name, (purpose, commands) in GROUPS.items():
         group = typer.Typer(help=purpose, no_args_is_help=True)
         for key, command in commands.items():

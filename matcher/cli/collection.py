@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from matcher.cli import options
+from matcher.cli.exits import PARTIAL
+from matcher.cli.loading import Given
 
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
     from matcher.collection.runner import Progress
 
-PARTIAL = 4
 _LINE_SECONDS = 10.0  # between two lines where there is no terminal
 _DOING = {"extract": "extracting pictures", "match": "matching pairs"}
 _SHOWN = 5
@@ -60,23 +61,14 @@ Descriptors = Annotated[
 def collection(
     images: Annotated[Path, typer.Argument(metavar="IMAGES", show_default=False, help="Folder of pictures.")],
     run: RunDir,
+    given: Given,
     pairs: PairFile = None,
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,
     similar: Similar = None,
-    preset: options.Preset = "hybrid",
-    weights: options.Weights = None,
     features: FeaturesFile = None,
     masks: Masks = None,
-    max_keypoints: options.MaxKeypoints = None,
-    resize: options.Resize = None,
-    threshold: options.Threshold = None,
-    geometry: options.Geometry = None,
     camera: CameraText = None,
-    precision: options.Precision = None,
-    device: options.Device = "auto",
-    no_upright: options.NoUpright = False,
-    max_pixels: options.MaxPixels = None,
     workers: WorkerCount = None,
     threads: Threads = None,
     engine: EngineChoice = "local",
@@ -93,30 +85,43 @@ def collection(
     from matcher.collection.collection import Collection
     from matcher.collection.engines import Workers
 
-    pipeline = dict(weights=weights, max_keypoints=max_keypoints, resize=resize, match_threshold=threshold)
-    pipeline |= dict(geometry=geometry, precision=precision, device=device, upright=not no_upright)
+    choice = choose_pairs(pairs, exhaustive, sequential, similar)
     means = dict(workers=Workers(engine, workers, threads), camera=options.parse_camera(camera, "--camera"))
-    opened = Collection.open(run, preset=preset, shard=shard, max_pixels=max_pixels, **means, **pipeline)
-    choice = dict(file=pairs, exhaustive=exhaustive, sequential=sequential, similar=similar)
-    _check_choice(choice)
-    _enter_images(opened, images, masks, features, restart)
+    opened = Collection.open(run, shard=shard, **means, **given)
+    enter_images(opened, images, masks, features, restart)
+    return match_pairs(opened, choice, retry_failed=retry_failed, everything=descriptors)
+
+
+def choose_pairs(
+    pairs: Path | None, exhaustive: bool, sequential: int | None, similar: int | None
+) -> dict[str, Any]:
+    """The way of choosing pairs that was asked for, as `Collection.add_pairs` takes it; empty without any."""
+    choice = dict(file=pairs, exhaustive=exhaustive or None, sequential=sequential, similar=similar)
+    choice = {name: value for name, value in choice.items() if value is not None}
+    if len(choice) > 1:
+        raise typer.BadParameter("give one of --pairs, --exhaustive, --sequential and --similar")
+    return choice
+
+
+def match_pairs(opened: Collection, choice: dict[str, Any], **how: bool) -> int:
+    """Enter the chosen pairs, match what waits, say how it went; the exit code."""
     with _progress() as tell:
         _enter_pairs(opened, choice, tell)
-        report = opened.run(retry_failed=retry_failed, everything=descriptors, tell=tell)
-    _show(run)
+        report = opened.run(tell=tell, **how)
+    _show(opened.run_dir)
     if report.crashes:
         _say(f"{report.crashes} worker processes died and were replaced; what they were at was tried again")
     return 0 if report.all_well else PARTIAL
 
 
-def _check_choice(choice: dict[str, object]) -> None:
-    if sum(value not in (None, False) for value in choice.values()) > 1:
-        raise typer.BadParameter("give one of --pairs, --exhaustive, --sequential and --similar")
-
-
-def _enter_images(
-    opened: Collection, images: Path, masks: Path | None, features: Path | None, restart: bool
+def enter_images(
+    opened: Collection,
+    images: Path,
+    masks: Path | None = None,
+    features: Path | None = None,
+    restart: bool = False,
 ) -> None:
+    """Enter the pictures of a folder and say what has changed."""
     changes = opened.add_images(images, masks=masks, features=features, restart=restart)
     if changes.changed:
         _say(f"{changes.changed} pictures have changed and are done again with their pairs")
@@ -126,13 +131,13 @@ def _enter_images(
         _say(f"{len(changes.odd)} files are left out for their names: {', '.join(changes.odd[:_SHOWN])}")
 
 
-def _enter_pairs(opened: Collection, choice: dict[str, object], tell: Callable[[Progress], None]) -> None:
+def _enter_pairs(opened: Collection, choice: dict[str, Any], tell: Callable[[Progress], None]) -> None:
     from matcher.collection.pairlists import FaultTally
 
-    if not any(value not in (None, False) for value in choice.values()):
+    if not choice:
         return
     faults = FaultTally()
-    total, new = opened.add_pairs(None, **choice, on_fault=faults, tell=tell)
+    total, new = opened.add_pairs(**choice, on_fault=faults, tell=tell)
     _say(f"{total} pairs, {total - new} of them in the run already")
     for line in faults.lines():
         _say(f"{choice['file']}: {line}")
@@ -217,9 +222,9 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
                 task = bars.add_task(_DOING[now.stage], total=now.total, rate="")
                 tasks[now.stage] = (task, monotonic())
             task, start = tasks[now.stage]
-            rate = now.done / max(monotonic() - start, 1e-9)
+            rate = _rate(now.done / max(monotonic() - start, 1e-9))
             failed = f", {now.failed} failed" if now.failed else ""
-            bars.update(task, completed=now.done, total=now.total, rate=f"{rate:.1f}/s{failed}")
+            bars.update(task, completed=now.done, total=now.total, rate=f"{rate}{failed}")
 
         yield tell
 
@@ -242,9 +247,13 @@ class ProgressLines:
             rate = now.done / max(time - self._start, 1e-9)
             left = (now.total - now.done) / rate if rate else 0.0
             self._say(
-                f"{_DOING[now.stage]}: {now.done} of {now.total}, {now.failed} failed, {rate:.1f}/s, "
+                f"{_DOING[now.stage]}: {now.done} of {now.total}, {now.failed} failed, {_rate(rate)}, "
                 f"{_duration(left)} left"
             )
+
+
+def _rate(each_second: float) -> str:
+    return f"{each_second:.1f}/s" if each_second >= 1 else f"{60 * each_second:.1f}/min"
 
 
 def _duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ import traceback
 
 import typer
 
-INTERNAL, USAGE, RESOURCES, INTERRUPTED = 1, 2, 6, 130
+INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 _DEBUG = "MATCHER_DEBUG"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from matcher.cli import options
+from matcher.cli.loading import Given
 
 Picture = Annotated[Path, typer.Argument(show_default=False)]
 
@@ -16,16 +16,10 @@ def explain(
     image0: Picture,
     image1: Picture,
     output: Annotated[Path, typer.Option(metavar="FILE.html", help="The report.", show_default=False)],
+    given: Given,
     point: Annotated[
         str | None, typer.Option(metavar="x,y", help="Of image0, in pixels; its keypoint is shown first.")
     ] = None,
-    preset: options.Preset = "hybrid",
-    weights: options.Weights = None,
-    max_keypoints: options.MaxKeypoints = None,
-    resize: options.Resize = None,
-    geometry: options.Geometry = None,
-    threshold: options.Threshold = None,
-    device: options.Device = "auto",
 ) -> None:
     """Match two pictures and write why: one HTML file with attention, exit and pruning of every keypoint."""
     from matcher.pipeline import load
@@ -42,14 +36,6 @@ def explain(
     for image in (image0, image1):
         if output.exists() and image.exists() and output.samefile(image):
             raise UsageError(f"{output} is an input; name another file for the output")
-    pipeline = load(
-        preset,
-        weights=weights,
-        max_keypoints=max_keypoints,
-        resize=resize,
-        geometry=geometry,
-        match_threshold=threshold,
-        device=device,
-    )
+    pipeline = load(**given)
     result = write_report(pipeline, image0, image1, output, place)
     typer.echo(f"{len(result.matches)} matches, {int(result.geometry.inliers.sum())} inliers; wrote {output}")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from matcher.cli import options
+from matcher.cli.exits import PARTIAL
 
 if TYPE_CHECKING:
     from matcher.collection.exporting.cameras import CameraChoice
 
-PARTIAL = 4
 
 GivenCamera = Annotated[
     str | None,

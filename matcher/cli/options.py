@@ -25,10 +25,14 @@ MaxKeypoints = Annotated[int | None, typer.Option("--max-keypoints", help="Keypo
 Resize = Annotated[
     int | None, typer.Option("--resize", help="Longer side in pixels; larger pictures are made smaller.")
 ]
+Keep = Annotated[
+    Literal["strongest", "largest"] | None,
+    typer.Option("--keep", help="Of SIFT's points, where a picture has more than asked for."),
+]
 Threshold = Annotated[float | None, typer.Option("--threshold", help="Least score of a match, 0 to 1.")]
 Geometry = Annotated[
     Literal["fundamental", "homography", "essential", "none"] | None,
-    typer.Option("--geometry", help="What verifies the matches; essential needs --camera0."),
+    typer.Option("--geometry", help="What verifies the matches; essential needs cameras."),
 ]
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,

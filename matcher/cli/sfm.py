@@ -7,26 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from matcher.cli import options
 from matcher.cli.collection import (
     Exhaustive,
     PairFile,
     Sequential,
     Similar,
     WorkerCount,
-    collection,
+    choose_pairs,
+    enter_images,
+    match_pairs,
 )
+from matcher.cli.exits import PARTIAL
 from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
+from matcher.cli.loading import GivenWithoutGeometry
 
 if TYPE_CHECKING:
     from matcher.collection.exporting.cameras import CameraChoice
     from matcher.collection.reconstruction import Reconstruction
     from matcher.collection.store import Store
 
-PARTIAL = 4
-RESIZE, MAX_KEYPOINTS = 2048, 4096
+RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
 EXHAUSTIVE_UP_TO = 100  # pictures; 4,950 pairs
 NEIGHBOURS = 30  # of a picture, of more of them
+_ALWAYS = {"preset", "device", "upright"}  # options that have a value without being given
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="A run, or a folder of photos.")
@@ -47,16 +50,12 @@ Seed = Annotated[int, typer.Option("--seed", help="Of COLMAP.")]
 def sfm(
     source: Source,
     out: ModelFolder,
+    given: GivenWithoutGeometry,
     run: RunFolder = None,
     pairs: PairFile = None,
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,
     similar: Similar = None,
-    preset: options.Preset = "hybrid",
-    weights: options.Weights = None,
-    max_keypoints: options.MaxKeypoints = None,
-    resize: options.Resize = None,
-    device: options.Device = "auto",
     workers: WorkerCount = None,
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
@@ -68,21 +67,20 @@ def sfm(
 ) -> int:
     """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
 
-    From photos, pictures are resized to 2048 and given 4096 keypoints unless said otherwise; up to 100 are
-    matched each with each, of more each with the 30 that look most like it. What is matched stays in the run,
-    so the same command goes on after an interruption.
+    From photos, pictures are resized to 2048 and given 4096 keypoints unless said otherwise, SIFT's largest,
+    which more pictures share; up to 100 are matched each with each, of more each with the 30 that look most
+    like it. What is matched stays in the run, so the same command goes on after an interruption.
     """
     _check_first(out)
     choice = camera_choice(camera, camera_model, cameras)
-    matching = dict(pairs=pairs, exhaustive=exhaustive, sequential=sequential, similar=similar)
-    matching |= dict(weights=weights, max_keypoints=max_keypoints, resize=resize, workers=workers)
+    wanted = choose_pairs(pairs, exhaustive, sequential, similar)
     if is_run(source):
-        if run is not None or any(value not in (None, False) for value in matching.values()):
+        if wanted or set(given) - _ALWAYS or not (run is workers is None):
             raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
         run, code = source, 0
     else:
         run = run or out.with_name(f"{out.name}-run")
-        code = _match(source, run, dict(preset=preset, device=device, **matching))
+        code = _match(source, run, given, wanted, workers)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed)
     return max(code, _reconstruct(run, out, choice, mapping))
 
@@ -97,17 +95,24 @@ def _check_first(out: Path) -> None:
     check_empty(out)
 
 
-def _match(images: Path, run: Path, matching: dict[str, Any]) -> int:
+def _match(
+    images: Path, run: Path, given: dict[str, Any], wanted: dict[str, Any], workers: int | None
+) -> int:
     """Make the run of a folder of photos, with the defaults of a reconstruction."""
+    from matcher.collection.collection import Collection
     from matcher.collection.sources import Photos
+    from matcher.presets import configure, find_preset
 
-    for name, usual in (("max_keypoints", MAX_KEYPOINTS), ("resize", RESIZE)):
-        matching[name] = usual if matching[name] is None else matching[name]
-    if not any(matching[way] for way in ("pairs", "exhaustive", "sequential", "similar")):
-        names, _ = Photos(images).names()
-        few = len(names) <= EXHAUSTIVE_UP_TO
-        matching |= {"exhaustive": True} if few else {"similar": NEIGHBOURS}
-    return collection(images, run, **matching)
+    defaults = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
+    extractor = configure(find_preset(given["preset"]), {"frontend": given.get("frontend")}).extractor
+    if extractor.kind == "sift":
+        defaults["keep"] = KEEP
+    opened = Collection.open(run, workers=workers, **(defaults | given))
+    enter_images(opened, images)
+    if not wanted:
+        few = len(Photos(images).names()[0]) <= EXHAUSTIVE_UP_TO
+        wanted = {"exhaustive": True} if few else {"similar": NEIGHBOURS}
+    return match_pairs(opened, wanted)
 
 
 def _reconstruct(run: Path, out: Path, choice: CameraChoice, mapping: dict[str, Any]) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from matcher.cli import options
+from matcher.cli.exits import PARTIAL
+from matcher.cli.loading import GivenWithoutGeometry
 
 if TYPE_CHECKING:
     from matcher.sequence.capture import Shot, Source
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from matcher.sequence.tracker import Sequence
     from matcher.types import Camera
 
-PARTIAL = 4
 SUFFIXES = (".npz", ".tum", ".rrd")
 
 Where = Annotated[str, typer.Argument(metavar="VIDEO|FOLDER|CAMERA_INDEX", show_default=False)]
@@ -44,13 +45,7 @@ Show = Annotated[bool, typer.Option("--show", help="Watch in rerun's viewer.")]
 
 def track(
     source: Where,
-    preset: options.Preset = "hybrid",
-    weights: options.Weights = None,
-    max_keypoints: options.MaxKeypoints = None,
-    resize: options.Resize = None,
-    threshold: options.Threshold = None,
-    precision: options.Precision = None,
-    device: options.Device = "auto",
+    given: GivenWithoutGeometry,
     camera: CameraText = None,
     right: Right = None,
     baseline: Baseline = None,
@@ -75,15 +70,12 @@ def track(
     _check(output or [], plot, ground_truth, pinhole, right, baseline)
     truth = _read_truth(ground_truth)
     frames_in = open_source(source, right, rate)
-    given = {"weights": weights, "max_keypoints": max_keypoints, "resize": resize, "device": device}
-    given |= {"match_threshold": threshold, "precision": precision}
     sequence = Sequence(
-        preset,
-        pinhole,
+        camera=pinhole,
         baseline=baseline,
         budget_ms=budget_ms,
         epipolar_window=epipolar_window,
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
     )
     with _recordings(output or [], show, pinhole) as recordings:
         log, failures = _follow(frames_in, sequence, frames, right is not None, recordings)
@@ -205,6 +197,7 @@ def _finish(
         if path.suffix.lower() == ".npz":
             write_whole(path, log.as_npz())
         elif path.suffix.lower() == ".tum":
+            _need_poses(poses)
             write_tum(path, stamps, poses)
     found = _as_object(log, sequence, len(rows), compared)
     if plot is not None:
@@ -222,14 +215,19 @@ def _draw(
     path: Path, log: Log, compared: tuple[Any, Any, Any] | None, poses: Any, stereo: bool, title: str
 ) -> None:
     from matcher.sequence.plot import plot_trajectory
-    from matcher.types import UsageError
 
-    if len(poses) == 0:
-        raise UsageError("no frame has a pose, so there is no trajectory to draw")
+    _need_poses(poses)
     found, true = (poses, None) if compared is None else compared[:2]
     marked = log.keyframe_rows() if len(found) == len(poses) else []
     unit = "m" if stereo or compared is not None else "first baselines"
     plot_trajectory(path, found, true, keyframes=marked, unit=unit, title=title)
+
+
+def _need_poses(poses: Any) -> None:
+    from matcher.types import ImageError
+
+    if len(poses) == 0:
+        raise ImageError("no frame has a pose, so there is no trajectory; are the pictures black or blurred?")
 
 
 def _as_object(

@@ -4,7 +4,7 @@ Actors are sent the features of the tile of pictures that their pairs come from,
 Ray's object store; only extracting needs the photos where the actors are. Ray restarts an actor that died and
 tries its job once more; where that fails too, the items are tried one by one, and the culprit fails.
 
-Ray has no authentication: keep a cluster inside a network that you trust.
+Whoever reaches a Ray cluster can run code on it, unless it asks for a token: keep it in a trusted network.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ class HlocFeatures:
             import h5py
         except ModuleNotFoundError:
             raise UsageError("--features needs h5py: pip install 'matcher[sfm]'") from None
+        if not self.file.is_file():
+            raise UsageError(f"{self.file} is not a file; check the path of --features")
         try:
             file = h5py.File(self.file, "r")
         except OSError as error:

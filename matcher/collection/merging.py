@@ -45,7 +45,9 @@ def merge(
         wanted = {**stores[0].settings, "shard": None}
         for store in stores:
             refuse_changes(store.folder, {**store.settings, "shard": None}, wanted)
-        if not (into / schema.DATABASE).exists():
+        there = [stack.enter_context(Store.open(into))] if (into / schema.DATABASE).exists() else []
+        _refuse_changed_pictures([*there, *stores])
+        if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
         refuse_changes(into, writer.store.settings, wanted)
@@ -53,6 +55,19 @@ def merge(
             writer.add_images(sorted({name for store in stores for name in store.names().values()}))
         for store in stores:
             _Joining(writer, store, descriptors).join(tell)
+
+
+def _refuse_changed_pictures(stores: Sequence[Store]) -> None:
+    """Before anything is written, so that no half of a merge is left."""
+    seen: dict[str, tuple[str, Path]] = {}
+    for store in stores:
+        for name, digest in store.rows("SELECT name, sha256 FROM images WHERE status = ?", DONE):
+            first, folder = seen.setdefault(name, (digest, store.folder))
+            if first != digest:
+                raise UsageError(
+                    f"{name} is one picture in {folder} and another in {store.folder}: do the older run "
+                    "again (`matcher collection IMAGES --run …`), then join them"
+                )
 
 
 class _Joining:
@@ -90,10 +105,6 @@ class _Joining:
         data, crc = next(self._store.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
         self._store.keypoints(name)  # raises where they are damaged
         if ours[0] == DONE:
-            if ours[2] != row[2]:
-                raise UsageError(
-                    f"{name} of {self._store.folder} is another picture than that of an earlier run"
-                )
             if writer.execute("SELECT crc FROM keypoints WHERE image = ?", (target,)) != [(crc,)]:
                 self._other.add(number)
             return

@@ -6,9 +6,8 @@ All of it lies in the database, so memory does not grow with the number of pairs
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from matcher.collection.sources import Source
 from matcher.collection.workbench import ExtractJob, MatchJob, Picture
@@ -16,7 +15,8 @@ from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
 from matcher.types import Camera, ImageError, UsageError
 
 _ROWS = 4096  # pairs looked at together
-_CHUNK = 16  # items of a job
+_PAIRS, _PICTURES = 16, 4  # of a job at most
+_SHARE = 32  # a job is at most this part of what is left, or some workers would end long before others
 _DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1 = plan.image1"
 
 
@@ -128,11 +128,18 @@ def pictures_to_extract(writer: Writer, *, everything: bool) -> list[str]:
     return [name for number, name, status in rows if status == 0 or (status == DONE and number in lost)]
 
 
-def extract_jobs(names: Iterable[str]) -> Iterator[ExtractJob]:
-    """Jobs of a few pictures."""
-    remaining = iter(names)
-    while chunk := tuple(islice(remaining, 4)):
-        yield ExtractJob(chunk)
+def extract_jobs(names: Sequence[str]) -> Iterator[ExtractJob]:
+    """Jobs of a few pictures, of fewer towards the end."""
+    start = 0
+    while start < len(names):
+        size = _job_size(len(names) - start, _PICTURES)
+        yield ExtractJob(tuple(names[start : start + size]))
+        start += size
+
+
+def _job_size(left: int, most: int, least: int = 1) -> int:
+    """Guided self-scheduling (Polychronopoulos and Kuck 1987): a share of what is left, within bounds."""
+    return max(least, min(most, left // _SHARE))
 
 
 def fail_pairs_of_failed_pictures(writer: Writer) -> None:
@@ -146,16 +153,19 @@ def fail_pairs_of_failed_pictures(writer: Writer) -> None:
 
 
 def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
-    """Jobs of the pairs that wait, tile by tile, read while others finish."""
+    """Jobs of the pairs that wait, tile by tile, read while others finish; of fewer pairs towards the end."""
     last = (-1, -1, -1, -1)
-    columns, size = "tile0, tile1, image0, image1", max(_CHUNK, 4 * batch)
+    columns, most = "tile0, tile1, image0, image1", max(_PAIRS, 4 * batch)
+    left = writer.store.counts().pairs_waiting
     sql = f"SELECT {columns} FROM waiting WHERE ({columns}) > (?, ?, ?, ?) ORDER BY {columns} LIMIT {_ROWS}"
     while rows := writer.execute(sql, last):
         last = rows[-1]
         pairs = [row[2:] for row in rows]
         pictures = _pictures(writer, {number for pair in pairs for number in pair})
-        for start in range(0, len(pairs), size):
-            items = tuple(pairs[start : start + size])
+        while pairs:
+            size = _job_size(left, most, batch)
+            items, pairs = tuple(pairs[:size]), pairs[size:]
+            left -= len(items)
             needed = {number: pictures[number] for pair in items for number in pair}
             yield MatchJob(items, needed, batch)
 

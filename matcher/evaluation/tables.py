@@ -95,7 +95,7 @@ _MEANING = {
     "unrelated": "every match is wrong; accepted: share of pairs whose estimated geometry has status ok",
 }
 _ESTIMATORS = {
-    "homography": "OpenCV USAC_MAGSAC",
+    "homography": "OpenCV USAC_MAGSAC, refined by PoseLib",
     "essential": "PoseLib LO-RANSAC",
     "fundamental": "OpenCV USAC_MAGSAC",
 }

@@ -103,6 +103,8 @@ def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorC
     if foreign := sorted(set(given) - set(published)):
         has = ", ".join(published) or "none"
         raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
+    if config.keep == "largest" and config.kind != "sift":
+        raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
     for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
         if given.get(name, least) < least:
             raise UsageError(f"{name} must be at least {least}, not {given[name]}")

@@ -43,7 +43,7 @@ class SiftExtractor:
 def detect_sift(
     pixels: np.ndarray, mask: np.ndarray | None, config: ExtractorConfig
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """SIFT on uint8 pixels (H, W[, 3]), the strongest `max_keypoints` inside `mask`, strongest first.
+    """SIFT on uint8 pixels (H, W[, 3]), the best `max_keypoints` inside `mask`, strongest first.
 
     Returns:
         points (N, 2), diameters (N,), angles (N,) in radians from x towards y, responses (N,) and raw
@@ -51,7 +51,7 @@ def detect_sift(
     """
     grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     # OpenCV keeps the strongest before it looks at the mask, so with a mask the cut is made here.
-    limit = config.max_keypoints if mask is None else 0
+    limit = config.max_keypoints if mask is None and config.keep == "strongest" else 0
     detector = cv2.SIFT_create(
         nfeatures=limit, contrastThreshold=config.contrast_threshold, enable_precise_upscale=True
     )
@@ -61,7 +61,11 @@ def detect_sift(
         empty = np.zeros(0, np.float32)
         return np.zeros((0, 2), np.float32), empty, empty, empty, np.zeros((0, 128), np.float32)
     table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], dtype=np.float32)
-    order = np.argsort(-table[:, 4], kind="stable")[: config.max_keypoints]
+    order = np.argsort(-table[:, 4], kind="stable")
+    if config.keep == "largest":
+        largest = np.argsort(-table[order, 2], kind="stable")[: config.max_keypoints]
+        order = order[np.sort(largest)]
+    order = order[: config.max_keypoints]
     table = table[order]
     return table[:, :2], table[:, 2], np.deg2rad(table[:, 3]), table[:, 4], descriptors[order]
 

@@ -70,13 +70,14 @@ class _Exif:
 
 
 def group_cameras(
-    images: Sequence[StoredImage], choice: CameraChoice
+    images: Sequence[StoredImage], choice: CameraChoice | None = None
 ) -> list[tuple[Intrinsics, list[StoredImage]]]:
     """The cameras of a collection, each with its photos.
 
     Raises:
         UsageError: one camera for photos of different sizes.
     """
+    choice = choice or CameraChoice()
     groups: dict[tuple, list[StoredImage]] = {}
     found: dict[tuple, _Exif] = {}
     for image in images:

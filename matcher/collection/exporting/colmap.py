@@ -16,13 +16,7 @@ import numpy as np
 
 from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras
 from matcher.collection.exporting.output import ExportReport, whole_file
-from matcher.collection.exporting.soundness import (
-    not_utf8,
-    refuse_names,
-    sound_images,
-    sound_keypoints,
-    sound_pairs,
-)
+from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
 from matcher.types import TwoViewGeometry, UsageError
 
 if TYPE_CHECKING:
@@ -61,10 +55,8 @@ def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) ->
         OSError: the disk is full.
     """
     pycolmap = import_pycolmap()
-    report = ExportReport(out)
-    images = sound_images(store, report)
-    refuse_names((image.name for image in images), not_utf8, "are not UTF-8, which COLMAP needs")
-    cameras = group_cameras(images, choice or CameraChoice())
+    report, images = begin_export(store, out, utf8="COLMAP")
+    cameras = group_cameras(images, choice)
     with (
         whole_file(out) as part,
         _said_plainly(out),

@@ -13,10 +13,9 @@ import numpy as np
 
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.exporting.soundness import (
-    not_utf8,
+    begin_export,
     refuse_collisions,
     refuse_names,
-    sound_images,
     sound_keypoints,
     sound_pairs,
 )
@@ -66,10 +65,8 @@ def write_hloc(store: Store, out: Path) -> ExportReport:
         OSError: the disk is full.
     """
     h5py = import_h5py()
-    report = ExportReport(out)
-    images = sound_images(store, report)
+    report, images = begin_export(store, out, utf8="HDF5")
     names = [image.name for image in images]
-    refuse_names(names, not_utf8, "are not UTF-8, which HDF5 needs")
     refuse_names(names, lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")
     refuse_collisions(names, _flat, "in matches.h5, where / becomes -")
     counts = {image.name: image.count for image in images}

@@ -15,13 +15,7 @@ from matcher.collection.exporting.cameras import CameraChoice, group_cameras
 from matcher.collection.exporting.colmap import to_colmap
 from matcher.collection.exporting.hloc import features_of
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.exporting.soundness import (
-    not_utf8,
-    refuse_names,
-    sound_images,
-    sound_keypoints,
-    sound_pairs,
-)
+from matcher.collection.exporting.soundness import begin_export, refuse_names, sound_keypoints, sound_pairs
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
@@ -45,13 +39,11 @@ def write_kapture(store: Store, out: Path, choice: CameraChoice | None = None) -
         UsageError: nothing to write, or names with a comma, a line break or `#`, which tables cannot hold.
         OSError: the disk is full.
     """
-    report = ExportReport(out)
-    images = sound_images(store, report)
+    report, images = begin_export(store, out, utf8="kapture")
     names = [image.name for image in images]
     refuse_names(names, lambda name: bool(_BREAKING & set(name)), "hold a comma, a line break or #")
-    refuse_names(names, not_utf8, "are not UTF-8, which kapture's tables are")
     with whole_folder(out) as part:
-        _write_sensors(part / "sensors", images, choice or CameraChoice())
+        _write_sensors(part / "sensors", images, choice)
         kind = _write_features(part / "reconstruction", store, images, report)
         folder = part / "reconstruction" / "matches" / kind
         for pair in sound_pairs(store, images, report):
@@ -62,7 +54,7 @@ def write_kapture(store: Store, out: Path, choice: CameraChoice | None = None) -
     return report
 
 
-def _write_sensors(folder: Path, images: list[StoredImage], choice: CameraChoice) -> None:
+def _write_sensors(folder: Path, images: list[StoredImage], choice: CameraChoice | None) -> None:
     sensors, sensor_of = [], {}
     for number, (camera, group) in enumerate(group_cameras(images, choice)):
         params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matcher.collection.exporting.output import ExportReport, whole_file
-from matcher.collection.exporting.soundness import sound_images, sound_keypoints, sound_pairs
+from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredPair
@@ -34,8 +34,7 @@ def write_npz(store: Store, out: Path) -> ExportReport:
         UsageError: nothing to write, or a place that cannot be written.
         OSError: the disk is full.
     """
-    report = ExportReport(out)
-    images = sound_images(store, report)
+    report, images = begin_export(store, out)
     number = {image.name: index for index, image in enumerate(images)}
     with whole_file(out) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
         keypoints = _Rows(Path(spool) / "keypoints", np.float32, 2)

@@ -15,10 +15,8 @@ from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intri
 from matcher.collection.exporting.hloc import features_of
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.exporting.soundness import (
-    not_utf8,
+    begin_export,
     refuse_collisions,
-    refuse_names,
-    sound_images,
     sound_keypoints,
     sound_pairs,
 )
@@ -47,14 +45,12 @@ def write_openmvg(store: Store, out: Path, choice: CameraChoice | None = None) -
             the last part of the name without its ending.
         OSError: the disk is full.
     """
-    report = ExportReport(out)
-    images = sound_images(store, report)
+    report, images = begin_export(store, out, utf8="JSON")
     names = [image.name for image in images]
-    refuse_names(names, not_utf8, "are not UTF-8, which JSON needs")
     refuse_collisions(names, _stem, "file of regions, which OpenMVG names without folder and ending")
     numbers = {name: number for number, name in enumerate(names)}
     with whole_folder(out) as part:
-        cameras = group_cameras(images, choice or CameraChoice())
+        cameras = group_cameras(images, choice)
         scene = _scene(store.image_folder, images, cameras)
         (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")
         describer = {"regions_type": _pointer("SIFT_Regions", _PLAIN, {})}

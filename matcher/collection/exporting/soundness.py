@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +18,20 @@ if TYPE_CHECKING:
 _TOLD = 5  # names in a message
 
 
-def sound_images(store: Store, report: ExportReport) -> list[StoredImage]:
-    """The images that have features, in the order of their names; the others are counted in the report.
+def begin_export(
+    store: Store, out: Path, *, utf8: str | None = None
+) -> tuple[ExportReport, list[StoredImage]]:
+    """The report of an export, which counts what is left out, and the images that have features, by name.
+
+    Args:
+        store: the run.
+        out: what is to be written.
+        utf8: where the format holds names as UTF-8; None: names may be anything.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no image, or a name is not UTF-8 and must be.
     """
+    report = ExportReport(out)
     images = sorted(store.images(), key=lambda image: image.name)
     done = [image for image in images if image.status == "done"]
     for status in ("failed", "waiting"):
@@ -33,9 +42,11 @@ def sound_images(store: Store, report: ExportReport) -> list[StoredImage]:
         raise UsageError(
             "the run has no image with features; finish it first: `matcher collection … --run …`"
         )
+    if utf8 is not None:
+        refuse_names((image.name for image in done), _not_utf8, f"are not UTF-8, which {utf8} needs")
     report.images = len(done)
     report.keypoints = sum(image.count for image in done)
-    return done
+    return report, done
 
 
 def sound_keypoints(store: Store, image: StoredImage) -> np.ndarray:
@@ -113,7 +124,7 @@ def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: s
         raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
 
 
-def not_utf8(name: str) -> bool:
+def _not_utf8(name: str) -> bool:
     """Whether a file name holds bytes that are no UTF-8."""
     return any("\ud800" <= c <= "\udfff" for c in name)
 

@@ -1,0 +1,30 @@
+"""`matcher report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_SHOWN = 5
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="The page; default: RUN_DIR/report.html.")
+    ] = None,
+    pages: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Pairs with a page of their own, the worst first.")
+    ] = 20,
+) -> None:
+    """Show a run as a page: pair graph, match counts, failures, worst pairs; also while it is going on."""
+    from matcher.report.run import write_run_report
+
+    written = write_run_report(run, output, pages=pages)
+    typer.echo(f"wrote {written.index} and {written.pages} pages of pairs")
+    for text in written.left_out[:_SHOWN]:
+        typer.echo(f"matcher: no page for {text}", err=True)
+    if len(written.left_out) > _SHOWN:
+        typer.echo(f"matcher: and {len(written.left_out) - _SHOWN} more; the page lists them", err=True)

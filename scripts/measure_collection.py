@@ -1,0 +1,100 @@
+"""Measure collections: reconstructions of the castle, worker processes on features that are there, retrieval.
+
+    python scripts/measure_collection.py [castle] [workers] [retrieval] [--weights FILE] [--work FOLDER]
+
+Data is looked for in the folder named by MATCHER_DATA (default ../shared). What is matched is kept in the
+work folder, so new weights need a new one; retrieval takes the castle's pairs from there.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ARRANGEMENTS = {
+    "1 process, 1 thread": (0, 1),
+    "1 process, 2 threads": (0, 2),
+    "2 workers of 1 thread": (2, 1),
+}
+
+
+SHARED = 30  # verified matches of two pictures of the castle that overlap
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure collections; prints JSON.")
+    parser.add_argument("what", nargs="*", default=["castle", "workers"])
+    parser.add_argument("--preset", default="hybrid")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "collection")
+    parser.add_argument("--max-keypoints", type=int, help="default: castle 4096, workers 512")
+    parser.add_argument("--resize", type=int, default=2048, help="of the castle")
+    parser.add_argument("--keep", choices=("strongest", "largest"), help="of the castle's points")
+    parser.add_argument("--neighbours", type=int, default=12, help="pairs a picture that workers match")
+    args = parser.parse_args()
+
+    from matcher.collection import figures
+
+    data = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared"))
+    options = {"preset": args.preset, "device": "cpu"}
+    if args.weights:
+        options["weights"] = str(args.weights.absolute())
+    if "castle" in args.what:
+        sizes = {"max_keypoints": args.max_keypoints or 4096, "resize": args.resize, "keep": args.keep}
+        scene = data / "bench" / "sceaux_castle"
+        for title, found in figures.measure_reconstruction(scene, args.work / "castle", options | sizes):
+            print(title, json.dumps(found), flush=True)
+    if "workers" in args.what:
+        sizes = {"max_keypoints": args.max_keypoints or 512}
+        photos = data / "photos" / "val"
+        work, more = args.work / "workers", {"neighbours": args.neighbours}
+        rows = figures.measure_workers(photos, work, options | sizes, ARRANGEMENTS, **more)
+        for title, found in rows:
+            print(title, json.dumps(found), flush=True)
+    if "retrieval" in args.what:
+        for title, found in retrieval(data, args.work):
+            print(title, json.dumps(found), flush=True)
+
+
+def retrieval(data: Path, work: Path) -> Iterable[tuple[str, dict[str, float]]]:
+    """Recall of the true pairs by K: of five views of each photo, and of the castle among those views."""
+    import numpy as np
+
+    from matcher.collection.store import Store
+    from matcher.config import ExtractorConfig
+    from matcher.evaluation.synthetic import LEVELS, draw_homography, find_photos, warp
+    from matcher.frontends.sift import SiftExtractor
+    from matcher.images import image_from_array, read_image
+    from matcher.retrieval import similar_pairs
+
+    extractor, table, truth = SiftExtractor(ExtractorConfig()), {}, set()
+    for number, path in enumerate(find_photos(data / "photos" / "val")):
+        pixels = read_image(path, resize=640, upright=False).pixels
+        for view in range(len(LEVELS) + 1):
+            shown = pixels
+            if view:
+                rng = np.random.default_rng([view, number])
+                homography = draw_homography(pixels.shape[1::-1], LEVELS[view], rng)
+                shown = warp(pixels, homography)
+            table[f"{number}-{view}"] = extractor([image_from_array(shown)])[0]
+        truth |= set(combinations([f"{number}-{view}" for view in range(len(LEVELS) + 1)], 2))
+    yield f"{len(table)} views", _recalls(table, truth, similar_pairs)
+    with Store.open(work / "castle" / "run") as store:
+        castle = {image.name: store.features(image.name) for image in store.images()}
+        overlapping = {(p.name0, p.name1) for p in store.pairs() if p.geometry.inliers.sum() >= SHARED}
+    yield f"{len(overlapping)} pairs of the castle", _recalls(castle | table, overlapping, similar_pairs)
+
+
+def _recalls(table: dict, truth: set, similar_pairs) -> dict[str, float]:
+    found = {}
+    for k in (3, 5, 10, 20):
+        pairs = set(map(frozenset, similar_pairs(list(table), table.__getitem__, k)))
+        found[f"K = {k}"] = sum(frozenset(pair) in pairs for pair in truth) / len(truth)
+    return found
+
+
+if __name__ == "__main__":
+    main()
