@@ -8,6 +8,7 @@ import numpy as np
 import matcher
 from matcher.drawing.attention import draw_attention
 from matcher.drawing.canvas import save_figure
+from matcher.drawing.plots import draw_entropies
 from matcher.explain.explain import explain, nearest_keypoint
 
 parser = argparse.ArgumentParser(
@@ -17,35 +18,57 @@ parser.add_argument("image0", type=Path)
 parser.add_argument("image1", type=Path)
 parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
 parser.add_argument("--point", required=True, metavar="x,y", help="in pixels of image 0")
+parser.add_argument("--picture", choices=["layer", "rollout", "entropy"], default="layer")
 parser.add_argument("--layer", type=int, help="1 is the first; the last that ran when absent")
-parser.add_argument("--rollout", action="store_true", help="over all layers instead of one")
 parser.add_argument("--preset", default="hybrid")
+parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
 parser.add_argument("--resize", type=int, default=1024)
+parser.add_argument("--stacked", action="store_true")
 args = parser.parse_args()
-pipeline = matcher.load(args.preset, resize=args.resize, device="cpu")
-features = [pipeline.extract(path) for path in (args.image0, args.image1)]
-asked = nearest_keypoint(features[0], tuple(float(part) for part in args.point.split(",")))
-told = explain(pipeline.matcher, *features, [asked], strongest=20)
+try:
+    place = tuple(map(float, args.point.split(",")))
+    x, y = place
+except ValueError:
+    parser.error(f"--point must be x,y in pixels of {args.image0}, not {args.point!r}")
+try:
+    pipeline = matcher.load(args.preset, weights=args.weights, resize=args.resize, device="cpu")
+    features = [pipeline.extract(path) for path in (args.image0, args.image1)]
+    asked = nearest_keypoint(features[0], place)
+    told = explain(
+        pipeline.matcher,
+        *features,
+        [asked],
+        strongest=20,
+        traced=None if args.picture == "rollout" else ([], []),
+    )
+except matcher.MatcherError as error:
+    parser.exit(error.exit_code, f"{error}\n")
 places = [f.keypoints.numpy() for f in features]
 partner = dict(told.matches.tolist()).get(asked)
 found = "no match" if partner is None else f"matched to {np.round(places[1][partner]).astype(int).tolist()}"
-if args.rollout:
-    flow, count = told.rollout[0][0], len(places[0])
-    heads = []
+title = f"{pipeline.preset}, keypoint at {np.round(places[0][asked]).astype(int).tolist()}, {found}"
+number = args.layer or len(told.layers)
+if not 1 <= number <= len(told.layers):
+    parser.error(f"layers 1 to {len(told.layers)} ran")
+if args.picture == "entropy":
+    tables = [[getattr(layer, kind)[0].entropy[0] for layer in told.layers] for kind in ("within", "across")]
+    limit = float(np.log(max(2, *map(len, features))))
+    save_figure(draw_entropies(*tables, limit=limit, title=f"entropy of attention: {title}"), args.output)
+    parser.exit()
+if args.picture == "rollout":
+    flow, count, heads = told.rollout[0][0], len(places[0]), []
     for part, side in ((flow[:count], places[0]), (flow[count:], places[1])):
         best = np.argsort(-part)[:40]
         heads.append([(side[best], part[best])])
-    title = f"attention rollout over {len(told.layers)} layers, {found}"
+    names, title = ["share of what it knows"], f"attention rollout over {len(told.layers)} layers: {title}"
 else:
-    number = args.layer or len(told.layers)
-    if not 1 <= number <= len(told.layers):
-        parser.error(f"layers 1 to {len(told.layers)} ran")
-    layer, heads = told.layers[number - 1], []
+    layer, heads, names = told.layers[number - 1], [], None
     for attention, side in ((layer.within[0], places[0]), (layer.across[0], places[1])):
         pairs = zip(attention.points[0], attention.weights[0], strict=True)
         heads.append([(side[points[points >= 0]], weights[points >= 0]) for points, weights in pairs])
-    entropy = "/".join(f"{value:.1f}" for value in layer.across[0].entropy[0])
-    title = f"layer {number}, {found}, entropy of cross-attention by head {entropy} nats"
+    title = f"attention at layer {number} of {pipeline.layers}: {title}"
 images = [pipeline.read(path) for path in (args.image0, args.image1)]
 point = tuple(places[0][asked])
-save_figure(draw_attention(*images, point, *heads, title=title), args.output)
+save_figure(
+    draw_attention(*images, point, *heads, names=names, stacked=args.stacked, title=title), args.output
+)

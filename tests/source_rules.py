@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FACADE = "matcher"  # matcher/__init__.py: names its modules in strings, imported by the top floor only
-TOP = 11
+TOP = 12
 
 FLOORS = {
     "types": 1,
@@ -31,8 +31,8 @@ FLOORS = {
     "training": 9,
     "benchmarking": 9,
     "report": 10,
+    "serving": 11,
     "cli": TOP,
-    "web": TOP,
     "__main__": TOP + 1,
 }
 

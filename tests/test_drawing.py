@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import time
 
 import numpy as np
@@ -6,15 +7,15 @@ import PIL.Image
 import pytest
 
 from matcher.drawing.attention import draw_attention
-from matcher.drawing.canvas import figure_pixels
+from matcher.drawing.canvas import figure_pixels, header_height, save_figure
 from matcher.drawing.keypoints import draw_fates
 from matcher.drawing.matches import draw_matches, match_errors, plot_result
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
+from matcher.drawing.plots import draw_confidences, draw_decisions, draw_entropies, draw_marginal_errors
 from matcher.geometry import upright_size, upright_to_stored
 from matcher.images import image_from_array, read_image
 from matcher.types import Features, ImageError, Matches, Result, TwoViewGeometry, UsageError
 
-HEADER = 52  # rows above the pictures
 MISSING = np.zeros((0, 2))
 
 
@@ -24,7 +25,11 @@ def grey(width=400, height=300, value=60):
 
 def body(figure):
     """(H, W, 3) the rendered figure below its header."""
-    return figure_pixels(figure)[HEADER:]
+    return below(figure_pixels(figure))
+
+
+def below(pixels):
+    return pixels[header_height(pixels.shape[1]) :]
 
 
 def coloured(pixels):
@@ -106,7 +111,7 @@ def test_thousands_of_lines_leave_the_picture_visible_and_take_less_than_a_secon
         )
     )
     assert time.process_time() - start < 1.0
-    assert coloured(pixels[HEADER:]).mean() < 0.5
+    assert coloured(below(pixels)).mean() < 0.5
 
 
 def test_drawn_lines_are_spread_over_the_picture():
@@ -144,9 +149,10 @@ def test_any_pair_makes_a_picture(first, second, count):
             first, second, point, point, inliers=np.ones(count, bool), keypoints0=MISSING, title="a $ b\nc"
         )
     )
-    assert pixels.shape[1] >= 960 and HEADER < pixels.shape[0] <= HEADER + 800
-    assert pixels[HEADER:].min() < 250
-    assert pixels[:HEADER].min() < 100  # the title is there
+    header = header_height(pixels.shape[1])
+    assert pixels.shape[1] >= 960 and header < pixels.shape[0] <= header + 800
+    assert pixels[header:].min() < 250
+    assert pixels[:header].min() < 100  # the title is there
 
 
 def test_bad_arguments_are_named():
@@ -199,7 +205,7 @@ def test_plot_result_without_geometry_draws_no_outliers(tmp_path):
     geometry = dataclasses.replace(result.geometry, status="no_model")
     plot_result(dataclasses.replace(result, geometry=geometry), grey(), grey(), tmp_path / "failed.png")
     none, failed = (
-        np.asarray(PIL.Image.open(tmp_path / f"{n}.png"))[HEADER:, :, :3] for n in ("none", "failed")
+        below(np.asarray(PIL.Image.open(tmp_path / f"{n}.png"))[..., :3]) for n in ("none", "failed")
     )
     assert none[coloured(none)][:, 1].mean() > failed[coloured(failed)][:, 1].mean() + 30
 
@@ -285,6 +291,77 @@ def test_epipolar_lines_run_through_the_partners():
         np.testing.assert_allclose(sorted(segment[:, 0]), [left - 0.5, left + 799.5], atol=0.01)
         np.testing.assert_allclose(segment[:, 1], 200.5, atol=0.01)
     assert draw_epipolar_lines(grey(), grey(), MISSING, MISSING, sideways)
+
+
+@pytest.mark.parametrize("size", [(400, 300), (300, 1000)])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_header_is_as_legible_in_a_wide_picture(size, stacked):
+    picture, point = grey(*size), np.zeros((1, 2))
+    pixels = figure_pixels(draw_matches(picture, picture, point, point, inliers=[True], stacked=stacked))
+    header = pixels[: header_height(pixels.shape[1])]
+    assert header.shape[0] / pixels.shape[1] >= 0.05
+    ink = np.nonzero(header.min(axis=2) < 200)[0]
+    assert np.ptp(ink) > 0.5 * len(header) and ink.min() > 0 and ink.max() < len(header) - 1
+    texts = draw_matches(picture, picture, point, point, inliers=[True], stacked=stacked).texts
+    boxes = [text.get_window_extent() for text in texts[1:] if text.get_text()]
+    boxes.sort(key=lambda box: box.x0)
+    assert len(boxes) > 2 and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_dots_of_heads_lie_beside_each_other():
+    heard = [(np.array([[300.0, 100.0]]), np.array([0.5]))] * 2
+    figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, [], names=["one", "two"])
+    first, second = (c.get_offsets()[0] for c in figure.axes[0].collections[1:4:2])
+    assert 8 < np.linalg.norm(first - second) < 16
+    np.testing.assert_allclose((first + second) / 2, [600.5, 200.5])
+    assert {"one", "two"} <= {text.get_text() for text in figure.texts}
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 12])
+def test_any_number_of_heads_has_its_colours(heads):
+    heard = [(np.array([[300.0, 100.0]]), np.array([0.5]))] * heads
+    figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)
+    colours = {tuple(c.get_facecolor()[0]) for c in figure.axes[0].collections[1 : 2 * heads : 2]}
+    last = f"{heads}" if heads > 4 else f"head {heads}"
+    assert len(colours) == heads and last in {text.get_text() for text in figure.texts}
+    width = figure.get_size_inches()[0] * 100
+    assert max(text.get_window_extent().x1 for text in figure.texts) < width
+    assert figure_pixels(figure).shape[1] > 960
+
+
+def test_plots_show_their_numbers():
+    shares = {"sure": [0.5, None], "alone": [0.2, 0.3]}
+    above, middle, below_ = draw_decisions([5, 7], [5, 3], [0, 1], shares, [4, 0], exited=True).axes
+    assert above.lines[0].get_ydata().tolist() == [5, 7]
+    assert [bar.get_height() for bar in above.patches] == [5, 3, 0, 1]
+    assert middle.lines[0].get_xdata().tolist() == [1] and middle.lines[1].get_ydata().tolist() == [0.2, 0.3]
+    assert [bar.get_height() for bar in below_.patches] == [4, 0]
+    (axes,) = draw_confidences({"a": np.array([0.0, 0.04, 1.0]), "none": np.zeros(0)}, threshold=0.1).axes
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights[0] == 2 and heights[19] == 1 and sum(heights) == 3
+    (axes,) = draw_marginal_errors([1.0, 0.1, 0.005], tolerance=0.01).axes
+    assert axes.lines[0].get_ydata().tolist() == [1.0, 0.1, 0.005] and axes.get_yscale() == "log"
+    left, right, _ = draw_entropies([[1.0, 2.0]], [[0.0, 3.0]], limit=4.0).axes
+    assert [text.get_text() for text in (*left.texts, *right.texts)] == ["1.0", "2.0", "0.0", "3.0"]
+
+
+def test_plots_of_nothing_and_of_bad_values(tmp_path):
+    figures = [
+        draw_decisions([0], [0], [0], {"sure": [None]}, [0]),
+        draw_confidences({"matches": np.zeros(0)}),
+        draw_marginal_errors([]),
+        draw_entropies(np.zeros((1, 1)), np.zeros((1, 1)), limit=1.0),
+    ]
+    for figure in figures:
+        assert figure_pixels(figure).shape[1] == 1000
+    for suffix in (".jpg", ".pdf", ".svg"):
+        assert save_figure(figures[1], tmp_path / f"plot{suffix}").stat().st_size > 1000
+    with pytest.raises(UsageError, match="each layer"):
+        draw_decisions([1, 2], [1], [0], {}, [0])
+    with pytest.raises(UsageError, match=r"\[0, 1\]"):
+        draw_confidences({"a": np.array([1.5])})
+    with pytest.raises(UsageError, match="tables"):
+        draw_entropies(np.zeros((2, 1)), np.zeros((1, 1)), limit=1.0)
 
 
 def test_attention_joins_the_keypoint_with_what_it_hears_in_both_pictures():

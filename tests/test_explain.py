@@ -9,8 +9,13 @@ from random_matcher import CONFIG, matcher_with, pair
 
 from matcher.config import ContextConfig
 from matcher.explain.explain import MATCHED, explain, nearest_keypoint
+from matcher.explain.rules import exit_rule, pruning_rule, sureness
+from matcher.images import read_image
+from matcher.network import context
+from matcher.network.grid import GridExtractor
 from matcher.network.inference import AttentionMatcher
 from matcher.network.model import Model
+from matcher.presets import PRESETS
 from matcher.types import Features, UsageError
 
 
@@ -59,16 +64,19 @@ def test_pruning_and_exit_are_told_with_their_reasons():
 
 
 @pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR])
-def test_recorded_attention_makes_the_message_that_the_network_hears(changes):
+def test_recorded_attention_makes_the_message_that_the_network_hears(changes, monkeypatch):
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)
-    layer, seen = matcher.model.layers[0], {}
+    layer, messages = matcher.model.layers[0], []
     told = explain(matcher, *sides, [4], [7], strongest=30)
-    model = matcher.model
+    model, attend = matcher.model, context.attend
     with torch.inference_mode():
         tokens = model.tokens(*(Features.stack([f]) for f in sides))
-        layer.within.out.register_forward_pre_hook(lambda _, given: seen.update(message=given[0]))
+        monkeypatch.setattr(
+            context, "attend", lambda *a, **k: messages.append(attend(*a, **k)) or messages[-1]
+        )
         layer.within(tokens.x, tokens.turns, tokens.layout)
         values = layer.within.qkv(tokens.x).unflatten(-1, (3, 2, 24))[:, 2]
+    (message,) = messages
     for side, (asked, start) in enumerate(((4, 0), (7, 30))):
         attention = told.layers[0].within[side]
         points, weights = attention.points[0], attention.weights[0]
@@ -76,7 +84,7 @@ def test_recorded_attention_makes_the_message_that_the_network_hears(changes):
             alive = points[head] >= 0
             chosen = torch.from_numpy(weights[head][alive]) @ values[points[head][alive] + start, head]
             torch.testing.assert_close(
-                chosen, seen["message"][asked + start, head * 24 : head * 24 + 24], atol=1e-4, rtol=1e-3
+                chosen, message[asked + start, head * 24 : head * 24 + 24], atol=1e-4, rtol=1e-3
             )
             p = weights[head][weights[head] > 0]
             assert attention.entropy[0, head] == pytest.approx(-(p * np.log(p)).sum(), abs=1e-3)
@@ -90,6 +98,104 @@ def test_the_marginal_error_falls_below_the_tolerance_in_as_many_iterations():
     assert len(errors) == prediction.iterations
     assert (errors[-1] <= CONFIG.assignment.tolerance) == prediction.converged
     assert errors[0] > errors[-1]
+
+
+@pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR, ADDITIVE])
+def test_rollout_is_the_product_of_the_mean_weights(changes):
+    matcher, sides = other_matcher(**changes), pair(12, 9, 3)
+    told = explain(matcher, *sides, range(12), range(9), strongest=12, traced=([4], []))
+    known = np.eye(21)
+    for layer in told.layers:
+        for attended, shift in ((layer.within, (0, 12)), (layer.across, (12, 0))):
+            step = np.eye(21) / 2
+            for side, attention in enumerate(attended):
+                for row in range(len(attention.points)):
+                    for points, weights in zip(attention.points[row], attention.weights[row], strict=True):
+                        heard = points >= 0
+                        share = weights[heard] / 2 / len(attention.points[row])
+                        np.add.at(step[row + 12 * side], points[heard] + shift[side], share)
+            known = step @ known
+    assert not any(len(points) for layer in told.layers for points in layer.pruned)
+    assert told.traced[0].tolist() == [4] and len(told.traced[1]) == len(told.rollout[1]) == 0
+    np.testing.assert_allclose(told.rollout[0][0], known[4], atol=1e-4)
+
+
+def prospective(**changes) -> AttentionMatcher:
+    """A network with heads of their own for prospects, some points with, most without."""
+    adaptivity = replace(
+        CONFIG.adaptivity, prospects=True, prune_matchability=0.3, prune_confident_only=False, **changes
+    )
+    matcher = other_matcher(adaptivity=adaptivity)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(2)
+        for head in (*matcher.model.prospect, *matcher.model.confidence):
+            torch.nn.init.normal_(head.weight, std=0.3)
+    return matcher
+
+
+def test_prospects_decide_and_are_told():
+    sides = pair(80, 70, 2)
+    matcher = prospective(early_exit=False)
+    told = explain(matcher, *sides)
+    assert np.array_equal(told.matches, matcher(*(Features.stack([f]) for f in sides))[0].indices)
+    reasons = np.concatenate([r for layer in told.layers for r in layer.reasons])
+    assert len(reasons) > 20 and (reasons[:, 0] <= 0.3).all()
+    assert (reasons[:, 1] < 0.8).any()  # dropped although unsure
+    first = told.layers[0]
+    with torch.inference_mode():
+        model = matcher.model
+        tokens = next(iter(model.states(model.tokens(*(Features.stack([f]) for f in sides)))))
+        prospects = model.matchabilities(tokens.x, 0).numpy()
+    assert first.expected == pytest.approx(prospects.sum() / 2, rel=1e-4)
+    sure = first.confidences > 0.9
+    assert first.certain == pytest.approx(prospects[sure].sum() / prospects.sum(), abs=1e-4)
+    assert "probability of a partner" in pruning_rule(model.config) and "or not" in pruning_rule(model.config)
+    assert "early exit is off" in exit_rule(model.config)
+
+
+@pytest.mark.parametrize("prospects", [False, True])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
+def test_a_pair_exits_where_its_certainty_passes_the_share(prospects, share):
+    adaptivity = replace(CONFIG.adaptivity, exit_share=share, pruning=False)
+    matcher = prospective(exit_share=share, pruning=False) if prospects else matcher_with(pruning=False)
+    if not prospects:
+        matcher.model.config = replace(CONFIG, adaptivity=adaptivity)
+    told = explain(matcher, *pair(60, 50, 4))
+    for layer in told.layers[:-1]:
+        assert layer.certain <= share and not layer.exited
+    last = told.layers[-1]
+    if last.exited:
+        slack = 0.5 / (2 * last.expected) if prospects else 0
+        assert last.certain > share - slack - 1e-6
+    else:
+        assert last.certain is None and len(told.layers) == CONFIG.context.depth
+
+
+def test_rules_are_told_for_both_ways():
+    assert "of its points" in exit_rule(CONFIG) and "matchability" in pruning_rule(CONFIG)
+    assert "sure of its assignment." in pruning_rule(CONFIG)
+    predicted = replace(CONFIG, adaptivity=replace(CONFIG.adaptivity, prospects=True))
+    assert "60 % of the matches to be expected" in exit_rule(predicted)
+    assert len(sureness(CONFIG)) == CONFIG.context.depth - 1
+
+
+def test_cells_of_a_grid_tell_their_linear_attention(views):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        matcher = AttentionMatcher(Model(PRESETS["loftr-outdoor"].matcher), precision="float32")
+    extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
+    sides = extractor([read_image(view, resize=160) for view in views])
+    asked = nearest_keypoint(sides[0], (200, 150))
+    told = explain(matcher, *sides, [asked])
+    found = matcher(*(Features.stack([f]) for f in sides))[0]
+    assert np.array_equal(told.matches, found.indices) and np.array_equal(told.scores, found.scores)
+    assert told.rollout[0].sum() == pytest.approx(1, abs=1e-3) and len(told.rollout[0][0]) == sum(
+        map(len, sides)
+    )
+    for layer in told.layers:
+        for attention, side in ((layer.within[0], sides[0]), (layer.across[0], sides[1])):
+            assert attention.points.shape == (1, 8, 8) and (attention.points >= 0).all()
+            assert (attention.entropy > 0).all() and (attention.entropy <= np.log(len(side)) + 1e-3).all()
 
 
 def test_what_cannot_be_asked_is_named():

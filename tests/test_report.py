@@ -1,15 +1,15 @@
 """The HTML report: what it holds, that it is closed to the network, and that it works in a browser."""
 
+import base64
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from browser import browser, needs_browser
 
 from matcher.cli import main
 from matcher.network.inference import AttentionMatcher
@@ -18,8 +18,6 @@ from matcher.pipeline import load
 from matcher.presets import PRESETS
 from matcher.report.report import write_report
 from matcher.types import UsageError
-
-BROWSER = shutil.which("chromium")
 
 
 @pytest.fixture(scope="module")
@@ -61,44 +59,96 @@ def test_the_report_holds_the_matches_and_escapes_names(report, pictures):
     assert len(data["images"][0]["points"]) == len(result.features0)
 
 
-def shown_info(page, folder) -> str:
-    """What the page says of the chosen keypoint, in a browser without a window."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    run = subprocess.run(
-        [BROWSER, *flags, "--virtual-time-budget=4000", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return re.search(r'<p id="info">(.*?)</p>', run.stdout)[1]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="Debian's chromium is not installed")
-def test_a_browser_shows_the_match_of_the_chosen_keypoint(report, tmp_path):
-    path, result = report
-    info = shown_info(path, tmp_path)
-    chosen = int(re.match(r"keypoint (\d+) of image 0: ", info)[1])
-    partners = dict(result.matches.indices.tolist())
-    if chosen in partners:
-        assert f"matched to keypoint {partners[chosen]} of image 1" in info
-    else:
-        assert "without a partner" in info or "pruned" in info
-    assert "strongest weight" in info or "pruned" in info
-
-
-@pytest.mark.skipif(BROWSER is None, reason="Debian's chromium is not installed")
-def test_a_click_on_a_keypoint_shows_its_match(report, tmp_path):
+@needs_browser
+def test_a_click_on_a_keypoint_shows_its_match_and_what_it_hears(report, tmp_path):
+    """The page as it is, with its policy, from disk; a real click."""
     path, result = report
     i, j = result.matches.indices[3].tolist()
-    click = (
-        "<script>setTimeout(() => { const box = view.getBoundingClientRect(), s = box.width / view.width;"
-        f"const [x, y] = at(1, {j}); view.dispatchEvent(new MouseEvent('click', "
-        "{ clientX: box.left + x * s, clientY: box.top + y * s })); }, 1000)</script>"
+    with browser() as page:
+        page.open(path.as_uri())
+        page.wait("return document.body.dataset.ready")
+        chosen = int(re.match(r"keypoint (\d+) of image 0: ", page.text("#info"))[1])
+        partners = dict(result.matches.indices.tolist())
+        wanted = f"matched to keypoint {partners[chosen]} of image 1" if chosen in partners else "partner"
+        assert wanted in page.text("#info")
+        place = page.run(
+            "const box = view.getBoundingClientRect(), s = box.width / view.width;"
+            "const [x, y] = at(1, arguments[0]); return [box.left + x * s, box.top + y * s]",
+            j,
+        )
+        before = page.run("return pen.getImageData(...at(0, arguments[0]), 1, 1).data.join()", i)
+        page.click("#view", at=place)
+        assert f"keypoint {j} of image 1: matched to keypoint {i} of image 0" in page.text("#info")
+        assert "strongest weight" in page.text("#info")
+        after = page.run("return pen.getImageData(...at(0, arguments[0]), 1, 1).data.join()", i)
+        assert before != after == "255,255,255,255"  # its match is highlighted
+        entropy = page.run("return [...entropy.rows[1].cells].map(cell => cell.textContent)")
+        assert entropy[0] == "1" and len(entropy) == 5 and all(0 <= float(x) < 6 for x in entropy[1:])
+        page.click("#rollout")
+        assert "% of what it knows" in page.text("#info")
+        page.click("#lines")
+        page.click("#changes")
+        page.screenshot(tmp_path / "report.png")
+        assert (tmp_path / "report.png").stat().st_size > 20_000
+        assert page.complaints() == []
+
+
+@needs_browser
+def test_the_policy_lets_no_other_script_in(report, tmp_path):
+    page_text = (
+        report[0].read_text("utf-8").replace("</html>", "<script>view.dataset.foreign = 1</script></html>")
     )
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text("utf-8"))
-    clicked = tmp_path / "clicked.html"
-    clicked.write_text(page.replace("</html>", click + "</html>"), "utf-8")
-    assert f"keypoint {j} of image 1: matched to keypoint {i} of image 0" in shown_info(clicked, tmp_path)
+    (tmp_path / "changed.html").write_text(page_text, "utf-8")
+    with browser() as page:
+        page.open((tmp_path / "changed.html").as_uri())
+        page.wait("return document.body.dataset.ready")
+        assert page.run("return view.dataset.foreign ?? null") is None
+        assert any("Content Security Policy" in text for text in page.complaints())
+
+
+def test_the_report_tells_every_layer(report):
+    path, result = report
+    data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.S)[1])
+    depth = result.matches.layers_run
+    for image in data["images"]:
+        shape = (len(image["asked"]), 2)
+        for layer in image["heard"]:
+            for points, weights, entropy in layer:
+                assert len(unpacked(points, "<u2")) == len(unpacked(weights, "u1")) == shape[0] * shape[1] * 4
+                assert len(unpacked(entropy, "u1")) == shape[0] * shape[1]
+        sources, shares = image["sources"]
+        assert len(unpacked(sources, "<u2")) == len(unpacked(shares, "u1")) == 12 * len(image["traced"])
+        assert len(image["largest"]) == len(image["traced"]) > 20
+        assert unpacked(shares, "u1").reshape(-1, 12)[:, 0].min() == 255
+    assert len(data["layers"]) == depth and len(data["rules"]) == 2
+    last = data["layers"][-1]
+    pairs = unpacked(last["matches"], "<u2").reshape(-1, 2)
+    assert sorted(map(tuple, pairs.tolist())) == sorted(tuple(m) for m in result.matches.indices.tolist())
+    assert sum(data["layers"][0]["confidences"]) == sum(len(image["points"]) for image in data["images"])
+    assert data["marginal"]
+
+
+def unpacked(text, kind):
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+@pytest.mark.parametrize("second", ["blank", "tiny", "colour"])
+def test_odd_pairs_make_a_page(pictures, pipeline, tmp_path, second):
+    odd = {
+        "blank": np.full((200, 300), 90, np.uint8),  # no keypoints, so no matches
+        "tiny": cv2.resize(cv2.imread(str(pictures[1]), 0), (60, 54)),
+        "colour": cv2.imread(str(pictures[1])) // np.array([1, 2, 3], np.uint8),
+    }[second]
+    path = tmp_path / "odd.png"
+    path.write_bytes(cv2.imencode(".png", odd)[1].tobytes())
+    result = write_report(pipeline, pictures[0], path, tmp_path / "odd.html")
+    assert len(result.matches) == 0 if second == "blank" else len(result.features1) > 0
+    if needs_browser.args[0]:
+        return
+    with browser() as page:
+        page.open((tmp_path / "odd.html").as_uri())
+        page.wait("return document.body.dataset.ready")
+        assert "Click a keypoint" in page.text("#info") and page.complaints() == []
 
 
 def test_bad_requests_are_named(pictures, pipeline, tmp_path, capsys):

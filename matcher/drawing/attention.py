@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from matcher.drawing.canvas import (
+    BLUE,
+    GREEN,
+    ORANGE,
     PINK,
     SKY,
     VERMILION,
     YELLOW,
     Legend,
-    as_image,
     as_points,
-    blank_figure,
     draw_header,
-    place,
+    two_pictures,
 )
 from matcher.types import Image, UsageError
 
 Heard = tuple[np.ndarray, np.ndarray]  # places (k, 2) in stored pixels and their weights (k,)
+_BESIDE = 6.0  # canvas pixels from a place to the dot of one head
 
 
 def draw_attention(
@@ -34,47 +37,58 @@ def draw_attention(
     across: Sequence[Heard],
     *,
     asked_in: int = 0,
+    names: Sequence[str] | None = None,
     stacked: bool = False,
     title: str = "attention of one keypoint",
 ) -> Figure:
-    """Lines from a keypoint to what it attends to; stronger weights are larger dots, heads have colours.
+    """Lines from a keypoint to what it attends to; larger weights are larger dots, heads have colours.
+
+    The dots of several heads lie around the place that they mean, so that none hides another.
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
         point: the keypoint, stored pixels of the picture `asked_in`.
         within, across: for each head the places heard in its own and in the other picture.
         asked_in: 0 or 1, the picture of the keypoint.
+        names: of the heads, for the legend; "head 1" and so on when absent.
         stacked: one picture above the other instead of side by side.
         title: one line above the pictures.
 
     Raises:
         UsageError: places and weights that do not fit each other, or pictures that cannot be used.
     """
-    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
-    figure, axes = blank_figure(canvas)
+    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
     start = placed[asked_in].points(as_points(np.array([point]), "point"))[0]
-    colours = _head_colours(max(len(within), len(across)))
-    for side, heads in ((placed[asked_in], within), (placed[1 - asked_in], across)):
-        for colour, (places, weights) in zip(colours, heads, strict=False):
+    heads = max(len(within), len(across))
+    colours, turns = _head_colours(heads), 2 * np.pi * np.arange(heads) / max(1, heads)
+    beside = _BESIDE * (heads > 1) * np.stack([-np.cos(turns), np.sin(turns)], axis=1)
+    largest = max((float(np.max(w)) for _, w in (*within, *across) if len(w)), default=0.0)
+    for side, heard in ((placed[asked_in], within), (placed[1 - asked_in], across)):
+        for colour, shift, (places, weights) in zip(colours, beside, heard, strict=False):
             if len(places) != len(weights):
                 raise UsageError(f"{len(places)} places cannot have {len(weights)} weights")
-            ends = side.points(as_points(np.reshape(places, (-1, 2)), "places"))
-            share = np.sqrt(np.clip(weights, 0, 1))
-            lines = [[start, end] for end in ends]
-            axes.add_collection(
-                LineCollection(lines, colors=[colour], linewidths=0.8, alpha=0.6), autolim=False
+            ends = side.points(as_points(np.reshape(places, (-1, 2)), "places")) + shift
+            share = np.clip(weights, 0, None) / max(largest, 1e-9)
+            lines = LineCollection(
+                [[start, end] for end in ends],
+                colors=[(*to_rgb(colour), 0.15 + 0.75 * s) for s in share],
+                linewidths=0.5 + 2 * share,
             )
+            axes.add_collection(lines, autolim=False)
             axes.scatter(
-                ends[:, 0], ends[:, 1], s=6 + 140 * share**2, color=colour, edgecolors="black", linewidths=0.5
+                *ends.T, s=5 + 150 * share, color=colour, edgecolors="black", linewidths=0.5, zorder=3
             )
-    axes.scatter(*start, s=90, marker="*", color="white", edgecolors="black", linewidths=1, zorder=4)
-    texts = [(f"head {i + 1}", colour) for i, colour in enumerate(colours)]
-    draw_header(figure, title, Legend((*texts, ("star: the keypoint; area of a dot: its weight", "none"))))
+    axes.scatter(*start, s=170, marker="*", color="white", edgecolors="black", linewidths=1, zorder=4)
+    names = [f"head {number}" for number in range(1, heads + 1)] if names is None else names
+    if heads > 4:  # else the line would be too long
+        names = [names[0], *(name.removeprefix("head ") for name in names[1:])]
+    scale = f"star: the keypoint; area of a dot: its weight, the largest {largest:.2g}"
+    draw_header(figure, title, Legend((*zip(names, colours, strict=True), (scale, "none"))))
     return figure
 
 
 def _head_colours(count: int) -> list[tuple[float, ...]]:
-    few = [SKY, VERMILION, YELLOW, PINK]
-    return (
-        few[:count] if count <= len(few) else list(matplotlib.colormaps["viridis"](np.linspace(0, 1, count)))
-    )
+    few = [SKY, VERMILION, YELLOW, PINK, GREEN, ORANGE, BLUE, (1.0, 1.0, 1.0)]
+    if count <= len(few):
+        return few[:count]
+    return [tuple(colour) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, count))]

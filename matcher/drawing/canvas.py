@@ -25,10 +25,16 @@ from matcher.types import Image, UsageError
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
 VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette
 SKY = (0.34, 0.71, 0.91)
+GREEN = (0.0, 0.62, 0.45)
+ORANGE = (0.9, 0.62, 0.0)
+BLUE = (0.0, 0.45, 0.7)
 PINK = (0.8, 0.47, 0.65)
 YELLOW = (0.94, 0.89, 0.26)
 
-_SIDE, _GAP, _HEADER, _MIN_WIDTH, _DPI = 800, 12, 52, 960, 100  # pixels; _SIDE: longer side of either picture
+_SIDE, _GAP, _MIN_WIDTH, _DPI = 800, 12, 960, 100  # pixels; _SIDE: longer side of either picture
+_HEADER = (
+    52  # pixels, of a picture 1000 wide; in wider ones the header grows, to be read when they are shrunk
+)
 _DIM = 0.85  # brightness of the pictures below the lines
 
 
@@ -102,7 +108,9 @@ def as_points(points: np.ndarray, name: str) -> np.ndarray:
     return points
 
 
-def as_column(values: np.ndarray | None, count: int, name: str, default: np.ndarray) -> np.ndarray:
+def as_column(
+    values: np.ndarray | None, count: int, name: str, default: np.ndarray | None = None
+) -> np.ndarray:
     """(K,) values or the default; `UsageError` naming the argument for another shape."""
     values = default if values is None else np.asarray(values)
     if values.shape != (count,):
@@ -144,13 +152,30 @@ def _display(pixels: np.ndarray) -> np.ndarray:
 def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
     """A figure whose axes show the canvas (H, W, 3) pixel by pixel, under room for a header."""
     height, width = canvas.shape[:2]
-    total = height + _HEADER
+    total = height + header_height(width)
     figure = Figure(figsize=(width / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
     axes = figure.add_axes((0.0, 0.0, 1.0, height / total))
     axes.imshow(canvas, interpolation="nearest", aspect="auto")
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     axes.set_axis_off()
     return figure, axes
+
+
+def two_pictures(
+    image0: Image | np.ndarray, image1: Image | np.ndarray, *, stacked: bool
+) -> tuple[tuple[Placed, Placed], Figure, Axes]:
+    """Where both pictures lie, and a figure that shows them."""
+    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
+    return placed, *blank_figure(canvas)
+
+
+def header_height(width: int) -> int:
+    """Rows above the pictures of a canvas so wide."""
+    return round(_HEADER * _enlarged(width))
+
+
+def _enlarged(width: float) -> float:
+    return max(1.0, width / 1000)
 
 
 def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
@@ -161,23 +186,30 @@ def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha
 def draw_header(figure: Figure, title: str, legend: Legend) -> None:
     """The title, shortened to one line, and below it what the colours mean."""
     width, height = figure.get_size_inches() * _DPI
-    title, room = " ".join(title.split()), int(width / 8)
+    unit = _enlarged(width)
+    title, room = " ".join(title.split()), int(width / (8.5 * unit))
     title = title if len(title) <= room else title[: room - 1] + "…"
-    figure.text(12 / width, 1 - 16 / height, title, fontsize=11, va="center", parse_math=False)
-    y, x = 1 - 38 / height, 12.0
-    style = {"fontsize": 8, "va": "center", "parse_math": False}
+    heading = {"fontsize": 11 * unit, "va": "center", "parse_math": False}
+    figure.text(12 * unit / width, 1 - 16 * unit / height, title, **heading)
+    y, x = 1 - 38 * unit / height, 12.0 * unit
+    style = {"fontsize": 9 * unit, "va": "center", "parse_math": False, "color": "0.25"}
+    renderer = FigureCanvasAgg(figure).get_renderer()
+
+    def write(text: str, colour: str | tuple[float, ...] = "0.25") -> float:
+        """Text at x; its width in pixels."""
+        drawn = figure.text(x / width, y, text, **{**style, "color": colour})
+        return drawn.get_window_extent(renderer).width if text else 0.0
+
     if legend.scale is not None:
-        figure.text(x / width, y, legend.ends[0], color="0.35", **style)
-        x += 6.2 * len(legend.ends[0]) + 8
-        bar = figure.add_axes((x / width, y - 4 / height, 120 / width, 8 / height))
+        x += write(legend.ends[0]) + 8 * unit
+        bar = figure.add_axes((x / width, y - 4 * unit / height, 120 * unit / width, 8 * unit / height))
         bar.imshow(np.linspace(0, 1, 64)[None], cmap=legend.scale, aspect="auto")
-        bar.set_axis_off()
-        figure.text((x + 126) / width, y, legend.ends[1], color="0.35", **style)
-        x += 126 + 6.2 * len(legend.ends[1]) + 24
+        bar.set(xticks=[], yticks=[])
+        bar.spines[:].set(color="0.6", linewidth=0.5)  # a scale that begins with white has an end, too
+        x += 128 * unit
+        x += write(legend.ends[1]) + 24 * unit
     for text, colour in legend.texts:
-        mark = 0.0
         if colour != "none":
-            figure.text(x / width, y, "●", color=colour, **style)
-            mark = 12.0
-        figure.text((x + mark) / width, y, text, color="0.35", **style)
-        x += mark + 6.2 * len(text) + 18
+            white = min(colour) > 0.95
+            x += write("○" if white else "●", "0.25" if white else colour) + 4 * unit
+        x += write(text) + 20 * unit

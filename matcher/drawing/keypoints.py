@@ -11,14 +11,13 @@ from matcher.drawing.canvas import (
     SKY,
     VERMILION,
     Legend,
-    as_image,
+    as_column,
     as_points,
-    blank_figure,
     draw_dots,
     draw_header,
-    place,
+    two_pictures,
 )
-from matcher.types import Image, UsageError
+from matcher.types import Image
 
 MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
 
@@ -48,13 +47,11 @@ def draw_fates(
     Raises:
         UsageError: arrays whose shapes do not fit, or pictures that cannot be used.
     """
-    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
-    figure, axes = blank_figure(canvas)
+    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
     scale, counts = _pruned_colours(), np.zeros(3, int)
     for side, keypoints, fates in zip(placed, (keypoints0, keypoints1), (fates0, fates1), strict=True):
-        points, fates = side.points(as_points(keypoints, "keypoints")), np.asarray(fates)
-        if fates.shape != (len(points),):
-            raise UsageError(f"fates must be ({len(points)},), not {fates.shape}")
+        points = side.points(as_points(keypoints, "keypoints"))
+        fates = as_column(fates, len(points), "fates")
         pruned, kept, matched = fates > 0, fates == UNMATCHED, fates == MATCHED
         draw_dots(axes, points, "black", 20.0, 0.35)
         draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0, 1.0)

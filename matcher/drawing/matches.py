@@ -22,15 +22,13 @@ from matcher.drawing.canvas import (
     VERMILION,
     YELLOW,
     Legend,
-    Placed,
     as_column,
     as_image,
     as_points,
-    blank_figure,
     draw_dots,
     draw_header,
-    place,
     save_figure,
+    two_pictures,
 )
 from matcher.files import check_output
 from matcher.geometry import epipolar_distance, warp_points
@@ -85,7 +83,10 @@ def draw_matches(
         share = np.nan_to_num(as_column(errors, count, "errors", scores) / error_limit, nan=1.0)
         inliers, good = None, np.ones(count, bool)
     scale = _scale(colour_by)
-    placed, (figure, axes) = _with_dots(image0, image1, keypoints0, keypoints1, stacked)
+    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
+    for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
+        if keypoints is not None:
+            draw_dots(axes, side.points(as_points(keypoints, "keypoints")), "white", 2.0, 0.35)
     ends = np.stack([placed[0].points(points0), placed[1].points(points1)], axis=1)
     drawn = _draw_lines(axes, ends, scores, good, scale(np.clip(share, 0, 1)), max_lines)
     legend = _legend(colour_by, scale, error_limit, None if inliers is None else good, drawn)
@@ -168,22 +169,6 @@ def plot_result(
     return save_figure(figure, path)
 
 
-def _with_dots(
-    image0: Image | np.ndarray,
-    image1: Image | np.ndarray,
-    keypoints0: np.ndarray | None,
-    keypoints1: np.ndarray | None,
-    stacked: bool,
-) -> tuple[tuple[Placed, Placed], tuple[Figure, Axes]]:
-    """A figure of both pictures with their keypoints."""
-    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
-    figure, axes = blank_figure(canvas)
-    for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
-        if keypoints is not None:
-            draw_dots(axes, side.points(as_points(keypoints, "keypoints")), "white", 2.0, 0.35)
-    return placed, (figure, axes)
-
-
 def _check(
     other: int, count: int, colour_by: str, errors: np.ndarray | None, limit: float, max_lines: int
 ) -> None:
@@ -208,7 +193,7 @@ def _draw_lines(
     lines_in = _spread(inner, ends[:, 0], max_lines)
     lines_out = _spread(outer, ends[:, 0], max_lines // 4)
     crowd = min(1.0, len(lines_in) / 200)
-    thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.5  # thousands stay transparent
+    thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
     alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
     axes.add_collection(
         LineCollection(ends[lines_out], colors=[VERMILION], linewidths=0.5, alpha=0.55), autolim=False

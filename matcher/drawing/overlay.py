@@ -17,7 +17,7 @@ from matcher.drawing.canvas import (
     as_points,
     blank_figure,
     draw_header,
-    place,
+    two_pictures,
 )
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.types import Image, UsageError
@@ -53,7 +53,12 @@ def draw_overlay(
     if kind == "blend":
         canvas, text = _blend(below, above, covered), "image 0 red to orange, image 1 blue, grey: they agree"
     else:
-        canvas = np.where((_board(covered.shape, squares) & covered)[..., None], above, below)
+        board = _board(covered.shape, squares)
+        canvas = np.where((board & covered)[..., None], above, below)
+        edges = (
+            np.diff(board, axis=0, append=board[-1:]) | np.diff(board, axis=1, append=board[:, -1:])
+        ) & covered
+        canvas[edges] = canvas[edges] // 2 + 127  # where the two agree no square could be seen
         text = "squares alternate between image 0, warped, and image 1"
     figure, _ = blank_figure(canvas)
     name = f"image 0 over image 1, {covered.mean():.0%} covered" if title is None else title
@@ -132,8 +137,7 @@ def draw_epipolar_lines(
     if len(points0) != len(points1) or fundamental.shape != (3, 3) or not np.isfinite(fundamental).all():
         raise UsageError("epipolar lines need as many points0 as points1 and a finite (3, 3) matrix")
     chosen = np.unique(np.linspace(0, len(points0) - 1, min(max_lines, len(points0))).astype(int))
-    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
-    figure, axes = blank_figure(canvas)
+    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
     colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
     sides = (points0, points1)
     for side, here, there, matrix in zip(
@@ -144,7 +148,7 @@ def draw_epipolar_lines(
         segments = LineCollection([p for _, p in pieces], colors=[c for c, _ in pieces], linewidths=1.2)
         axes.add_collection(segments, autolim=False)
         ends = side.points(here[chosen])
-        axes.scatter(ends[:, 0], ends[:, 1], s=26, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
+        axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
     text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
     draw_header(figure, "epipolar lines" if title is None else title, Legend(((text, "none"),)))
     return figure

@@ -8,11 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from matcher.network.adaptivity import Tokens
-from matcher.network.attention import Kernel
+from matcher.network.attention import Kernel, linear_attention
 from matcher.network.context import Layer
 from matcher.network.position import rotate
+
+_ROWS = 256  # listening points whose weights are held at once in a rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +38,38 @@ class Block(NamedTuple):
 
     def weights(self, rows: Tensor) -> Tensor:
         """(heads, A, m) float32, what the score function gives each point heard by the rows (A,)."""
-        learned = isinstance(self.kernel, nn.Module)
-        dtype = next(self.kernel.parameters()).dtype if learned else torch.float32
         if not len(self.there):
             return self.q.new_zeros(len(self.q), len(rows), 0, dtype=torch.float32)
-        # A score function applied to unit vectors as values gives its weights, whichever it is.
+        if self.kernel is linear_attention:
+            q, k = self._features()
+            return (q[:, rows] @ k.transpose(1, 2)) / self._totals(q[:, rows], k)
+        if not isinstance(self.kernel, nn.Module):  # softmax of scaled products, however it is computed
+            q, k = self.q[:, rows].float(), self.k.float()
+            return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(1, 2), dim=-1)
+        # A learned score function applied to unit vectors as values gives its weights, whichever it is.
+        dtype = next(self.kernel.parameters()).dtype
         units = torch.eye(len(self.there), dtype=dtype, device=self.q.device).expand(len(self.q), -1, -1)
         return self.kernel(self.q[:, rows].to(dtype), self.k.to(dtype), units).float()
+
+    def spread(self, shares: Tensor) -> Tensor:
+        """Shares (A, n) of the points that listen, handed on to those that they hear: (A, m)."""
+        if self.kernel is linear_attention:  # a grid has ten thousand points: never the weights themselves
+            q, k = self._features()
+            summary = (shares / self._totals(q, k).transpose(1, 2)) @ q  # (heads, A, d)
+            return (summary @ k.transpose(1, 2)).mean(0)
+        total = shares.new_zeros(len(shares), len(self.there))
+        for rows in torch.arange(len(self.here), device=shares.device).split(_ROWS):
+            total += shares[:, rows] @ self.weights(rows).mean(0)
+        return total
+
+    def _features(self) -> tuple[Tensor, Tensor]:
+        """φ of queries and keys, φ = elu + 1 (Katharopoulos et al. 2020, eq. 7)."""
+        return F.elu(self.q.float()) + 1, F.elu(self.k.float()) + 1
+
+    @staticmethod
+    def _totals(q: Tensor, k: Tensor) -> Tensor:
+        """(heads, A, 1) what the weights of each row are divided by, with the same least total."""
+        return (q @ k.sum(1).unsqueeze(-1)) + 1e-6
 
 
 def listening_blocks(layer: Layer, tokens: Tokens, offset: int) -> list[Block]:
@@ -98,9 +126,8 @@ def rollout(heard: list[list[Block]], asked: np.ndarray, total: int) -> np.ndarr
             source = flow.clone()
             for block in pair:
                 if len(block.here) and len(block.there):
-                    mean = block.weights(torch.arange(len(block.here), device=device)).mean(0)
                     share = flow[:, block.here] / 2
                     source[:, block.here] -= share
-                    source[:, block.there] += share @ mean
+                    source[:, block.there] += block.spread(share)
             flow = source
     return flow.cpu().numpy()

@@ -33,7 +33,8 @@ class Explanation:
     matches: np.ndarray  # (K, 2) int64, above the threshold, best first
     scores: np.ndarray  # (K,)
     fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer that pruned
-    rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32, rows sum to 1
+    traced: tuple[np.ndarray, np.ndarray]  # input points whose rollout was computed
+    rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32 of those, rows sum to 1
 
 
 @torch.inference_mode()
@@ -45,7 +46,7 @@ def explain(
     asked1: Sequence[int] = (),
     *,
     strongest: int = 8,
-    with_rollout: bool = True,
+    traced: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Explanation:
     """Run a network on one pair and say what it does.
 
@@ -54,38 +55,37 @@ def explain(
         features0, features1: of one picture each, not batched.
         asked0, asked1: indices of keypoints whose attention is recorded.
         strongest: attended points kept for each asked point and head.
-        with_rollout: False leaves the rollout empty, (0, N+M), which saves time for many asked points.
+        traced: keypoints of either picture whose rollout is computed, which takes longer than attention; all
+            that are asked when absent.
 
     Raises:
         UsageError: indices that are no keypoints, or features that the network does not take.
     """
     sizes = (len(features0), len(features1))
-    asked = tuple(
-        _indices(points, size, i)
-        for i, (points, size) in enumerate(zip((asked0, asked1), sizes, strict=True))
-    )
+    asked = (_indices(asked0, sizes[0], 0), _indices(asked1, sizes[1], 1))
+    traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
     model, reports, heard = matcher.model, [], []
-    tokens = model.tokens(*batch)
-    final = None
+    tokens, total, final = model.tokens(*batch), sum(sizes), None
     while final is None:
         depth, before = len(reports), tokens
         blocks, attended = _asked_attention(model.layers[depth], before, asked, sizes[0], strongest)
         tokens = model._advance(before, depth)
-        after, final = _decide(model, tokens, depth, sum(sizes))
+        after, final = _decide(model, tokens, depth, total)
         known = reports[-1].matches if reports else np.zeros((0, 2), np.int64)
-        reports.append(layer_report(model, tokens, after, depth, attended, known, final))
+        reports.append(layer_report(model, tokens, after, depth, attended, known, total, final))
         heard.append(blocks)
         tokens = after
     found = matcher._read(final, 0, *batch)
-    through = (asked[0], asked[1] + sizes[0])
+    flow = rollout(heard, np.concatenate([traced[0], traced[1] + sizes[0]]), total)
     return Explanation(
         asked,
         tuple(reports),
         found.indices,
         found.scores,
         _fates(found.indices, reports, sizes),
-        tuple(rollout(heard, own if with_rollout else own[:0], sum(sizes)) for own in through),
+        traced,
+        (flow[: len(traced[0])], flow[len(traced[0]) :]),
     )
 
 

@@ -26,14 +26,15 @@ class LayerReport:
     scores: np.ndarray  # (K,) float32
     appeared: int  # matches that the layer before did not have
     vanished: int
-    unmatched: tuple[
-        float, float
-    ]  # mean probability of having no partner, image 0 and 1: the dustbin's share
-    confident: float | None  # share of points sure of their assignment; None where the network asks none
+    unmatched: tuple[float, float]  # mean probability of no partner, image 0 and 1: the dustbin's share
+    certain: float | None  # what early exit compares with its share, see `exit_certainty`; None without heads
+    expected: float | None  # matches to be expected in the end; None where no heads predict them
+    confidences: np.ndarray | None  # (T,) float32 of the live points, image 1 after image 0
     marginal_errors: tuple[float, ...]  # Sinkhorn: largest relative error of a mass, iteration by iteration
     exited: bool  # the pair stopped here
     pruned: tuple[np.ndarray, np.ndarray]  # input points dropped after this layer
-    reasons: tuple[np.ndarray, np.ndarray]  # (P, 2) matchability and confidence of those points
+    # (P, 2) of those: probability of a partner (matchability, or what the heads for it predict), confidence
+    reasons: tuple[np.ndarray, np.ndarray]
 
 
 def layer_report(
@@ -43,18 +44,30 @@ def layer_report(
     depth: int,
     attended: list[Attention],
     known: np.ndarray,
+    total: int,
     final: PairPrediction | None,
 ) -> LayerReport:
-    """What one layer did: `tokens` after it, `after` those that stay, `known` the matches before."""
+    """What one layer did to `tokens`.
+
+    Args:
+        model: the network.
+        tokens: after the layer.
+        after: those that stay.
+        depth: of the layer, 0 the first.
+        attended: by the asked points, in the order of `attention.listening_blocks`.
+        known: (K, 2) matches before the layer.
+        total: points of both pictures before any pruning.
+        final: the assignment, if the pair stopped here.
+    """
     pair = final or model._assign(tokens, [0], depth)[0]
-    local, scores = mutual_matches(pair.assignment.log_scores[0], model.config.match_threshold)
+    config = model.config
+    local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
     matches = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1).cpu().numpy()
     now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
     alone = (pair.assignment.log_unmatched0, pair.assignment.log_unmatched1)
     sure = model.confidences(tokens.x, depth) if depth < len(model.confidence) else None
     dropped, reasons = _dropped(model, tokens, after, depth, sure)
-    nothing = not len(tokens.x)
-    share = confidence_threshold(depth, len(model.layers))
+    certain, expected = exit_certainty(model, tokens, depth, total, sure)
     return LayerReport(
         within=(attended[0], attended[1]),
         across=(attended[2], attended[3]),
@@ -63,7 +76,9 @@ def layer_report(
         appeared=len(now - before),
         vanished=len(before - now),
         unmatched=tuple(float(x.exp().mean()) if x.numel() else 0.0 for x in alone),
-        confident=None if sure is None or nothing else float((sure > share).float().mean()),
+        certain=certain,
+        expected=expected,
+        confidences=None if sure is None else sure.cpu().numpy(),
         marginal_errors=() if final is None else _marginal_errors(model, tokens, depth),
         exited=final is not None and depth < len(model.layers) - 1,
         pruned=dropped,
@@ -71,10 +86,29 @@ def layer_report(
     )
 
 
+def exit_certainty(
+    model: Model, tokens: Tokens, depth: int, total: int, sure: Tensor | None
+) -> tuple[float | None, float | None]:
+    """The share that early exit compares with `exit_share`, and the matches that the pair may expect.
+
+    Without heads that predict partners: the share of points that are sure, dropped ones counted as sure
+    (`adaptivity.ready_pairs`). With them: the share of the expected matches whose points are sure
+    (`adaptivity.ready_prospects`), since points without a partner are sure of that from the start.
+    """
+    if sure is None:
+        return None, None
+    doubtful = sure <= confidence_threshold(depth, len(model.layers))
+    if not model.config.adaptivity.prospects:
+        return (1 - float(doubtful.sum()) / total if total else None), None
+    prospects = model.matchabilities(tokens.x, depth)
+    expected = float(prospects.sum())
+    return (1 - float(prospects[doubtful].sum()) / expected if expected else None), expected / 2
+
+
 def _dropped(
     model: Model, tokens: Tokens, after: Tokens, depth: int, sure: Tensor | None
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Input points of either picture that a layer dropped, with their matchability and confidence."""
+    """Input points of either picture that a layer dropped, and why (see `LayerReport.reasons`)."""
     n = tokens.layout.counts[0][0]
     gone = torch.zeros(len(tokens.x), dtype=torch.bool, device=tokens.x.device)
     if sure is not None and after.pairs and model.config.adaptivity.pruning:

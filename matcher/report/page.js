@@ -1,20 +1,34 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const view = document.getElementById("view"), pen = view.getContext("2d"), gap = 12;
-const [left, right] = data.images, K = data.strongest, H = data.heads, L = data.layers.length;
-const COLOURS = ["#56b4e9", "#d55e00", "#f0e442", "#cc79a7", "#009e73", "#e69f00", "#0072b2", "#ffffff"];
-view.width = left.size[0] + gap + right.size[0];
-view.height = Math.max(left.size[1], right.size[1]);
+const byId = id => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
+const view = byId("view"), pen = view.getContext("2d"), base = document.createElement("canvas");
+const gap = 12, [left, right] = data.images, L = data.layers.length, H = data.heads, K = data.strongest;
+const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", WHITE = "#ffffff", BLACK = "#000000";
+const COLOURS = [BLUE, RED, "#f0e442", "#cc79a7", GREEN, "#e69f00", "#0072b2", WHITE];
+const NONE = data.wide ? 0xffffffff : 0xffff;
+view.width = base.width = left.size[0] + gap + right.size[0];
+view.height = base.height = Math.max(left.size[1], right.size[1]);
 const offset = [0, left.size[0] + gap];
+
 const bytes = text => Uint8Array.from(atob(text), c => c.charCodeAt(0));
+const numbers = text => data.wide ? new Uint32Array(bytes(text).buffer) : new Uint16Array(bytes(text).buffer);
 for (const image of data.images) {
-  image.heard = image.heard.map(blocks => blocks.map(([points, weights]) =>
-    [new Uint16Array(bytes(points).buffer), bytes(weights)]));
-  image.row = new Map(image.asked.map((point, row) => [point, row]));
   image.drawn = new Image();
   image.partner = new Map();
+  image.row = new Map(image.asked.map((point, row) => [point, row]));
+  image.trace = new Map(image.traced.map((point, row) => [point, row]));
+  if (!L) continue;
+  image.heard = image.heard.map(blocks => blocks.map(([points, weights, entropy]) =>
+    [numbers(points), bytes(weights), bytes(entropy)]));
+  image.sources = [numbers(image.sources[0]), bytes(image.sources[1])];
 }
 data.matches.forEach((match, k) => { left.partner.set(match[0], k); right.partner.set(match[1], k); });
+for (const layer of data.layers) {
+  const pairs = numbers(layer.matches), scores = bytes(layer.scores);
+  layer.found = Array.from(scores, (score, k) => [pairs[2 * k], pairs[2 * k + 1], score / 255]);
+  layer.keys = new Set(layer.found.map(match => match[0] + "," + match[1]));
+  layer.partners = [0, 1].map(side => new Map(layer.found.map(m => [m[side], [m[1 - side], m[2]]])));
+}
 
 const make = (tag, text, parent) => {
   const node = document.createElement(tag);
@@ -22,144 +36,190 @@ const make = (tag, text, parent) => {
   if (parent) parent.append(node);
   return node;
 };
-const control = (text, type, attributes) => {
-  const label = make("label", text + " ", document.getElementById("controls"));
-  const input = make("input", undefined, label);
-  Object.assign(input, { type, ...attributes });
+const control = (id, text, type, attributes, needed = true) => {
+  const label = make("label", text + " "), input = make("input", undefined, label);
+  Object.assign(input, { id, type, ...attributes });
   const shown = make("span", "", label);
-  input.addEventListener("input", draw);
+  input.addEventListener("input", () => { paint(); draw(); });
+  if (needed) byId("controls").append(label);
   return { input, shown };
 };
-const least = control("least confidence", "range", { min: 0, max: 100, value: 0 });
-const layer = control("attention of layer", "range", { min: 1, max: L, value: L });
-const head = control("head (0: all)", "range", { min: 0, max: H, value: 0 });
-const inner = control("inliers only", "checkbox", {});
-const every = control("all lines", "checkbox", {});
-const pruned = control("pruned after layer", "range", { min: 0, max: L, value: 0 });
-let chosen = data.chosen === null ? null : [0, data.chosen];
+const least = control("least", "least confidence", "range", { min: 0, max: 100, value: 0 });
+const inner = control("inliers", "inliers only", "checkbox", {});
+const every = control("lines", "all lines", "checkbox", {});
+const layer = control("layer", "layer", "range", { min: 1, max: L || 1, value: L || 1 }, L);
+const head = control("head", "head", "range", { min: 0, max: H || 0, value: 0 }, L);
+const changes = control("changes", "matches of this layer", "checkbox", {}, L);
+const flow = control("rollout", "rollout instead of attention", "checkbox", {}, L);
+const pruned = control("pruned", "pruned after layer", "range", { min: 0, max: L, value: 0 }, L);
+let chosen = data.chosen === null ? null : [0, data.chosen], hovered = null;
 
 const at = (side, point) => {
   const [x, y] = data.images[side].points[point];
   return [x + offset[side], y];
 };
-const dot = (place, radius, colour) => {
-  pen.beginPath();
-  pen.arc(place[0], place[1], radius, 0, 7);
-  pen.fillStyle = colour;
-  pen.fill();
+const dot = (ink, place, radius, colour) => {
+  ink.beginPath();
+  ink.arc(place[0], place[1], radius, 0, 7);
+  ink.fillStyle = colour;
+  ink.fill();
 };
-const line = (from, to, colour, width) => {
-  pen.beginPath();
-  pen.moveTo(...from);
-  pen.lineTo(...to);
-  pen.strokeStyle = colour;
-  pen.lineWidth = width;
-  pen.stroke();
+const line = (ink, from, to, colour, width, dash = []) => {
+  ink.beginPath();
+  ink.setLineDash(dash);
+  ink.moveTo(...from);
+  ink.lineTo(...to);
+  ink.strokeStyle = colour;
+  ink.lineWidth = width;
+  ink.stroke();
+  ink.setLineDash([]);
 };
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
-const fateColour = fate => fate < 0 ? "#56b4e9" : fate === 0 ? "#d55e00" : "#ffffff";
+const fateColour = fate => fate < 0 ? BLUE : fate === 0 ? RED : WHITE;
 
-function drawPoints() {
-  data.images.forEach((image, side) => image.points.forEach((_, point) => {
-    const fate = image.fates[point], wanted = +pruned.input.value;
-    if (wanted && fate !== wanted) return;
-    if (fate < 0 && !visible(data.matches[image.partner.get(point)])) return;
-    dot(at(side, point), 2.6, "#000000");
-    dot(at(side, point), 1.8, fateColour(fate));
-  }));
-}
-function drawAttention(side, point) {
-  const image = data.images[side], row = image.row.get(point);
-  if (row === undefined) return "attention not kept for this point";
-  const blocks = image.heard[+layer.input.value - 1];
-  let strongest = 0;
-  blocks.forEach(([points, weights], across) => {
-    for (let h = 0; h < H; h++) {
-      if (+head.input.value && h + 1 !== +head.input.value) continue;
-      for (let k = 0; k < K; k++) {
-        const slot = (row * H + h) * K + k;
-        if (points[slot] === 65535) continue;
-        const place = at(across ? 1 - side : side, points[slot]), colour = COLOURS[h % COLOURS.length];
-        strongest = Math.max(strongest, weights[slot]);
-        line(at(side, point), place, colour, 1);
-        dot(place, 2 + 8 * Math.sqrt(weights[slot] / 255), colour);
-      }
-    }
-  });
-  return strongest ? `strongest weight ${(strongest / 255).toFixed(2)}` : "it was pruned before this layer";
-}
-function describe(side, point, attention) {
-  const image = data.images[side], k = image.partner.get(point), fate = image.fates[point];
-  const name = `keypoint ${point} of image ${side}`;
-  if (k !== undefined) {
-    const [i, j, p, inlier] = data.matches[k], verdict = inlier ? "inlier" : "outlier";
-    return `${name}: matched to keypoint ${side ? i : j} of image ${1 - side}, ` +
-      `probability ${p.toFixed(3)}, ${verdict}; ${attention}`;
-  }
-  return `${name}: ` + (fate > 0 ? `pruned after layer ${fate}: surely unmatchable` : "kept, without a partner") +
-    `; ${attention}`;
-}
-function draw() {
+// What does not depend on the chosen point: pictures, lines, keypoints.
+function paint() {
+  const ink = base.getContext("2d");
   least.shown.textContent = (least.input.value / 100).toFixed(2);
   layer.shown.textContent = `${layer.input.value} of ${L}`;
   head.shown.textContent = +head.input.value || "all";
   pruned.shown.textContent = +pruned.input.value || "show all";
-  pen.fillStyle = "#ffffff";
-  pen.fillRect(0, 0, view.width, view.height);
-  data.images.forEach((image, side) => pen.drawImage(image.drawn, offset[side], 0));
+  ink.fillStyle = WHITE;
+  ink.fillRect(0, 0, base.width, base.height);
+  data.images.forEach((image, side) => ink.drawImage(image.drawn, offset[side], 0));
   if (every.input.checked) {
-    for (const match of data.matches.filter(visible)) {
-      pen.globalAlpha = .35;
-      line(at(0, match[0]), at(1, match[1]), match[3] ? "#56b4e9" : "#d55e00", 1);
-    }
-    pen.globalAlpha = 1;
+    ink.globalAlpha = .4;
+    if (changes.input.checked) paintChanges(ink);
+    else for (const match of data.matches.filter(visible))
+      line(ink, at(0, match[0]), at(1, match[1]), match[3] ? BLUE : RED, 1);
+    ink.globalAlpha = 1;
   }
-  drawPoints();
-  if (!chosen) return;
-  const [side, point] = chosen, attention = drawAttention(side, point);
-  const k = data.images[side].partner.get(point);
-  if (k !== undefined) {
-    const [i, j] = data.matches[k];
-    line(at(0, i), at(1, j), "#ffffff", 3);
-    dot(at(1 - side, side ? i : j), 5, "#ffffff");
-  }
-  dot(at(side, point), 7, "#000000");
-  dot(at(side, point), 5, "#ffffff");
-  document.getElementById("info").textContent = describe(side, point, attention);
+  data.images.forEach((image, side) => image.points.forEach((_, point) => {
+    const fate = image.fates[point], wanted = +pruned.input.value;
+    if (wanted && fate !== wanted) return;
+    if (fate < 0 && !visible(data.matches[image.partner.get(point)])) return;
+    dot(ink, at(side, point), 2.6, BLACK);
+    dot(ink, at(side, point), 1.8, fateColour(fate));
+  }));
+  if (L) { paintHistogram(); }
 }
-view.addEventListener("click", event => {
+function paintChanges(ink) {
+  const now = data.layers[+layer.input.value - 1], before = data.layers[+layer.input.value - 2];
+  const enough = match => match[2] * 100 >= +least.input.value;
+  for (const match of now.found.filter(enough)) {
+    const fresh = before && !before.keys.has(match[0] + "," + match[1]);
+    line(ink, at(0, match[0]), at(1, match[1]), fresh ? GREEN : BLUE, fresh ? 3 : 1);
+  }
+  for (const match of before ? before.found.filter(enough) : [])
+    if (!now.keys.has(match[0] + "," + match[1]))
+      line(ink, at(0, match[0]), at(1, match[1]), RED, 3, [8, 6]);
+}
+
+function drawAttention(side, point) {
+  const image = data.images[side], row = image.row.get(point);
+  if (row === undefined) return "attention not kept for this point";
+  let strongest = 0;
+  image.heard[+layer.input.value - 1].forEach(([points, weights], across) => {
+    for (let h = 0; h < H; h++) {
+      if (+head.input.value && h + 1 !== +head.input.value) continue;
+      for (let k = 0; k < K; k++) {
+        const slot = (row * H + h) * K + k;
+        if (points[slot] === NONE) continue;
+        const colour = COLOURS[h % COLOURS.length], turn = 2 * Math.PI * h / H, share = weights[slot] / 255;
+        const [x, y] = at(across ? 1 - side : side, points[slot]);
+        const place = H > 1 ? [x - 4 * Math.cos(turn), y + 4 * Math.sin(turn)] : [x, y];
+        strongest = Math.max(strongest, share);
+        pen.globalAlpha = .2 + .8 * share;
+        line(pen, at(side, point), place, colour, .7 + 1.5 * share);
+        pen.globalAlpha = 1;
+        dot(pen, place, 2.8 + 8 * Math.sqrt(share), BLACK);
+        dot(pen, place, 2 + 8 * Math.sqrt(share), colour);
+      }
+    }
+  });
+  return strongest ? `strongest weight ${strongest.toFixed(2)} at layer ${layer.input.value}`
+    : `not there any more at layer ${layer.input.value}`;
+}
+function drawRollout(side, point) {
+  const image = data.images[side], row = image.trace.get(point), R = data.origins;
+  if (row === undefined) return "rollout not kept for this point";
+  for (let k = 0; k < R; k++) {
+    const through = image.sources[0][row * R + k], share = image.sources[1][row * R + k] / 255;
+    const other = through >= left.points.length;
+    const place = at(other ? 1 : 0, other ? through - left.points.length : through);
+    line(pen, at(side, point), place, "#f0e442", .5 + 2 * share);
+    dot(pen, place, 2.8 + 8 * Math.sqrt(share), BLACK);
+    dot(pen, place, 2 + 8 * Math.sqrt(share), "#f0e442");
+  }
+  return `rollout over ${L} layers: the strongest ${R} sources, the first with ` +
+    `${(image.largest[row] * 100).toFixed(2)} % of what it knows`;
+}
+function fateOf(side, point) {
+  const image = data.images[side], fate = image.fates[point], k = image.partner.get(point);
+  if (k !== undefined) {
+    const [i, j, p, inlier] = data.matches[k];
+    return `matched to keypoint ${side ? i : j} of image ${1 - side}, ` +
+      `probability ${p.toFixed(3)}, ${inlier ? "inlier" : "outlier"}`;
+  }
+  if (!(fate > 0)) return "kept, without a partner";
+  const [partner, sure] = image.reasons[point];
+  return `pruned after layer ${fate}: ${data.partner} ${partner.toPrecision(2)}, confidence ${sure.toFixed(2)} ` +
+    `(sure above ${data.sure[fate - 1].toFixed(2)})`;
+}
+const describe = (side, point) => `keypoint ${point} of image ${side}: ${fateOf(side, point)}`;
+
+function draw() {
+  pen.drawImage(base, 0, 0);
+  if (hovered) dot(pen, at(...hovered), 4, "#f0e442");
+  const words = [];
+  if (hovered && String(hovered) !== String(chosen)) words.push("under the pointer: " + describe(...hovered));
+  if (chosen) {
+    const [side, point] = chosen, k = data.images[side].partner.get(point);
+    const more = !L ? [] : [(flow.input.checked ? drawRollout : drawAttention)(side, point)];
+    if (k !== undefined) {
+      const [i, j] = data.matches[k];
+      line(pen, at(0, i), at(1, j), BLACK, 5);
+      line(pen, at(0, i), at(1, j), WHITE, 3);
+      dot(pen, at(1 - side, side ? i : j), 7, BLACK);
+      dot(pen, at(1 - side, side ? i : j), 5, WHITE);
+    }
+    dot(pen, at(side, point), 7, BLACK);
+    dot(pen, at(side, point), 5, WHITE);
+    words.unshift([describe(side, point), ...more].join("; "));
+    byId("info").dataset.point = chosen;
+  }
+  byId("info").textContent = words.join(" · ") || "Click a keypoint.";
+}
+function nearest(event) {
   const box = view.getBoundingClientRect(), scale = view.width / box.width;
   const x = (event.clientX - box.left) * scale, y = (event.clientY - box.top) * scale;
-  let best = Infinity;
-  data.images.forEach((image, side) => image.points.forEach((_, point) => {
-    const place = at(side, point), away = (place[0] - x) ** 2 + (place[1] - y) ** 2;
-    if (away < best) { best = away; chosen = [side, point]; }
+  let best = Infinity, found = null;
+  data.images.forEach((image, side) => image.points.forEach(([px, py], point) => {
+    const away = (px + offset[side] - x) ** 2 + (py - y) ** 2;
+    if (away < best) { best = away; found = [side, point]; }
   }));
+  return [found, Math.sqrt(best)];
+}
+view.addEventListener("click", event => {
+  chosen = nearest(event)[0];
+  draw();
+  if (L && chosen) tell();
+});
+view.addEventListener("mousemove", event => {
+  const [found, away] = nearest(event), now = away < 10 ? found : null;
+  if (String(now) === String(hovered)) return;
+  hovered = now;
   draw();
 });
 
-function table(title, header, rows) {
-  const parent = document.getElementById("tables");
+function table(title, header, rows, parent = byId("tables"), kind = "") {
   make("h2", title, parent);
   const body = make("table", undefined, parent), first = make("tr", undefined, body);
+  body.className = kind;
   header.forEach(text => make("th", text, first));
   for (const row of rows) {
     const line = make("tr", undefined, body);
     row.forEach(text => make("td", String(text), line));
   }
+  return body;
 }
-const legend = make("p", "Dots: blue matched, orange kept without a partner, white pruned. All lines: blue " +
-  "inliers, orange outliers. Of the chosen point: white its match, colours what each head attends to " +
-  "(larger dot: larger weight).");
-view.after(legend);
-table("Layers", ["layer", "matches", "appeared", "vanished", "confident", "no partner (0 / 1)",
-  "pruned (0 / 1)", "exit"], data.layers);
-table("Seconds", Object.keys(data.seconds), [Object.values(data.seconds)]);
-table("Origin", ["what", "value"], [["preset", data.preset], ["weights", data.weights],
-  ["geometry", data.geometry], ["image 0", left.name], ["image 1", right.name]]);
-make("pre", JSON.stringify(data.configuration, null, 1), document.getElementById("tables"));
-let waiting = 2;
-data.images.forEach(image => {
-  image.drawn.onload = () => { if (!--waiting) { draw(); document.body.dataset.ready = "yes"; } };
-  image.drawn.src = image.jpeg;
-});

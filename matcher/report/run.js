@@ -1,0 +1,154 @@
+"use strict";
+const byId = id => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
+const BLUE = "#56b4e9", RED = "#d55e00", DARK = "#222222";
+const { nodes, edges } = data.graph, graph = byId("graph"), pen = graph.getContext("2d");
+let chosen = null;
+
+const make = (tag, text, parent) => {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (parent) parent.append(node);
+  return node;
+};
+function table(title, header, rows, parent, kind = "words") {
+  make("h2", title, parent);
+  const body = make("table", undefined, parent), first = make("tr", undefined, body);
+  body.className = kind;
+  header.forEach(text => make("th", text, first));
+  for (const row of rows) {
+    const line = make("tr", undefined, body);
+    for (const value of row) {
+      const cell = make("td", undefined, line);
+      if (value !== null && typeof value === "object") make("a", value.text, cell).href = value.link;
+      else cell.textContent = value;
+    }
+  }
+  return body;
+}
+const pairRow = ([name0, name1, matches, inliers, status, seconds, link]) =>
+  [name0, name1, matches, inliers, status, seconds, link ? { link, text: "page" } : ""];
+const PAIR = ["image 0", "image 1", "matches", "inliers", "geometry", "seconds", ""];
+
+// The graph.
+const slider = make("label", "least inliers of a pair ", byId("controls"));
+const least = make("input", undefined, slider), shown = make("span", "", slider);
+const most = Math.max(1, ...edges.map(edge => edge[2]));
+Object.assign(least, { type: "range", id: "least", min: 0, max: most, value: 0 });
+const at = node => [40 + 880 * nodes[node][1], 30 + 580 * nodes[node][2]];
+const shade = inliers => {
+  const share = Math.min(1, Math.log1p(inliers) / Math.log1p(most));
+  return `hsl(${210 - 20 * share} ${45 + 45 * share}% ${82 - 54 * share}%)`;
+};
+function drawGraph() {
+  shown.textContent = least.value;
+  pen.fillStyle = "#ffffff";
+  pen.fillRect(0, 0, graph.width, graph.height);
+  for (const [a, b, inliers] of [...edges].reverse()) {
+    if (inliers < +least.value) continue;
+    const near = chosen === null || a === chosen || b === chosen;
+    pen.globalAlpha = near ? 1 : .12;
+    pen.strokeStyle = shade(inliers);
+    pen.lineWidth = 1 + 3 * inliers / most;
+    pen.beginPath();
+    pen.moveTo(...at(a));
+    pen.lineTo(...at(b));
+    pen.stroke();
+  }
+  pen.globalAlpha = 1;
+  pen.font = "12px system-ui, sans-serif";
+  nodes.forEach(([name, , , status, degree], node) => {
+    const [x, y] = at(node);
+    pen.beginPath();
+    pen.arc(x, y, node === chosen ? 8 : 5, 0, 7);
+    pen.fillStyle = status === "failed" ? RED : degree ? BLUE : "#ffffff";
+    pen.fill();
+    pen.lineWidth = 1;
+    pen.strokeStyle = DARK;
+    pen.stroke();
+    if (nodes.length > 60 && node !== chosen) return;
+    const text = name.length > 18 ? "…" + name.slice(-17) : name, wide = pen.measureText(text).width;
+    const left = Math.min(Math.max(2, x - wide / 2), graph.width - wide - 2);
+    pen.globalAlpha = .75;
+    pen.fillStyle = "#ffffff";
+    pen.fillRect(left - 1, y + 8, wide + 2, 14);
+    pen.globalAlpha = 1;
+    pen.fillStyle = DARK;
+    pen.fillText(text, left, y + 19);
+  });
+}
+function describe() {
+  byId("rows").replaceChildren();
+  if (chosen === null) {
+    byId("info").textContent = "Click a picture.";
+    return;
+  }
+  const own = edges.filter(edge => edge[0] === chosen || edge[1] === chosen).sort((a, b) => b[2] - a[2]);
+  byId("info").textContent = `${nodes[chosen][0]}: ${nodes[chosen][4]} pairs with a geometry`;
+  table(`Pairs of ${nodes[chosen][0]}`, ["with", "inliers", "matches"], own.map(([a, b, inliers, matches]) =>
+    [nodes[a === chosen ? b : a][0], inliers, matches]), byId("rows"));
+}
+graph.addEventListener("click", event => {
+  const box = graph.getBoundingClientRect(), scale = graph.width / box.width;
+  const x = (event.clientX - box.left) * scale, y = (event.clientY - box.top) * scale;
+  let best = 400, found = null;
+  nodes.forEach((_, node) => {
+    const [px, py] = at(node), away = (px - x) ** 2 + (py - y) ** 2;
+    if (away < best) { best = away; found = node; }
+  });
+  chosen = found;
+  drawGraph();
+  describe();
+});
+least.addEventListener("input", drawGraph);
+
+// Histograms of matches and inliers.
+function histogram(title, counts) {
+  const box = make("div", undefined, byId("told"));
+  make("h2", title, box);
+  const canvas = make("canvas", undefined, box), ink = canvas.getContext("2d");
+  canvas.width = 460;
+  canvas.height = 190;
+  const high = Math.max(1, ...counts), wide = 430 / counts.length;
+  ink.font = "12px system-ui, sans-serif";
+  ink.textAlign = "center";
+  counts.forEach((count, bin) => {
+    const tall = 130 * count / high, x = 20 + wide * bin;
+    ink.fillStyle = BLUE;
+    ink.fillRect(x + 2, 155 - tall, wide - 4, tall);
+    ink.fillStyle = DARK;
+    if (count) ink.fillText(count, x + wide / 2, 150 - tall);
+    ink.fillText(data.bins[bin] + (bin > 1 || bin === counts.length - 1 ? "+" : ""), x + wide / 2, 170);
+  });
+  ink.fillText("at least so many of a pair; above: pairs", 235, 187);
+}
+
+const [pictures, pairs] = data.counts;
+byId("summary").textContent = pairs[1]
+  ? `${pairs[1]} pairs are finished, in ${data.seconds} s of matching; ` +
+    data.statuses.map(([status, count]) => `${count} ${status}`).join(", ") + "."
+  : "No pair is finished in this run yet: `matcher collection` with --exhaustive, --similar K, --sequential K or " +
+    "--pairs FILE adds pairs and matches them.";
+table("Run", ["what", "value"], data.origin, byId("tables"));
+table("Progress", ["", "done", "failed", "waiting"], data.counts, byId("tables"), "");
+byId("legend").textContent = `${nodes.length} of ${data.graph.pictures} pictures, ${edges.length} of ` +
+  `${data.graph.pairs} pairs with a geometry; darker and thicker: more inliers (most: ${most}). ` +
+  "White: a picture without partners, orange: one that failed.";
+drawGraph();
+describe();
+if (pairs[1]) {
+  histogram("Matches", data.histograms[0]);
+  histogram("Inliers", data.histograms[1]);
+}
+const rest = make("div", undefined, document.body);
+if (data.worst.length) table("Worst pairs", PAIR, data.worst.map(pairRow), rest).id = "worst";
+for (const [what, title] of [["pictures", "Pictures that failed"], ["pairs", "Pairs that failed"],
+  ["pages", "Pairs without a page"]]) {
+  const [count, rows] = data.failures[what];
+  const more = count > rows.length ? ` (${rows.length} of ${count})` : "";
+  if (count) table(title + more, ["which", "why"], rows, rest).id = `failed-${what}`;
+}
+if (data.alone.length)
+  table("Pictures, those with the fewest partners first", ["picture", "keypoints", "pairs", "with a geometry"],
+    data.alone, rest).id = "pictures";
+document.body.dataset.ready = "yes";

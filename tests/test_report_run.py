@@ -1,0 +1,189 @@
+"""The page of a run: what one pass counts, where pictures lie, the page itself, from disk in a browser."""
+
+import json
+import re
+
+import cv2
+import numpy as np
+import pytest
+from browser import browser, needs_browser
+from collection_runs import QUICK, photos
+
+from matcher.cli import main
+from matcher.collection.records import StoredPair
+from matcher.report.graph import lay_out
+from matcher.report.tally import BINS, bin_of, tally
+from matcher.types import Matches, TwoViewGeometry
+
+ODD = "<img src=x onerror=alert(1)>&amp;.png"
+
+
+def page_data(path):
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.S)[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Five views of one plane, one with an odd name, one of something else, a file that is no picture."""
+    folder = tmp_path_factory.mktemp("run")
+    names = photos(folder / "photos", 5)
+    (folder / "photos" / names[0]).rename(folder / "photos" / ODD)
+    noise = np.random.default_rng(1).integers(0, 255, (160, 200), np.uint8)
+    cv2.imwrite(str(folder / "photos" / "noise.png"), noise)
+    (folder / "photos" / "broken.jpg").write_bytes(b"\xff\xd8\xff no picture")
+    given = [
+        "collection",
+        str(folder / "photos"),
+        "--run",
+        str(folder / "run"),
+        "--exhaustive",
+        "--workers",
+        "0",
+    ]
+    assert main([*given, *QUICK]) == 4
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def written(run):
+    assert main(["report", str(run), "--pages", "3"]) == 0
+    return run / "report.html"
+
+
+def test_the_page_counts_what_the_store_holds(run, written):
+    from matcher.collection.store import Store
+
+    data = page_data(written)
+    with Store.open(run) as store:
+        counts, pairs = store.counts(), list(store.pairs())
+    assert data["counts"] == [
+        ["pictures", counts.images_done, counts.images_failed, counts.images_waiting],
+        ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
+    ]
+    assert sum(count for _, count in data["statuses"]) == len(pairs) == 15
+    assert [sum(histogram) for histogram in data["histograms"]] == [15, 15]
+    inliers = {(p.name0, p.name1): int(p.geometry.inliers.sum()) for p in pairs}
+    assert {(row[0], row[1]): row[3] for row in data["worst"]} == inliers
+    sound = {(p.name0, p.name1) for p in pairs if p.geometry.status == "ok"}
+    nodes = [node[0] for node in data["graph"]["nodes"]]
+    assert {(nodes[a], nodes[b]) for a, b, *_ in data["graph"]["edges"]} == sound and len(sound) == 10
+    assert dict((name, degree) for name, *_, degree in data["graph"]["nodes"])["noise.png"] == 0
+    assert data["failures"]["pictures"][0] == 1 and data["failures"]["pictures"][1][0][0] == "broken.jpg"
+    assert data["failures"]["pairs"][0] == counts.pairs_failed > 0
+
+
+def test_names_are_escaped_and_nothing_is_fetched(run, written):
+    for page in (written, *sorted((run / "report_pairs").iterdir())):
+        text = page.read_text("utf-8")
+        assert "<img" not in text and "http:" not in text and "https:" not in text
+        assert "default-src 'none'" in text.replace("&#x27;", "'")
+    assert len(list((run / "report_pairs").iterdir())) == 3
+
+
+@needs_browser
+def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
+    with browser() as page:
+        page.open(written.as_uri())
+        page.wait("return document.body.dataset.ready")
+        assert "15 pairs are finished" in page.text("#summary")
+        place = page.run(
+            "const [x, y] = at(nodes.findIndex(node => node[0] === arguments[0]));"
+            "graph.scrollIntoView(); const now = graph.getBoundingClientRect();"
+            "return [now.left + x, now.top + y]",
+            ODD,
+        )
+        page.click("#graph", at=place)
+        assert page.text("#info") == f"{ODD}: 4 pairs with a geometry"
+        assert page.run("return document.querySelectorAll('img').length") == 0
+        page.screenshot(tmp_path / "run.png")
+        assert "nearest" in page.text("#tables") and ODD in page.text("#worst")
+        assert "broken.jpg" in page.text("#failed-pictures")
+        assert len(page.find("#worst a")) == 3 and page.complaints() == []
+        page.click("#worst a")
+        page.wait("return location.pathname.includes('report_pairs') && document.body.dataset.ready")
+        assert "Click a keypoint" in page.text("#info") and page.complaints() == []
+        page.click("#controls a")
+        page.wait("return location.pathname.endsWith('report.html') && document.body.dataset.ready")
+
+
+def test_a_run_without_pairs_makes_a_useful_page(tmp_path):
+    photos(tmp_path / "photos", 2)
+    given = ["collection", str(tmp_path / "photos"), "--run", str(tmp_path / "run"), "--workers", "0"]
+    assert main([*given, *QUICK]) == 0
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "run"), "--output", str(out)]) == 0
+    data = page_data(out)
+    assert data["counts"][0][0] == "pictures" and sum(data["counts"][0][1:]) == 2
+    assert (
+        data["counts"][1][1:] == [0, 0, 0] and data["worst"] == [] and not (tmp_path / "page_pairs").exists()
+    )
+
+
+def test_pictures_that_are_gone_or_changed_are_told(run, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    picture = run.parent / "photos" / "noise.png"
+    before = picture.read_bytes()
+    try:
+        picture.unlink()
+        assert main(["report", str(run), "--output", str(out), "--pages", "2"]) == 0
+        assert "no page for" in capsys.readouterr().err and page_data(out)["failures"]["pages"][0] == 2
+        cv2.imwrite(str(picture), np.zeros((50, 60), np.uint8))
+        assert main(["report", str(run), "--output", str(out), "--pages", "1"]) == 0
+        assert "its size has changed" in capsys.readouterr().err
+    finally:
+        picture.write_bytes(before)
+
+
+def test_bad_requests_are_named(run, tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert main(["report", str(run), "--output", str(tmp_path / "page.txt")]) == 2
+    assert ".html" in capsys.readouterr().err
+    assert main(["report", str(run), "--pages", "-1"]) == 2
+    (tmp_path / "page_pairs").write_text("in the way")
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def stored(number, inliers, matches, status="ok"):
+    index = np.stack([np.arange(matches)] * 2, 1)
+    points = np.zeros((matches, 2), np.float32)
+    found = Matches(index, points, points, np.ones(matches, np.float32))
+    return StoredPair(
+        f"{number}",
+        f"{number + 1}",
+        found,
+        TwoViewGeometry("fundamental", status, np.arange(matches) < inliers),
+        0.5,
+    )
+
+
+def test_one_pass_keeps_the_worst_and_the_best():
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 300, 200)
+    pairs = [stored(n, int(c), int(c) + 5, "ok" if c > 15 else "too_few") for n, c in enumerate(counts)]
+    found = tally(iter(pairs), 20, 30)
+    assert [row.inliers for row in found.worst] == sorted(counts)[:20]
+    assert [row.inliers for row in found.best] == sorted(counts)[::-1][:30]
+    assert found.pairs == 200 and found.seconds == 100.0
+    assert found.statuses["ok"] == (counts > 15).sum() and sum(found.inliers.values()) == 200
+    assert sum(found.degree.values()) == 2 * (counts > 15).sum() and found.tried["3"] == 2
+    assert tally(iter(pairs), 0, 0).worst == [] and tally(iter(()), 5, 5).best == []
+    free = tally(iter([stored(0, 0, 7, "not_estimated")]), 1, 1)
+    assert free.best[0].inliers == 7
+
+
+def test_bins_hold_their_counts():
+    assert [BINS[bin_of(count)] for count in (0, 1, 9, 10, 1999, 10**6)] == [0, 1, 1, 10, 1000, 2000]
+
+
+def test_pictures_that_match_lie_near_each_other():
+    one, two = np.array([[0, 1], [1, 2], [0, 2]]), np.array([[3, 4], [4, 5], [3, 5]])
+    places = lay_out(6, np.concatenate([one, two]), np.ones(6))
+    assert places.min() >= 0 and places.max() <= 1
+    within = max(np.linalg.norm(places[a] - places[b]) for a, b in np.concatenate([one, two]))
+    across = min(np.linalg.norm(places[a] - places[b]) for a in range(3) for b in range(3, 6))
+    assert across > within
+    assert np.array_equal(places, lay_out(6, np.concatenate([one, two]), np.ones(6)))
+    for count in range(4):
+        assert np.isfinite(lay_out(count, np.zeros((0, 2), int), np.zeros(0))).all()

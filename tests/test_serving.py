@@ -1,0 +1,163 @@
+"""The page that one can click: refusals without gradio, closed to others, one whole visit in a browser."""
+
+import builtins
+import io
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import numpy as np
+import pytest
+from browser import browser, needs_browser
+
+from matcher.cli import main
+from matcher.cli.result import as_bytes, summary
+from matcher.serving.matching import Choices, Matching, geometry_rows
+from matcher.serving.server import HOST, build_app
+from matcher.types import ImageError, UsageError
+
+
+def test_a_pair_is_answered(views):
+    matching, choices = Matching("cpu"), Choices("nearest", max_keypoints=512, max_error=2.0)
+    answer = matching.answer(*views, choices)
+    assert answer.report is None and answer.picture.shape[1] > 900
+    assert len(answer.result.features0) <= 512
+    assert answer.pipeline.config.estimation.max_epipolar_error == 2.0
+    rows = dict(geometry_rows(answer.result))
+    assert rows["status"] == "ok" and rows["inliers"] == answer.result.geometry.inliers.sum()
+    assert sum(name.startswith("matrix") for name in rows) == 3
+    assert (
+        matching.answer(*views, Choices("nearest", max_keypoints=512, max_error=2.0)).pipeline
+        is answer.pipeline
+    )
+
+
+def test_the_report_is_made_of_the_same_matches(views, shipped_weights):
+    answer = Matching("cpu").answer(*views, Choices(max_keypoints=128, geometry="none"))
+    assert answer.report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in answer.report
+    assert ["inliers", 0] in geometry_rows(answer.result)
+    assert Matching("cpu").answer(*views, Choices(max_keypoints=64), explained=False).report is None
+
+
+def test_bad_choices_and_pictures_are_named(views, tmp_path):
+    matching, text = Matching("cpu"), tmp_path / "text.jpg"
+    text.write_text("no picture")
+    with pytest.raises(ImageError, match=r"text\.jpg"):
+        matching.answer(views[0], text, Choices("nearest"))
+    with pytest.raises(UsageError, match="above 0"):
+        matching.answer(*views, Choices("nearest", max_error=-1.0))
+    with pytest.raises(UsageError, match="0 to 1"):
+        matching.answer(*views, Choices("nearest", threshold=3.0))
+
+
+def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, capsys):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == "gradio":
+            raise ModuleNotFoundError("No module named 'gradio'", name="gradio")
+        return real(name, *rest)
+
+    for name in [name for name in sys.modules if name.startswith("matcher.serving.page")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"pip install 'matcher\[app\]'"):
+        build_app(tmp_path, as_bytes, summary)
+    assert main(["serve", "--port", "0"]) == 2
+    assert "gradio" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_passed_over_and_a_bad_one_named(capsys):
+    from matcher.serving.server import _listen
+
+    with _listen(0) as taken:
+        number = taken.getsockname()[1]
+        with _listen(number) as other:
+            assert other.getsockname()[0] == HOST and number < other.getsockname()[1] < number + 20
+    with pytest.raises(UsageError, match="port"):
+        _listen(70000)
+    assert main(["serve", "--port", "-1"]) == 2
+    capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A page that runs in a process of its own, where every connection to another machine fails."""
+    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
+    offline = (
+        "import socket, sys\n"
+        "connect = socket.socket.connect\n"
+        "def refuse(self, address):\n"
+        "    if isinstance(address, tuple) and address[0] not in ('127.0.0.1', '::1', 'localhost'):\n"
+        "        print('WENT OUT', address, flush=True)\n"
+        "        raise OSError('offline')\n"
+        "    return connect(self, address)\n"
+        "socket.socket.connect = refuse\n"
+        "from matcher.cli import main\n"
+        "sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", offline], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    first = process.stdout.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+", first)
+    assert found, first + process.stdout.read()
+    yield found[0]
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert "WENT OUT" not in first + rest
+    assert "Traceback" not in rest, rest
+
+
+def test_the_page_answers_this_machine_only(address):
+    with urllib.request.urlopen(address) as answer:
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+    request = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request)
+    port = int(address.rsplit(":", 1)[1])
+    own = socket.gethostbyname(socket.gethostname())
+    if not own.startswith("127."):
+        with pytest.raises(OSError, match=r"."):
+            socket.create_connection((own, port), timeout=2).close()
+
+
+@needs_browser
+def test_a_visit(address, views, tmp_path, shipped_weights):
+    """Two photos, the button, the counts, the picture, the report, the file; a photo too large is refused."""
+    with browser(1280, 1800) as page:
+        page.open(address)
+        page.wait("return document.querySelectorAll('input[type=file]').length >= 2", 120)
+        page.click("#match")
+        page.wait("return document.body.innerText.includes('Choose two photos first')")
+        for side, view in enumerate(views):
+            page.upload(page.find(f"#photo{side} input[type=file]")[0], view)
+            page.wait(f"return document.querySelector('#photo{side}').innerText.includes('{view.stem}')")
+        page.fill("#keypoints input", "256")
+        page.click("#match")
+        page.wait("return document.querySelector('#counts textarea')?.value", 240)
+        counts = page.run("return document.querySelector('#counts textarea').value")
+        matches = int(re.search(r"(\d+) matches \(hybrid", counts)[1])
+        assert counts.count(" 256 keypoints") == 2
+        assert matches > 50 and "agree with one fundamental (ok)" in counts
+        page.wait("return document.querySelector('#picture img')?.naturalWidth > 900")
+        frame = page.wait("return document.querySelector('#told iframe')?.srcdoc")
+        assert "Content-Security-Policy" in frame and frame.count('"Image 0"') == 0
+        assert "matrix, row 3" in page.text("#geometry")
+        link = page.wait("return document.querySelector('#npz a[href]')?.href")
+        with urllib.request.urlopen(link) as answer:
+            arrays = np.load(io.BytesIO(answer.read()))
+        assert len(arrays["indices"]) == matches and arrays["matrix"].shape == (3, 3)
+        page.screenshot(tmp_path / "page.png")
+        assert (tmp_path / "page.png").stat().st_size > 50_000
+        assert [text for text in page.complaints() if "Content Security Policy" in text] == []
+        large = tmp_path / "large.png"
+        large.write_bytes(bytes(3 * 2**20))
+        page.open(address)
+        page.wait("return document.querySelectorAll('input[type=file]').length >= 2", 120)
+        page.upload(page.find("#photo0 input[type=file]")[0], large)
+        page.wait("return /size|large|limit|exceed/i.test(document.body.innerText)")
+        assert not page.run("return document.querySelector('#photo0 a[href]')")
