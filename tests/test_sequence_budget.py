@@ -8,7 +8,7 @@ import torch
 import matcher
 from matcher.images import read_image
 from matcher.sequence import budget
-from matcher.sequence.budget import Choice, choose, limited, matching_cost, with_layers
+from matcher.sequence.budget import Choice, choose, for_neighbours, limited, matching_cost, with_layers
 
 
 @pytest.fixture
@@ -74,6 +74,15 @@ def test_a_matcher_with_fewer_layers_is_the_first_part_of_the_whole(network, vie
     assert with_layers(network.matcher, 3) is network.matcher
     nearest = matcher.load("nearest").matcher
     assert with_layers(nearest, 1) is nearest
+
+
+def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
+    near = for_neighbours(network).matcher.model
+    assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
+    sequence = matcher.Sequence(network)
+    assert len(sequence.pipeline.matcher.model.layers) == 3
+    nearest = matcher.load("nearest")
+    assert for_neighbours(nearest).matcher is nearest.matcher
 
 
 def test_the_choice_is_applied(network, views):

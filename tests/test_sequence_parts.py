@@ -12,7 +12,7 @@ from matcher.sequence.log import nearest_rows
 from matcher.sequence.odometry import carry_depths, move, project, rays, solve_pose, triangulate
 from matcher.sequence.places import Places
 from matcher.sequence.recording import track_colours
-from matcher.sequence.stereo import depths_of, partners
+from matcher.sequence.stereo import depths_of, partners, within
 from matcher.sequence.tracks import Tracks
 from matcher.sequence.trajectory import (
     align,
@@ -134,16 +134,16 @@ def test_depth_comes_from_disparity_and_rows_must_agree():
     others = np.array([[90, 50.5], [90, 65], [110, 70], [99.9, 80]], np.float32)
     indices = np.column_stack([np.arange(4), np.arange(4)])
     links = Links(0, indices, np.ones(4, np.float32), np.ones(4, bool))
-    right = partners(points, others, links, None)
+    right = partners(points, others, links)
     np.testing.assert_array_equal(right[:4], others)
     assert np.isnan(right[4]).all()
     depths = depths_of(points, right, focal=500.0, baseline=0.5)
     assert depths[0] == pytest.approx(25.0)
     assert np.isnan(depths[1:]).all()
-    windowed = partners(points, others, links, 2.0)
+    windowed = within(points, right, 2.0)
     assert np.isfinite(windowed[:, 0]).tolist() == [True, False, False, True, False]
     doubtful = Links(0, indices, links.scores, np.array([False, True, True, True]))
-    assert np.isnan(partners(points, others, doubtful, None)[0]).all()
+    assert np.isnan(partners(points, others, doubtful)[0]).all()
 
 
 def test_pose_and_depth_of_a_made_up_scene(rng):

@@ -5,51 +5,23 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pairs
 
 from matcher.cli import main
 from matcher.sequence.capture import open_source
 from matcher.sequence.trajectory import read_poses
 from matcher.types import ImageError, UsageError
 
-K = np.array([[300.0, 0, 159.5], [0, 300.0, 119.5], [0, 0, 1]])
-CAMERA = "300,300,159.5,119.5"
-DEPTHS, BASELINE, STEP = (2.0, 3.0), 0.2, 0.05
-
 
 @pytest.fixture(scope="module")
 def walls() -> list[np.ndarray]:
-    """Two textured planes; the nearer one covers the left of the picture."""
-    found = []
-    for seed in (1, 2):
-        noise = np.random.default_rng(seed).standard_normal((720, 960))
-        found.append(cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 2.2), None, 0, 255, cv2.NORM_MINMAX))
-    return [wall.astype(np.uint8) for wall in found]
-
-
-def picture(walls: list[np.ndarray], x: float) -> np.ndarray:
-    """(240, 320) grey, from a camera at x metres to the right that looks straight at the walls."""
-    layers = []
-    for wall, depth in zip(walls, DEPTHS, strict=True):
-        shift = np.float64([[1, 0, -320 - 300 * x / depth], [0, 1, -240]])
-        layers.append(cv2.warpAffine(wall, shift, (320, 240), flags=cv2.INTER_LINEAR))
-    edge = int(160 - 300 * x / DEPTHS[0])
-    layers[1][:, : max(edge, 0)] = layers[0][:, : max(edge, 0)]
-    return layers[1]
+    return make_walls()
 
 
 @pytest.fixture
 def folders(walls, tmp_path) -> tuple[Path, Path, Path]:
     """Six rectified pairs and their true poses in KITTI's form."""
-    left, right = tmp_path / "left", tmp_path / "right"
-    left.mkdir()
-    right.mkdir()
-    rows = []
-    for i in range(6):
-        cv2.imwrite(str(left / f"{i}.png"), picture(walls, STEP * i))
-        cv2.imwrite(str(right / f"{i}.png"), picture(walls, STEP * i + BASELINE))
-        rows.append(np.column_stack([np.eye(3), [STEP * i, 0, 0]]).ravel())
-    np.savetxt(tmp_path / "poses.txt", rows)
-    return left, right, tmp_path / "poses.txt"
+    return write_pairs(tmp_path, walls)
 
 
 def run(*arguments: object) -> int:
@@ -108,6 +80,41 @@ def test_a_missing_right_picture_is_a_dropped_frame(folders, capfd):
     (right / "3.png").unlink()
     assert track(left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--json") == 0
     assert json.loads(capfd.readouterr().out)["statuses"]["dropped"] == 1
+
+
+def test_a_pair_of_unequal_sizes_is_a_dropped_frame_and_one_of_another_size_is_tracked(folders, capfd):
+    left, right, _ = folders
+    cv2.imwrite(str(right / "3.png"), cv2.imread(str(right / "3.png"))[:200])
+    for side in (left, right):
+        cv2.imwrite(str(side / "4.png"), cv2.resize(cv2.imread(str(side / "4.png")), (160, 120)))
+    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    assert track(left, *pairs, "--json") == 4
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert "3.png" in err and "one size" in err
+    assert (found["statuses"]["dropped"], found["statuses"]["tracked"], found["poses"]) == (1, 4, 5)
+
+
+def test_black_frames_alone_have_no_trajectory_and_identical_ones_stand_still(folders, tmp_path, capfd):
+    left, right, _ = folders
+    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    first = [(side / "0.png").read_bytes() for side in (left, right)]
+    for i in range(6):
+        for side, data in zip((left, right), first, strict=True):
+            (side / f"{i}.png").write_bytes(data)
+    assert track(left, *pairs, "--output", tmp_path / "still.tum") == 0
+    np.testing.assert_allclose(
+        read_poses(tmp_path / "still.tum")[1], np.tile(np.eye(4), (6, 1, 1)), atol=1e-3
+    )
+    for i in range(6):
+        cv2.imwrite(str(left / f"{i}.png"), np.zeros((240, 320), np.uint8))
+    capfd.readouterr()
+    assert track(left, "--camera", CAMERA, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["statuses"] == {"blank": 6, "keyframes": 0}
+    for option, name in (("--output", "none.tum"), ("--plot", "none.png")):
+        assert track(left, "--camera", CAMERA, option, tmp_path / name) == 3
+        assert "no frame has a pose" in capfd.readouterr().err
+        assert not (tmp_path / name).exists()
 
 
 def write_video(path: Path, walls: list[np.ndarray], frames: int) -> bytes:
@@ -197,6 +204,8 @@ def test_sources_are_ordered_named_and_timed(tmp_path):
         open_source("0", tmp_path)
     with pytest.raises(ImageError, match="no such"):
         open_source(str(tmp_path / "absent.mp4"))
+    with pytest.raises(UsageError, match="one picture"):
+        open_source(str(tmp_path / "frame9.png"))
 
 
 def test_a_recording_is_written_whole(folders, tmp_path, capfd):

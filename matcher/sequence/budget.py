@@ -13,7 +13,7 @@ import torch
 from matcher.config import NetworkConfig
 from matcher.frontends.sift import SiftExtractor
 from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
+from matcher.network.model import ROUGH_ITERATIONS, Model
 from matcher.pipeline import Pipeline
 from matcher.types import Features, Image
 
@@ -88,17 +88,32 @@ def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
     )
 
 
-def with_layers(matcher: object, layers: int) -> object:
+def for_neighbours(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with what neighbouring frames need: the first half of its layers, a rough assignment.
+
+    With the shipped weights, 512 points and one driving sequence (26 frames of kitti_mini), 2, 3, 4 and all 6
+    layers gave tracks of 4.48, 4.43, 4.44 and 4.41 frames, 95.8 to 96.0 % of the links being right; ten
+    iterations of Sinkhorn instead of those to its tolerance changed tracks by .01 frames. The rotation of
+    stereo odometry over 10 m was off by .0171 degrees a metre with 3 layers, by .0214 with 2.
+    """
+    layers = (pipeline.layers + 1) // 2
+    return replace(pipeline, matcher=with_layers(pipeline.matcher, layers, ROUGH_ITERATIONS))
+
+
+def with_layers(matcher: object, layers: int, iterations: int | None = None) -> object:
     """An attention matcher with its first layers only; every other matcher as it is.
 
     Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
+    `iterations`, if given, is the most that Sinkhorn takes.
     """
-    if not _can_be_cut(matcher) or layers >= len(matcher.model.layers):
+    if not _can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
         return matcher
-    model = matcher.model
-    config = replace(model.config, context=replace(model.config.context, depth=layers))
+    model, assignment = matcher.model, matcher.model.config.assignment
+    context = replace(model.config.context, depth=min(layers, len(model.layers)))
+    if iterations is not None:
+        assignment = replace(assignment, max_iterations=min(iterations, assignment.max_iterations))
     with torch.random.fork_rng(devices=[]):
-        cut = Model(config)
+        cut = Model(replace(model.config, context=context, assignment=assignment))
     wanted = cut.state_dict().keys()
     cut.load_state_dict({name: value for name, value in model.state_dict().items() if name in wanted})
     return AttentionMatcher(cut, device=matcher.device, precision=matcher.precision)

@@ -49,7 +49,7 @@ def open_source(source: str, right: str | Path | None = None, rate: float | None
         rate: frames a second of a folder.
 
     Raises:
-        UsageError: arguments that do not fit each other, or a folder without pictures.
+        UsageError: arguments that do not fit each other, a picture, or a folder without pictures.
         ImageError: a video that cannot be opened, or a camera that is not there.
     """
     path = Path(source)
@@ -113,6 +113,8 @@ def _video(path: Path) -> Source:
 
     if not path.is_file():
         raise ImageError(f"{path}: no such video, folder or camera; check the path")
+    if path.suffix.lower() in PICTURES:
+        raise UsageError(f"{path}: one picture is no sequence; name its folder, or use `matcher match`")
     capture = cv2.VideoCapture(str(path))
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if not capture.isOpened() or not capture.grab():

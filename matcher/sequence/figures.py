@@ -50,9 +50,9 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
     Returns:
         `stereo` and `mono`: segments (length, count, translation, rotation), poses, keyframes;
         `mean_track_length` of tracks of two frames and more; `links_right`, the share of links frame to frame
-        within 2 px of the true epipolar geometry; `rows_right`, the share of left/right points within 2 px of
-        the row, epipolar window off, `right_points` a frame; `depth_difference`, the median relative
-        difference from OpenCV's SGBM nearer than 30 m.
+        within 2 px of the true epipolar geometry; `rows_right`, the share of left/right points (those found
+        by search among them) within 2 px of the row, epipolar window off, `right_points` a frame;
+        `depth_difference`, the median relative difference from OpenCV's SGBM nearer than 30 m.
 
     Raises:
         UsageError: files that are absent or do not fit each other.
@@ -79,14 +79,16 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
 
 
 def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None) -> dict[str, float]:
-    """The matcher alone on the same pictures: no geometry, no search, no keyframes.
+    """The matcher alone on the same pictures: no search, no keyframes, and geometry only where it is said.
 
     Returns:
-        `mean_track_length` of tracks chained from frame to frame; `rows_right` of left/right matches of every
-        fifth frame, and how many, `right_points`.
+        `mean_track_length` of tracks chained from frame to frame; of left/right matches of every fifth frame
+        `rows_right` and how many, `right_points`; `rows_right_verified` of those that one fundamental matrix
+        explains.
     """
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
-    tracks, lengths, rows, previous, ids = Tracks(), Counter(), [], None, np.zeros(0, np.int64)
+    tracks, lengths, rows, agreeing = Tracks(), Counter(), [], []
+    previous, ids = None, np.zeros(0, np.int64)
     for index, name in enumerate(left):
         features = pipeline.extract(name)
         offers = []
@@ -97,14 +99,16 @@ def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None)
         lengths.update(ids.tolist())
         previous = features
         if index % _EVERY == 0:
-            matches = pipeline.match_features(features, pipeline.extract(right[index]))
-            rows.append(np.abs(matches.points0 - matches.points1)[:, 1])
+            found = pipeline.match(name, right[index])
+            rows.append(np.abs(found.points0 - found.points1)[:, 1])
+            agreeing.append(found.geometry.inliers)
     linked = [length for length in lengths.values() if length > 1]
-    every = np.concatenate(rows)
+    near, inliers = np.concatenate(rows) <= NEAR, np.concatenate(agreeing)
     return {
         "mean_track_length": float(np.mean(linked)) if linked else 0.0,
-        "rows_right": float(np.mean(every <= NEAR)) if len(every) else 0.0,
-        "right_points": len(every) / len(rows),
+        "rows_right": float(np.mean(near)) if len(near) else 0.0,
+        "rows_right_verified": float(np.mean(near[inliers])) if inliers.any() else 0.0,
+        "right_points": len(near) / len(rows),
     }
 
 

@@ -29,14 +29,18 @@ class Guide:
         """Whether there are links enough to predict anything."""
         return len(self.start) >= _NEIGHBOURS
 
-    def motion(self, points: np.ndarray) -> np.ndarray:
-        """(N, 2) median motion of the links that begin nearest to each point (N, 2)."""
+    def motions(self, points: np.ndarray) -> np.ndarray:
+        """(N, 6, 2) motions of the links that begin nearest to each point (N, 2)."""
         if len(points) == 0:
-            return np.zeros((0, 2), np.float32)
+            return np.zeros((0, _NEIGHBOURS, 2), np.float32)
         start, queries = (np.ascontiguousarray(p, dtype=np.float32) for p in (self.start, points))
         tree = cv2.flann_Index(start, {"algorithm": _ONE_TREE})
         nearest, _ = tree.knnSearch(queries, _NEIGHBOURS, params={"checks": _UNLIMITED})
-        return np.median((self.end - self.start)[nearest], axis=1)
+        return (self.end - self.start)[nearest]
+
+    def motion(self, points: np.ndarray) -> np.ndarray:
+        """(N, 2) their median."""
+        return np.median(self.motions(points), axis=1)
 
 
 def typical_limit(descriptors0: np.ndarray, descriptors1: np.ndarray) -> float:

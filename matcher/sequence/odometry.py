@@ -61,6 +61,7 @@ def solve_pose(
     options = {
         "max_reproj_error": _MAX_ERROR * scale,
         "max_iterations": 2000,
+        "min_iterations": 100,  # links have been verified before, so that few are wrong
         "success_prob": 0.9999,
         "seed": 0,
     }

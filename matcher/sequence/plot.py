@@ -15,7 +15,10 @@ from matcher.files import check_output, write_whole
 from matcher.sequence.trajectory import path_length
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf")
-_FOUND, _TRUE = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito's palette
+# Of Okabe and Ito's palette.
+_FOUND, _TRUE = "#0072b2", "#d55e00"
+_AXES = {"right": "#009e73", "down": "#cc79a7", "ahead": "#e69f00"}
+_NARROWEST, _WIDEST = 0.5, 1.6  # of the view from above, beside the other panel
 
 
 def plot_trajectory(
@@ -44,11 +47,14 @@ def plot_trajectory(
     figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
-    above, beside = figure.subplots(1, 2)
+    spans = np.ptp(found[:, :3, 3] if truth is None else np.concatenate([found, truth])[:, :3, 3], axis=0)
+    width = float(np.clip(spans[0] / max(spans[2], 1e-9), _NARROWEST, _WIDEST))
+    above, beside = figure.subplots(1, 2, width_ratios=[width, 1.2])
     _draw_from_above(above, found, truth, keyframes, unit)
     if truth is None:
         beside.plot(path_length(found), -found[:, 1, 3], color=_FOUND)
-        beside.set(xlabel=f"way ({unit})", ylabel=f"height ({unit})", title="from the side")
+        label = f"distance travelled ({unit})"
+        beside.set(xlabel=label, ylabel=f"height ({unit})", title="height, to its own scale")
     else:
         _draw_error(beside, found, truth, unit)
     for axes in (above, beside):
@@ -72,6 +78,7 @@ def _draw_from_above(
     marked = places[list(keyframes)]
     above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_FOUND, label="keyframes")
     above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
+    above.annotate("start", places[0, [0, 2]], xytext=(8, 2), textcoords="offset points", fontsize=9)
     above.set_aspect("equal", adjustable="datalim")
     above.legend()
 
@@ -79,7 +86,7 @@ def _draw_from_above(
 def _draw_error(beside: Axes, found: np.ndarray, truth: np.ndarray, unit: str) -> None:
     difference, way = (found - truth)[:, :3, 3], path_length(truth)
     beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
-    for axis, name in enumerate(("right", "down", "ahead")):
-        beside.plot(way, difference[:, axis], linewidth=1, label=name)
-    beside.set(xlabel=f"way ({unit})", ylabel=f"found − true ({unit})", title="position error")
+    for axis, (name, colour) in enumerate(_AXES.items()):
+        beside.plot(way, difference[:, axis], linewidth=1.2, color=colour, label=name)
+    beside.set(xlabel=f"distance travelled ({unit})", ylabel=f"found − true ({unit})", title="position error")
     beside.legend()

@@ -10,23 +10,26 @@ MAX_ROW_ERROR = 2.0  # pixels between the rows of two points that depth is taken
 _MIN_DISPARITY = 0.5  # pixels; below it a depth says little more than "far"
 
 
-def partners(points0: np.ndarray, points1: np.ndarray, links: Links, window: float | None) -> np.ndarray:
+def partners(points0: np.ndarray, points1: np.ndarray, links: Links) -> np.ndarray:
     """(N, 2) float32 pixels in the right picture of the left one's points, NaN where there is none.
 
     Args:
         points0: (N, 2) keypoints of the left picture.
         points1: (M, 2) of the right one.
         links: left → right; the consistent ones count.
-        window: pixels that rows may differ by; it also leaves out what would lie behind the cameras. None
-            switches it off.
     """
     found = np.full((len(points0), 2), np.nan, np.float32)
     indices = links.indices[links.consistent]
-    if window is not None:
-        step = points0[indices[:, 0]] - points1[indices[:, 1]]
-        indices = indices[(np.abs(step[:, 1]) <= window) & (step[:, 0] > 0)]
     found[indices[:, 0]] = points1[indices[:, 1]]
     return found
+
+
+def within(points0: np.ndarray, right: np.ndarray, window: float) -> np.ndarray:
+    """The same, NaN also where rows differ by more than `window` pixels, and behind the cameras."""
+    step = points0 - right
+    with np.errstate(invalid="ignore"):
+        good = (np.abs(step[:, 1]) <= window) & (step[:, 0] > 0)
+    return np.where(good[:, None], right, np.float32(np.nan))
 
 
 def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: float) -> np.ndarray:

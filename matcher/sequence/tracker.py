@@ -12,16 +12,17 @@ import numpy as np
 
 from matcher.pipeline import GRID_KIND, Picture, Pipeline, load
 from matcher.presets import DEFAULT_PRESET, LoadOptions
-from matcher.sequence.budget import Choice, choose, limited
+from matcher.sequence.budget import Choice, choose, for_neighbours, limited
 from matcher.sequence.clock import Clock
+from matcher.sequence.disparity import complete_partners
 from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency
 from matcher.sequence.memory import CANDIDATES, Memory
 from matcher.sequence.places import find_place
 from matcher.sequence.poses import Poses
-from matcher.sequence.stereo import depths_of, partners
-from matcher.types import Camera, Features, Image, Matches, UsageError
+from matcher.sequence.stereo import depths_of, partners, within
+from matcher.types import Camera, Features, Image, ImageError, Matches, UsageError
 
 
 class Sequence:
@@ -32,9 +33,10 @@ class Sequence:
             result = sequence.push(picture, time)
             result.keypoints, result.track_ids, result.T_to_world
 
-    A frame's features are extracted once and matched to the last frame; links to the keyframe follow from the
-    tracks and a search near them. Blank, dropped and late frames are passed over; after a loss the kept
-    keyframes are tried, and where none fits tracks begin anew and the last motion is carried on.
+    A frame's features are extracted once and matched to the last one by the first half of the layers, which
+    views so near are content with; links to the keyframe follow from tracks and a search near them. Blank,
+    dropped and late frames are passed over; after a loss the kept keyframes are tried, by all layers, and
+    where none fits tracks begin anew and the last motion is carried on.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Sequence:
             budget_ms: for a frame; points and layers are chosen for it at the first frame (`choice`).
             window: keyframes that are kept.
             epipolar_window: pixels that the rows of a left/right match may differ by; None keeps all matches.
-            guided: search near predicted places for links that matching missed.
+            guided: search near predicted places for links that matching missed, and along the rows of pairs.
             rule: when a frame becomes a keyframe.
             options: as `matcher.load` takes them, but for geometry.
 
@@ -69,6 +71,7 @@ class Sequence:
         """
         _check(baseline, budget_ms, window, epipolar_window)
         self.pipeline = _pipeline(preset, options)
+        self._near = for_neighbours(self.pipeline) if budget_ms is None else self.pipeline
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
         self.choice: Choice | None = None
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
@@ -112,7 +115,7 @@ class Sequence:
         Without a camera and a baseline there is no depth. Arguments and errors as in `push`.
 
         Raises:
-            UsageError: also where the pictures differ in size.
+            ImageError: also where the pictures differ in size.
         """
         if left is None or right is None:
             return self._push(None, None, timestamp)
@@ -157,7 +160,7 @@ class Sequence:
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._memory.link(current, earlier, match)
             lengths = self._memory.identify(current, to_previous, to_keyframe)
-            partner = self._look_right(current, others, pair)
+            partner = self._look_right(current, others, images, pair)
         with self._timed("pose"):
             found = self._memory.place(current, status, to_keyframe)
         milliseconds = {**self._spent, "total": sum(self._spent.values())}
@@ -187,11 +190,14 @@ class Sequence:
         with self._timed("read"):
             images = [self.pipeline.read(picture) for picture in pictures]
         if right is not None and images[0].size != images[1].size:
-            raise UsageError(f"a rectified pair has one size, not {images[0].size} and {images[1].size}")
+            raise ImageError(
+                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {images[0].size} and "
+                f"{images[1].size}; rectify both alike"
+            )
         if self.budget_ms is None or self.choice is not None or not len(self._extract(images[:1])[0]):
             return images
         self.choice = choose(self.pipeline, images[0], self.budget_ms, stereo=right is not None)
-        self.pipeline = limited(self.pipeline, self.choice)
+        self.pipeline = self._near = limited(self.pipeline, self.choice)
         return [self.pipeline.read(picture) for picture in pictures]
 
     def _extract(self, images: list[Image]) -> list[Features]:
@@ -220,17 +226,21 @@ class Sequence:
         previous, has_right = self._memory.previous, len(features) > 1 and len(features[1]) > 0
         pairs = [] if previous is None else [(previous.features, features[0])]
         pairs += [(features[0], features[1])] if has_right else []
-        found = self.pipeline.match_features_batch(pairs)
+        found = self._near.match_features_batch(pairs)
         return (None if previous is None else found[0]), (found[-1] if has_right else None)
 
     def _look_right(
-        self, current: KeptFrame, others: list[KeptFrame], pair: Matches | None
+        self, current: KeptFrame, others: list[KeptFrame], images: list[Image], pair: Matches | None
     ) -> np.ndarray | None:
-        """The points in the right picture of a pair, verified; sets the depths."""
+        """The points in the right picture of a pair, verified and searched; sets the depths."""
         if pair is None:
             return None
-        links, _ = self._memory.linker.verify(current, others[0], pair)
-        right = partners(current.keypoints, others[0].keypoints, links, self._window)
+        links, guide = self._memory.linker.verify(current, others[0], pair)
+        right = partners(current.keypoints, others[0].keypoints, links)
+        if self._memory.linker.guided:
+            right = complete_partners((images[0], images[1]), current.keypoints, right, guide)
+        if self._window is not None:
+            right = within(current.keypoints, right, self._window)
         if self.camera is not None and self.baseline is not None:
             current.depths[:] = depths_of(current.keypoints, right, self.camera.fx, self.baseline)
         return right

@@ -1,0 +1,103 @@
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+
+from matcher.images import image_from_array
+from matcher.sequence.disparity import complete_partners
+from matcher.sequence.guided import Guide
+from matcher.types import Image
+
+FAR, NEAR, EDGE = 6.5, 14.25, 200  # disparities left and right of a column of the left picture
+SIZE = (400, 240)
+
+
+def texture(seed: int) -> np.ndarray:
+    noise = np.random.default_rng(seed).standard_normal((SIZE[1], SIZE[0] + 100))
+    return cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 1.5), None, 30, 220, cv2.NORM_MINMAX)
+
+
+def shifted(wall: np.ndarray, x: float) -> np.ndarray:
+    return cv2.warpAffine(wall, np.float64([[1, 0, -x], [0, 1, 0]]), SIZE, flags=cv2.INTER_CUBIC)
+
+
+@pytest.fixture
+def pair() -> tuple[Image, Image]:
+    """A far wall, and a nearer one from column EDGE of the left picture on, that hides some of it."""
+    walls = texture(1), texture(2)
+    pictures = []
+    for side in (0, 1):
+        far, near = (shifted(wall, 40 + side * d) for wall, d in zip(walls, (FAR, NEAR), strict=True))
+        edge = round(EDGE - side * NEAR)
+        pictures.append(np.where(np.arange(SIZE[0]) < edge, far, near).clip(0, 255).astype(np.uint8))
+    return image_from_array(pictures[0]), image_from_array(pictures[1])
+
+
+@pytest.fixture
+def points() -> np.ndarray:
+    x, y = np.meshgrid(np.arange(44, 370, 10), np.arange(20, 220, 10))
+    return (np.column_stack([x.ravel(), y.ravel()]) + 0.3).astype(np.float32)
+
+
+def true_right(points: np.ndarray) -> np.ndarray:
+    disparity = np.where(points[:, 0] < EDGE, FAR, NEAR)
+    return (points - np.column_stack([disparity, np.zeros(len(points))])).astype(np.float32)
+
+
+def linked(points: np.ndarray, share: float, seed: int = 0) -> tuple[np.ndarray, Guide]:
+    """A share of the points linked to where they are, but for noise of a pixel along the row."""
+    rng = np.random.default_rng(seed)
+    true = true_right(points)
+    chosen = rng.random(len(points)) < share
+    right = np.where(chosen[:, None], true, np.nan).astype(np.float32)
+    right[:, 0] += rng.uniform(-1.5, 1.5, len(points))
+    return right, Guide(points[chosen], right[chosen], 1.0, 10.0)
+
+
+def test_links_are_placed_exactly_and_the_rest_is_found(pair, points):
+    right, guide = linked(points, 0.4)
+    found = complete_partners(pair, points, right, guide)
+    known = np.isfinite(found[:, 0])
+    error = np.abs(found - true_right(points))[known]
+    assert found.dtype == np.float32 and known.mean() > 0.85
+    assert np.median(error[:, 0]) < 0.05 and (error[:, 0] < 0.5).mean() > 0.99
+    assert error[:, 1].max() < 1e-4
+
+
+def test_what_the_right_picture_hides_is_left_out(pair, points):
+    right, guide = linked(points, 0.4)
+    hidden = (points[:, 0] > EDGE - (NEAR - FAR)) & (points[:, 0] < EDGE)
+    assert hidden.sum() >= 15
+    assert np.isnan(complete_partners(pair, points, right, guide)[hidden, 0]).mean() >= 0.75
+
+
+def test_a_wrong_link_is_left_out_and_one_without_texture_stays(pair, points):
+    right, guide = linked(points, 0.5)
+    wrong = np.flatnonzero(np.isfinite(right[:, 0]))[::7]
+    right[wrong, 0] -= 30
+    found = complete_partners(pair, points, right, guide)
+    assert (np.abs(found - true_right(points))[wrong, 0] > 2).mean() < 0.05
+    flat = tuple(image_from_array(np.full((SIZE[1], SIZE[0]), 90, np.uint8)) for _ in range(2))
+    np.testing.assert_allclose(complete_partners(flat, points, right, guide), right, atol=1e-4)
+
+
+def test_resized_pictures_give_pixels_of_the_files(pair, points):
+    right, guide = linked(points, 0.4)
+    double = [image_from_array(cv2.resize(image.pixels, None, fx=2, fy=2), resize=SIZE[0]) for image in pair]
+    big = Guide(2 * guide.start + 0.5, 2 * guide.end + 0.5, 1.0, 10.0)
+    found = complete_partners((double[0], double[1]), 2 * points + 0.5, 2 * right + 0.5, big)
+    known = np.isfinite(found[:, 0])
+    assert known.mean() > 0.85
+    error = np.abs(found - (2 * true_right(points) + 0.5))[known, 0]
+    assert np.median(error) < 0.15 and (error < 1).mean() > 0.98
+
+
+def test_nothing_is_done_without_links_or_to_pictures_on_their_side(pair, points):
+    right, guide = linked(points, 0.4)
+    few = Guide(points[:3], right[:3], 1.0, 10.0)
+    assert complete_partners(pair, points, right, few) is right
+    turned = tuple(replace(image, orientation=6, size=image.size[::-1]) for image in pair)
+    assert complete_partners(turned, points, right, guide) is right
+    none = complete_partners(pair, points[:0], right[:0], guide)
+    assert none.shape == (0, 2)
