@@ -91,7 +91,7 @@ def test_the_rules_of_floors_see_every_kind_of_import():
     for bad in (
         made_up(types="from matcher.geometry import resized", geometry=""),  # up
         made_up(geometry="def f():\n    from matcher.pipeline import load", pipeline=""),  # up, in a function
-        made_up(images="import matcher.estimation", estimation=""),  # sideways
+        made_up(images="import matcher.frontends", frontends=""),  # sideways
         made_up(network__model="from ..frontends import sift", frontends__sift=""),  # sideways, relative
         made_up(images="from . import pipeline", pipeline=""),  # up, relative
         made_up(pipeline="import matcher"),  # the facade from below

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.network.assignment import AssignmentHead, assign, log_masses, mutual_matches, sinkhorn
+from matcher.network.assignment import assign, dual_softmax, log_masses, mutual_matches, sinkhorn
+from matcher.network.head import AssignmentHead
 
 
 def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float = 1.0) -> torch.Tensor:
@@ -297,3 +298,27 @@ def test_no_matches_without_points(shape: tuple[int, int]) -> None:
 
 def test_probabilities_never_exceed_one() -> None:
     assert mutual_matches(torch.tensor([[0.01]]), 0.1)[1].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-4])
+def test_scores_so_low_that_exponentials_vanish(tolerance: float | None) -> None:
+    """What is cut off at e⁻⁸⁰ must not be heard: neither in plans nor in dual softmax."""
+    scores = scores_with_matches(40, 30, seed=1)
+    scores[:, :-1, :-1] -= 300 * (torch.rand(40, 30, generator=torch.Generator().manual_seed(0)) < 0.3)
+    log_mu, log_nu = log_masses(scores.double())
+    u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
+    for _ in range(300):
+        u = log_mu - torch.logsumexp(scores.double() + v.unsqueeze(1), dim=2)
+        v = log_nu - torch.logsumexp(scores.double() + u.unsqueeze(2), dim=1)
+    expected = (scores.double() + u.unsqueeze(2) + v.unsqueeze(1))[:, :-1, :-1]
+    found = assign(scores, max_iterations=300, tolerance=tolerance)
+    torch.testing.assert_close(found.log_scores.double(), expected, atol=1e-3, rtol=1e-5)
+
+
+def test_dual_softmax_without_gradients_is_the_equation() -> None:
+    scores = 4 * torch.randn(3, 301, 257, generator=torch.Generator().manual_seed(2))
+    scores[0, :, 7] -= 100  # a column far below every row's best
+    expected = dual_softmax(scores.clone().requires_grad_(True))
+    found = dual_softmax(scores)
+    torch.testing.assert_close(found.log_scores, expected.log_scores.detach(), atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(found.log_unmatched0, expected.log_unmatched0.detach())

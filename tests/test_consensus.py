@@ -111,3 +111,17 @@ def test_without_matches_the_neighbours_say_nothing_about_places() -> None:
     with torch.no_grad():
         heard = Consensus()(scores, points, truth, torch.full((1, 20, 20), -20.0))
     torch.testing.assert_close(heard, scores, atol=1e-4, rtol=0)
+
+
+def test_the_correction_is_the_same_with_and_without_gradients() -> None:
+    scores, places0, places1 = ambiguous_scores(150, seed=4)
+    consensus = Consensus()
+    with torch.no_grad():
+        consensus.judge.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+        log_scores = assign(scores).log_scores
+        plain = consensus(scores, places0, places1, log_scores)
+    grown = consensus(scores, places0, places1, log_scores)
+    assert grown.requires_grad
+    torch.testing.assert_close(plain, grown.detach(), atol=1e-5, rtol=1e-5)
+    grown.square().mean().backward()
+    assert consensus.widen.weight.grad.abs().sum() > 0

@@ -76,7 +76,9 @@ def test_tables_say_how_they_were_made(found):
     assert difference["value"] == pytest.approx(1 - table["rows"][0]["all"]["recall@3 px"]["value"], abs=1e-5)
     text = as_markdown(table)
     assert (
-        "USAC_MAGSAC, refined by PoseLib at 3 px" in text and "12 pairs, 0 skipped" in text and "| level 4 | 6 | oracle |" in text
+        "USAC_MAGSAC, refined by PoseLib at 3 px" in text
+        and "12 pairs, 0 skipped" in text
+        and "| level 4 | 6 | oracle |" in text
     )
 
 

@@ -278,3 +278,23 @@ def test_precision_names() -> None:
     assert resolve_precision("auto", cpu) == ("bfloat16" if fast else "float32")
     with pytest.raises(UsageError, match="float64"):
         resolve_precision("float64", cpu)
+
+
+@pytest.mark.parametrize("together", [1, 200])
+def test_batches_run_in_groups_on_a_processor(pairs, monkeypatch, together: int) -> None:
+    matcher = matcher_with(False, False)
+    expected = run(matcher, pairs)
+    sizes = []
+
+    def counted(self, tokens, *arguments):
+        sizes.append((len(tokens.pairs), len(tokens.x)))
+        return true_run(self, tokens, *arguments)
+
+    true_run = Model._run
+    monkeypatch.setattr(Model, "_run", counted)
+    monkeypatch.setattr("matcher.network.model.TOGETHER", together)
+    for found, known in zip(run(matcher, pairs), expected, strict=True):
+        assert_same(found, known)
+    assert sum(number for number, _ in sizes) == len(pairs)
+    assert len(sizes) > 1
+    assert all(number == 1 or count <= together for number, count in sizes)

@@ -206,5 +206,5 @@ def test_weights_of_another_shape_to_start_from_are_refused(tmp_path):
 
 
 def test_absent_weights_to_start_from_are_named(tmp_path):
-    with pytest.raises(IntegrityError, match="absent.safetensors"):
+    with pytest.raises(IntegrityError, match=r"absent\.safetensors"):
         Trainer(replace(TINY, start=str(tmp_path / "absent.safetensors")), CPU)

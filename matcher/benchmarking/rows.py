@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from matcher.benchmarking.peers import (
     with_parameters,
 )
 from matcher.benchmarking.timing import Samples, Stopwatch, memory_above
+from matcher.network.compiled import SWITCH, compiled_kernel
 from matcher.network.grid import GridExtractor
 from matcher.types import Features, Image, Matches
 
@@ -58,16 +60,20 @@ def lightglue(watch: Stopwatch, points: int, ceilings: Ceilings, batch: int = 1)
     tensors = lightglue_tensors(peer)
     sides = [random_batch(points, batch, watch.device, seed) for seed in (0, 1)]
     data = {f"image{i}": as_kornia(side) for i, side in enumerate(sides)}
+    calls: dict[str, Callable[[], object]] = {}
     networks = {}
     for precision in ("auto", "float32"):
         network = with_parameters(tensors, "lightglue-superpoint", watch.device, precision, **OFF)
         networks.setdefault(network.precision, network)
-    calls = {name: lambda n=network: n(*sides) for name, network in networks.items()}
+    for name, network in networks.items():
+        calls[name] = lambda n=network: n(*sides)
+        if name == "bfloat16" and watch.device.type == "cpu" and compiled_kernel() is not None:
+            calls[f"{name}, stock attention"] = lambda n=network: without_kernel(lambda: n(*sides))
     with torch.inference_mode():
         times = watch.alternate({**calls, "kornia": lambda: peer(data)})
-    for name, network in networks.items():
+    for name in calls:
         exact = name == "float32"
-        need = count_need(network.model.config.context, points, points, 4 if exact else 2)
+        need = count_need(networks["float32"].model.config.context, points, points, 4 if exact else 2)
         floor = batch * need.seconds(ceilings.float32 if exact else ceilings.half, ceilings.copy)
         yield Row(
             f"LightGlue shape, {batch} × {points} points, {name}",
@@ -77,6 +83,19 @@ def lightglue(watch: Stopwatch, points: int, ceilings: Ceilings, batch: int = 1)
             note=f"{floor / times[name].middle:.0%} of the floor's speed ({1e3 * floor:.1f} ms); "
             f"{batch / times[name].middle:.1f} pairs/s",
         )
+
+
+def without_kernel(call: Callable[[], object]) -> object:
+    """What a call gives with the stock attention, though the compiled kernel is there."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        return call()
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
 
 
 def lightglue_memory(watch: Stopwatch, points: int = 4096) -> Iterator[Row]:

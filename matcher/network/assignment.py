@@ -10,59 +10,16 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.types import Assignment
 
 # Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.
 SCALING_LIMIT = 1e12
-
-
-class AssignmentHead(nn.Module):
-    """One projection for similarities, and a dustbin score: a logit of each point, one number, or −∞."""
-
-    def __init__(
-        self, dim: int, dustbin: str = "point", *, project: bool = True, temperature: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.projection = nn.Linear(dim, dim) if project else None
-        self.divisor = (temperature * (dim**0.5 if project else dim)) ** 0.5  # of either side
-        if dustbin == "point":
-            self.matchability = nn.Linear(dim, 1)
-        elif dustbin == "learned":
-            self.dustbin = nn.Parameter(torch.ones(()))
-        else:
-            self.register_buffer("dustbin", torch.tensor(-math.inf), persistent=False)
-
-    def forward(self, x0: Tensor, x1: Tensor) -> Tensor:
-        """Tokens (…, N, dim), (…, M, dim) → scores with dustbins (…, N+1, M+1), float32.
-
-        Similarities of projected tokens are scaled by 1/√dim, those of tokens (LoFTR, section 3.3) by 1/dim,
-        both by 1/temperature. A point's dustbin score is minus its matchability logit, the corner is 0; one
-        number (SuperGlue, eq. 8) is the score of all dustbins and of the corner.
-        """
-        m0, m1 = (self._compared(x) / self.divisor for x in (x0, x1))
-        with torch.autocast(x0.device.type, enabled=False):
-            similarity = m0 @ m1.transpose(-1, -2)
-        if hasattr(self, "dustbin"):
-            corner = self.dustbin.float()
-            bin0, bin1 = corner.expand(x0.shape[:-1]), corner.expand(x1.shape[:-1])
-        else:
-            bin0, bin1 = (-self.logits(x) for x in (x0, x1))
-            corner = bin1.new_zeros(())
-        rows = torch.cat([similarity, bin0.unsqueeze(-1)], dim=-1)
-        last = torch.cat([bin1, corner.expand(*bin1.shape[:-1], 1)], dim=-1)
-        return torch.cat([rows, last.unsqueeze(-2)], dim=-2)
-
-    def _compared(self, x: Tensor) -> Tensor:
-        if self.projection is None:
-            return x.float()
-        return self.projection(x.to(self.projection.weight.dtype)).float()
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Matchability logit (…, N) of tokens (…, N, dim), float32."""
-        return self.matchability(x.to(self.matchability.weight.dtype)).squeeze(-1).float()
+LEAST_EXPONENT = -80.0
+LEAST_SUM = 1e-24  # sums below it may hold numbers that were cut off
+BLOCK = 2**18  # float32 numbers, half of a core's cache
 
 
 def dual_softmax(scores: Tensor) -> Assignment:
@@ -73,12 +30,48 @@ def dual_softmax(scores: Tensor) -> Assignment:
     """
     similarity = scores[:, :-1, :-1].float()
     logit0, logit1 = -scores[:, :-1, -1].float(), -scores[:, -1, :-1].float()
-    certainty = F.logsigmoid(logit0).unsqueeze(2) + F.logsigmoid(logit1).unsqueeze(1)
+    if not scores.requires_grad and similarity.numel():
+        # The same sums in another order: two passes over the matrix instead of six.
+        with torch.autocast(scores.device.type, enabled=False):
+            rows, columns = _log_sums(similarity)
+        gain0, gain1 = F.logsigmoid(logit0) - rows, F.logsigmoid(logit1) - columns
+        log_scores = _raised(similarity, gain0, gain1, factor=2.0)
+    else:
+        certainty = F.logsigmoid(logit0).unsqueeze(2) + F.logsigmoid(logit1).unsqueeze(1)
+        log_scores = similarity.log_softmax(2) + similarity.log_softmax(1) + certainty
     return Assignment(
-        log_scores=similarity.log_softmax(2) + similarity.log_softmax(1) + certainty,
+        log_scores=log_scores,
         log_unmatched0=F.logsigmoid(-logit0),
         log_unmatched1=F.logsigmoid(-logit1),
     )
+
+
+def _log_sums(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ exp over rows (B, N) and columns (B, M) of finite scores (B, N, M), from one exponential.
+
+    It is relative to the rows' maxima; if a column is far below all of them columns are summed by themselves.
+    """
+    tops = scores.amax(2)
+    rows, columns = torch.empty_like(tops), scores.new_zeros(scores.shape[0], scores.shape[2])
+    highest = tops.amax(1, keepdim=True)
+    for part in row_blocks(*scores.shape[1:], scores.device):
+        weights = _exponentials(scores[:, part] - tops[:, part].unsqueeze(2))
+        rows[:, part] = weights.sum(2).log_().add_(tops[:, part])
+        columns += torch.bmm((tops[:, part] - highest).exp().unsqueeze(1), weights).squeeze(1)
+    if bool((columns <= LEAST_SUM).any()):
+        return rows, torch.logsumexp(scores, dim=1)
+    return rows, columns.log_() + highest
+
+
+def _exponentials(scores: Tensor) -> Tensor:
+    """exp in place, of at least e⁻⁸⁰: where it underflows it is fifty times slower on some processors."""
+    return scores.clamp_min_(LEAST_EXPONENT).exp_()
+
+
+def row_blocks(rows: int, columns: int, device: torch.device) -> list[slice]:
+    """Rows whose numbers stay in the caches of all threads; all at once on other devices than a CPU."""
+    step = rows if device.type != "cpu" else max(1, BLOCK * torch.get_num_threads() // max(columns, 1))
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,24 +156,36 @@ def _sinkhorn_pair(
     Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
     """
     mu, nu = log_mu.exp(), log_nu.exp()
-    u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
-    u, v = _log_iteration(scores, u, v, log_mu, log_nu)
-    kernel, a, b = _absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
-    iterations = 1
+    scores = scores.contiguous()
+    v = torch.where(log_nu.isfinite(), torch.zeros_like(log_nu), -math.inf)
+    tops = (scores if bool(log_nu.isfinite().all()) else scores + v).amax(1)
+    u = torch.where(log_mu.isfinite(), -tops, -math.inf)
+    kernel, iterations = absorbed(scores, u, v), 1
+    a, b, _ = _scale(kernel, torch.ones_like(mu), torch.ones_like(nu), mu, nu)
     while True:
-        rows = kernel @ b
-        converged = tolerance is not None and bool(((a * rows - mu).abs() <= tolerance * mu).all())
-        if converged or iterations >= max_iterations:
-            break
-        a = torch.where(mu > 0, mu / rows, 1.0)
-        b = torch.where(nu > 0, nu / (a @ kernel), 1.0)
-        iterations += 1
         if not _in_range(a, b):
             # Redo this update in the log domain from the last absorbed potentials, then absorb.
             safe_a, safe_b = (x.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0) for x in (a, b))
             u, v = _log_iteration(scores, u + safe_a.log(), v + safe_b.log(), log_mu, log_nu)
-            kernel, a, b = _absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
+            kernel, a, b = absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
+        next_a, next_b, rows = _scale(kernel, a, b, mu, nu)
+        near = ((a * rows - mu).abs() <= (tolerance or 0.0) * mu) | (mu == 0)
+        converged = tolerance is not None and bool(near.all())
+        if converged or iterations >= max_iterations:
+            break
+        a, b = next_a, next_b
+        iterations += 1
     return u + a.log(), v + b.log(), iterations, converged
+
+
+def _scale(kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The next scalings of rows and columns, and the rows' sums under b; the kernel is read once."""
+    rows, columns, a = torch.empty_like(a), torch.zeros_like(b), torch.empty_like(a)
+    for part in row_blocks(*kernel.shape, kernel.device):
+        torch.mv(kernel[part], b, out=rows[part])
+        a[part] = torch.where(mu[part] > 0, mu[part] / rows[part], 1.0)
+        columns.addmv_(kernel[part].t(), a[part])
+    return a, torch.where(nu > 0, nu / columns, 1.0), rows
 
 
 def _in_range(a: Tensor, b: Tensor) -> bool:
@@ -189,8 +194,21 @@ def _in_range(a: Tensor, b: Tensor) -> bool:
     return bool((low > 1 / SCALING_LIMIT) & (high < SCALING_LIMIT))
 
 
-def _absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    return (scores + u[:, None]).add_(v[None, :]).exp_()
+def absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """exp(scores + u + v) of (N, M), (N,), (M,), at least e⁻⁸⁰."""
+    kernel = torch.empty_like(scores)
+    for part in row_blocks(*scores.shape, scores.device):
+        torch.add(scores[part], u[part, None], out=kernel[part])
+        _exponentials(kernel[part].add_(v))
+    return kernel
+
+
+def _raised(scores: Tensor, u: Tensor, v: Tensor, factor: float = 1.0) -> Tensor:
+    """factor · scores (B, N, M) + u (B, N) + v (B, M)."""
+    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    for part in row_blocks(*scores.shape[1:], scores.device):
+        torch.add(u[:, part, None], scores[:, part], alpha=factor, out=out[:, part]).add_(v.unsqueeze(1))
+    return out
 
 
 def _log_iteration(
@@ -215,7 +233,7 @@ def assign(
     if 0 in (scores.shape[1] - 1, scores.shape[2] - 1):
         return _unassigned(scores)
     found = sinkhorn(scores, mask0, mask1, max_iterations=max_iterations, tolerance=tolerance)
-    log_p = scores.float() + found.u.unsqueeze(2) + found.v.unsqueeze(1)
+    log_p = _raised(scores.detach().float(), found.u, found.v)
     return Assignment(
         log_scores=log_p[:, :-1, :-1],
         log_unmatched0=log_p[:, :-1, -1],
@@ -250,8 +268,15 @@ def drop_unmatched(assignment: Assignment) -> Assignment:
     return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
 
 
-def mutual_matches(log_scores: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def mutual_matches(log_scores: Tensor, threshold: float, doubt: float = 0.0) -> tuple[Tensor, Tensor]:
     """Mutual best entries of (N, M) log probabilities above `threshold`, best first.
+
+    Args:
+        log_scores: (N, M) of one pair.
+        threshold: of the probability.
+        doubt: number of matches to be expected at which the threshold is twice as high; with S expected, the
+            sum of the probabilities above it, it is threshold · (1 + doubt / S). A lone match is less
+            credible than one among hundreds: pictures of different places give a few.
 
     Returns:
         indices (K, 2) int64 and probabilities (K,) float32.
@@ -268,4 +293,8 @@ def mutual_matches(log_scores: Tensor, threshold: float) -> tuple[Tensor, Tensor
     indices = torch.stack([here[keep], partner[keep]], dim=1)
     probabilities = best[keep].exp().clamp(max=1.0)
     order = torch.argsort(probabilities, descending=True, stable=True)
-    return indices[order], probabilities[order]
+    indices, probabilities = indices[order], probabilities[order]
+    if doubt and len(probabilities):
+        credible = probabilities > threshold * (1 + doubt / probabilities.sum())
+        indices, probabilities = indices[credible], probabilities[credible]
+    return indices, probabilities

@@ -1,8 +1,7 @@
 """Attention: score functions as building blocks, and attention over packed tokens.
 
-Packed means every point of every picture in one list, without padding. `Layout` says which tokens belong to
-which picture, so that what happens point by point (projections, norms, activations) runs once over all of
-them and only attention looks at pictures.
+Packed means every point of every picture in one list, without padding. `Layout` says which tokens are of
+which picture, so that what happens point by point runs once over all and only attention looks at pictures.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BLOCK_ROWS = 512  # of attention in half precision on a processor; 256 to 512 are equally fast
+from matcher.network.compiled import attend_compiled
+
+BLOCK_ROWS = 512  # of attention in half precision on a processor
 BLOCK_WEIGHTS = 2**19  # fewer weights than this, all heads together, are one block
 
 
@@ -81,7 +82,7 @@ def scaled_dot_product(
         # On CPUs the stock kernel's backward pass takes twice the time of these matrix products.
         return _whole(q, k, v)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
-        return _blocked(q, k, v)
+        return _half_on_processor(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -89,11 +90,17 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2), dim=-1) @ v
 
 
-def _blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Half precision on processors: blocks whose weights stay in the cache, as plain matrix products.
+def _half_on_processor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The compiled kernel if there is one, the stock kernel where it uses matrix units, else blocks."""
+    if (found := attend_compiled(q, k, v)) is not None:
+        return found
+    if q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return F.scaled_dot_product_attention(q, k, v)
+    return _blocked(q, k, v)
 
-    The stock kernel runs these no faster than float32; matrix products reach what the processor can do.
-    """
+
+def _blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Matrix products of blocks in the cache: without matrix units twice as fast as the stock kernel."""
     pictures = q.shape[:-2]
     if pictures.numel() * q.shape[-2] * k.shape[-2] <= BLOCK_WEIGHTS:
         return _whole(q, k, v)

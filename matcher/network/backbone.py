@@ -33,10 +33,19 @@ class ConvNorm(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
+        self.joined: tuple[Tensor, Tensor] | None = None  # weight and bias of both in one
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """From now on run without gradients in `dtype`, with the weights as they are now."""
+        gain = self.norm.weight / (self.norm.running_var + self.norm.eps).sqrt()
+        weight = (self.conv.weight * gain[:, None, None, None]).to(dtype, memory_format=torch.channels_last)
+        self.joined = weight, (self.norm.bias - gain * self.norm.running_mean).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, H, W) → (B, outputs, ⌈H/stride⌉, ⌈W/stride⌉)."""
-        return self.norm(self.conv(x))
+        if self.joined is None:
+            return self.norm(self.conv(x))
+        return F.conv2d(x, *self.joined, self.conv.stride, self.conv.padding)
 
 
 class Residual(nn.Module):
@@ -50,7 +59,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, H, W) → (B, outputs, ⌈H/stride⌉, ⌈W/stride⌉)."""
-        return torch.relu(self.skip(x) + self.second(torch.relu(self.first(x))))
+        return torch.relu_(self.skip(x) + self.second(torch.relu_(self.first(x))))
 
 
 class Merge(nn.Module):
@@ -91,9 +100,15 @@ class Backbone(nn.Module):
         """Pixels from one cell of the coarse map to the next."""
         return 2 ** len(self.stages)
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """From now on run without gradients in `dtype`, with the weights as they are now."""
+        for part in self.modules():
+            if isinstance(part, ConvNorm):
+                part.prepare(dtype)
+
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Grey pixels (B, 1, H, W) in [0, 1] → (B, C, ⌈H/8⌉, ⌈W/8⌉) and (B, c, ⌈H/2⌉, ⌈W/2⌉), float32."""
-        x, levels = torch.relu(self.stem(pixels.to(self.stem.conv.weight.dtype))), []
+        x, levels = torch.relu_(self.stem(pixels.to(self.stem.conv.weight.dtype))), []
         for stage in self.stages:
             x = stage(x)
             levels.append(x)

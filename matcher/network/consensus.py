@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matcher.network.assignment import row_blocks
+
 NEIGHBOURS = 16
 SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one a pass, in units of normalised positions
 LEAST_CONFIDENCE = 0.05
@@ -29,6 +31,16 @@ class LocalFit(NamedTuple):
     place: Tensor  # (B, N, 2) of the partner
     support: Tensor  # (B, N) sum of the weights of the matches that agree
     spread: Tensor  # (B, N) their weighted root mean square residual
+
+
+class Opinion(NamedTuple):
+    """What the points of one side think of where their partners are."""
+
+    place: Tensor  # (B, N, 2) predicted
+    gain: Tensor  # (B, N) for candidates there
+    loss: Tensor  # (B, N) for those far from it
+    tolerance: Tensor  # (B, N) squared distance that halves the gain
+    bins: Tensor  # (B, N) added to the dustbin's score
 
 
 class Links(NamedTuple):
@@ -67,7 +79,7 @@ def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> Local
     here = torch.arange(places.shape[1], device=places.device)[None, :, None]
     unusable = (chosen.indices.unsqueeze(1) == here) | (chosen.values == 0).unsqueeze(1)
     near = distance.masked_fill(unusable, torch.inf).topk(
-        min(NEIGHBOURS, distance.shape[2]), dim=2, largest=False
+        min(NEIGHBOURS, distance.shape[2]), dim=2, largest=False, sorted=False
     )
     usable = near.values.isfinite()
     reach = near.values.masked_fill(~usable, 0.0).amax(2, keepdim=True).clamp_min(0.02) / 1.5
@@ -80,23 +92,32 @@ def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> Local
 
 def _fit(x: Tensor, y: Tensor, base: Tensor) -> LocalFit:
     """y ≈ A x + b, robustly; what it predicts at x = 0. x, y (B, N, K, 2), base weights (B, N, K)."""
+    # Coordinates as separate planes: the maps are too small for matrix products to pay.
+    x0, x1 = (x[..., axis].contiguous() for axis in (0, 1))
+    y0, y1 = (y[..., axis].contiguous() for axis in (0, 1))
     weight = base
     for scale in SCALES:
-        total = weight.sum(2) + _TINY
-        share = (weight / total.unsqueeze(2)).unsqueeze(3)
-        mean_x, mean_y = (share * x).sum(2), (share * y).sum(2)
-        dx, dy = x - mean_x.unsqueeze(2), y - mean_y.unsqueeze(2)
-        xx = (share * dx * dx).sum(2) + _RIDGE
-        xy = (share[..., 0] * dx[..., 0] * dx[..., 1]).sum(2)
-        across = (share.unsqueeze(4) * dy.unsqueeze(4) * dx.unsqueeze(3)).sum(2)  # (B, N, 2 of y, 2 of x)
-        determinant = xx[..., 0] * xx[..., 1] - xy * xy
-        inverse = torch.stack([xx[..., 1], -xy, -xy, xx[..., 0]], dim=-1).unflatten(-1, (2, 2))
-        slope = across @ inverse / determinant[..., None, None]
-        residual = (dy - (slope.unsqueeze(2) @ dx.unsqueeze(4)).squeeze(4)).norm(dim=3)
-        weight = base / (1 + (residual / scale) ** 2) ** 2
-    place = mean_y - (slope @ mean_x.unsqueeze(3)).squeeze(3)
+        share = weight / (weight.sum(2, keepdim=True) + _TINY)
+        means = [(share * z).sum(2, keepdim=True) for z in (x0, x1, y0, y1)]
+        dx0, dx1, dy0, dy1 = (z - mean for z, mean in zip((x0, x1, y0, y1), means, strict=True))
+        sx0, sx1 = share * dx0, share * dx1
+        xx0, xx1 = ((s * d).sum(2, keepdim=True) + _RIDGE for s, d in ((sx0, dx0), (sx1, dx1)))
+        xy = (sx0 * dx1).sum(2, keepdim=True)
+        determinant = xx0 * xx1 - xy * xy
+        slopes = []
+        for dy in (dy0, dy1):
+            along0, along1 = (sx0 * dy).sum(2, keepdim=True), (sx1 * dy).sum(2, keepdim=True)
+            slopes.append(
+                ((along0 * xx1 - along1 * xy) / determinant, (along1 * xx0 - along0 * xy) / determinant)
+            )
+        rest0, rest1 = (dy - a * dx0 - b * dx1 for dy, (a, b) in zip((dy0, dy1), slopes, strict=True))
+        square = rest0 * rest0 + rest1 * rest1
+        weight = base / (1 + square / scale**2) ** 2
+    place = torch.cat(
+        [means[2 + axis] - a * means[0] - b * means[1] for axis, (a, b) in enumerate(slopes)], dim=2
+    )
     support = weight.sum(2)
-    return LocalFit(place, support, ((weight * residual**2).sum(2) / (support + _TINY)).sqrt())
+    return LocalFit(place, support, ((weight * square).sum(2) / (support + _TINY)).sqrt())
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
@@ -126,19 +147,20 @@ class Consensus(nn.Module):
         with torch.autocast(scores.device.type, enabled=False):
             log_scores = log_scores.detach()
             links0, links1 = mutual_links(log_scores)
-            gain0, bin0 = self._side(places0, places1, links0)
-            gain1, bin1 = self._side(places1, places0, links1)
-            rows = torch.cat([gain0 + gain1.transpose(1, 2), bin0.unsqueeze(2)], dim=2)
-            return scores + torch.cat([rows, F.pad(bin1, (0, 1)).unsqueeze(1)], dim=1)
+            side0, side1 = self._side(places0, places1, links0), self._side(places1, places0, links1)
+            if torch.is_grad_enabled() and (side0.gain.requires_grad or scores.requires_grad):
+                factors = _distance_factors(side0, places1), _distance_factors(side1, places0)
+                gains = _gains(side0, side1, *factors, slice(None))
+                rows = torch.cat([gains, side0.bins.unsqueeze(2)], dim=2)
+                return scores + torch.cat([rows, F.pad(side1.bins, (0, 1)).unsqueeze(1)], dim=1)
+            return _corrected(scores, side0, side1, places0, places1)
 
-    def _side(self, places: Tensor, others: Tensor, links: Links) -> tuple[Tensor, Tensor]:
-        """(B, N, M) what the points of one side add to the scores, (B, N) to their dustbins."""
+    def _side(self, places: Tensor, others: Tensor, links: Links) -> Opinion:
+        """What the points of one side think."""
         targets = _rows(others, links.partner)
         fit = fit_local_maps(places, targets, links.confidence)
         residual = (targets - fit.place).norm(dim=2)
-        gain, loss, tolerance, bins = self._opinions(fit, residual, links.confidence)
-        nearness = _relative_distances(fit.place, others, tolerance).reciprocal()
-        return torch.addcmul(-loss.unsqueeze(2), nearness, (gain + loss).unsqueeze(2)), bins
+        return Opinion(fit.place, *self._opinions(fit, residual, links.confidence))
 
     def _opinions(self, fit: LocalFit, residual: Tensor, confidence: Tensor) -> tuple[Tensor, ...]:
         """(B, N) each: gain at the predicted place, loss far from it, squared tolerance, dustbin's change."""
@@ -153,9 +175,35 @@ class Consensus(nn.Module):
         return gain, loss, tolerance, opinion[..., 3]
 
 
-def _relative_distances(a: Tensor, b: Tensor, tolerance: Tensor) -> Tensor:
-    """(B, N, M) 1 + |a − b|² / tolerance of a (B, N, 2), b (B, M, 2), tolerance (B, N), as one product."""
-    inverse = tolerance.reciprocal().unsqueeze(2)
+def _corrected(scores: Tensor, side0: Opinion, side1: Opinion, places0: Tensor, places1: Tensor) -> Tensor:
+    """Scores with dustbins (B, N+1, M+1) with what both sides add, some rows at a time."""
+    out, points = scores.clone(), scores.shape[1] - 1
+    factors = _distance_factors(side0, places1), _distance_factors(side1, places0)
+    out[:, :-1, -1] += side0.bins
+    out[:, -1, :-1] += side1.bins
+    for part in row_blocks(points, scores.shape[2], scores.device):
+        rows = slice(part.start, min(part.stop, points))
+        out[:, rows, :-1] += _gains(side0, side1, *factors, rows)
+    return out
+
+
+def _gains(
+    side0: Opinion,
+    side1: Opinion,
+    mine: tuple[Tensor, Tensor],
+    yours: tuple[Tensor, Tensor],
+    rows: slice,
+) -> Tensor:
+    """(B, R, M) what both sides add to some rows of the scores, from their `_distance_factors`."""
+    near0 = (mine[0][:, rows] @ mine[1].transpose(1, 2)).clamp_min(1.0).reciprocal()
+    near1 = (yours[1][:, rows] @ yours[0].transpose(1, 2)).clamp_min(1.0).reciprocal()
+    gain0, loss0 = side0.gain[:, rows, None], side0.loss[:, rows, None]
+    gain1, loss1 = side1.gain.unsqueeze(1), side1.loss.unsqueeze(1)
+    return torch.addcmul(-loss0, near0, gain0 + loss0) + torch.addcmul(-loss1, near1, gain1 + loss1)
+
+
+def _distance_factors(side: Opinion, others: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, N, 4), (B, M, 4) whose products are 1 + |place − other|² / tolerance."""
+    a, b, inverse = side.place, others, side.tolerance.reciprocal().unsqueeze(2)
     rows = torch.cat([-2 * a * inverse, inverse, (a * a).sum(2, keepdim=True) * inverse + 1], dim=2)
-    columns = torch.cat([b, (b * b).sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)
-    return (rows @ columns.transpose(1, 2)).clamp_min(1.0)
+    return rows, torch.cat([b, (b * b).sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)

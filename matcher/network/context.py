@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from matcher.config import ContextConfig
 from matcher.network.attention import Layout, attend, attend_to, build_attention
 from matcher.network.position import rotate
+from matcher.network.prepared import PreparedFeedForward, TurnedProjection, joined
 
 
 def outer_norm(config: ContextConfig) -> nn.Module:
@@ -40,6 +41,13 @@ class FeedForward(nn.Module):
         hidden = self.widen(torch.cat([x.to(message.dtype), message], dim=-1))
         return x + self.output_norm(self.narrow(self.activate(self.norm(hidden))))
 
+    def prepare(self, out: nn.Linear, dtype: torch.dtype) -> PreparedFeedForward | None:
+        """This part and the projection of the message before it in one, where the form allows it."""
+        if not isinstance(self.output_norm, nn.Identity):
+            return None
+        gelu = isinstance(self.activate, nn.GELU)
+        return PreparedFeedForward(out, self.widen, self.norm, self.narrow, gelu, dtype)
+
 
 def start_loud(*weights: Tensor) -> None:
     """Orthogonal weights, so that what is heard is as loud as what was said."""
@@ -58,6 +66,7 @@ class SelfBlock(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
+        self.prepared: tuple[TurnedProjection, PreparedFeedForward] | None = None
         self._start_local(config)
 
     @torch.no_grad()
@@ -71,8 +80,18 @@ class SelfBlock(nn.Module):
             self.qkv.bias[: 2 * config.dim] = constant.repeat(2)
         start_loud(self.qkv.weight[2 * config.dim :], self.out.weight)
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """From now on run without gradients in `dtype`, with the weights as they are now."""
+        feed = self.ffn.prepare(self.out, dtype)
+        self.prepared = None if feed is None else (TurnedProjection(self.qkv, self.heads, dtype), feed)
+
     def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
         """Tokens (T, dim), rotary turns (T, 2, head_dim/2) or none → tokens (T, dim)."""
+        if self.prepared is not None:
+            project, feed = self.prepared
+            joint, tokens, message = joined(x, self.qkv.weight.dtype)
+            message.copy_(attend(*project(tokens, turns), layout, self.attention, across=False))
+            return feed(x, joint)
         qkv = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (3 * self.heads, -1))  # (T, 3·heads, d)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         q, k = (qk if turns is None else rotate(qk, turns)).chunk(2, dim=1)
@@ -91,6 +110,7 @@ class CrossBlock(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
+        self.prepared: PreparedFeedForward | None = None
         self._start_alike(config)
 
     @torch.no_grad()
@@ -104,14 +124,25 @@ class CrossBlock(nn.Module):
             nn.init.zeros_(self.qkv.bias)
         start_loud(self.qkv.weight[-config.dim :], self.out.weight)
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """From now on run without gradients in `dtype`, with the weights as they are now."""
+        self.prepared = None if self.in_turn else self.ffn.prepare(self.out, dtype)
+
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim)."""
         if self.in_turn:
             return self._listen_in_turn(x, layout)
+        if self.prepared is not None:
+            joint, tokens, message = joined(x, self.qkv.weight.dtype)
+            message.copy_(self._hear(tokens, layout))
+            return self.prepared(x, joint)
+        return self.ffn(x, self.message_norm(self.out(self._hear(x, layout))))
+
+    def _hear(self, x: Tensor, layout: Layout) -> Tensor:
+        """(T, dim) what tokens (T, dim) are told by the other picture."""
         parts = self._project(x)
         q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
-        message = attend(q, k, v, layout, self.attention, across=True)
-        return self.ffn(x, self.message_norm(self.out(message)))
+        return attend(q, k, v, layout, self.attention, across=True)
 
     def _project(self, x: Tensor, first: int = 0, end: int | None = None) -> Tensor:
         """Rows first to end of the projection of tokens (T, dim) → (T, parts, heads, head_dim)."""
@@ -143,3 +174,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim), float32 between blocks."""
         return self.across(self.within(x, turns, layout), layout)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """From now on run without gradients in `dtype`, with the weights as they are now."""
+        self.within.prepare(dtype)
+        self.across.prepare(dtype)

@@ -41,11 +41,14 @@ class AttentionMatcher:
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
         self.model = copy.deepcopy(model).eval().requires_grad_(False).to(self.device, torch.float32)
+        dtype, backbone = DTYPES[self.precision], self.model.backbone
+        for part in (*self.model.layers, *(() if backbone is None else (backbone,))):
+            part.prepare(dtype)
         # Phases, similarities and dustbins need more digits than half precision has: they stay in float32.
         for part in (self.model.project, self.model.layers):
-            part.to(DTYPES[self.precision])
-        if self.model.backbone is not None:  # convolutions are faster where the channels lie side by side
-            self.model.backbone.to(dtype=DTYPES[self.precision], memory_format=torch.channels_last)
+            part.to(dtype)
+        if backbone is not None:  # convolutions are faster where the channels lie side by side
+            backbone.to(dtype=dtype, memory_format=torch.channels_last)
 
     @torch.inference_mode()
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
@@ -61,7 +64,7 @@ class AttentionMatcher:
     def _read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
         """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
         config, sides = self.model.config, (features0, features1)
-        local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold)
+        local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
         index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
         if config.assignment.border:
             inner = [off_border(f, config.assignment.border)[entry][index[:, i]] for i, f in enumerate(sides)]

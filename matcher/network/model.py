@@ -11,16 +11,19 @@ from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs, ready_prospects
-from matcher.network.assignment import AssignmentHead, assign, drop_unmatched, dual_softmax
+from matcher.network.assignment import assign, drop_unmatched, dual_softmax
 from matcher.network.attention import Layout, interleave
 from matcher.network.backbone import Backbone
 from matcher.network.consensus import Consensus
 from matcher.network.context import Layer
+from matcher.network.demands import check_config
 from matcher.network.guidance import Guidance, Side
+from matcher.network.head import AssignmentHead
 from matcher.network.position import MlpPosition, RotaryPosition, SinePosition, normalise_positions
 from matcher.network.refinement import Refinement
 from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
+TOGETHER = 1024  # tokens of a batch that run at once on a processor; one pair may have more
 ROUGH_ITERATIONS = 10  # of Sinkhorn between rounds of consensus, about as many as training runs
 
 
@@ -139,7 +142,10 @@ class Model(nn.Module):
         head = self.heads[depth if self.config.assignment.every_layer else 0]
         scores = head(side0.x, side1.x)
         if self.guidance is not None:
-            scores = scores + F.pad(self.guidance.agreement(side0, side1, depth), (0, 1, 0, 1))
+            agreement = self.guidance.agreement(side0, side1, depth)
+            if scores.requires_grad or agreement.requires_grad:
+                return scores + F.pad(agreement, (0, 1, 0, 1))
+            scores[..., :-1, :-1] += agreement
         return scores
 
     def forward(self, features0: Features, features1: Features) -> Prediction:
@@ -147,6 +153,12 @@ class Model(nn.Module):
         tokens = self.tokens(features0, features1)
         totals = [n + m for n, m in tokens.layout.counts]
         found: dict[int, PairPrediction] = {}
+        for together in _groups(tokens):
+            self._run(together, totals, found)
+        return Prediction(tuple(found[pair] for pair in range(len(totals))))
+
+    def _run(self, tokens: Tokens, totals: list[int], found: dict[int, PairPrediction]) -> None:
+        """All layers of some pairs, whose assignments go to `found`."""
         last = len(self.layers) - 1
         for depth in range(len(self.layers)):
             tokens = self._advance(tokens, depth)
@@ -156,7 +168,6 @@ class Model(nn.Module):
             tokens = self._adapt(tokens, totals, depth, found)
             if not tokens.pairs:
                 break
-        return Prediction(tuple(found[pair] for pair in range(len(totals))))
 
     def _adapt(
         self, tokens: Tokens, totals: list[int], depth: int, found: dict[int, PairPrediction]
@@ -187,7 +198,7 @@ class Model(nn.Module):
         return head(x.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
 
     def matchabilities(self, x: Tensor, depth: int) -> Tensor:
-        """(T,) probability of a partner: by the heads for it, or by the dustbin's logit (LightGlue, eq. 12)."""
+        """(T,) probability of a partner: by the heads for it, or by the dustbin (LightGlue, eq. 12)."""
         if not self.config.adaptivity.prospects:
             return self.heads[depth].logits(x).sigmoid()
         return self.prospect[depth](x.float()).squeeze(-1).sigmoid()
@@ -219,62 +230,29 @@ class Model(nn.Module):
         return drop_unmatched(assignment) if config.drop_unmatched else assignment
 
 
+def _groups(tokens: Tokens) -> Iterator[Tokens]:
+    """Pairs that run together: on a processor as many as its caches and a few allocations hold, else all.
+
+    Large batches gain nothing there, and memory that is touched for the first time costs more than they save.
+    """
+    counts = [n + m for n, m in tokens.layout.counts]
+    if tokens.x.device.type != "cpu" or sum(counts) <= TOGETHER or len(counts) < 2:
+        yield tokens
+        return
+    everything = torch.ones(len(tokens.x), dtype=torch.bool)
+    group: list[int] = []
+    for entry, count in enumerate(counts):
+        if group and sum(counts[e] for e in group) + count > TOGETHER:
+            yield tokens.keep(everything, group)
+            group = []
+        group.append(entry)
+    yield tokens.keep(everything, group)
+
+
 def split_sides(tokens: Tokens) -> list[tuple[Side, Side]]:
     """The two pictures of every pair."""
     columns = [tokens.layout.split(x) for x in (tokens.x, tokens.places, tokens.stated) if x is not None]
     return [tuple(Side(*side) for side in zip(*pair, strict=True)) for pair in zip(*columns, strict=True)]
-
-
-def check_config(config: NetworkConfig) -> None:
-    """Refuse combinations that make no network.
-
-    Raises:
-        UsageError: names the setting and what it must be.
-    """
-    context, assignment, adaptivity = config.context, config.assignment, config.adaptivity
-    demands = [
-        (
-            config.position.inputs[0] == "xy" or not config.guided,
-            "guided tokens need position.inputs that begin with 'xy'",
-        ),
-        (
-            not (assignment.consensus and assignment.kind != "sinkhorn"),
-            "assignment.consensus goes with assignment.kind 'sinkhorn'",
-        ),
-        (
-            context.dim % (2 * context.heads) == 0,
-            f"context.dim {context.dim} must be a multiple of twice context.heads {context.heads}",
-        ),
-        (
-            config.project or config.descriptor_dim == context.dim,
-            "without project, descriptor_dim must be context.dim",
-        ),
-        (
-            assignment.every_layer or not (adaptivity.early_exit or adaptivity.pruning),
-            "early exit and pruning need assignment.every_layer",
-        ),
-        (
-            assignment.dustbin == "point" or not adaptivity.pruning,
-            "pruning needs assignment.dustbin 'point'",
-        ),
-        (
-            assignment.dustbin != ("learned" if assignment.kind == "dual_softmax" else "none"),
-            f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}",
-        ),
-        (
-            config.backbone is None or config.backbone.widths[-1] == config.descriptor_dim,
-            "descriptor_dim must be the last of backbone.widths",
-        ),
-        (
-            config.refinement is None
-            or config.backbone is None
-            or config.refinement.context.dim == config.backbone.widths[0],
-            "refinement.context.dim must be the first of backbone.widths",
-        ),
-    ]
-    for kept, demand in demands:
-        if not kept:
-            raise UsageError(f"network configuration: {demand}")
 
 
 def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
