@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -68,16 +69,7 @@ def draw_attention(
             if len(places) != len(weights):
                 raise UsageError(f"{len(places)} places cannot have {len(weights)} weights")
             ends = side.points(as_points(np.reshape(places, (-1, 2)), "places")) + shift
-            share = np.clip(weights, 0, None) / max(largest, 1e-9)
-            lines = LineCollection(
-                [[start, end] for end in ends],
-                colors=[(*to_rgb(colour), 0.15 + 0.75 * s) for s in share],
-                linewidths=0.5 + 2 * share,
-            )
-            axes.add_collection(lines, autolim=False)
-            axes.scatter(
-                *ends.T, s=5 + 150 * share, color=colour, edgecolors="black", linewidths=0.5, zorder=3
-            )
+            _draw_rays(axes, start, ends, np.clip(weights, 0, None) / max(largest, 1e-9), colour)
     axes.scatter(*start, s=170, marker="*", color="white", edgecolors="black", linewidths=1, zorder=4)
     names = [f"head {number}" for number in range(1, heads + 1)] if names is None else names
     if heads > 4:  # else the line would be too long
@@ -85,6 +77,19 @@ def draw_attention(
     scale = f"star: the keypoint; area of a dot: its weight, the largest {largest:.2g}"
     draw_header(figure, title, Legend((*zip(names, colours, strict=True), (scale, "none"))))
     return figure
+
+
+def _draw_rays(
+    axes: Axes, start: np.ndarray, ends: np.ndarray, share: np.ndarray, colour: tuple[float, ...]
+) -> None:
+    """Lines from one place to others (k, 2), wider and with larger dots the larger their share (k,)."""
+    lines = LineCollection(
+        [[start, end] for end in ends],
+        colors=[(*to_rgb(colour), 0.15 + 0.75 * s) for s in share],
+        linewidths=0.5 + 2 * share,
+    )
+    axes.add_collection(lines, autolim=False)
+    axes.scatter(*ends.T, s=5 + 150 * share, color=colour, edgecolors="black", linewidths=0.5, zorder=3)
 
 
 def _head_colours(count: int) -> list[tuple[float, ...]]:

@@ -6,6 +6,7 @@ lightness too, so that colour-blind eyes and grey prints tell them apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from matcher.drawing.canvas import (
     VERMILION,
     YELLOW,
     Legend,
+    Placed,
     as_column,
     as_image,
     as_points,
@@ -67,7 +69,7 @@ def draw_matches(
         colour_by, error_limit: what colours tell; errors above the limit, in pixels, have one colour.
         stacked: one picture above the other instead of side by side.
         keypoints0, keypoints1: (N, 2) and (M, 2) all keypoints, drawn as small dots.
-        title: the line above; max_lines: of inliers, and a quarter of it of outliers, spread out.
+        title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
 
     Raises:
         UsageError: arrays whose shapes do not fit, or pictures that cannot be used.
@@ -82,16 +84,21 @@ def draw_matches(
     if colour_by == "error":
         share = np.nan_to_num(as_column(errors, count, "errors", scores) / error_limit, nan=1.0)
         inliers, good = None, np.ones(count, bool)
-    scale = _scale(colour_by)
     placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
-    for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
-        if keypoints is not None:
-            draw_dots(axes, side.points(as_points(keypoints, "keypoints")), "white", 2.0, 0.35)
+    _draw_keypoints(axes, placed, (keypoints0, keypoints1))
     ends = np.stack([placed[0].points(points0), placed[1].points(points1)], axis=1)
+    scale, judged = _scale(colour_by), None if inliers is None else good
     drawn = _draw_lines(axes, ends, scores, good, scale(np.clip(share, 0, 1)), max_lines)
-    legend = _legend(colour_by, scale, error_limit, None if inliers is None else good, drawn)
-    draw_header(figure, title, legend)
+    draw_header(figure, title, _legend(colour_by, scale, error_limit, judged, drawn))
     return figure
+
+
+def _draw_keypoints(
+    axes: Axes, placed: Sequence[Placed], keypoints: tuple[np.ndarray | None, np.ndarray | None]
+) -> None:
+    for side, points in zip(placed, keypoints, strict=True):
+        if points is not None:
+            draw_dots(axes, side.points(as_points(points, "keypoints")), "white", 2.0, 0.35)
 
 
 def match_errors(

@@ -56,6 +56,17 @@ def serve(
         server.run(sockets=[listening])
 
 
+# Nothing that gradio adds by itself: no server of its own, no monitoring, no history, no installable page.
+_PLAIN = {
+    "ssr_mode": False,
+    "show_error": True,
+    "enable_monitoring": False,
+    "run_history": False,
+    "footer_links": [],
+    "pwa": False,
+}
+
+
 def build_app(
     folder: Path,
     export: Callable,
@@ -92,21 +103,8 @@ def build_app(
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     page = build_page(Matching(device), made, export, summarise)
     page.queue(max_size=20, api_open=False)
-    gradio.mount_gradio_app(
-        app,
-        page,
-        path="/",
-        server_name=HOST,
-        max_file_size=max_megabytes * 2**20,
-        allowed_paths=[str(made)],
-        ssr_mode=False,
-        show_error=True,
-        enable_monitoring=False,
-        run_history=False,
-        footer_links=[],
-        pwa=False,
-        theme=plain_theme(),
-    )
+    limits = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
+    gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **limits, **_PLAIN)
     # A name that another site points at this machine is not ours (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     return _with_policy(app)
