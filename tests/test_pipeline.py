@@ -54,7 +54,7 @@ def test_shipped_weights_match_a_known_homography(pair, shipped_weights):
     result = pipeline.match(*pair)
     assert share_right(result, H_0TO1) > 0.9
     assert len(result.matches) > 300
-    assert result.matches.scores.min() >= 0.1
+    assert result.matches.scores.min() > pipeline.config.matcher.match_threshold
 
 
 def test_the_result_is_complete(network, views):

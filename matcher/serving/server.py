@@ -96,7 +96,7 @@ def build_app(
         if (error.name or "").startswith("matcher"):
             raise
         raise UsageError(
-            f"the page needs {error.name}, which is not installed: pip install 'matcher[app]'"
+            f"the page needs gradio and what it runs on ({error.name} is absent): pip install 'matcher[app]'"
         ) from None
     made = folder / "made"
     made.mkdir(exist_ok=True)
