@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 CACHED_ROWS = (
     2**18
-)  # channels of rows that one thread takes at a time; in and out of a map they fit its cache
+)  # channels of rows that one thread takes at a time: in and out of a map they fit its cache
 
 
 def rows_at_once(rows: int, channels: int, device: torch.device) -> Iterator[slice]:
@@ -88,10 +88,8 @@ class TurnedProjection:
 
     def _turn(self, x: Tensor, turns: Tensor) -> Tensor:
         """Tokens (T, dim), turns (T, 1, head_dim/2) complex → turned queries and keys (T, 2·dim)."""
-        qk, steps = (
-            x.new_empty(len(x), len(self.turned)),
-            list(rows_at_once(len(x), len(self.turned), x.device)),
-        )
+        qk = x.new_empty(len(x), len(self.turned))
+        steps = list(rows_at_once(len(x), len(self.turned), x.device))
         exact = x.new_empty(steps[0].stop, len(self.turned), dtype=torch.float32)
         for rows in steps:
             turned = exact[: rows.stop - rows.start].copy_(F.linear(x[rows], self.turned, self.turned_bias))
