@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CACHED_ROWS = (
-    2**18
-)  # channels of rows that one thread takes at a time: in and out of a map they fit its cache
+
+# Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
+CACHED_ROWS = 2**18
 
 
 def rows_at_once(rows: int, channels: int, device: torch.device) -> Iterator[slice]:
