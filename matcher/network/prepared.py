@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 # Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
 CACHED_ROWS = 2**18
 
