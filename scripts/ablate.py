@@ -11,6 +11,7 @@ threshold with the best F1, at full depth.
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from matcher.config import NetworkConfig, PositionConfig
+from matcher.files import write_whole
 from matcher.training.folder import claim_folder
 from matcher.training.memory import keep_memory
 from matcher.training.pairs import ViewPair
@@ -66,8 +68,7 @@ ABLATIONS: dict[str, Change] = {
     "half the layers": resized(128, (DEPTH + 1) // 2),
 }
 SIZES: dict[str, Change] = {
-    f"{dim} × {depth}": resized(dim, depth)
-    for dim, depth in [(128, 6), (128, 9), (192, 6), (256, 6), (256, 9)]
+    f"{dim} × {depth}": resized(dim, depth) for dim, depth in [(128, 6), (128, 9), (192, 6), (256, 6)]
 }
 
 
@@ -99,13 +100,15 @@ def compare(options: argparse.Namespace) -> None:
     base = replace(read_recipe(shipped_recipe("hybrid")), name="ablation", start="")
     claim_folder(options.run, base)
     sampler, pairs = open_views(base, options.run.parent / "cache")
+    recipes = {name: variant(base, name) for name in chosen(options.only)}
+    paces = measure_paces(recipes, sampler, options)
     rows = []
-    for name, change in chosen(options.only).items():
+    for name, recipe in recipes.items():
         kept = options.run / f"{name.replace(' ', '-')}-{options.minutes:g}.json"
         if not kept.exists():
-            shape = change(base.network if name in SIZES else resized(128, DEPTH)(base.network))
-            row = train_variant(name, replace(base, network=simplest(shape)), sampler, pairs, options)
-            kept.write_text(json.dumps(row), encoding="utf-8")
+            steps = max(1, int(60 * options.minutes / paces[name]))
+            recipe = replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))
+            write_whole(kept, json.dumps(train_variant(name, recipe, sampler, pairs, options)).encode())
         rows.append(json.loads(kept.read_text(encoding="utf-8")))
     print(
         f"| network, {options.minutes:g} minutes each | parameters | pairs seen | precision / recall | F1 |"
@@ -145,18 +148,38 @@ def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]
     return samplers[0], validation_pairs(samplers[1], VALIDATION_SCENES, VALIDATION_POINTS)
 
 
+def variant(base: Recipe, name: str) -> Recipe:
+    """The recipe of one variant."""
+    shape = (ABLATIONS | SIZES)[name](base.network if name in SIZES else resized(128, DEPTH)(base.network))
+    return replace(base, network=simplest(shape))
+
+
+def measure_paces(
+    recipes: dict[str, Recipe], sampler: PairSampler, options: argparse.Namespace
+) -> dict[str, float]:
+    """Seconds a step of every variant, all measured before any is trained, so that what else the machine does
+    later changes no variant's share. Kept in the run folder."""
+    kept = options.run / "paces.json"
+    paces = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    for name, recipe in recipes.items():
+        if name in paces:
+            continue
+        trainer, seconds = build(name, recipe, options.device), []
+        for step in range(TRIAL_STEPS):
+            batch, started = sampler.batch(step), time.perf_counter()
+            trainer.step(batch)
+            seconds.append(time.perf_counter() - started)
+        paces[name] = statistics.median(seconds)
+        print(f"{name}: {paces[name]:.2f} s a step", file=sys.stderr)
+        write_whole(kept, json.dumps(paces).encode())
+    return paces
+
+
 def train_variant(
     name: str, recipe: Recipe, sampler: PairSampler, pairs: list[ViewPair], options: argparse.Namespace
 ) -> dict[str, float | str]:
-    """One variant, trained for the time asked; its row of the table."""
-    trial, seconds = build(name, recipe, options.device), []
-    for step in range(TRIAL_STEPS):
-        batch, started = sampler.batch(step), time.perf_counter()
-        trial.step(batch)
-        seconds.append(time.perf_counter() - started)
-    steps = max(1, int(60 * options.minutes / sorted(seconds)[TRIAL_STEPS // 2]))
-    recipe = replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))
-    trainer = build(name, recipe, options.device)
+    """One variant, trained for the steps of its recipe; its row of the table."""
+    trainer, steps = build(name, recipe, options.device), recipe.optimiser.steps
     for batch in sampler.batches(0, steps):
         loss = trainer.step(batch)
         if trainer.progress.step % 50 == 0:
