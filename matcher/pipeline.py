@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from matcher.checkpoints.catalogue import fill_extractor, load_weights
-from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
+from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig, Precision
 from matcher.estimation import RobustEstimator
-from matcher.frontends import superpoint
-from matcher.frontends.learned import FrontEnd, LearnedExtractor
+from matcher.frontends.registry import find_front_end
+from matcher.frontends.shared import LearnedExtractor
 from matcher.frontends.sift import SiftExtractor
 from matcher.images import MAX_PIXELS, image_from_array, read_image
 from matcher.nearest import NearestMatcher
 from matcher.network.grid import GridExtractor
-from matcher.network.inference import AttentionMatcher, resolve_precision
+from matcher.network.inference import DTYPES, AttentionMatcher, resolve_precision
 from matcher.network.model import Model
-from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset, unknown_name
+from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset
 from matcher.types import (
     Camera,
     Estimator,
@@ -192,7 +192,9 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     if on_grid:
         _refuse_for_grid(given)
     else:
-        extractor = build_extractor(config.extractor, given.get("frontend_weights"), device)
+        extractor = build_extractor(
+            config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
+        )
     if isinstance(config.matcher, NearestConfig):
         matcher, source = NearestMatcher(config.matcher, device=device), None
     else:
@@ -215,15 +217,19 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
 
 
 def build_extractor(
-    config: ExtractorConfig, weights: str | Path | None = None, device: torch.device | str = "cpu"
+    config: ExtractorConfig,
+    weights: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    precision: Precision = "auto",
 ) -> Extractor:
     """The front end that `config.kind` names.
 
     Args:
         config: of the front end.
         weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
-            read at the first picture, not before.
+            read at the first picture, not before. Those of `learned` are shipped.
         device: where a learned front end runs.
+        precision: of the front end `learned`; the others run in float32.
 
     Raises:
         UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
@@ -232,7 +238,9 @@ def build_extractor(
         if weights is not None:
             raise UsageError("the front end sift has no weights; leave frontend_weights away")
         return SiftExtractor(config)
-    return LearnedExtractor(config, _learned(config.kind), partial(fill_extractor, path=weights), device)
+    dtype = DTYPES[resolve_precision(precision, torch.device(device))]
+    fill = partial(fill_extractor, path=weights)
+    return LearnedExtractor(config, find_front_end(config.kind), fill, device, dtype)
 
 
 def _refuse_for_grid(given: Mapping[str, Any]) -> None:
@@ -247,18 +255,6 @@ def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
     if matcher.model.backbone is None:
         raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
     return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
-
-
-def _learned(kind: str) -> FrontEnd:
-    """One front end of the two files that have learned ones; kornia takes a second to import."""
-    if kind in superpoint.FRONT_ENDS:
-        return superpoint.FRONT_ENDS[kind]
-    from matcher.frontends import kornia
-
-    if kind not in kornia.FRONT_ENDS:
-        known = dict.fromkeys(["sift", *superpoint.FRONT_ENDS, *kornia.FRONT_ENDS])
-        raise UsageError(unknown_name("front end", kind, known))
-    return kornia.FRONT_ENDS[kind]
 
 
 def resolve_device(name: str) -> torch.device:

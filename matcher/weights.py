@@ -155,23 +155,29 @@ def save_model(
 
 
 def save_front_end(
-    network: nn.Module, kind: str, path: str | Path, metadata: dict[str, str] | None = None
+    network: nn.Module,
+    kind: str,
+    path: str | Path,
+    metadata: dict[str, str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Write a front end's parameters as they are, with `kind` in the header, whole or not at all.
+    """Write a front end's parameters with `kind` in the header, whole or not at all.
 
     Args:
         network: of the front end.
         kind: its name, such as "superpoint".
         path: of the new file; an existing one is replaced.
         metadata: further header entries; the key "frontend" is taken.
+        dtype: of the numbers in the file; integers stay what they are.
 
     Returns:
         The sha256 of the file.
 
     Raises:
-        IntegrityError: a parameter is not finite; nothing is written.
+        IntegrityError: a parameter is not finite in `dtype`; nothing is written.
     """
-    return _write(network, path, {**(metadata or {}), "frontend": kind}, torch.float32)
+    return _write(network, path, {**(metadata or {}), "frontend": kind}, dtype)
 
 
 def fill_front_end(network: nn.Module, kind: str, path: str | Path | None) -> None:

@@ -26,7 +26,8 @@ from matcher.training.folder import claim_folder
 from matcher.training.memory import keep_memory
 from matcher.training.pairs import ViewPair
 from matcher.training.photos import PhotoSet, find_photos
-from matcher.training.recipe import Recipe, read_recipe, shipped_recipe
+from matcher.training.reading import read_recipe, shipped_recipe
+from matcher.training.recipe import Recipe
 from matcher.training.sampler import PairSampler
 from matcher.training.trainer import Trainer
 from matcher.training.validation import validate, validation_pairs

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from matcher.config import ExtractorConfig
-from matcher.frontends import kornia, superpoint
-from matcher.frontends.learned import Fill, LearnedExtractor
+from matcher.frontends import kornia, learned, superpoint
+from matcher.frontends.shared import Fill, LearnedExtractor
 from matcher.types import Features, Image
 
-FRONT_ENDS = {**superpoint.FRONT_ENDS, **kornia.FRONT_ENDS}
+FRONT_ENDS = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS, **kornia.FRONT_ENDS}
 
 
 def random_parameters(network: nn.Module, _: ExtractorConfig | None = None, seed: int = 3) -> None:

@@ -10,7 +10,7 @@ from random_front_end import FRONT_ENDS, random_parameters, texture, whole
 from matcher.checkpoints.catalogue import find_published
 from matcher.checkpoints.fetching import import_files
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import resolve
+from matcher.frontends.shared import resolve
 from matcher.pipeline import build_extractor
 from matcher.types import IntegrityError, UsageError
 

@@ -8,7 +8,7 @@ import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import LearnedExtractor
+from matcher.frontends.shared import LearnedExtractor
 from matcher.frontends.superpoint import FRONT_ENDS, SuperPoint, suppress
 from matcher.images import image_from_array
 from matcher.pipeline import build_extractor

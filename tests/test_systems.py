@@ -12,7 +12,7 @@ import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig, PositionConfig
 from matcher.estimation import RobustEstimator
-from matcher.frontends.learned import resolve
+from matcher.frontends.shared import resolve
 from matcher.nearest import NearestMatcher
 from matcher.network.inference import AttentionMatcher
 from matcher.network.model import Model

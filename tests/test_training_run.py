@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 from training_data import TINY, with_steps, write_photos
 
+import matcher.training.loop as loop_module
 import matcher.training.run as run_module
 from matcher.cli import main
 from matcher.config import to_dict
 from matcher.training.folder import claim_folder
-from matcher.training.recipe import Recipe, fingerprint, read_recipe, shipped_recipe
-from matcher.training.run import RunOptions, train
+from matcher.training.loop import RunOptions
+from matcher.training.photos import split_photos
+from matcher.training.reading import read_recipe, shipped_recipe
+from matcher.training.recipe import Recipe, fingerprint
+from matcher.training.run import train
 from matcher.types import IntegrityError, MatcherError, UsageError
 from matcher.weights import load_model
 
@@ -149,15 +153,15 @@ def test_training_and_validation_photos_are_kept_apart(place, tmp_path):
     own = write_photos(tmp_path / "photos", 4)
     write_photos(own / "val", 2, seed=1)
     both = RunOptions(own, own / "val", tmp_path / "run")
-    training, held_out = run_module._split(TINY, both, lambda line: None)
+    training, held_out = split_photos(both.photos, both.validation_photos, TINY.seed)
     assert (len(training), len(held_out)) == (4, 2)
     assert not {*training} & {*held_out}
     with pytest.raises(UsageError, match="every photo is also one to validate on"):
-        run_module._split(TINY, replace(both, photos=own / "val"), lambda line: None)
+        split_photos(own / "val", own / "val", TINY.seed)
 
 
 def test_a_run_whose_loss_is_never_finite_ends(place, finished, monkeypatch):
-    monkeypatch.setattr(run_module, "MOST_SKIPPED", 2)
+    monkeypatch.setattr(loop_module, "MOST_SKIPPED", 2)
     broken = replace(TINY.optimiser, learning_rate=1e30, muon_rate=0.0, steps=50, warmup_steps=1)
     lines = []
     with pytest.raises(MatcherError, match=r"not finite in 3 steps; lower optimiser\.learning_rate"):

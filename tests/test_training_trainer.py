@@ -75,7 +75,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(broken, monkey
     trainer.step(batches(1)[0])
     before = parameters(trainer)
     if broken == "loss":
-        monkeypatch.setattr(trainer, "_loss", lambda batch: torch.tensor(math.nan, requires_grad=True))
+        monkeypatch.setattr(trainer, "loss", lambda batch: torch.tensor(math.nan, requires_grad=True))
     else:
         trainer.model.project.weight.register_hook(lambda grad: grad * math.inf)
     assert math.isnan(trainer.step(batches(2)[1]))

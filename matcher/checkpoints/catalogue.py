@@ -141,12 +141,14 @@ def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path
     Args:
         network: on the CPU, in float32.
         config: of the front end; its kind and variant say which parameters.
-        path: a converted file; None is the one that `matcher weights fetch` made.
+        path: a converted file; None is the shipped one, or the one that `matcher weights fetch` made.
 
     Raises:
         IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
     """
-    if path is None:
+    if path is None and config.kind in (shipped := read_manifest()):
+        path = verify(shipped[config.kind])
+    elif path is None:
         rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
         path = locate(next(row for row in rows if config.variant in (None, row.variant)))
     fill_front_end(network, config.kind, path)

@@ -11,8 +11,8 @@ from torch import nn
 from matcher.checkpoints.conversion import COUNTER, fill_network
 from matcher.checkpoints.reading import read_checkpoint
 from matcher.config import ExtractorConfig
-from matcher.frontends import superpoint
-from matcher.frontends.learned import FrontEnd, resolve
+from matcher.frontends.registry import find_front_end
+from matcher.frontends.shared import resolve
 from matcher.tensors import list_differences
 from matcher.types import IntegrityError
 from matcher.weights import save_front_end
@@ -45,7 +45,7 @@ def import_front_end(
         UsageError: an unknown variant or suffix.
         IntegrityError: a file cannot be read or the tensors are not those of the front end.
     """
-    front_end = _front_end(config.kind)
+    front_end = find_front_end(config.kind)
     with torch.random.fork_rng(devices=[]):
         network = front_end.build(resolve(config, front_end.published)).eval()
     if config.kind in _SYSTEMS:
@@ -53,14 +53,6 @@ def import_front_end(
     else:
         _fill_parts(network, parts, config.kind, constants)
     return save_front_end(network, config.kind, output, metadata)
-
-
-def _front_end(kind: str) -> FrontEnd:
-    if kind in superpoint.FRONT_ENDS:
-        return superpoint.FRONT_ENDS[kind]
-    from matcher.frontends import kornia  # takes a second
-
-    return kornia.FRONT_ENDS[kind]
 
 
 def _fill_parts(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from matcher.training.keypoints.recipe import FrontEndRecipe
     from matcher.training.recipe import Recipe
 
 
@@ -46,8 +47,10 @@ def train(
     import torch
 
     from matcher.cli.curve import write_curve
-    from matcher.training.run import RunOptions
-    from matcher.training.run import train as train_network
+    from matcher.training.keypoints.recipe import FrontEndRecipe
+    from matcher.training.keypoints.run import train_front_end
+    from matcher.training.loop import RunOptions
+    from matcher.training.run import train as train_matcher
     from matcher.types import UsageError
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -56,6 +59,7 @@ def train(
     photos, validation = _folders(photos, validation)
     run = run or Path("runs") / chosen.name
     with _stop_signals() as received:
+        train_network = train_front_end if isinstance(chosen, FrontEndRecipe) else train_matcher
         weights = train_network(
             chosen,
             RunOptions(photos, validation, run, device, view_workers),
@@ -67,8 +71,8 @@ def train(
         raise typer.Exit(128 + received[0])
 
 
-def _recipe(path: Path | None, steps: int | None) -> Recipe:
-    from matcher.training.recipe import read_recipe, shipped_recipe
+def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
+    from matcher.training.reading import read_recipe, shipped_recipe
 
     recipe = read_recipe(path or shipped_recipe("hybrid"))
     return recipe if steps is None else replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))

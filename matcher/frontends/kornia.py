@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import Found, FrontEnd, colour, grey, mask_of, padded, strongest
+from matcher.frontends.shared import Found, FrontEnd, colour, grey, mask_of, padded, strongest
 from matcher.types import Image, UsageError
 
 # The least side, in pixels, at which the networks' coarsest maps still hold more than one value.
@@ -253,7 +253,9 @@ def _describe(
 FRONT_ENDS = {
     "disk": FrontEnd(_build_disk, _find_disk, {"score_threshold": 0.0, "nms_radius": 2}),
     "aliked": FrontEnd(
-        _build_aliked, _find_aliked, {"variant": "aliked-n16", "score_threshold": 0.2, "nms_radius": 2}
+        _build_aliked,
+        _find_aliked,
+        {"variant": "aliked-n16", "score_threshold": 0.2, "nms_radius": 2},
     ),
     "xfeat": FrontEnd(_build_xfeat, _find_xfeat, {"score_threshold": 0.05}),
     "dedodeb": FrontEnd(_build_dedode, _find_dedode, {}),

@@ -1,179 +1,197 @@
-"""What learned front ends share: their network, filled when it is first needed, and the way to `Features`.
+"""The front end of our own: a small convolutional network, trained here, that finds points and describes
+them.
 
-A front end finds points on the upright, resized picture, whose first pixel's centre is (0, 0). Here they are
-cut to those inside the picture and its mask, best first, and carried back to stored pixels.
+The score of a pixel is the logit of the probability that a point there is found again in another view of the
+scene and matched by its descriptor. A point's place is the centroid of the softmax of the scores around it
+(as in ALIKE, Zhao et al. 2022, section III-B), and its descriptor is made of what the maps of all resolutions
+hold at that place; nothing is described that is not a point.
+
+Map k has a sample at every 2ᵏ-th pixel, beginning with the first, so pixel x lies at x/2ᵏ on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
 
-import cv2
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_shuffle
 
 from matcher.config import ExtractorConfig
-from matcher.geometry import UPRIGHT, resize_points, upright_to_stored
-from matcher.types import Features, Image, UsageError
+from matcher.frontends.shared import Found, FrontEnd, grey, padded, strongest
+from matcher.types import Image
 
-# Puts the trained parameters of a configuration into its network, strictly, or raises.
-Fill = Callable[[nn.Module, ExtractorConfig], None]
+WIDTHS = (16, 32, 64, 128)  # channels of the maps at 1/2, 1/4, 1/8 and 1/16 of the resolution
+DEPTHS = (2, 2, 3, 3)  # convolutions of each
+STRIDE = 16  # pixels from one sample of the coarsest map to the next
+DESCRIPTOR_DIM = 64
+WINDOW = 5  # pixels a side, in which a point's place is refined
 
-_SETTINGS = ("variant", "score_threshold", "nms_radius", "border")
-# A described patch is six times as wide as the keypoint that OpenCV would report for it.
-_PATCH_TO_DIAMETER = 1 / 6
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What a front end finds on an upright, resized picture, best first."""
-
-    points: Tensor  # (N, 2) xy in its pixels
-    scores: Tensor  # (N,)
-    descriptors: Tensor  # (N, D)
-    frames: Tensor | None = None  # (N, 2, 2) columns are the axes of the described patch, in its pixels
+_HIDDEN = 128  # of the descriptor's perceptron
+_LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant picture stays constant
 
 
-class FrontEnd(NamedTuple):
-    """A learned front end as data: how its network is built and run."""
+class Block(nn.Sequential):
+    """Convolution, batch normalisation, ReLU; once trained, the second is part of the first."""
 
-    build: Callable[[ExtractorConfig], nn.Module]
-    find: Callable[[nn.Module, Image, ExtractorConfig], Found]
-    published: Mapping[str, Any]  # the settings that it has, with their published values
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, *, normalised: bool) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=not normalised),
+            nn.BatchNorm2d(outputs) if normalised else nn.Identity(),
+            nn.ReLU(inplace=True),
+        )
 
 
-class LearnedExtractor:
-    """A front end with a network, which is built and filled at the first call."""
+class FeatureNetwork(nn.Module):
+    """An encoder of four resolutions, a decoder that scores pixels, a perceptron that describes points.
 
-    def __init__(
-        self, config: ExtractorConfig, front_end: FrontEnd, fill: Fill, device: torch.device | str = "cpu"
-    ) -> None:
-        """Keep what is needed; nothing is built or read yet.
+    Args:
+        normalised: with batch normalisation, for training; `folded` makes a network without.
+    """
+
+    def __init__(self, *, normalised: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList()
+        before = 1
+        for width, depth in zip(WIDTHS, DEPTHS, strict=True):
+            blocks = [Block(before, width, 5 if before == 1 else 3, 2, normalised=normalised)]
+            blocks += [Block(width, width, 3, 1, normalised=normalised) for _ in range(depth - 1)]
+            self.encoder.append(nn.Sequential(*blocks))
+            before = width
+        self.lift = nn.ModuleList(nn.Conv2d(upper, lower, 1) for lower, upper in pairwise(WIDTHS))
+        self.mix = Block(WIDTHS[0], WIDTHS[0], 3, 1, normalised=normalised)
+        self.points = nn.Conv2d(WIDTHS[0], 4, 3, padding=1)
+        self.descriptor = nn.Sequential(
+            nn.Linear(sum(WIDTHS), _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, DESCRIPTOR_DIM)
+        )
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Score every pixel.
 
         Args:
-            config: settings that are None become the published ones.
-            front_end: of `config.kind`.
-            fill: puts the trained parameters into the network, which is on the CPU then.
-            device: where the network runs.
+            pixels: (B, 1, H, W) grey in [0, 1], H and W multiples of 16.
 
-        Raises:
-            UsageError: a setting that this front end does not have, or a value out of range.
+        Returns:
+            Logits (B, H, W) float32, and the encoder's maps, finest first, to describe points with.
         """
-        self.config = resolve(config, front_end.published)
-        self.front_end = front_end
-        self.device = torch.device(device)
-        self._fill = fill
+        mean, deviation = pixels.mean((2, 3), keepdim=True), pixels.std((2, 3), keepdim=True)
+        x = ((pixels - mean) / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        maps = []
+        for stage in self.encoder:
+            x = stage(x)
+            maps.append(x)
+        for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
+            x = lower + interpolate(lift(x), scale_factor=2, mode="bilinear", align_corners=False)
+        x = self.mix(x)
+        # Half precision would make neighbouring pixels equal.
+        with torch.autocast(x.device.type, enabled=False):
+            return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
 
-    @cached_property
-    def network(self) -> nn.Module:
-        """The network with its parameters, built when it is first asked for; errors are those of `fill`."""
-        # Building may draw random numbers; the caller's generator must not notice.
-        with torch.random.fork_rng(devices=[]):
-            network = self.front_end.build(self.config)
-        self._fill(network, self.config)
-        return network.eval().requires_grad_(False).to(self.device)
+    def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
+        """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
+        columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
+        return normalize(self.descriptor(torch.cat(columns, dim=-1)).float(), dim=-1)
 
-    @torch.no_grad()
-    def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """Features of each image in stored pixels, on the CPU, strongest first.
-
-        Raises:
-            IntegrityError: the parameters are absent or do not fit.
-        """
-        return [
-            to_features(self.front_end.find(self.network, image, self.config), image, self.config.kind)
-            for image in images
-        ]
-
-
-def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
-    """The configuration with the published value wherever a setting is None.
-
-    Raises:
-        UsageError: a setting that the front end does not have, or a value out of range.
-    """
-    if config.max_keypoints < 1:
-        raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
-    given = {name: getattr(config, name) for name in _SETTINGS if getattr(config, name) is not None}
-    if foreign := sorted(set(given) - set(published)):
-        has = ", ".join(published) or "none"
-        raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
-    if config.keep == "largest" and config.kind != "sift":
-        raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
-    for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
-        if given.get(name, least) < least:
-            raise UsageError(f"{name} must be at least {least}, not {given[name]}")
-    return replace(config, **{**published, **given})
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
+        self.to(memory_format=torch.channels_last)
+        for part in (self.encoder, self.lift, self.mix):
+            part.to(dtype)
 
 
-def grey(image: Image, device: torch.device) -> Tensor:
-    """(1, 1, H, W) float32 in [0, 1]."""
-    pixels = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
-    return torch.from_numpy(pixels).to(device)[None, None].float() / 255
+def folded(network: FeatureNetwork) -> FeatureNetwork:
+    """The network in evaluation without batch normalisation, which has become part of its convolutions."""
+    plain = FeatureNetwork().eval()
+    network = network.eval()
+    for ours, trained in zip(plain.modules(), network.modules(), strict=True):
+        if isinstance(ours, Block):
+            convolution, norm, _ = trained
+            gain = norm.weight / (norm.running_var + norm.eps).sqrt()
+            ours[0].weight.data.copy_(convolution.weight * gain[:, None, None, None])
+            ours[0].bias.data.copy_(norm.bias - norm.running_mean * gain)
+    for name in ("lift", "points", "descriptor"):
+        getattr(plain, name).load_state_dict(getattr(network, name).state_dict())
+    return plain
 
 
-def colour(image: Image, device: torch.device) -> Tensor:
-    """(1, 3, H, W) RGB float32 in [0, 1]; a grey picture three times."""
-    pixels = torch.from_numpy(np.ascontiguousarray(image.pixels)).to(device).float() / 255
-    return pixels.expand(1, 3, -1, -1) if pixels.ndim == 2 else pixels.permute(2, 0, 1)[None]
-
-
-def padded(pixels: Tensor, multiple: int, least: int = 1) -> Tensor:
-    """(1, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
-
-    Points keep their coordinates; the caller drops those that lie beyond the picture.
-    """
-    height, width = (max(least, side) for side in pixels.shape[-2:])
-    right, bottom = (-width % multiple + width, -height % multiple + height)
-    return pad(pixels, (0, right - pixels.shape[-1], 0, bottom - pixels.shape[-2]), mode="replicate")
-
-
-def mask_of(image: Image, device: torch.device) -> Tensor | None:
-    """(H, W) bool where points may lie; None is everywhere."""
-    return None if image.mask is None else torch.from_numpy(np.ascontiguousarray(image.mask)).to(device)
-
-
-def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tensor:
-    """Index (K,) of the best `limit` points on the picture and inside its mask; ties in the order given."""
-    height, width = image.pixels.shape[:2]
-    x, y = points.round().long().unbind(-1)
-    keep = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-    allowed = mask_of(image, points.device)
-    if allowed is not None:
-        keep &= allowed[y.clamp(0, height - 1), x.clamp(0, width - 1)]
-    index = keep.nonzero()[:, 0]
-    return index[torch.argsort(scores[index], descending=True, stable=True)[:limit]]
-
-
-def to_features(found: Found, image: Image, kind: str) -> Features:
-    """Carry points, and frames where there are any, from the upright, resized picture to stored pixels."""
-    points = found.points.double().cpu().numpy()
-    upright = resize_points(points, (1 / image.scale[0], 1 / image.scale[1]))
-    stored = upright_to_stored(upright, image.size, image.orientation)
-    shape = {} if found.frames is None else _shapes(found.frames.double().cpu().numpy(), image)
-    return Features(
-        keypoints=stored.astype(np.float32),
-        descriptors=found.descriptors.float().cpu(),
-        scores=found.scores.float().cpu(),
-        size=np.asarray(image.size, dtype=np.float32),
-        exif=np.asarray(image.orientation),
-        kind=kind,
-        **shape,
+def sample(maps: Tensor, points: Tensor) -> Tensor:
+    """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge."""
+    size = points.new_tensor([maps.shape[-1], maps.shape[-2]])
+    grid = (2 * points + 1) / size - 1
+    found = grid_sample(
+        maps.float(), grid[:, :, None], mode="bilinear", padding_mode="border", align_corners=False
     )
+    return found[..., 0].transpose(1, 2)
 
 
-def _shapes(frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
-    """Frames (N, 2, 2) in stored pixels, keypoint diameters and the directions of the patches' x axes."""
-    to_stored = UPRIGHT[image.orientation].T @ np.diag([1 / image.scale[0], 1 / image.scale[1]])
-    stored = to_stored @ frames
-    determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
-    return {
-        "frames": stored.astype(np.float32),
-        "scales": (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32),
-        "orientations": np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32),
-    }
+def peaks(logits: Tensor, radius: int) -> Tensor:
+    """(B, H, W) bool: pixels that are the largest within `radius` pixels in x and y."""
+    return logits == _running_maximum(_running_maximum(logits, radius).mT, radius).mT
+
+
+def _running_maximum(rows: Tensor, radius: int) -> Tensor:
+    """(…, W) → the largest within `radius` columns, by windows of doubling width."""
+    side = 2 * radius + 1
+    rows, width = pad(rows, (radius, radius), value=-torch.inf), 1
+    while width < side:
+        step = min(width, side - width)
+        rows, width = torch.maximum(rows[..., :-step], rows[..., step:]), width + step
+    return rows
+
+
+def refine(logits: Tensor, points: Tensor) -> Tensor:
+    """(B, N, 2) int64 xy → float32 xy: the centroid of the softmax of the logits in each one's window."""
+    offsets = torch.arange(WINDOW, device=logits.device) - WINDOW // 2
+    dy, dx = (grid.flatten() for grid in torch.meshgrid(offsets, offsets, indexing="ij"))
+    height, width = logits.shape[1:]
+    x, y = points[..., 0, None] + dx, points[..., 1, None] + dy
+    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    place = y.clamp(0, height - 1) * width + x.clamp(0, width - 1)
+    around = logits.flatten(1).gather(1, place.flatten(1)).view(place.shape)
+    weight = around.masked_fill(~inside, -torch.inf).softmax(dim=-1)
+    return points + torch.stack([(weight * dx).sum(-1), (weight * dy).sum(-1)], dim=-1)
+
+
+def _build(_: ExtractorConfig) -> nn.Module:
+    return FeatureNetwork()
+
+
+def _find(network: FeatureNetwork, image: Image, config: ExtractorConfig) -> Found:
+    return _find_together(network, [image], config)[0]
+
+
+def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
+    """Points of pictures of one size; what lies in the padding is cut off before peaks are looked for."""
+    device = network.points.weight.device
+    logits, maps = network(torch.cat([padded(grey(image, device), STRIDE) for image in images]))
+    height, width = images[0].pixels.shape[:2]
+    return [
+        _points_of(
+            network, logits[b : b + 1, :height, :width], [level[b : b + 1] for level in maps], image, config
+        )
+        for b, image in enumerate(images)
+    ]
+
+
+def _points_of(
+    network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
+) -> Found:
+    """The best points of one picture, refined and described."""
+    keep = peaks(logits, config.nms_radius)[0]
+    inner = torch.zeros_like(keep)
+    edge, (height, width) = config.border, keep.shape
+    inner[edge : height - edge, edge : width - edge] = True
+    y, x = (keep & inner).nonzero().T
+    scores = logits[0, y, x].sigmoid()
+    points = torch.stack([x, y], dim=-1)
+    found = (scores > config.score_threshold).nonzero()[:, 0]
+    index = found[strongest(points[found].float(), scores[found], image, config.max_keypoints)]
+    places = refine(logits, points[None, index])
+    return Found(places[0], scores[index], network.describe(maps, places)[0])
+
+
+FRONT_ENDS = {
+    "learned": FrontEnd(_build, _find, {"score_threshold": 0.0, "nms_radius": 3, "border": 4}, _find_together)
+}

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import resolve
+from matcher.frontends.shared import resolve
 from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
 from matcher.types import Features, Image
 

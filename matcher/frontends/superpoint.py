@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grid_sample, max_pool2d, normalize, pixel_shuffle
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import Found, FrontEnd, grey, padded, strongest
+from matcher.frontends.shared import Found, FrontEnd, grey, padded, strongest
 from matcher.types import Image
 
 CELL = 8  # pixels a side

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -44,7 +45,19 @@ def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
     return optimisers
 
 
-def learning_rate_share(recipe: OptimiserRecipe, step: int) -> float:
+class Schedule(Protocol):
+    """How fast parameters move, and how far back their average reaches; see `OptimiserRecipe`."""
+
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    hold_share: float
+    final_share: float
+    gradient_clip: float
+    average_decay: float
+
+
+def learning_rate_share(recipe: Schedule, step: int) -> float:
     """Share of the learning rate at a step: linear warm-up, a plateau, a line down to `final_share`.
 
     A run on the plateau can be prolonged at will and brought to its end from any of its checkpoints.

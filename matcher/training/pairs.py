@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matcher.frontends.sift import root_sift
 from matcher.training.recipe import PairRecipe
 from matcher.training.scenes import NOTHING
 from matcher.training.views import CachedView, plane_of
@@ -48,6 +47,10 @@ class PairBatch:
     place0: Tensor  # (B, N, 2) float32
     place1: Tensor  # (B, M, 2)
 
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.partner0)
+
 
 def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.ndarray:
     """Where points (N, 2) of one view lie in another of the same scene; NaN where they are not to be seen."""
@@ -76,7 +79,7 @@ def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) ->
     back = _distances(moved1, view0.keypoints).T
     error = (there + back) / 2
     # SIFT puts several orientations on one point; the descriptor says which of them belong together.
-    alike = root_sift(view0.descriptors) @ root_sift(view1.descriptors).T
+    alike = view0.unit_descriptors() @ view1.unit_descriptors().T
     cost = np.where(error < recipe.match_distance, error + 2 * (1 - alike), np.inf)
     rows, columns = np.arange(len(there)), cost.argmin(1)
     mutual = (cost.argmin(0)[columns] == rows) & np.isfinite(cost[rows, columns])
@@ -102,12 +105,12 @@ def to_features(view: CachedView, exif: int = 1) -> Features:
     """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
     return Features(
         keypoints=view.keypoints,
-        descriptors=root_sift(view.descriptors),
+        descriptors=view.unit_descriptors(),
         size=np.asarray(view.size, dtype=np.float32),
         scales=view.scales,
         orientations=view.angles,
         exif=np.asarray(exif),
-        kind="sift",
+        kind=view.kind,
     )
 
 

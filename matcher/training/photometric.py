@@ -26,6 +26,14 @@ def disturb(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return stored
 
 
+def darken(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(H, W) uint8 as by another hour of the day: a steep tone curve, little contrast, a sensor's noise."""
+    picture = grey.astype(np.float32) / 255
+    picture = picture ** np.exp(rng.uniform(-1.2, 1.2)) * rng.uniform(0.25, 1) + rng.uniform(0, 0.1)
+    picture += rng.normal(0, rng.uniform(0.005, 0.05), picture.shape).astype(np.float32)
+    return (picture.clip(0, 1) * 255).astype(np.uint8)
+
+
 def _tone(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     gamma = np.exp(rng.uniform(-0.7, 0.7))
     contrast, brightness = rng.uniform(0.5, 1.3), rng.uniform(-0.15, 0.15)

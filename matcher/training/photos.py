@@ -14,6 +14,7 @@ from matcher.types import UsageError
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 SMALLEST_SIDE = 32  # pixels; a smaller picture has nothing to match
 HELD_OUT_SHARE = 0.1
+KEPT_BYTES = 1 << 30  # of decoded photos in memory
 
 
 def find_photos(folder: Path) -> list[Path]:
@@ -30,10 +31,10 @@ def find_photos(folder: Path) -> list[Path]:
     return photos
 
 
-def read_texture(photo: Path) -> np.ndarray | None:
-    """(h, w) uint8 grey, or None where the file cannot be read or the picture is too small."""
-    texture = cv2.imread(str(photo), cv2.IMREAD_GRAYSCALE)
-    return None if texture is None or min(texture.shape) < SMALLEST_SIDE else texture
+def read_texture(photo: Path, *, colour: bool = False) -> np.ndarray | None:
+    """(h, w) uint8 grey or (h, w, 3) BGR; None where the file cannot be read or the picture is too small."""
+    texture = cv2.imread(str(photo), cv2.IMREAD_COLOR if colour else cv2.IMREAD_GRAYSCALE)
+    return None if texture is None or min(texture.shape[:2]) < SMALLEST_SIDE else texture
 
 
 def hold_out(photos: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
@@ -57,6 +58,23 @@ def hold_out(photos: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]
     return kept, [photos[number] for number in sorted(chosen)]
 
 
+def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list[Path], list[Path]]:
+    """Photos to train on and photos to validate on, none in both; a tenth is held out without `validation`.
+
+    Raises:
+        UsageError: a folder without photos, or nothing left to train on.
+    """
+    photos = find_photos(folder)
+    if validation is None:
+        return hold_out(photos, seed)
+    held_out = find_photos(validation)
+    taken = {photo.resolve() for photo in held_out}
+    training = [photo for photo in photos if photo.resolve() not in taken]
+    if not training:
+        raise UsageError(f"{folder}: every photo is also one to validate on; give different folders")
+    return training, held_out
+
+
 def photos_digest(photos: Sequence[Path]) -> str:
     """A short hash of names and sizes, to tell whether views were made of these photos."""
     lines = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in photos]
@@ -73,17 +91,18 @@ def folder_weights(photos: Sequence[Path]) -> np.ndarray:
 
 
 class PhotoSet:
-    """Photos drawn at random as grey textures; those that cannot be read are passed over and remembered."""
+    """Photos drawn at random as textures; those that cannot be read are passed over and remembered."""
 
-    def __init__(self, photos: Sequence[Path]) -> None:
-        self.photos = list(photos)
+    def __init__(self, photos: Sequence[Path], *, colour: bool = False) -> None:
+        self.photos, self.colour = list(photos), colour
+        self._kept: dict[int, np.ndarray] = {}
         self.unreadable: set[int] = set()
         self._weights = folder_weights(photos)
 
     def draw(
         self, count: int, rng: np.random.Generator, avoid: Collection[int] = ()
     ) -> dict[int, np.ndarray]:
-        """Up to `count` different photos, number → (h, w) uint8, none of those in `avoid`.
+        """Up to `count` different photos, number → (h, w[, 3]) uint8, none of those in `avoid`.
 
         Fewer where the folder has no more.
 
@@ -95,7 +114,7 @@ class PhotoSet:
             number = int(rng.choice(len(self.photos), p=self._weights))
             if number in found or number in avoid or number in self.unreadable:
                 continue
-            texture = read_texture(self.photos[number])
+            texture = self._texture(number)
             if texture is None:
                 self.unreadable.add(number)
             else:
@@ -103,3 +122,12 @@ class PhotoSet:
         if len(self.unreadable) == len(self.photos):
             raise UsageError(f"{self.photos[0].parent}: not one of {len(self.photos)} photos can be read")
         return found
+
+    def _texture(self, number: int) -> np.ndarray | None:
+        """A photo, decoded once as long as there is room to keep it."""
+        if number in self._kept:
+            return self._kept[number]
+        texture = read_texture(self.photos[number], colour=self.colour)
+        if texture is not None and sum(kept.nbytes for kept in self._kept.values()) < KEPT_BYTES:
+            self._kept[number] = texture
+        return texture

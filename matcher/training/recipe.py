@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matcher.config import NetworkConfig, from_dict, to_dict
-from matcher.types import UsageError
-from matcher.weights import FOLDERS
+from matcher.config import NetworkConfig, to_dict
 
 
 @dataclass(frozen=True)
@@ -81,78 +78,45 @@ class Recipe:
     validate_every: int = 500  # steps
     save_every: int = 100
 
-
-def read_recipe(path: Path) -> Recipe:
-    """A recipe from TOML.
-
-    Raises:
-        UsageError: unreadable, not TOML, an unknown key, a wrong type or an impossible value; the message
-            names the key.
-    """
-    try:
-        recipe = from_dict(Recipe, tomllib.loads(path.read_text(encoding="utf-8")), where=path.name)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the recipe ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a TOML file ({error})") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
-    check_recipe(recipe, path.name)
-    return recipe
-
-
-def shipped_recipe(name: str) -> Path:
-    """The recipe of shipped weights, beside them.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    for folder in FOLDERS:
-        if (folder / f"{name}.toml").is_file():
-            return folder / f"{name}.toml"
-    raise UsageError(f"{FOLDERS[-1] / f'{name}.toml'} is absent; give a recipe with --recipe FILE.toml")
-
-
-def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
-    """Refuse values of the right type that no training can use.
-
-    Raises:
-        UsageError: names the first such key and what it must be.
-    """
-    scene, pair, optimiser = recipe.scene, recipe.pair, recipe.optimiser
-    shares = {
-        "scene.spatial_share": scene.spatial_share,
-        "scene.full_rotation_share": scene.full_rotation_share,
-        "pair.negative_share": pair.negative_share,
-        "pair.crop_share": pair.crop_share,
-        "pair.dropout": pair.dropout,
-        "pair.turned_share": pair.turned_share,
-        "optimiser.hold_share": optimiser.hold_share,
-        "optimiser.final_share": optimiser.final_share,
-        "optimiser.average_decay": optimiser.average_decay,
-    }
-    demands = [
-        (Path(recipe.name).name == recipe.name != "", "name: must be a plain file name"),
-        (recipe.network.kind == "sift", "network.kind: views are described by sift only"),
-        (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
-        (
-            min(scene.width, scene.height) >= 64 and not (scene.width % 4 or scene.height % 4),
-            "scene.width, scene.height: multiples of 4, at least 64",
-        ),
-        (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
-        (
-            all(0 < n <= scene.max_keypoints for n in pair.points or (0,)),
-            "pair.points: from 1 to scene.max_keypoints",
-        ),
-        (0 < pair.match_distance <= pair.unmatched_distance, "pair.match_distance: 0 to unmatched_distance"),
-        (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
-        (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
-        (min(optimiser.steps, recipe.validate_every, recipe.save_every) >= 1, "steps: at least 1"),
-        *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
-    ]
-    for kept, demand in demands:
-        if not kept:
-            raise UsageError(f"{where}: {demand}")
+    def demands(self) -> list[tuple[bool, str]]:
+        """What must hold, each with what to tell a user of whom it does not."""
+        scene, pair, optimiser = self.scene, self.pair, self.optimiser
+        shares = {
+            "scene.spatial_share": scene.spatial_share,
+            "scene.full_rotation_share": scene.full_rotation_share,
+            "pair.negative_share": pair.negative_share,
+            "pair.crop_share": pair.crop_share,
+            "pair.dropout": pair.dropout,
+            "pair.turned_share": pair.turned_share,
+            "optimiser.hold_share": optimiser.hold_share,
+            "optimiser.final_share": optimiser.final_share,
+            "optimiser.average_decay": optimiser.average_decay,
+        }
+        return [
+            (Path(self.name).name == self.name != "", "name: must be a plain file name"),
+            (
+                self.network.kind in ("sift", "learned"),
+                "network.kind: sift or learned describe views",
+            ),
+            (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
+            (
+                min(scene.width, scene.height) >= 64 and not (scene.width % 4 or scene.height % 4),
+                "scene.width, scene.height: multiples of 4, at least 64",
+            ),
+            (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
+            (
+                all(0 < n <= scene.max_keypoints for n in pair.points or (0,)),
+                "pair.points: from 1 to scene.max_keypoints",
+            ),
+            (
+                0 < pair.match_distance <= pair.unmatched_distance,
+                "pair.match_distance: 0 to unmatched_distance",
+            ),
+            (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
+            (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
+            *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
 
 
 def fingerprint(value: object) -> str:

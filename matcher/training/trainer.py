@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from matcher.network.adaptivity import Tokens
 from matcher.network.guidance import Side
-from matcher.network.inference import resolve_precision
 from matcher.network.model import Model
 from matcher.network.position import normalise_positions
 from matcher.training.losses import (
@@ -23,63 +18,31 @@ from matcher.training.losses import (
     matchability_loss,
     statement_loss,
 )
-from matcher.training.optimisers import build_optimisers, learning_rate_share, set_learning_rate
+from matcher.training.optimisers import build_optimisers
 from matcher.training.pairs import PairBatch
-from matcher.training.recipe import OptimiserRecipe, Recipe, fingerprint
-from matcher.training.state import load_state, save_state
-from matcher.types import IntegrityError, UsageError
+from matcher.training.recipe import OptimiserRecipe, Recipe
+from matcher.training.stage import Stage, mixed_precision
+from matcher.types import UsageError
 from matcher.weights import load_model
 
 
-@dataclass
-class Progress:
-    """Where a run is; kept in its checkpoint."""
-
-    step: int = 0
-    pairs: int = 0
-    seconds: float = 0.0  # spent on steps and on waiting for their batches
-    skipped: int = 0  # steps whose loss or gradient was not finite
-    best: float = -math.inf  # F1 of the best validation
-    history: list[dict[str, float]] = field(default_factory=list)  # rows of the log
-
-
-class Trainer:
-    """A network, its moving average and its optimisers; `step` takes one batch."""
+class Trainer(Stage[Model, PairBatch]):
+    """Of the matcher's network: assignment at every layer."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            self.model = Model(recipe.network)
-        if recipe.start:
-            continue_from(self.model, recipe.start)
-        self.model.to(device)
-        self.average = copy.deepcopy(self.model).requires_grad_(False).eval()
-        self.optimisers = build_optimisers(self.model, recipe.optimiser)
-        self.progress = Progress()
+            model = Model(recipe.network)
+        self._projects = bool(recipe.start) and continue_from(model, recipe.start)
+        model.to(device)
+        optimisers = build_optimisers(model, recipe.optimiser)
+        super().__init__(recipe, recipe.optimiser, model, optimisers, device, recipe.optimiser.muon_rate)
 
     def step(self, batch: PairBatch) -> float:
-        """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
-        recipe, progress = self.recipe.optimiser, self.progress
-        rate = recipe.learning_rate * learning_rate_share(recipe, progress.step)
-        set_learning_rate(self.optimisers, rate, recipe.muon_rate)
-        for optimiser in self.optimisers:
-            optimiser.zero_grad(set_to_none=True)
-        if progress.step == 0 and not self.recipe.start:
+        """As `Stage.step`; the first one of a random projection looks at the descriptors before."""
+        if self.progress.step == 0 and not self._projects:
             self._standardise(batch)
-        loss = self._loss(batch)
-        sound = bool(loss.isfinite())
-        if sound:
-            loss.backward()
-            sound = bool(nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_clip).isfinite())
-        if sound:
-            for optimiser in self.optimisers:
-                optimiser.step()
-            self._update_average()
-        progress.skipped += not sound
-        progress.step += 1
-        progress.pairs += len(batch.partner0)
-        return float(loss.detach()) if sound else math.nan
+        return super().step(batch)
 
     def _standardise(self, batch: PairBatch) -> None:
         """Begin with tokens of mean 0 and variance 1."""
@@ -87,7 +50,7 @@ class Trainer:
         self.model.standardise(descriptors.to(self.device).flatten(0, 1))
         self.average.load_state_dict(self.model.state_dict())
 
-    def _loss(self, batch: PairBatch) -> Tensor:
+    def loss(self, batch: PairBatch) -> Tensor:
         """Mean over the last layer, which counts twice, and some inner ones, drawn anew at each step."""
         recipe, states = self.recipe.optimiser, paired_states(self.model, batch, self.device)
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
@@ -115,61 +78,17 @@ class Trainer:
             losses += [statement_loss(pair[side].stated, truth, seen) for pair in states]
         return torch.stack(losses).mean()
 
-    @torch.no_grad()
-    def _update_average(self) -> None:
-        """Exponential moving average, short at first so that early validation means something."""
-        decay = min(self.recipe.optimiser.average_decay, (1 + self.progress.step) / (10 + self.progress.step))
-        for mean, value in zip(self.average.parameters(), self.model.parameters(), strict=True):
-            mean.lerp_(value, 1 - decay)
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint, whole or not at all.
-
-        Raises:
-            OSError: the disk is full; an earlier checkpoint is kept.
-        """
-        state = {
-            "recipe": fingerprint(self.recipe),
-            "model": self.model.state_dict(),
-            "average": self.average.state_dict(),
-            "optimisers": [o.state_dict() for o in self.optimisers],
-            "progress": vars(self.progress),
-        }
-        save_state(path, state)
-
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint.
-
-        Raises:
-            IntegrityError: the checkpoint is damaged.
-            UsageError: it belongs to another recipe.
-        """
-        state = load_state(path)
-        # Checkpoints of the first version do not name their recipe; the note in their folder does.
-        if state.get("recipe", fingerprint(self.recipe)) != fingerprint(self.recipe):
-            raise UsageError(f"{path} is a checkpoint of another recipe; give another --run folder")
-        try:
-            self._restore(state)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise IntegrityError(
-                f"{path} does not fit this network ({reason}); delete it to start again"
-            ) from error
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.average.load_state_dict(state["average"])
-        for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(values)
-        self.progress = Progress(**state["progress"])
-
-
-def continue_from(model: Model, start: str) -> None:
-    """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are.
+def continue_from(model: Model, start: str) -> bool:
+    """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are,
+    and what takes descriptors and places in, too, if the file is for another front end.
 
     Args:
         model: of the shape that the file has.
         start: a shipped name or the path of a weights file.
+
+    Returns:
+        Whether the projection of descriptors is a trained one.
 
     Raises:
         IntegrityError: no such weights, or a damaged file.
@@ -177,6 +96,9 @@ def continue_from(model: Model, start: str) -> None:
     """
     trained, _, name = load_model(start)
     wanted, found = model.state_dict(), trained.state_dict()
+    foreign = trained.config.kind != model.config.kind
+    if foreign:
+        found = _for_another_front_end(wanted, found)
     odd = [key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "prospect"))]
     odd += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
     if odd:
@@ -185,12 +107,21 @@ def continue_from(model: Model, start: str) -> None:
             f"such as {min(odd)}); make [network] the same, or leave start away"
         )
     model.load_state_dict({**wanted, **found})
+    return not foreign
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 where the device is fast at it, else float32."""
-    fast = resolve_precision("auto", device) == "bfloat16"
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Trained tensors with the projection of `wanted`, and of inputs the first, which both networks have."""
+    kept = {}
+    for key, value in found.items():
+        ours = wanted.get(key, value)
+        if key.startswith("project."):
+            kept[key] = ours
+        elif value.shape != ours.shape and value.shape[:-1] == ours.shape[:-1]:
+            kept[key] = value[..., : ours.shape[-1]]
+        else:
+            kept[key] = value
+    return kept
 
 
 def paired_states(model: Model, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:

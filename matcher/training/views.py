@@ -1,4 +1,4 @@
-"""Photos → scenes → rendered views → SIFT features, detected once and kept on disk.
+"""Photos → scenes → rendered views → features, detected once and kept on disk.
 
 One file a scene, about 0.6 MB with four views; the folder is bound to the part of the recipe that shapes it
 and to the photos.
@@ -12,19 +12,22 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import cv2
 import numpy as np
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.sift import detect_sift
+from matcher.frontends.sift import detect_sift, root_sift
 from matcher.geometry import inside
+from matcher.pipeline import build_extractor
 from matcher.training.photometric import disturb
 from matcher.training.photos import PhotoSet, photos_digest
 from matcher.training.recipe import Recipe, fingerprint
 from matcher.training.scenes import NOTHING, View, build_planes, place_camera, render
-from matcher.types import IntegrityError
+from matcher.types import Extractor, Image, IntegrityError
+from matcher.weights import read_manifest
 
 ARRAYS = ("keypoints", "scales", "angles", "descriptors", "labels", "homographies")
 LABEL_STRIDE = 4  # visibility is kept at a quarter of the resolution
@@ -38,11 +41,19 @@ class CachedView:
     keypoints: np.ndarray  # (N, 2) float32, strongest first
     scales: np.ndarray  # (N,) float32
     angles: np.ndarray  # (N,) float32
-    descriptors: np.ndarray  # (N, 128) uint8, raw SIFT
+    descriptors: np.ndarray  # (N, 128) uint8, raw SIFT; (N, D) int8, unit vectors times 127
     labels: np.ndarray  # (H/4, W/4) uint8
     homographies: np.ndarray  # (P, 3, 3) float64
     size: tuple[int, int]
     photos: frozenset[int] = frozenset()  # numbers of all photos of its scene
+    kind: str = "sift"  # the front end
+
+    def unit_descriptors(self) -> np.ndarray:
+        """(N, D) float32, as the front end gives them."""
+        if self.kind == "sift":
+            return root_sift(self.descriptors)
+        values = self.descriptors.astype(np.float32)
+        return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1)
 
     def select(self, index: np.ndarray) -> CachedView:
         """The same view with only some of its points."""
@@ -103,7 +114,10 @@ class ViewCache:
                 photos = frozenset(stored["photos"].tolist() if "photos" in stored else ())
                 return [
                     CachedView(
-                        **{name: stored[f"{name}{v}"] for name in ARRAYS}, size=tuple(sizes[v]), photos=photos
+                        **{name: stored[f"{name}{v}"] for name in ARRAYS},
+                        size=tuple(sizes[v]),
+                        photos=photos,
+                        kind=self.recipe.network.kind,
                     )
                     for v in views
                 ]
@@ -118,8 +132,9 @@ class ViewCache:
 
 
 def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
-    """The folder of these views: named after scene recipe and seed, and photos if others came first."""
-    plain = root / f"views-{fingerprint(recipe.scene)}-{recipe.seed}"
+    """The folder of these views: named after scene recipe, seed, front end, and photos if others came first."""
+    described = "" if recipe.network.kind == "sift" else f"-{recipe.network.kind}-{_front_end_digest(recipe)}"
+    plain = root / f"views-{fingerprint(recipe.scene)}-{recipe.seed}{described}"
     if plain.exists():
         note = plain / "photos"
         # A cache without a note comes from before there were notes; it is taken as it is.
@@ -151,17 +166,29 @@ def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]
 
 def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
     """The features of a rendered view after photometric change."""
-    config = ExtractorConfig(max_keypoints=recipe.scene.max_keypoints)
-    points, scales, angles, _, descriptors = detect_sift(disturb(view.pixels, rng), None, config)
-    return CachedView(
-        points,
-        scales,
-        angles,
-        descriptors.clip(0, 255).astype(np.uint8),
-        view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy(),
-        view.homographies,
-        (recipe.scene.width, recipe.scene.height),
-    )
+    kind, size = recipe.network.kind, (recipe.scene.width, recipe.scene.height)
+    pixels = disturb(view.pixels, rng)
+    if kind == "sift":
+        config = ExtractorConfig(max_keypoints=recipe.scene.max_keypoints)
+        points, scales, angles, _, descriptors = detect_sift(pixels, None, config)
+        descriptors = descriptors.clip(0, 255).astype(np.uint8)
+    else:
+        (features,) = _extractor(kind, recipe.scene.max_keypoints)([Image(pixels, size)])
+        points = features.keypoints.numpy()
+        scales = angles = np.zeros(len(points), np.float32)
+        descriptors = (features.descriptors * 127).round().numpy().astype(np.int8)
+    labels = view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy()
+    return CachedView(points, scales, angles, descriptors, labels, view.homographies, size, kind=kind)
+
+
+@lru_cache(maxsize=1)
+def _extractor(kind: str, max_keypoints: int) -> Extractor:
+    return build_extractor(ExtractorConfig(kind=kind, max_keypoints=max_keypoints))
+
+
+def _front_end_digest(recipe: Recipe) -> str:
+    """The beginning of the hash of the front end's shipped parameters."""
+    return read_manifest()[recipe.network.kind].sha256[:8]
 
 
 def _backdrop(photos: PhotoSet, shown: set[int], recipe: Recipe, rng: np.random.Generator) -> np.ndarray:

@@ -1,0 +1,176 @@
+"""The front end of our own: its parts against their definitions, and pictures that are hard to take."""
+
+import numpy as np
+import pytest
+import torch
+from random_front_end import build, random_parameters, same, share_found, texture, whole
+
+from matcher.frontends.learned import (
+    DESCRIPTOR_DIM,
+    STRIDE,
+    WINDOW,
+    FeatureNetwork,
+    folded,
+    peaks,
+    refine,
+    sample,
+)
+from matcher.images import image_from_array
+from matcher.types import UsageError
+
+
+@pytest.fixture
+def picture(rng) -> np.ndarray:
+    return texture(rng, 160, 120, sigma=2)
+
+
+def test_it_is_small():
+    count = sum(value.numel() for value in FeatureNetwork().parameters())
+    assert 200_000 < count < 1_000_000
+
+
+def test_folding_changes_nothing(picture):
+    trained = FeatureNetwork(normalised=True).eval()
+    random_parameters(trained)
+    pixels = torch.from_numpy(picture[:112])[None, None].float() / 255
+    with torch.no_grad():
+        logits, maps = trained(pixels)
+        plain_logits, plain_maps = folded(trained)(pixels)
+    torch.testing.assert_close(plain_logits, logits, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(plain_maps, maps, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("radius", [0, 1, 2, 3, 5])
+def test_peaks_are_the_largest_around(radius):
+    logits = torch.rand(2, 23, 31, generator=torch.Generator().manual_seed(1))
+    found = peaks(logits, radius)
+    for b, y, x in torch.cartesian_prod(torch.arange(2), torch.arange(23), torch.arange(31)).tolist():
+        around = logits[b, max(0, y - radius) : y + radius + 1, max(0, x - radius) : x + radius + 1]
+        assert bool(found[b, y, x]) == (logits[b, y, x] == around.max())
+
+
+def test_a_point_moves_to_the_centroid_of_its_window():
+    logits = torch.full((1, 9, 9), -20.0)
+    logits[0, 4, 4] = logits[0, 4, 5] = 3.0
+    logits[0, 4, 8] = 30.0  # beyond the window
+    moved = refine(logits, torch.tensor([[[4, 4]]]))
+    torch.testing.assert_close(moved, torch.tensor([[[4.5, 4.0]]]), atol=1e-6, rtol=0)
+    corner = refine(torch.zeros(1, 9, 9), torch.tensor([[[0, 8]]]))
+    half = (WINDOW // 2) / 2
+    torch.testing.assert_close(corner, torch.tensor([[[half, 8 - half]]]))
+
+
+def test_maps_are_read_at_their_pixels():
+    maps = torch.rand(1, 3, 6, 8, generator=torch.Generator().manual_seed(2))
+    points = torch.tensor([[[2.0, 3.0], [2.5, 3.0], [-4.0, 9.0]]])
+    found = sample(maps, points)[0]
+    torch.testing.assert_close(found[0], maps[0, :, 3, 2])
+    torch.testing.assert_close(found[1], (maps[0, :, 3, 2] + maps[0, :, 3, 3]) / 2)
+    torch.testing.assert_close(found[2], maps[0, :, 5, 0])
+
+
+def test_features_are_complete_and_come_best_first(picture):
+    (features,) = build("learned")([whole(picture)])
+    assert features.kind == "learned"
+    assert features.descriptors.shape == (len(features), DESCRIPTOR_DIM)
+    torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)))
+    assert len(features) > 20
+    assert bool((features.scores.diff() <= 0).all())
+    assert bool(((features.scores > 0) & (features.scores < 1)).all())
+
+
+def test_pictures_together_are_as_alone(rng):
+    """In other numbers the convolutions sum in another order, so places may differ by rounding."""
+    pictures = [whole(texture(rng, *size, sigma=2)) for size in ((96, 80), (64, 64), (96, 80), (96, 80))]
+    extract = build("learned")
+    for together, picture in zip(extract(pictures), pictures, strict=True):
+        (alone,) = extract([picture])
+        assert len(together) == len(alone)
+        torch.testing.assert_close(together.keypoints, alone.keypoints, rtol=0, atol=1e-2)
+        torch.testing.assert_close(together.descriptors, alone.descriptors, rtol=0, atol=1e-3)
+
+
+def test_a_shift_by_whole_strides_shifts_the_points(rng):
+    canvas = texture(rng, 400, 320, sigma=2)
+    (first,) = build("learned", max_keypoints=2000)([whole(canvas[:256, :320])])
+    (second,) = build("learned", max_keypoints=2000)([whole(canvas[STRIDE : 256 + STRIDE, :320])])
+    reach = 100  # pixels from the edges that padding may change
+    inner = (first.keypoints > reach + STRIDE).all(1) & (
+        first.keypoints < torch.tensor([320.0, 256.0]) - reach
+    ).all(1)
+    moved = first.keypoints[inner] - torch.tensor([0.0, STRIDE])
+    assert len(moved) > 5
+    assert share_found(moved, second.keypoints, 1.0) > 0.6
+
+
+def test_half_precision_finds_nearly_the_same_points(picture):
+    exact, coarse = build("learned"), build("learned")
+    coarse.dtype = torch.bfloat16
+    (features,), (halved,) = exact([whole(picture)]), coarse([whole(picture)])
+    assert coarse.network.mix[0].weight.dtype == torch.bfloat16
+    assert coarse.network.points.weight.dtype == torch.float32
+    assert halved.descriptors.dtype == halved.keypoints.dtype == torch.float32
+    assert share_found(halved.keypoints[:50], features.keypoints, 1.5) > 0.6
+
+
+def test_a_mask_is_respected(picture):
+    mask = np.zeros(picture.shape, bool)
+    mask[:, :80] = True
+    (features,) = build("learned")([whole(picture, mask)])
+    assert len(features) > 0
+    assert float(features.keypoints[:, 0].max()) < 80 + WINDOW / 2
+    (nothing,) = build("learned")([whole(picture, np.zeros(picture.shape, bool))])
+    assert len(nothing) == 0
+    assert nothing.descriptors.shape == (0, DESCRIPTOR_DIM)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 200), (200, 1), (7, 9), (15, 15), (17, 33), (101, 67)])
+def test_small_and_odd_pictures(rng, size):
+    width, height = size
+    (features,) = build("learned")([whole(texture(rng, width, height))])
+    assert bool((features.keypoints >= 0).all())
+    assert bool((features.keypoints <= torch.tensor([width - 1, height - 1])).all())
+
+
+def test_constant_pictures_give_what_there_is():
+    for value in (0, 128, 255):
+        (features,) = build("learned")([whole(np.full((90, 120), value, np.uint8))])
+        assert bool(features.descriptors.isfinite().all())
+
+
+def test_more_points_than_there_are(picture):
+    (features,) = build("learned", max_keypoints=100_000)([whole(picture)])
+    assert len(features) <= picture.size // 4
+
+
+def test_colour_is_read_as_grey(picture):
+    coloured = np.stack([picture] * 3, axis=2)
+    extract = build("learned")
+    assert same(extract([whole(picture)])[0], extract([whole(coloured)])[0])
+
+
+def test_arrays_that_are_no_pictures_are_refused(picture):
+    broken = picture.astype(np.float32) / 255
+    broken[3, 4] = np.nan
+    with pytest.raises(UsageError, match="nan"):
+        image_from_array(broken)
+    (features,) = build("learned")([image_from_array(np.dstack([picture] * 4))])
+    assert len(features) > 20
+
+
+@pytest.mark.parametrize(
+    "settings", [{"nms_radius": -1}, {"variant": "large"}, {"keep": "largest"}, {"max_keypoints": 0}]
+)
+def test_settings_are_checked(settings):
+    with pytest.raises(UsageError):
+        build("learned", **settings)
+
+
+def test_settings_do_what_they_say(picture):
+    (few,) = build("learned", nms_radius=8)([whole(picture)])
+    (many,) = build("learned", nms_radius=1, max_keypoints=5000)([whole(picture)])
+    assert len(few) < len(many)
+    (inner,) = build("learned", border=30)([whole(picture)])
+    reach = 30 - WINDOW // 2
+    assert bool((inner.keypoints >= reach).all())

@@ -1,0 +1,243 @@
+"""Training of the front end: pictures, losses, steps and a whole small run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_data import write_photos
+
+from matcher.cli import main
+from matcher.config import ExtractorConfig
+from matcher.frontends.learned import DESCRIPTOR_DIM
+from matcher.geometry import warp_points
+from matcher.pipeline import build_extractor
+from matcher.training.keypoints import losses
+from matcher.training.keypoints.pictures import HIDDEN, PictureSampler, dense_places
+from matcher.training.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe
+from matcher.training.keypoints.run import train_front_end
+from matcher.training.keypoints.trainer import FrontEndTrainer, strongest
+from matcher.training.loop import RunOptions
+from matcher.training.photos import PhotoSet, find_photos
+from matcher.training.reading import read_recipe, shipped_recipe
+from matcher.training.recipe import SceneRecipe
+from matcher.training.scenes import NOTHING, View
+from matcher.types import Image, IntegrityError, UsageError
+from matcher.weights import save_front_end
+
+CPU = torch.device("cpu")
+TINY = FrontEndRecipe(
+    trains="front end",
+    name="small",
+    scene=SceneRecipe(width=96, height=64),
+    picture=PictureRecipe(pairs_per_batch=2),
+    optimiser=KeypointRecipe(steps=4, warmup_steps=2, points=60, described=40),
+    validate_every=2,
+    save_every=2,
+)
+TINY_TOML = """
+trains = "front end"
+name = "small"
+scene = {width = 96, height = 64}
+picture.pairs_per_batch = 2
+optimiser = {steps = 4, warmup_steps = 2, points = 60, described = 40}
+validate_every = 2
+save_every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("keypoints")
+    write_photos(place / "photos", 8)
+    (place / "photos" / "broken.jpg").write_text("text")
+    (place / "small.toml").write_text(TINY_TOML)
+    return place
+
+
+@pytest.fixture(scope="module")
+def sampler(folder) -> PictureSampler:
+    return PictureSampler(PhotoSet(find_photos(folder / "photos"), colour=True), TINY)
+
+
+def flat(homography: np.ndarray, height: int = 60, width: int = 80) -> View:
+    return View(np.zeros((height, width), np.uint8), np.zeros((height, width), np.uint8), homography[None])
+
+
+def test_places_follow_the_homographies(rng):
+    first = np.eye(3)
+    second = np.array([[0.9, -0.1, 7], [0.12, 1.1, -3], [1e-3, 5e-4, 1]])
+    places = dense_places(flat(first), flat(second))
+    corners = rng.integers(0, (80, 60), (200, 2))
+    expected = warp_points(corners.astype(float), second)
+    inside = ((expected >= 0) & (expected <= (79, 59))).all(1)
+    found = places[:, corners[:, 1], corners[:, 0]].T
+    np.testing.assert_allclose(found[inside], expected[inside], atol=1e-3)
+    assert inside.any() and not inside.all()
+    assert bool((found[~inside] == HIDDEN).all())
+
+
+def test_what_another_plane_covers_is_hidden():
+    view, other = flat(np.eye(3)), flat(np.eye(3))
+    other.labels[:, :40] = NOTHING
+    places = dense_places(view, other)
+    assert bool((places[:, :, :40] == HIDDEN).all())
+    assert bool((places[0, :, 40:] == np.arange(40, 80)).all())
+
+
+def test_batches_repeat_and_differ(sampler):
+    first, again, other = sampler.batch(3), sampler.batch(3), sampler.batch(4)
+    assert torch.equal(first.pixels, again.pixels) and torch.equal(first.places, again.places)
+    assert not torch.equal(first.pixels, other.pixels)
+    assert first.pixels.shape == (4, 1, 64, 96) and first.places.shape == (4, 2, 64, 96)
+    assert len(first) == 2
+    prepared = list(sampler.batches(3, 5, readers=2))
+    assert torch.equal(prepared[0].pixels, first.pixels) and torch.equal(prepared[1].pixels, other.pixels)
+
+
+def test_places_of_a_pair_lead_back(sampler):
+    batch = sampler.batch(0)
+    points = torch.stack(torch.meshgrid(torch.arange(8.0, 88), torch.arange(8.0, 56), indexing="xy"), -1)
+    points = points.reshape(1, -1, 2).repeat(len(batch.pixels), 1, 1)
+    there, seen = losses.carry(points, batch.places)
+    back, again = losses.carry(losses.partners(there), batch.places)
+    both = losses.partners(again) & seen
+    error = (losses.partners(back) - points).norm(dim=-1)[both]
+    assert both.any()
+    assert float(error.median()) < 0.05
+
+
+def test_partners_swap_the_pictures_of_each_pair():
+    assert losses.partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
+
+
+def test_description_loss_wants_each_descriptor_at_its_place():
+    own = torch.nn.functional.normalize(
+        torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), dim=-1
+    )
+    points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * 20
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    scale = torch.tensor(20.0)
+    right = losses.description_loss(own, own, points, points, valid, scale, 4.0)
+    wrong = losses.description_loss(own, own.roll(1, 1), points, points, valid, scale, 4.0)
+    assert right < 0.5 < wrong
+    crowded = losses.description_loss(own, own.roll(1, 1), points / 20, points / 20, valid, scale, 40.0)
+    assert float(crowded) == pytest.approx(0, abs=1e-5)  # nothing is left to tell apart
+    nobody = losses.description_loss(own, own, points, points, ~valid, scale, 4.0)
+    assert float(nobody) == 0
+
+
+def test_refinement_and_reliability_by_hand():
+    moved = torch.tensor([[[1.0, 2.0], [5.0, 5.0]]])
+    others = torch.tensor([[[5.0, 8.0], [1.0, 4.0]]])
+    near, hit = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
+    assert float(losses.refinement_loss(moved, others, near, hit)) == pytest.approx(1.5)
+    found, seen = torch.tensor([[True, False, True]]), torch.tensor([[True, True, False]])
+    expected = np.mean([np.log1p(np.exp(-2.0)), np.log1p(np.exp(-1.0))])
+    logits = torch.tensor([[2.0, -1.0, 9.0]])
+    assert float(losses.reliability_loss(logits, found, seen)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_strongest_points_are_peaks_away_from_the_edge():
+    logits = torch.full((1, 40, 50), -1.0)
+    logits[0, 20, 30], logits[0, 21, 31], logits[0, 10, 10], logits[0, 1, 1] = 5, 4, 3, 9
+    points, held = strongest(logits + torch.linspace(0, 1e-3, 2000).view(1, 40, 50), 3)
+    assert points[0, :2].tolist() == [[30, 20], [10, 10]]
+    assert held.tolist() == [[True, True, False]]  # the ramp's own peak lies on the edge
+
+
+def test_the_loss_falls_on_one_batch(sampler):
+    trainer = FrontEndTrainer(replace(TINY, optimiser=replace(TINY.optimiser, steps=40)), CPU)
+    batch = sampler.batch(0)
+    seen = [trainer.step(batch) for _ in range(40)]
+    assert np.mean(seen[-4:]) < 0.75 * np.mean(seen[:3])
+    assert trainer.progress.pairs == 80
+
+
+def test_a_resumed_trainer_equals_an_unbroken_one(sampler, tmp_path):
+    unbroken, first, second = (FrontEndTrainer(TINY, CPU) for _ in range(3))
+    for step in range(4):
+        unbroken.step(sampler.batch(step))
+    for step in range(2):
+        first.step(sampler.batch(step))
+    first.save(tmp_path / "checkpoint.pt")
+    second.resume(tmp_path / "checkpoint.pt")
+    for step in range(2, 4):
+        second.step(sampler.batch(step))
+    for expected, found in ((unbroken.model, second.model), (unbroken.average, second.average)):
+        for name, value in expected.state_dict().items():
+            assert torch.equal(value, found.state_dict()[name]), name
+
+
+@pytest.fixture
+def few_pairs(monkeypatch):
+    import matcher.training.keypoints.run as run
+
+    monkeypatch.setattr(run, "VALIDATION_PAIRS", 2)
+    monkeypatch.setattr(run, "VALIDATION_POINTS", 80)
+
+
+def test_a_run_writes_weights_that_find_points(folder, few_pairs, rng, tmp_path):
+    lines: list[str] = []
+    weights = train_front_end(TINY, RunOptions(folder / "photos", None, tmp_path / "run"), lines.append)
+    assert lines[0] == "9 photos to train on, 1 to validate on".replace("9", "8")
+    assert lines[-1] == f"wrote {weights}"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert {"repeatability", "precision", "recall", "error", "f1"} <= set(rows[-1])
+    config = ExtractorConfig(kind="learned", max_keypoints=50)
+    picture = rng.integers(0, 256, (90, 120)).astype(np.uint8)
+    (features,) = build_extractor(config, weights)([Image(picture, (120, 90))])
+    assert 0 < len(features) <= 50 and features.descriptors.shape[1] == DESCRIPTOR_DIM
+
+
+def test_a_run_stopped_and_continued_gives_the_same_weights(folder, few_pairs, tmp_path):
+    def options(name: str) -> RunOptions:
+        return RunOptions(folder / "photos", None, tmp_path / name)
+
+    asked: list[None] = []
+
+    def stopped() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    whole = train_front_end(TINY, options("whole"), lambda line: None)
+    assert train_front_end(TINY, options("broken"), lambda line: None, stopped=stopped) is None
+    continued = train_front_end(TINY, options("broken"), lambda line: None)
+    networks = [build_extractor(ExtractorConfig(kind="learned"), path).network for path in (whole, continued)]
+    for name, value in networks[0].state_dict().items():
+        assert torch.equal(value, networks[1].state_dict()[name]), name
+
+
+def test_the_command_trains_a_front_end(folder, few_pairs, tmp_path, capsys):
+    given = {"--recipe": folder / "small.toml", "--photos": folder / "photos", "--run": tmp_path / "run"}
+    code = main(["train", *(str(part) for pair in given.items() for part in pair)])
+    assert code == 0
+    assert "step 4 validation: repeatability" in capsys.readouterr().out
+    assert (tmp_path / "run" / "small.safetensors").exists()
+    assert (tmp_path / "run" / "curve.png").exists()
+
+
+def test_recipes_of_both_kinds_are_told_apart(folder, tmp_path):
+    assert read_recipe(folder / "small.toml") == TINY
+    assert isinstance(read_recipe(shipped_recipe("learned")), FrontEndRecipe)
+    for change, complaint in [
+        ('trains = "matcher"', "trains"),
+        ('trains = "front end"\nscene = {width = 100}', "multiples of 16"),
+        ('trains = "front end"\noptimiser.described = 500', "optimiser.described"),
+        ('trains = "front end"\npicture.mixed_share = 2', "picture.mixed_share"),
+        ('trains = "front end"\npair = {}', "unknown key pair"),
+    ]:
+        (tmp_path / "bad.toml").write_text(change)
+        with pytest.raises(UsageError, match=complaint):
+            read_recipe(tmp_path / "bad.toml")
+
+
+def test_weights_of_another_front_end_are_refused(tmp_path):
+    network = build_extractor(ExtractorConfig(kind="superpoint")).front_end.build(
+        ExtractorConfig(kind="superpoint")
+    )
+    save_front_end(network, "superpoint", tmp_path / "other.safetensors")
+    with pytest.raises(IntegrityError, match="front end superpoint"):
+        _ = build_extractor(ExtractorConfig(kind="learned"), tmp_path / "other.safetensors").network
