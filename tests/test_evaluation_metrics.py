@@ -10,6 +10,7 @@ from matcher.evaluation.metrics import (
     possible_matches,
     precision,
     recall,
+    repeatability,
     reprojection_errors,
     reprojection_matrix,
 )
@@ -123,3 +124,13 @@ def test_paired_difference_is_surer_than_two_figures(rng):
 def test_mean_leaves_out_what_is_unknown():
     assert mean(np.array([1.0, np.nan, 3.0])) == 2
     assert np.isnan(mean(np.array([np.nan])))
+
+
+def test_repeatability_counts_both_pictures():
+    errors = np.array([[1.0, 9, 9], [9, 2.5, 9], [9, 9, 3.5], [9, 9, 9]])
+    everything = np.ones(4, bool), np.ones(3, bool)
+    assert repeatability(errors, *everything, 3) == pytest.approx(4 / 7)
+    hidden = np.array([True, False, False, False]), np.array([True, False, False])
+    assert repeatability(errors, *hidden, 3) == 1
+    assert np.isnan(repeatability(errors, np.zeros(4, bool), np.zeros(3, bool), 3))
+    assert repeatability(np.zeros((4, 0)), np.ones(4, bool), np.zeros(0, bool), 3) == 0

@@ -77,7 +77,7 @@ def test_levels_keep_their_bounds(number, rng):
 
 
 def test_levels_grow():
-    numbers = list(LEVELS.values())
+    numbers = [LEVELS[number] for number in (1, 2, 3, 4)]
     assert [level.rotation for level in numbers] == [15, 25, 35, 180]
     for before, after in pairwise(numbers):
         assert after.perspective > before.perspective and after.scale > before.scale
@@ -114,3 +114,10 @@ def test_what_cannot_be_made(photos, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no pictures"):
         find_photos(tmp_path / "empty")
+
+
+def test_level_0_changes_the_light_alone(photos):
+    pair = synthetic_set(find_photos(photos), count=1, levels=[0]).pairs[0]
+    np.testing.assert_allclose(pair.H_0to1, np.eye(3), atol=1e-6)
+    assert pair.image0.pixels.shape == pair.image1.pixels.shape
+    assert not np.array_equal(pair.image0.pixels, pair.image1.pixels)

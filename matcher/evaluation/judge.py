@@ -15,11 +15,12 @@ from matcher.evaluation.metrics import (
     possible_matches,
     precision,
     recall,
+    repeatability,
     reprojection_errors,
     reprojection_matrix,
 )
 from matcher.evaluation.protocols import CorrespondencePair, HomographyPair, Pair, PosePair
-from matcher.geometry import epipolar_distance, fundamental_from_pose
+from matcher.geometry import epipolar_distance, fundamental_from_pose, inside, warp_points
 from matcher.pipeline import threshold_scale
 from matcher.types import Camera, Features, Image, Matches, TwoViewGeometry, UsageError
 
@@ -48,23 +49,28 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The keypoints of a pair that belong together, by threshold in pixels: (P, 2) each."""
+    """What the keypoints of a pair allow."""
 
-    possible: Mapping[int, np.ndarray]
+    possible: Mapping[int, np.ndarray]  # (P, 2) keypoints that belong together, by threshold in pixels
+    repeatability: float = float("nan")  # at the largest of the thresholds; of homographies
 
 
 def true_matches(pair: Pair, side0: Observation, side1: Observation) -> Truth | None:
     """Which keypoints belong together; None where the pair's truth cannot tell."""
     points0, points1 = side0.keypoints, side1.keypoints
+    again = float("nan")
     if isinstance(pair, HomographyPair):
         errors = reprojection_matrix(points0, points1, pair.H_0to1, side0.scale, side1.scale)
+        seen0 = inside(warp_points(points0, pair.H_0to1), side1.image.size)
+        seen1 = inside(warp_points(points1, np.linalg.inv(pair.H_0to1)), side0.image.size)
+        again = repeatability(errors, seen0, seen1, max(THRESHOLDS))
     elif isinstance(pair, CorrespondencePair):
         errors = distances(partners(pair, points0), points1) * side1.scale
     else:
         return None
     widest = possible_matches(errors, max(THRESHOLDS))  # a smaller threshold keeps the nearer ones of these
     near = errors[widest[:, 0], widest[:, 1]]
-    return Truth({threshold: widest[near < threshold] for threshold in THRESHOLDS})
+    return Truth({threshold: widest[near < threshold] for threshold in THRESHOLDS}, again)
 
 
 def oracle(truth: Truth, side0: Observation, side1: Observation) -> Matches:
@@ -158,7 +164,14 @@ def _homography(
         side1.scale,
     )
     corners = [corner_error(g.matrix, pair.H_0to1, side0.image.size, side1.scale) for g in geometries]
-    return {"error": np.array(corners)} | _precision_and_recall(matches, errors, errors, truth)
+    right = errors[errors < max(THRESHOLDS)]
+    found = {
+        "error": np.array(corners),
+        "repeatability": truth.repeatability,
+        "right": float(len(right)),
+        "residual": float(right.mean()) if len(right) else float("nan"),
+    }
+    return found | _precision_and_recall(matches, errors, errors, truth)
 
 
 def _correspondences(

@@ -130,6 +130,26 @@ def possible_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
     return np.stack([here[keep], nearest0[keep]], axis=1)
 
 
+def repeatability(errors: np.ndarray, seen0: np.ndarray, seen1: np.ndarray, threshold: float) -> float:
+    """Share of the keypoints whose place the other picture shows that have one there, too, of both pictures.
+
+    Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4.
+
+    Args:
+        errors: (N, M) distances under the truth.
+        seen0, seen1: (N,) and (M,) bool, keypoints whose place the other picture shows.
+        threshold: in the unit of the distances.
+
+    Returns:
+        In [0, 1]; NaN where nothing is seen by both.
+    """
+    if not (seen0.any() or seen1.any()):
+        return float("nan")
+    near = errors < threshold
+    again0, again1 = near.any(axis=1) & seen0, near.any(axis=0) & seen1
+    return float((again0.sum() + again1.sum()) / (seen0.sum() + seen1.sum()))
+
+
 def precision(errors: np.ndarray, threshold: float) -> float:
     """Share of matches whose error (K,) is below the threshold; 0 without matches."""
     return float(np.mean(errors < threshold)) if len(errors) else 0.0

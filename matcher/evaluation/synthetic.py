@@ -36,6 +36,7 @@ class Level:
 
 
 LEVELS = {
+    0: Level(rotation=0, perspective=0, scale=1, shift=0, light=2.0),  # the light alone, and much of it
     1: Level(rotation=15, perspective=0.10, scale=1.3, shift=0.05, light=0.5),
     2: Level(rotation=25, perspective=0.16, scale=1.5, shift=0.08, light=0.8),
     3: Level(rotation=35, perspective=0.22, scale=1.8, shift=0.10, light=1.1),

@@ -66,6 +66,9 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         Measure("AUC@5 px", "error", _Below(5), headline=True),
         Measure("AUC@10 px", "error", _Below(10), headline=True),
         *_MATCHES,
+        Measure("right@3 px", "right", digits=0),
+        Measure("error of right ones, px", "residual", digits=2),
+        Measure("repeatability@3 px", "repeatability"),
         *_COST,
     ),
     "pose": (
@@ -86,8 +89,9 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
 _MEANING = {
     "homography": "AUC of the mean corner error in image 1; precision and recall by the mean reprojection "
     "error of both directions, possible matches being mutual nearest keypoints under the truth, found if "
-    "either keypoint has a right match (a place often has several keypoints); the oracle returns all of them "
-    "within 3 px, so a matcher that keeps only the exact ones may pass it where views are easy",
+    "either keypoint has a right match (a place often has several keypoints); repeatability: share of the "
+    "keypoints whose place the other view shows that have one there within 3 px; the oracle returns all of "
+    "them within 3 px, so a matcher that keeps only the exact ones may pass it where views are easy",
     "pose": "AUC of max(rotation, translation angle), the translation's sign free; precision by the "
     "symmetric epipolar distance",
     "correspondences": "matches of unlabelled pixels are not judged; labels: share of the labelled points "
