@@ -1,29 +1,18 @@
 """Draw what a keypoint attends to: `python scripts/visualize_attention.py A B out.png --point x,y`."""
 
-import argparse
-from pathlib import Path
-
 import numpy as np
+from pair_arguments import load_pipeline, pair_parser
 
 import matcher
 from matcher.drawing.attention import draw_attention
 from matcher.drawing.canvas import save_figure
 from matcher.drawing.plots import draw_entropies
-from matcher.explain.explain import explain, nearest_keypoint
+from matcher.explain.explain import explain, nearest_keypoint, network_of
 
-parser = argparse.ArgumentParser(
-    description="Self- and cross-attention of the keypoint of image 0 at a point."
-)
-parser.add_argument("image0", type=Path)
-parser.add_argument("image1", type=Path)
-parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
+parser = pair_parser("Self- and cross-attention of the keypoint of image 0 at a point.")
 parser.add_argument("--point", required=True, metavar="x,y", help="in pixels of image 0")
 parser.add_argument("--picture", choices=["layer", "rollout", "entropy"], default="layer")
 parser.add_argument("--layer", type=int, help="1 is the first; the last that ran when absent")
-parser.add_argument("--preset", default="hybrid")
-parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
-parser.add_argument("--resize", type=int, default=1024)
-parser.add_argument("--stacked", action="store_true")
 args = parser.parse_args()
 try:
     place = tuple(map(float, args.point.split(",")))
@@ -31,21 +20,25 @@ try:
 except ValueError:
     parser.error(f"--point must be x,y in pixels of {args.image0}, not {args.point!r}")
 try:
-    pipeline = matcher.load(args.preset, weights=args.weights, resize=args.resize, device="cpu")
+    pipeline = load_pipeline(args)
+    network = network_of(pipeline)
     features = [pipeline.extract(path) for path in (args.image0, args.image1)]
     asked = nearest_keypoint(features[0], place)
     told = explain(
-        pipeline.matcher,
+        network,
         *features,
         [asked],
-        strongest=20,
+        strongest=max(5, 40 // network.model.config.context.heads),  # the more heads, the fewer of each
         traced=None if args.picture == "rollout" else ([], []),
     )
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
 places = [f.keypoints.numpy() for f in features]
 partner = dict(told.matches.tolist()).get(asked)
-found = "no match" if partner is None else f"matched to {np.round(places[1][partner]).astype(int).tolist()}"
+gone = told.fates[0][asked]
+found = f"pruned after layer {gone}" if gone > 0 else "no match"
+if partner is not None:
+    found = f"matched to {np.round(places[1][partner]).astype(int).tolist()}"
 title = f"{pipeline.preset}, keypoint at {np.round(places[0][asked]).astype(int).tolist()}, {found}"
 number = args.layer or len(told.layers)
 if not 1 <= number <= len(told.layers):

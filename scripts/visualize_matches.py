@@ -1,9 +1,9 @@
 """Draw the matches of two pictures: `python scripts/visualize_matches.py A B matches.png`."""
 
-import argparse
 from pathlib import Path
 
 import numpy as np
+from pair_arguments import load_pipeline, pair_parser
 
 import matcher
 from matcher.cli.options import parse_camera
@@ -13,19 +13,12 @@ from matcher.drawing.matches import match_errors
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
 from matcher.geometry import fundamental_from_pose
 
-parser = argparse.ArgumentParser(description="Draw matches, an overlay by a homography, or epipolar lines.")
-parser.add_argument("image0", type=Path)
-parser.add_argument("image1", type=Path)
-parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
-parser.add_argument("--preset", default="hybrid")
-parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
-parser.add_argument("--resize", type=int, default=1024)
+parser = pair_parser("Draw matches, an overlay by a homography, or epipolar lines.")
 parser.add_argument("--picture", choices=["matches", "checkerboard", "blend", "epipolar"], default="matches")
 parser.add_argument("--colour-by", choices=["confidence", "inliers", "error"], default="confidence")
 parser.add_argument("--homography", type=Path, help="text file of the known 3 x 3 matrix, for errors")
 parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 T_0to1; needs --camera")
 parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both pictures, in pixels of the files")
-parser.add_argument("--stacked", action="store_true")
 parser.add_argument("--lines", type=int, default=200)
 args = parser.parse_args()
 if args.pose is not None and args.camera is None:
@@ -34,9 +27,7 @@ planar = args.homography is not None or args.picture in ("checkerboard", "blend"
 try:
     camera = parse_camera(args.camera, "--camera")
     kind = "homography" if planar else "fundamental"
-    pipeline = matcher.load(
-        args.preset, weights=args.weights, resize=args.resize, geometry=kind, device="cpu"
-    )
+    pipeline = load_pipeline(args, geometry=kind)
     result = pipeline.match(args.image0, args.image1)
     images = pipeline.read(args.image0), pipeline.read(args.image1)
 except matcher.MatcherError as error:
@@ -51,9 +42,10 @@ if args.picture == "matches":
     given = {"H_0to1" if planar else "fundamental": known}
     errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
     drawing = {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
-    matcher.plot_result(
-        result, *images, args.output, title(result, pipeline), stacked=args.stacked, **drawing
-    )
+    heading, known_by = title(result, pipeline), args.homography or args.pose
+    if errors is not None and known_by is not None:
+        heading += f", errors against {known_by.name}"
+    matcher.plot_result(result, *images, args.output, heading, stacked=args.stacked, **drawing)
 elif args.picture == "epipolar":
     inner = (points[result.geometry.inliers] for points in (result.points0, result.points1))
     drawing = {"stacked": args.stacked, "title": title(result, pipeline)}

@@ -1,34 +1,26 @@
 """Draw how a pair was decided: `python scripts/visualize_pruning.py A B out.png --picture layers`."""
 
-import argparse
-from pathlib import Path
+from pair_arguments import load_pipeline, pair_parser
 
 import matcher
 from matcher.drawing.canvas import save_figure
 from matcher.drawing.keypoints import draw_fates
 from matcher.drawing.plots import draw_confidences, draw_decisions, draw_marginal_errors
-from matcher.explain.explain import explain
-from matcher.explain.rules import exit_rule, pruning_rule
+from matcher.explain.explain import explain, network_of
+from matcher.explain.rules import rules
 
-parser = argparse.ArgumentParser(description="Keypoints coloured by fate, or plots of how they were decided.")
-parser.add_argument("image0", type=Path)
-parser.add_argument("image1", type=Path)
-parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
+parser = pair_parser("Keypoints coloured by fate, or plots of how they were decided.")
 parser.add_argument("--picture", choices=["fates", "layers", "confidences", "sinkhorn"], default="fates")
-parser.add_argument("--preset", default="hybrid")
-parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
-parser.add_argument("--resize", type=int, default=1024)
-parser.add_argument("--stacked", action="store_true")
 args = parser.parse_args()
 try:
-    pipeline = matcher.load(args.preset, weights=args.weights, resize=args.resize, device="cpu")
+    pipeline = load_pipeline(args)
     images = [pipeline.read(path) for path in (args.image0, args.image1)]
     features = [pipeline.extract(image) for image in images]
-    told = explain(pipeline.matcher, *features)
+    told = explain(network_of(pipeline), *features)
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
 config = pipeline.config.matcher
-print(exit_rule(config), pruning_rule(config), sep="\n")
+print(*rules(config), sep="\n")
 found = f"{len(told.matches)} matches, {len(told.layers)} of {pipeline.layers} layers"
 title = f"{args.picture}: {pipeline.preset}, {found}"
 if args.picture == "fates":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.network import attention
+from matcher.network import attention, processor
 from matcher.network.attention import Layout, attend, interleave, scaled_dot_product
 
 HEADS, WIDTH = 3, 8
@@ -61,8 +61,8 @@ def test_half_precision_in_blocks_is_the_equation(
     monkeypatch, dtype: torch.dtype, across: bool, weights: int
 ) -> None:
     """Blocks of two rows, the last one cut short, and everything at once."""
-    monkeypatch.setattr(attention, "BLOCK_ROWS", 2)
-    monkeypatch.setattr(attention, "BLOCK_WEIGHTS", weights)
+    monkeypatch.setattr(processor, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(processor, "BLOCK_WEIGHTS", weights)
     for layout in (UNIFORM, RAGGED):
         q, k, v = (x.to(dtype) for x in tokens(layout))
         found = attend(q, k, v, layout, across=across)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from matcher.network.assignment import assign, mutual_matches
+from matcher.network.assignment import assign
 from matcher.network.consensus import Consensus, fit_local_maps, mutual_links
+from matcher.network.mutual import mutual_matches
 
 SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
 SHIFT = torch.tensor([0.1, -0.05])

@@ -9,7 +9,7 @@ from random_matcher import CONFIG, matcher_with, pair
 
 from matcher.config import ContextConfig
 from matcher.explain.explain import MATCHED, explain, nearest_keypoint
-from matcher.explain.rules import exit_rule, pruning_rule, sureness
+from matcher.explain.rules import rules, sureness
 from matcher.images import read_image
 from matcher.network import context
 from matcher.network.grid import GridExtractor
@@ -149,8 +149,8 @@ def test_prospects_decide_and_are_told():
     assert first.expected == pytest.approx(prospects.sum() / 2, rel=1e-4)
     sure = first.confidences > 0.9
     assert first.certain == pytest.approx(prospects[sure].sum() / prospects.sum(), abs=1e-4)
-    assert "probability of a partner" in pruning_rule(model.config) and "or not" in pruning_rule(model.config)
-    assert "early exit is off" in exit_rule(model.config)
+    stop, drop = rules(model.config)
+    assert "early exit is off" in stop and "probability of a partner" in drop and drop.endswith("or not.")
 
 
 @pytest.mark.parametrize("prospects", [False, True])
@@ -172,23 +172,27 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(prospects, share):
 
 
 def test_rules_are_told_for_both_ways():
-    assert "of its points" in exit_rule(CONFIG) and "matchability" in pruning_rule(CONFIG)
-    assert "sure of its assignment." in pruning_rule(CONFIG)
+    stop, drop = rules(CONFIG)
+    assert "of its points" in stop and "matchability" in drop and "sure of its assignment." in drop
     predicted = replace(CONFIG, adaptivity=replace(CONFIG.adaptivity, prospects=True))
-    assert "60 % of the matches to be expected" in exit_rule(predicted)
+    assert "60 % of the matches to be expected" in rules(predicted)[0]
     assert len(sureness(CONFIG)) == CONFIG.context.depth - 1
 
 
 def test_cells_of_a_grid_tell_their_linear_attention(views):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        matcher = AttentionMatcher(Model(PRESETS["loftr-outdoor"].matcher), precision="float32")
+        # Untrained, it is sure of nothing.
+        config = replace(PRESETS["loftr-outdoor"].matcher, match_threshold=0.0)
+        matcher = AttentionMatcher(Model(config), precision="float32")
     extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
     sides = extractor([read_image(view, resize=160) for view in views])
     asked = nearest_keypoint(sides[0], (200, 150))
     told = explain(matcher, *sides, [asked])
     found = matcher(*(Features.stack([f]) for f in sides))[0]
     assert np.array_equal(told.matches, found.indices) and np.array_equal(told.scores, found.scores)
+    assert len(told.matches) > 10 and np.array_equal(told.layers[-1].matches, told.matches)
+    assert told.layers[-1].unmatched == (None, None)
     assert told.rollout[0].sum() == pytest.approx(1, abs=1e-3) and len(told.rollout[0][0]) == sum(
         map(len, sides)
     )

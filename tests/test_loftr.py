@@ -13,11 +13,11 @@ from torch import nn
 from matcher.checkpoints.conversion import choose_layout, convert, import_checkpoint
 from matcher.config import PositionConfig
 from matcher.geometry import resize_points, upright_to_stored
-from matcher.network.assignment import drop_unmatched, mutual_matches
 from matcher.network.attention import attend_to, linear_attention
 from matcher.network.grid import GridExtractor
 from matcher.network.inference import AttentionMatcher, off_border
 from matcher.network.model import Model
+from matcher.network.mutual import drop_unmatched, mutual_matches
 from matcher.network.position import SinePosition
 from matcher.pipeline import load
 from matcher.presets import LOFTR_TRANSPORT, PRESETS

@@ -20,7 +20,7 @@ from matcher.weights import load_model
 
 GOLDEN = Path(__file__).with_name("golden_matches.json")
 # Exit, pruning, least share: decisions near their threshold fall either way.
-SETTINGS = [(False, False, 0.95), (True, True, 0.95)]
+SETTINGS = [(False, False, 0.98), (True, True, 0.98)]
 
 
 def described(views, count: int) -> tuple[Features, Features]:

@@ -79,7 +79,21 @@ def test_gradients_flow_where_nothing_was_prepared() -> None:
     assert all(p.grad is not None for name, p in layer.named_parameters() if "key" not in name)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 700])
-def test_rows_are_covered_once(rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 64, 700])
+def test_rows_are_covered_in_blocks_of_few_lengths(rows: int) -> None:
     parts = list(prepared.rows_at_once(rows, 2**12, torch.device("cpu")))
-    assert [i for part in parts for i in range(rows)[part]] == list(range(rows))
+    assert sorted({i for part in parts for i in range(rows)[part]}) == list(range(rows))
+    assert all(part.stop <= rows for part in parts)
+    if rows >= prepared.ROW_STEP:
+        assert all((part.stop - part.start) % prepared.ROW_STEP == 0 for part in parts)
+        assert sum(part.stop - part.start for part in parts) < rows + prepared.ROW_STEP
+
+
+@pytest.mark.parametrize("rows", [0, 5, 64, 150])
+def test_a_map_by_blocks_is_the_map(rows: int) -> None:
+    rng = torch.Generator().manual_seed(rows)
+    x, weight, bias = (
+        torch.randn(*shape, generator=rng).bfloat16() for shape in ((rows, 16), (24, 16), (24,))
+    )
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(prepared.linear(x, weight, bias), expected)

@@ -3,7 +3,11 @@ import numpy as np
 import pytest
 from sequence_world import CAMERA
 
+from matcher.config import ExtractorConfig
+from matcher.frontends.sift import SiftExtractor
+from matcher.images import image_from_array, read_image
 from matcher.sequence.clock import Clock
+from matcher.sequence.contrast import Contrast
 from matcher.sequence.frames import Links
 from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeyframeRule
@@ -111,6 +115,29 @@ def test_a_clock_drops_one_late_frame_and_follows_a_reset():
         clock.accepts(float("nan"))
 
 
+def points_of(features) -> set[tuple[float, ...]]:
+    """Place, size and angle of each."""
+    columns = (features.keypoints, features.scales[:, None], features.orientations[:, None])
+    return {tuple(row) for row in np.concatenate([column.numpy() for column in columns], axis=1).tolist()}
+
+
+def test_a_threshold_carried_on_finds_the_same_points_and_falls_where_they_are_few(views, monkeypatch):
+    extractor, contrast, thresholds = SiftExtractor(ExtractorConfig(max_keypoints=300)), Contrast(), []
+    make = cv2.SIFT_create
+    monkeypatch.setattr(
+        cv2, "SIFT_create", lambda **given: thresholds.append(given["contrastThreshold"]) or make(**given)
+    )
+    frame = read_image(views[0]).pixels
+    dull = image_from_array((frame // 12 + 100).astype(np.uint8))
+    for image in (image_from_array(frame), read_image(views[1]), dull, dull):
+        (found,), (alone,) = contrast.extract(extractor, [image]), extractor([image])
+        assert len(points_of(found) ^ points_of(alone)) <= 2  # one of several as weak as the last
+    low = extractor.config.contrast_threshold
+    used = [threshold for threshold in thresholds if threshold != low]
+    assert len(used) >= 2 and min(used) > 2 * low  # raised for the second frame and the first dull one
+    assert len(thresholds) == 9  # the first dull frame was searched twice
+
+
 def test_keyframes_follow_lost_tracks_and_parallax():
     rule = KeyframeRule(kept=0.5, parallax=0.1)
     assert not rule.wants(0.6, 10, (300, 400))
@@ -153,7 +180,7 @@ def test_pose_and_depth_of_a_made_up_scene(rng):
     depths = rng.uniform(3, 10, 200)
     world = rays(points, CAMERA) * depths[:, None]
     seen = project(move(world, T), CAMERA)
-    noisy = seen + rng.normal(0, 0.3, seen.shape)
+    noisy = seen + rng.normal(0, 0.2, seen.shape)
     noisy[:40] = rng.uniform([0, 0], [640, 480], (40, 2))
     unknown = depths.copy()
     unknown[100:120] = np.nan

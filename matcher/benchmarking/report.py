@@ -101,7 +101,7 @@ def _plan(
     yield (
         "one against many",
         lambda: shipped.one_against_many(
-            watch, load(device=str(watch.device), max_keypoints=limit), pictures, 2 if quick else 10
+            watch, load(device=str(watch.device), max_keypoints=limit), pictures, 2 if quick else 100
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,10 +47,7 @@ def train(
     import torch
 
     from matcher.cli.curve import write_curve
-    from matcher.training.keypoints.recipe import FrontEndRecipe
-    from matcher.training.keypoints.run import train_front_end
     from matcher.training.loop import RunOptions
-    from matcher.training.run import train as train_matcher
     from matcher.types import UsageError
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -59,8 +56,7 @@ def train(
     photos, validation = _folders(photos, validation)
     run = run or Path("runs") / chosen.name
     with _stop_signals() as received:
-        train_network = train_front_end if isinstance(chosen, FrontEndRecipe) else train_matcher
-        weights = train_network(
+        weights = _training_of(chosen)(
             chosen,
             RunOptions(photos, validation, run, device, view_workers),
             _log,
@@ -69,6 +65,15 @@ def train(
         )
     if weights is None:
         raise typer.Exit(128 + received[0])
+
+
+def _training_of(recipe: Recipe | FrontEndRecipe) -> Callable[..., Path | None]:
+    """What trains by a recipe of this kind."""
+    from matcher.training.keypoints.run import train_front_end
+    from matcher.training.recipe import Recipe
+    from matcher.training.run import train as train_matcher
+
+    return train_matcher if isinstance(recipe, Recipe) else train_front_end
 
 
 def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:

@@ -69,6 +69,7 @@ def draw_attention(
             if len(places) != len(weights):
                 raise UsageError(f"{len(places)} places cannot have {len(weights)} weights")
             ends = side.points(as_points(np.reshape(places, (-1, 2)), "places")) + shift
+            ends = np.clip(ends, side.offset, np.add(side.offset, side.shape) - 1)
             _draw_rays(axes, start, ends, np.clip(weights, 0, None) / max(largest, 1e-9), colour)
     axes.scatter(*start, s=170, marker="*", color="white", edgecolors="black", linewidths=1, zorder=4)
     names = [f"head {number}" for number in range(1, heads + 1)] if names is None else names

@@ -20,6 +20,7 @@ from matcher.drawing.canvas import (
 from matcher.types import Image
 
 MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
+_CROWD = 2048  # points of a picture beyond which dots are smaller, so that they never cover it
 
 
 def draw_fates(
@@ -53,10 +54,11 @@ def draw_fates(
         points = side.points(as_points(keypoints, "keypoints"))
         fates = as_column(fates, len(points), "fates")
         pruned, kept, matched = fates > 0, fates == UNMATCHED, fates == MATCHED
-        draw_dots(axes, points, "black", 20.0, 0.35)
-        draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0, 1.0)
-        draw_dots(axes, points[kept], VERMILION, 9.0, 1.0)
-        draw_dots(axes, points[matched], SKY, 12.0, 1.0)
+        unit = min(1.0, _CROWD / max(1, len(points)))
+        draw_dots(axes, points, "black", 20.0 * unit, 0.35)
+        draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0 * unit, 1.0)
+        draw_dots(axes, points[kept], VERMILION, 9.0 * unit, 1.0)
+        draw_dots(axes, points[matched], SKY, 12.0 * unit, 1.0)
         counts += [matched.sum(), kept.sum(), pruned.sum()]
     texts = [
         (f"matched: {counts[0]}", SKY),

@@ -78,7 +78,7 @@ def _laid(first: Image, second: Image, H_0to1: np.ndarray) -> tuple[np.ndarray, 
     to_shown = np.linalg.inv(shift) @ shrink @ shift @ _stored_to_pixels(second)
     warp = to_shown @ H_0to1 @ np.linalg.inv(_stored_to_pixels(first))
     below = cv2.resize(_colour(second.pixels), shape, interpolation=cv2.INTER_AREA)
-    above = cv2.warpPerspective(_colour(first.pixels), warp, shape)
+    above = cv2.warpPerspective(_colour(first.pixels), warp, shape, borderMode=cv2.BORDER_REPLICATE)
     covered = cv2.warpPerspective(np.full(first.pixels.shape[:2], 255, np.uint8), warp, shape) > 127
     return below, above, covered
 

@@ -52,11 +52,16 @@ def draw_decisions(
     above.set_ylabel("matches")
     for (name, values), colour, marker in zip(shares.items(), _COLOURS, _MARKERS, strict=False):
         known = [(layer, value) for layer, value in zip(layers, values, strict=True) if value is not None]
-        middle.plot(*np.reshape(known, (-1, 2)).T, color=colour, marker=marker, label=name)
+        if known:
+            middle.plot(*np.transpose(known), color=colour, marker=marker, label=name)
+    if not middle.lines:
+        middle.text(0.5, 0.5, "this network says none", ha="center", transform=middle.transAxes)
     middle.set(ylabel="share", ylim=(-0.03, 1.03))
     below.bar(layers, pruned, 0.5, color="0.55", edgecolor="black", linewidth=0.6, label="points pruned")
     below.set(ylabel="points", xlabel="layer", xlim=(0.4, len(layers) + 0.6))
-    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_xticks(layers)
+    _counted(above)
+    _counted(below)
     for axes in (above, middle, below):
         if exited:
             axes.axvline(layers[-1], color="black", linestyle=":", label="exit" if axes is above else None)
@@ -101,7 +106,7 @@ def draw_confidences(
     if threshold is not None:
         axes.axvline(threshold, color="black", linestyle=":", label=f"threshold {threshold:g}")
     axes.set(xlabel=what, ylabel="count", xlim=(0, 1))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _counted(axes)
     _beside(axes)
     return figure
 
@@ -109,7 +114,7 @@ def draw_confidences(
 def draw_marginal_errors(
     errors: Sequence[float], *, tolerance: float | None = None, title: str = "Sinkhorn's marginal error"
 ) -> Figure:
-    """The largest relative error of a row's mass after each iteration, on a logarithmic scale.
+    """The relative error of the rows' masses after each iteration, on a logarithmic scale.
 
     Args:
         errors: one an iteration; none where the assignment is not Sinkhorn's or a picture has no points.
@@ -119,14 +124,16 @@ def draw_marginal_errors(
     figure = _figure(title, 480)
     axes = figure.subplots()
     numbers = np.arange(1, len(errors) + 1)
-    axes.plot(numbers, np.maximum(errors, 1e-9), color=SKY, marker="o", markersize=3, label="largest error")
-    axes.set(xlabel="iteration", ylabel="relative error of a mass")
-    if len(errors):
-        axes.set_yscale("log")
-    else:
-        axes.text(0.5, 0.5, "no iterations", ha="center", transform=axes.transAxes)
+    if not len(errors):
+        why = "no iterations: the assignment is not Sinkhorn's, or a picture has no keypoints"
+        axes.text(0.5, 0.5, why, ha="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return figure
+    axes.plot(numbers, np.maximum(errors, 1e-9), color=SKY, marker="o", markersize=3, label="rows")
+    axes.set(xlabel="iteration", ylabel="relative error of the masses", yscale="log")
     if tolerance is not None:
         axes.axhline(tolerance, color="black", linestyle=":", label=f"tolerance {tolerance:g}")
+        axes.set_ylim(bottom=min(axes.get_ylim()[0], tolerance / 2))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _beside(axes)
     return figure
@@ -174,8 +181,15 @@ def _figure(title: str, height: int) -> Figure:
     return figure
 
 
+def _counted(axes: Axes) -> None:
+    """Counts from 0 up, in whole numbers, also where all are 0."""
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+
+
 def _beside(axes: Axes) -> None:
     """Grid lines, and the legend right of the plot, where it hides nothing."""
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=10)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=10)

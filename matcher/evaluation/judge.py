@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,13 +53,13 @@ class Truth:
     """What the keypoints of a pair allow."""
 
     possible: Mapping[int, np.ndarray]  # (P, 2) keypoints that belong together, by threshold in pixels
-    repeatability: float = float("nan")  # at the largest of the thresholds; of homographies
+    repeatability: float = math.nan  # at the largest of the thresholds; of homographies
 
 
 def true_matches(pair: Pair, side0: Observation, side1: Observation) -> Truth | None:
     """Which keypoints belong together; None where the pair's truth cannot tell."""
     points0, points1 = side0.keypoints, side1.keypoints
-    again = float("nan")
+    again = math.nan
     if isinstance(pair, HomographyPair):
         errors = reprojection_matrix(points0, points1, pair.H_0to1, side0.scale, side1.scale)
         seen0 = inside(warp_points(points0, pair.H_0to1), side1.image.size)

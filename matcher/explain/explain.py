@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from matcher.explain.attention import Attention, Block, listening_blocks, rollout, strongest_attention
 from matcher.explain.layers import LayerReport, layer_report
 from matcher.network.adaptivity import Tokens
 from matcher.network.context import Layer
-from matcher.network.inference import AttentionMatcher
+from matcher.network.inference import AttentionMatcher, off_border
 from matcher.network.model import Model
+from matcher.pipeline import Pipeline
 from matcher.types import Features, PairPrediction, UsageError
 
 MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
@@ -35,6 +37,17 @@ class Explanation:
     fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer that pruned
     traced: tuple[np.ndarray, np.ndarray]  # input points whose rollout was computed
     rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32 of those, rows sum to 1
+
+
+def network_of(pipeline: Pipeline) -> AttentionMatcher:
+    """The network that a pipeline matches with.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if not isinstance(pipeline.matcher, AttentionMatcher):
+        raise UsageError(f"preset {pipeline.preset!r} has no network to explain; choose one that has")
+    return pipeline.matcher
 
 
 @torch.inference_mode()
@@ -65,7 +78,7 @@ def explain(
     asked = (_indices(asked0, sizes[0], 0), _indices(asked1, sizes[1], 1))
     traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
-    model, reports, heard = matcher.model, [], []
+    model, reports, heard, inner = matcher.model, [], [], _inner(matcher.model, batch)
     tokens, total, final = model.tokens(*batch), sum(sizes), None
     while final is None:
         depth, before = len(reports), tokens
@@ -73,7 +86,7 @@ def explain(
         tokens = model._advance(before, depth)
         after, final = _decide(model, tokens, depth, total)
         known = reports[-1].matches if reports else np.zeros((0, 2), np.int64)
-        reports.append(layer_report(model, tokens, after, depth, attended, known, total, final))
+        reports.append(layer_report(model, tokens, after, depth, attended, known, total, final, inner))
         heard.append(blocks)
         tokens = after
     found = matcher._read(final, 0, *batch)
@@ -122,6 +135,12 @@ def _asked_attention(
     return blocks, [
         strongest_attention(block, own, strongest, offset) for block, own in zip(blocks, points, strict=True)
     ]
+
+
+def _inner(model: Model, batch: list[Features]) -> tuple[Tensor, Tensor] | None:
+    """(N,), (M,) bool, the points that may have a partner; None where all may."""
+    border = model.config.assignment.border
+    return tuple(off_border(features, border)[0] for features in batch) if border else None
 
 
 def _decide(model: Model, tokens: Tokens, depth: int, total: int) -> tuple[Tokens, PairPrediction | None]:

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
 from matcher.network.adaptivity import Tokens, confidence_threshold
-from matcher.network.assignment import _columns_first, log_masses, mutual_matches
+from matcher.network.assignment import _columns_first, log_masses, row_error
 from matcher.network.guidance import Side
 from matcher.network.model import Model, split_sides
+from matcher.network.mutual import mutual_matches
 from matcher.types import PairPrediction
 
 
@@ -26,11 +28,11 @@ class LayerReport:
     scores: np.ndarray  # (K,) float32
     appeared: int  # matches that the layer before did not have
     vanished: int
-    unmatched: tuple[float, float]  # mean probability of no partner, image 0 and 1: the dustbin's share
+    unmatched: tuple[float | None, float | None]  # mean probability of no partner; None without a dustbin
     certain: float | None  # what early exit compares with its share, see `exit_certainty`; None without heads
     expected: float | None  # matches to be expected in the end; None where no heads predict them
     confidences: np.ndarray | None  # (T,) float32 of the live points, image 1 after image 0
-    marginal_errors: tuple[float, ...]  # Sinkhorn: largest relative error of a mass, iteration by iteration
+    marginal_errors: tuple[float, ...]  # Sinkhorn: relative error of the rows, iteration by iteration
     exited: bool  # the pair stopped here
     pruned: tuple[np.ndarray, np.ndarray]  # input points dropped after this layer
     # (P, 2) of those: probability of a partner (matchability, or what the heads for it predict), confidence
@@ -46,6 +48,7 @@ def layer_report(
     known: np.ndarray,
     total: int,
     final: PairPrediction | None,
+    inner: tuple[Tensor, Tensor] | None,
 ) -> LayerReport:
     """What one layer did to `tokens`.
 
@@ -58,11 +61,11 @@ def layer_report(
         known: (K, 2) matches before the layer.
         total: points of both pictures before any pruning.
         final: the assignment, if the pair stopped here.
+        inner: (N,), (M,) bool, input points that may have a partner; None where all may.
     """
     pair = final or model._assign(tokens, [0], depth)[0]
     config = model.config
-    local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
-    matches = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1).cpu().numpy()
+    matches, scores = _matched(pair, config, inner)
     now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
     alone = (pair.assignment.log_unmatched0, pair.assignment.log_unmatched1)
     sure = model.confidences(tokens.x, depth) if depth < len(model.confidence) else None
@@ -72,10 +75,10 @@ def layer_report(
         within=(attended[0], attended[1]),
         across=(attended[2], attended[3]),
         matches=matches,
-        scores=scores.cpu().numpy(),
+        scores=scores,
         appeared=len(now - before),
         vanished=len(before - now),
-        unmatched=tuple(float(x.exp().mean()) if x.numel() else 0.0 for x in alone),
+        unmatched=(None, None) if config.assignment.dustbin == "none" else _means(alone),
         certain=certain,
         expected=expected,
         confidences=None if sure is None else sure.cpu().numpy(),
@@ -84,6 +87,22 @@ def layer_report(
         pruned=dropped,
         reasons=reasons,
     )
+
+
+def _matched(
+    pair: PairPrediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
+    local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
+    index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
+    if inner is not None:
+        allowed = inner[0][index[:, 0]] & inner[1][index[:, 1]]
+        index, scores = index[allowed], scores[allowed]
+    return index.cpu().numpy(), scores.cpu().numpy()
+
+
+def _means(log_shares: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    return tuple(float(x.exp().mean()) if x.numel() else 0.0 for x in log_shares)
 
 
 def exit_certainty(
@@ -126,7 +145,7 @@ def _dropped(
 
 
 def _marginal_errors(model: Model, tokens: Tokens, depth: int) -> tuple[float, ...]:
-    """Largest relative error of a mass after each iteration, in the order in which `sinkhorn` updates."""
+    """Relative error of the rows after each iteration, in the order in which `sinkhorn` updates."""
     config = model.config.assignment
     if config.kind != "sinkhorn" or 0 in tokens.layout.counts[0]:
         return ()
@@ -142,7 +161,7 @@ def _marginal_errors(model: Model, tokens: Tokens, depth: int) -> tuple[float, .
         u = log_mu - rows
         v = log_nu - torch.logsumexp(scores + u[:, None], dim=0)
         rows = torch.logsumexp(scores + v, dim=1)
-        errors.append(float(((u + rows - log_mu).expm1()).abs().max()))
+        errors.append(row_error((u + rows - log_mu).exp()))
         if config.tolerance is not None and errors[-1] <= config.tolerance:
             break
     return tuple(errors)

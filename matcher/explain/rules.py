@@ -12,28 +12,23 @@ def sureness(config: NetworkConfig) -> list[float]:
     return [confidence_threshold(layer, depth) for layer in range(depth - 1)]
 
 
-def exit_rule(config: NetworkConfig) -> str:
-    """One sentence."""
+def rules(config: NetworkConfig) -> tuple[str, str]:
+    """When a pair stops, and which points are dropped: a sentence each."""
     adaptivity = config.adaptivity
-    if not adaptivity.early_exit:
-        return "All layers run: early exit is off."
-    share = f"{100 * adaptivity.exit_share:g} %"
-    if adaptivity.prospects:
-        return f"A pair stops when {share} of the matches to be expected are sure of their partner."
-    return (
-        f"A pair stops when more than {share} of its points, dropped ones too, are sure of their assignment."
-    )
-
-
-def pruning_rule(config: NetworkConfig) -> str:
-    """One sentence."""
-    adaptivity = config.adaptivity
-    if not adaptivity.pruning:
-        return "No point is dropped: pruning is off."
-    rule = f"A point is dropped whose {partner_words(config)} is at most {adaptivity.prune_matchability:g}"
-    if adaptivity.prune_confident_only:
-        return f"{rule} and that is sure of its assignment."
-    return f"{rule}, sure of its assignment or not."
+    stop, drop = "All layers run: early exit is off.", "No point is dropped: pruning is off."
+    if adaptivity.early_exit:
+        share = f"{100 * adaptivity.exit_share:g} %"
+        enough = f"more than {share} of its points, dropped ones too, are sure of their assignment"
+        if adaptivity.prospects:
+            enough = f"{share} of the matches to be expected are sure of their partner"
+        stop = f"A pair stops when {enough}."
+    if adaptivity.pruning:
+        sure = " and that is sure of its assignment"
+        if not adaptivity.prune_confident_only:
+            sure = ", sure of its assignment or not"
+        limit = f"{partner_words(config)} is at most {adaptivity.prune_matchability:g}"
+        drop = f"A point is dropped whose {limit}{sure}."
+    return stop, drop
 
 
 def partner_words(config: NetworkConfig) -> str:

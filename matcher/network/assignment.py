@@ -7,7 +7,7 @@ scaling algorithms for entropy regularized transport problems", section 3.2.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,10 +68,10 @@ def _exponentials(scores: Tensor) -> Tensor:
     return scores.clamp_min_(LEAST_EXPONENT).exp_()
 
 
-def row_blocks(rows: int, columns: int, device: torch.device) -> list[slice]:
+def row_blocks(rows: int, columns: int, device: torch.device, numbers: int = BLOCK) -> list[slice]:
     """Rows whose numbers stay in the caches of all threads; all at once on other devices than a CPU."""
-    step = rows if device.type != "cpu" else max(1, BLOCK * torch.get_num_threads() // max(columns, 1))
-    return [slice(start, start + step) for start in range(0, rows, step)]
+    step = rows if device.type != "cpu" else max(1, numbers * torch.get_num_threads() // max(columns, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, max(step, 1))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,23 +113,20 @@ def sinkhorn(
         scores: (B, N+1, M+1) with the dustbins last.
         mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
         max_iterations: row and column updates at most, one at least.
-        tolerance: stop a pair once every mass, dustbins included, is right to this relative error; None runs
-            all iterations, rows first. With a tolerance the side of fewer points comes first (between equals
-            the one of lower dustbins), so that swapping the images transposes the plan to rounding.
+        tolerance: stop a pair once its rows are right to this, see `row_error`; None runs all iterations,
+            rows first. With a tolerance the side of fewer points comes first (between equals the one of
+            lower dustbins), so that swapping the images transposes the plan to rounding.
 
     Returns:
         Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
     """
     scores = scores.detach().float()
     log_mu, log_nu = log_masses(scores, mask0, mask1)
-    singles = []
-    for s, mu, nu in zip(scores, log_mu, log_nu, strict=True):
-        if tolerance is not None and _columns_first(s, mu, nu):
-            v, u, *report = _sinkhorn_pair(s.t(), nu, mu, max_iterations, tolerance)
-        else:
-            u, v, *report = _sinkhorn_pair(s, mu, nu, max_iterations, tolerance)
-        singles.append((u, v, *report))
-    u, v, iterations, converged = (list(x) for x in zip(*singles, strict=True))
+    solve = _solve if mask0 is None and mask1 is None else _solve_valid
+    pairs = zip(scores, log_mu, log_nu, strict=True)
+    u, v, iterations, converged = zip(
+        *(solve(*pair, max_iterations, tolerance) for pair in pairs), strict=True
+    )
     device = scores.device
     return Potentials(
         torch.stack(u),
@@ -139,59 +136,103 @@ def sinkhorn(
     )
 
 
+Solution = tuple[Tensor, Tensor, int, bool]  # potentials (N+1,), (M+1,), iterations, converged
+
+
+def _solve_valid(
+    scores: Tensor, log_mu: Tensor, log_nu: Tensor, max_iterations: int, tolerance: float | None
+) -> Solution:
+    """`_solve` for the points and dustbins of one pair that have mass; the others' potentials are −inf."""
+    u, v = torch.full_like(log_mu, -math.inf), torch.full_like(log_nu, -math.inf)
+    rows, columns = (x.isfinite().nonzero().squeeze(1) for x in (log_mu, log_nu))
+    if not len(rows) or not len(columns):
+        return u, v, 1, True
+    inner = scores[rows[:, None], columns], log_mu[rows], log_nu[columns]
+    u[rows], v[columns], iterations, converged = _solve(*inner, max_iterations, tolerance)
+    return u, v, iterations, converged
+
+
+def _solve(
+    scores: Tensor, log_mu: Tensor, log_nu: Tensor, max_iterations: int, tolerance: float | None
+) -> Solution:
+    if tolerance is not None and _columns_first(scores, log_mu, log_nu):
+        v, u, iterations, converged = _sinkhorn_pair(scores.t(), log_nu, log_mu, max_iterations, tolerance)
+        return u, v, iterations, converged
+    return _sinkhorn_pair(scores, log_mu, log_nu, max_iterations, tolerance)
+
+
 def _columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
     """Whether the columns come first, in a way that does not depend on which image is called 0."""
     if log_mu[-1] != log_nu[-1]:
         return bool(log_mu[-1] < log_nu[-1])  # a dustbin counts the points of the other side
-    bins0 = torch.where(log_mu[:-1].isfinite(), scores[:-1, -1], 0.0)
-    bins1 = torch.where(log_nu[:-1].isfinite(), scores[-1, :-1], 0.0)
-    return bool(bins1.sum() < bins0.sum())
+    return bool(scores[-1, :-1].sum() < scores[:-1, -1].sum())
+
+
+def row_error(ratios: Tensor) -> float:
+    """How wrong the rows of a plan are, from the ratios (N+1,) of their sums to their masses.
+
+    The relative error of the points' rows as a vector, ‖sums − 1‖ / ‖1‖, or that of the dustbin's row if it
+    is greater. Single points between two partners take several times the iterations of all others, and would
+    alone decide if the greatest error counted.
+    """
+    errors = (ratios - 1).abs_()
+    points = errors[:-1]
+    return max(float(points.norm()) / max(len(points), 1) ** 0.5, float(errors[-1]))
 
 
 def _sinkhorn_pair(
     scores: Tensor, log_mu: Tensor, log_nu: Tensor, max_iterations: int, tolerance: float | None
-) -> tuple[Tensor, Tensor, int, bool]:
+) -> Solution:
     """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
 
     Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
     """
-    mu, nu = log_mu.exp(), log_nu.exp()
-    scores = scores.contiguous()
-    v = torch.where(log_nu.isfinite(), torch.zeros_like(log_nu), -math.inf)
-    tops = (scores if bool(log_nu.isfinite().all()) else scores + v).amax(1)
-    u = torch.where(log_mu.isfinite(), -tops, -math.inf)
-    kernel, iterations = absorbed(scores, u, v), 1
-    a, b, _ = _scale(kernel, torch.ones_like(mu), torch.ones_like(nu), mu, nu)
+    masses = torch.cat([log_mu, log_nu]).exp_()
+    scores, ones = scores.contiguous(), torch.ones_like(masses)
+    u, v, rows = -scores.amax(1), torch.zeros_like(log_nu), len(log_mu)
+    kernel, iterations = ScaledKernel(scores, u, v), 1
+    scales = kernel.update(ones, masses)
     while True:
-        if not _in_range(a, b):
+        low, high = scales.aminmax()
+        if not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT):
             # Redo this update in the log domain from the last absorbed potentials, then absorb.
-            safe_a, safe_b = (x.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0) for x in (a, b))
-            u, v = _log_iteration(scores, u + safe_a.log(), v + safe_b.log(), log_mu, log_nu)
-            kernel, a, b = absorbed(scores, u, v), torch.ones_like(mu), torch.ones_like(nu)
-        next_a, next_b, rows = _scale(kernel, a, b, mu, nu)
-        near = ((a * rows - mu).abs() <= (tolerance or 0.0) * mu) | (mu == 0)
-        converged = tolerance is not None and bool(near.all())
+            safe = scales.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0).log_()
+            u, v = _log_iteration(scores, u + safe[:rows], v + safe[rows:], log_mu, log_nu)
+            kernel, scales = ScaledKernel(scores, u, v), ones
+        if tolerance is None and iterations >= max_iterations:
+            converged = False
+            break
+        following = kernel.update(scales, masses)
+        # A row's next scale is its mass over its sum, so this is how much too large its sum is.
+        converged = tolerance is not None and row_error(scales[:rows] / following[:rows]) <= tolerance
         if converged or iterations >= max_iterations:
             break
-        a, b = next_a, next_b
+        scales = following
         iterations += 1
-    return u + a.log(), v + b.log(), iterations, converged
+    return u + scales[:rows].log(), v + scales[rows:].log(), iterations, converged
 
 
-def _scale(kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The next scalings of rows and columns, and the rows' sums under b; the kernel is read once."""
-    rows, columns, a = torch.empty_like(a), torch.zeros_like(b), torch.empty_like(a)
-    for part in row_blocks(*kernel.shape, kernel.device):
-        torch.mv(kernel[part], b, out=rows[part])
-        a[part] = torch.where(mu[part] > 0, mu[part] / rows[part], 1.0)
-        columns.addmv_(kernel[part].t(), a[part])
-    return a, torch.where(nu > 0, nu / columns, 1.0), rows
+class ScaledKernel:
+    """exp(scores + u + v), whose rows and columns are then scaled."""
 
+    def __init__(self, scores: Tensor, u: Tensor, v: Tensor) -> None:
+        kernel = absorbed(scores, u, v)
+        self.rows = len(kernel)
+        self.blocks = [
+            (part, kernel[part], kernel[part].t()) for part in row_blocks(*kernel.shape, kernel.device)
+        ]
 
-def _in_range(a: Tensor, b: Tensor) -> bool:
-    low = torch.minimum(a.amin(), b.amin())
-    high = torch.maximum(a.amax(), b.amax())
-    return bool((low > 1 / SCALING_LIMIT) & (high < SCALING_LIMIT))
+    def update(self, scales: Tensor, masses: Tensor) -> Tensor:
+        """The next scales of rows and columns (N+M,) for masses (N+M,); the kernel is read once."""
+        out = torch.empty_like(masses)
+        old, row_scales, row_masses = scales[self.rows :], out[: self.rows], masses[: self.rows]
+        columns = torch.zeros_like(old)
+        for part, block, turned in self.blocks:
+            scale = row_scales[part]
+            torch.div(row_masses[part], torch.mv(block, old), out=scale)
+            columns.addmv_(turned, scale)
+        torch.div(masses[self.rows :], columns, out=out[self.rows :])
+        return out
 
 
 def absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -214,11 +255,9 @@ def _raised(scores: Tensor, u: Tensor, v: Tensor, factor: float = 1.0) -> Tensor
 def _log_iteration(
     scores: Tensor, u: Tensor, v: Tensor, log_mu: Tensor, log_nu: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One row and one column update in the log domain; masked points stay at −inf."""
-    v = torch.where(log_nu.isfinite(), v, -math.inf)
-    u = torch.where(log_mu.isfinite(), log_mu - torch.logsumexp(scores + v, dim=1), -math.inf)
-    v = torch.where(log_nu.isfinite(), log_nu - torch.logsumexp(scores + u[:, None], dim=0), -math.inf)
-    return u, v
+    """One row and one column update in the log domain."""
+    u = log_mu - torch.logsumexp(scores + v, dim=1)
+    return u, log_nu - torch.logsumexp(scores + u[:, None], dim=0)
 
 
 def assign(
@@ -252,49 +291,3 @@ def _unassigned(scores: Tensor) -> Assignment:
         log_unmatched0=scores.new_zeros(batch, rows - 1),
         log_unmatched1=scores.new_zeros(batch, columns - 1),
     )
-
-
-def drop_unmatched(assignment: Assignment) -> Assignment:
-    """Points for which the dustbin is likelier than any partner are nobody's partner any more.
-
-    LoFTR's reading of a transport plan; others may then be mutual partners of whom they would have preferred.
-    """
-    log_scores = assignment.log_scores
-    if 0 in log_scores.shape[1:]:
-        return assignment
-    alone0 = assignment.log_unmatched0 > log_scores.amax(2)
-    alone1 = assignment.log_unmatched1 > log_scores.amax(1)
-    alone = alone0.unsqueeze(2) | alone1.unsqueeze(1)
-    return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
-
-
-def mutual_matches(log_scores: Tensor, threshold: float, doubt: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Mutual best entries of (N, M) log probabilities above `threshold`, best first.
-
-    Args:
-        log_scores: (N, M) of one pair.
-        threshold: of the probability.
-        doubt: number of matches to be expected at which the threshold is twice as high; with S expected, the
-            sum of the probabilities above it, it is threshold · (1 + doubt / S). A lone match is less
-            credible than one among hundreds: pictures of different places give a few.
-
-    Returns:
-        indices (K, 2) int64 and probabilities (K,) float32.
-    """
-    rows, columns = log_scores.shape
-    if not rows or not columns:
-        return log_scores.new_zeros(0, 2, dtype=torch.int64), log_scores.new_zeros(0)
-    best, partner = log_scores.max(dim=1)
-    here = torch.arange(rows, device=log_scores.device)
-    # Along columns the values alone are several times as fast as the places; of equal rows the first wins.
-    top = best == log_scores.amax(dim=0)[partner]
-    first = here.new_full((columns,), rows).scatter_reduce(0, partner[top], here[top], "amin")
-    keep = (first[partner] == here) & (best > math.log(threshold) if threshold > 0 else best > -math.inf)
-    indices = torch.stack([here[keep], partner[keep]], dim=1)
-    probabilities = best[keep].exp().clamp(max=1.0)
-    order = torch.argsort(probabilities, descending=True, stable=True)
-    indices, probabilities = indices[order], probabilities[order]
-    if doubt and len(probabilities):
-        credible = probabilities > threshold * (1 + doubt / probabilities.sum())
-        indices, probabilities = indices[credible], probabilities[credible]
-    return indices, probabilities

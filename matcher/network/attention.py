@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.network.compiled import attend_compiled
-
-BLOCK_ROWS = 512  # of attention in half precision on a processor
-BLOCK_WEIGHTS = 2**19  # fewer weights than this, all heads together, are one block
+from matcher.network.processor import half_on_processor, whole
 
 
 @dataclass(frozen=True)
@@ -80,36 +77,10 @@ def scaled_dot_product(
         return _masked(q, k, v, allowed(q, k, mask, causal))
     if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
         # On CPUs the stock kernel's backward pass takes twice the time of these matrix products.
-        return _whole(q, k, v)
+        return whole(q, k, v)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
-        return _half_on_processor(q, k, v)
+        return half_on_processor(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
-
-
-def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2), dim=-1) @ v
-
-
-def _half_on_processor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The compiled kernel if there is one, the stock kernel where it uses matrix units, else blocks."""
-    if (found := attend_compiled(q, k, v)) is not None:
-        return found
-    if q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return F.scaled_dot_product_attention(q, k, v)
-    return _blocked(q, k, v)
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Matrix products of blocks in the cache: without matrix units twice as fast as the stock kernel."""
-    pictures = q.shape[:-2]
-    if pictures.numel() * q.shape[-2] * k.shape[-2] <= BLOCK_WEIGHTS:
-        return _whole(q, k, v)
-    out = torch.empty_like(q)  # dense, in q's order of axes
-    for head in product(*map(range, pictures)):
-        for rows in range(0, q.shape[-2], BLOCK_ROWS):
-            block = (*head, slice(rows, rows + BLOCK_ROWS))
-            out[block] = _whole(q[block], k[head], v[head])
-    return out
 
 
 def allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -139,13 +110,15 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         q: (…, N, d). k, v: (…, M, d).
         mask: (…, M) bool, True = the column may be attended to.
     """
-    q, k = F.elu(q) + 1, F.elu(k) + 1
+    # Dense heads: the products take two thirds of the time that they take on strided ones.
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k = F.elu(q).add_(1), F.elu(k).add_(1)
     if mask is not None:
         k = k * mask.unsqueeze(-1)
     # Means instead of sums, so that half precision does not overflow.
     summary = k.transpose(-1, -2) @ (v / k.shape[-2])
     least = max(1e-6 / k.shape[-2], torch.finfo(q.dtype).tiny)
-    return (q @ summary) / ((q * k.mean(-2, keepdim=True)).sum(-1, keepdim=True) + least)
+    return (q @ summary) / (q @ k.mean(-2, keepdim=True).transpose(-1, -2) + least)
 
 
 class AdditiveAttention(nn.Module):

@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, H, W) → (B, outputs, ⌈H/stride⌉, ⌈W/stride⌉)."""
-        return torch.relu_(self.skip(x) + self.second(torch.relu_(self.first(x))))
+        return self.second(torch.relu_(self.first(x))).add_(self.skip(x)).relu_()
 
 
 class Merge(nn.Module):
@@ -75,7 +75,8 @@ class Merge(nn.Module):
         height, width = lateral.shape[-2:]
         # Corners on corners, as the weights were trained; a map is one longer than an odd side needs.
         raised = F.interpolate(above, scale_factor=2.0, mode="bilinear", align_corners=True)
-        return self.outer(F.leaky_relu(self.inner(lateral + raised[..., :height, :width])))
+        joint = self.inner(raised[..., :height, :width].add_(lateral))
+        return self.outer(F.leaky_relu_(joint))
 
 
 class Backbone(nn.Module):

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.network.assignment import row_blocks
+from matcher.network.mutual import mutual_best
 
 NEIGHBOURS = 16
 SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one a pass, in units of normalised positions
 LEAST_CONFIDENCE = 0.05
 _RIDGE = 1e-3
 _TINY = 1e-6
+_UNUSABLE = 1e6  # squared distance of a match that a point must not hear
+_BLOCK = 2**16  # scores that are corrected at once, a few matrices of them in a core's cache
 
 
 class LocalFit(NamedTuple):
@@ -52,14 +55,12 @@ class Links(NamedTuple):
 
 def mutual_links(log_scores: Tensor) -> tuple[Links, Links]:
     """Log probabilities (B, N, M) → mutual best partners, as either side sees them."""
-    best, partner = log_scores.max(dim=2)
-    mutual = best >= log_scores.amax(dim=1).gather(1, partner)
+    best, partner, mutual = mutual_best(log_scores)
     confidence = (best.exp() * mutual).clamp(max=1.0)
     confidence = confidence.masked_fill(confidence < LEAST_CONFIDENCE, 0.0)
-    chosen = confidence > 0
     here = torch.arange(best.shape[1], device=best.device).expand_as(partner)
     # Rows without a match write into a column beyond the last, which is cut off.
-    column = torch.where(chosen, partner, log_scores.shape[2])
+    column = torch.where(confidence > 0, partner, log_scores.shape[2])
     back = partner.new_zeros(len(best), log_scores.shape[2] + 1).scatter(1, column, here)
     heard = confidence.new_zeros(back.shape).scatter(1, column, confidence)
     return Links(partner, confidence), Links(back[:, :-1], heard[:, :-1])
@@ -74,50 +75,56 @@ def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> Local
         confidence: (B, N) of those matches, 0 for points without one.
     """
     chosen = confidence.topk(max(1, int((confidence > 0).sum(1).max())), dim=1)
-    sources, ends = (_rows(x, chosen.indices) for x in (places, targets))
-    distance = torch.cdist(places, sources, compute_mode="donot_use_mm_for_euclid_dist")
-    here = torch.arange(places.shape[1], device=places.device)[None, :, None]
-    unusable = (chosen.indices.unsqueeze(1) == here) | (chosen.values == 0).unsqueeze(1)
-    near = distance.masked_fill(unusable, torch.inf).topk(
-        min(NEIGHBOURS, distance.shape[2]), dim=2, largest=False, sorted=False
+    # As planes: place, target and confidence of every match (B, 5, K), then of every point's neighbours.
+    matches = torch.cat([places, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)
+    matches = matches.gather(2, chosen.indices.unsqueeze(1).expand(-1, 5, -1))
+    near = _squared_distances(places, matches, chosen.indices).topk(
+        min(NEIGHBOURS, chosen.indices.shape[1]), dim=2, largest=False, sorted=False
     )
-    usable = near.values.isfinite()
-    reach = near.values.masked_fill(~usable, 0.0).amax(2, keepdim=True).clamp_min(0.02) / 1.5
-    base = torch.exp(-0.5 * (near.values / reach) ** 2)
-    base = base * chosen.values.unsqueeze(1).expand_as(distance).gather(2, near.indices) * usable
-    rows = near.indices.flatten(1)
-    x = (_rows(sources, rows).view(*near.indices.shape, 2) - places.unsqueeze(2)) / reach.unsqueeze(3)
-    return _fit(x, _rows(ends, rows).view(*near.indices.shape, 2), base)
+    neighbours = matches.gather(2, near.indices.flatten(1).unsqueeze(1).expand(-1, 5, -1))
+    neighbours = neighbours.view(len(places), 5, *near.indices.shape[1:])
+    # The ranking's products round; the distances themselves are exact.
+    steps = neighbours[:, :2] - places.transpose(1, 2).unsqueeze(3)
+    usable = near.values < _UNUSABLE / 2
+    square = (steps[:, 0].square() + steps[:, 1].square()) * usable
+    reach = square.amax(2, keepdim=True).sqrt_().clamp_min_(0.02) / 1.5
+    base = torch.exp(square / (-2 * reach * reach)) * neighbours[:, 4] * usable
+    return _fit(torch.cat([steps / reach.unsqueeze(1), neighbours[:, 2:4]], dim=1), base)
 
 
-def _fit(x: Tensor, y: Tensor, base: Tensor) -> LocalFit:
-    """y ≈ A x + b, robustly; what it predicts at x = 0. x, y (B, N, K, 2), base weights (B, N, K)."""
+def _squared_distances(places: Tensor, matches: Tensor, owners: Tensor) -> Tensor:
+    """(B, N, K) from places (B, N, 2) to matches (B, 5, K), large where one is the point's own or has no say.
+
+    One product: |p|² + |m|² − 2 p·m. `owners` (B, K) are the points that the matches belong to.
+    """
+    ones = torch.ones_like(places[..., :1])
+    left = torch.cat([-2 * places, places.square().sum(2, keepdim=True), ones], dim=2)
+    lengths = matches[:, :2].square().sum(1, keepdim=True) + _UNUSABLE * (matches[:, 4:] == 0)
+    distances = left @ torch.cat([matches[:, :2], torch.ones_like(lengths), lengths], dim=1)
+    return distances.scatter_(1, owners.unsqueeze(1), _UNUSABLE)
+
+
+def _fit(points: Tensor, base: Tensor) -> LocalFit:
+    """y ≈ A x + b, robustly; what it predicts at x = 0. Planes x, y (B, 4, N, K), base weights (B, N, K)."""
     # Coordinates as separate planes: the maps are too small for matrix products to pay.
-    x0, x1 = (x[..., axis].contiguous() for axis in (0, 1))
-    y0, y1 = (y[..., axis].contiguous() for axis in (0, 1))
     weight = base
     for scale in SCALES:
-        share = weight / (weight.sum(2, keepdim=True) + _TINY)
-        means = [(share * z).sum(2, keepdim=True) for z in (x0, x1, y0, y1)]
-        dx0, dx1, dy0, dy1 = (z - mean for z, mean in zip((x0, x1, y0, y1), means, strict=True))
-        sx0, sx1 = share * dx0, share * dx1
-        xx0, xx1 = ((s * d).sum(2, keepdim=True) + _RIDGE for s, d in ((sx0, dx0), (sx1, dx1)))
-        xy = (sx0 * dx1).sum(2, keepdim=True)
-        determinant = xx0 * xx1 - xy * xy
-        slopes = []
-        for dy in (dy0, dy1):
-            along0, along1 = (sx0 * dy).sum(2, keepdim=True), (sx1 * dy).sum(2, keepdim=True)
-            slopes.append(
-                ((along0 * xx1 - along1 * xy) / determinant, (along1 * xx0 - along0 * xy) / determinant)
-            )
-        rest0, rest1 = (dy - a * dx0 - b * dx1 for dy, (a, b) in zip((dy0, dy1), slopes, strict=True))
-        square = rest0 * rest0 + rest1 * rest1
+        share = (weight / (weight.sum(2, keepdim=True) + _TINY)).unsqueeze(1)
+        means = (share * points).sum(3, keepdim=True)
+        offsets = points - means
+        from0, from1 = (((share * offsets[:, k : k + 1]) * offsets).sum(3) for k in (0, 1))
+        xx0, xx1, xy = from0[:, :1] + _RIDGE, from1[:, 1:2] + _RIDGE, from0[:, 1:2]
+        along0, along1, determinant = from0[:, 2:], from1[:, 2:], xx0 * xx1 - xy * xy
+        slope0 = ((along0 * xx1 - along1 * xy) / determinant).unsqueeze(3)
+        slope1 = ((along1 * xx0 - along0 * xy) / determinant).unsqueeze(3)
+        rest = offsets[:, 2:] - slope0 * offsets[:, :1] - slope1 * offsets[:, 1:2]
+        square = rest.square().sum(1)
         weight = base / (1 + square / scale**2) ** 2
-    place = torch.cat(
-        [means[2 + axis] - a * means[0] - b * means[1] for axis, (a, b) in enumerate(slopes)], dim=2
-    )
+    place = means[:, 2:] - slope0 * means[:, :1] - slope1 * means[:, 1:2]
     support = weight.sum(2)
-    return LocalFit(place, support, ((weight * square).sum(2) / (support + _TINY)).sqrt())
+    return LocalFit(
+        place.squeeze(3).transpose(1, 2), support, ((weight * square).sum(2) / (support + _TINY)).sqrt()
+    )
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
@@ -149,8 +156,7 @@ class Consensus(nn.Module):
             links0, links1 = mutual_links(log_scores)
             side0, side1 = self._side(places0, places1, links0), self._side(places1, places0, links1)
             if torch.is_grad_enabled() and (side0.gain.requires_grad or scores.requires_grad):
-                factors = _distance_factors(side0, places1), _distance_factors(side1, places0)
-                gains = _gains(side0, side1, *factors, slice(None))
+                gains = _gains(side0, places1) + _gains(side1, places0).transpose(1, 2)
                 rows = torch.cat([gains, side0.bins.unsqueeze(2)], dim=2)
                 return scores + torch.cat([rows, F.pad(side1.bins, (0, 1)).unsqueeze(1)], dim=1)
             return _corrected(scores, side0, side1, places0, places1)
@@ -175,35 +181,35 @@ class Consensus(nn.Module):
         return gain, loss, tolerance, opinion[..., 3]
 
 
+def _gains(side: Opinion, others: Tensor) -> Tensor:
+    """(B, N, M) what one side adds to the scores: its gain near the predicted places, its loss far away."""
+    left, right = _distance_factors(side, others)
+    near = (left @ right).clamp_min(1.0).reciprocal()
+    return (side.gain + side.loss).unsqueeze(2) * near - side.loss.unsqueeze(2)
+
+
 def _corrected(scores: Tensor, side0: Opinion, side1: Opinion, places0: Tensor, places1: Tensor) -> Tensor:
-    """Scores with dustbins (B, N+1, M+1) with what both sides add, some rows at a time."""
-    out, points = scores.clone(), scores.shape[1] - 1
-    factors = _distance_factors(side0, places1), _distance_factors(side1, places0)
-    out[:, :-1, -1] += side0.bins
-    out[:, -1, :-1] += side1.bins
-    for part in row_blocks(points, scores.shape[2], scores.device):
-        rows = slice(part.start, min(part.stop, points))
-        out[:, rows, :-1] += _gains(side0, side1, *factors, rows)
+    """Scores with dustbins (B, N+1, M+1) with what both sides add (`_gains`), some rows at a time."""
+    out, points = torch.empty_like(scores), scores.shape[1] - 1
+    torch.add(scores[:, :-1, -1], side0.bins, out=out[:, :-1, -1])
+    torch.add(scores[:, -1, :-1], side1.bins, out=out[:, -1, :-1])
+    out[:, -1, -1] = scores[:, -1, -1]
+    left0, right0 = _distance_factors(side0, places1)
+    left1, right1 = (x.transpose(1, 2) for x in _distance_factors(side1, places0))
+    height0, height1 = (side0.gain + side0.loss).unsqueeze(2), (side1.gain + side1.loss).unsqueeze(1)
+    for part in row_blocks(points, scores.shape[2], scores.device, _BLOCK):
+        # Division and addition apart: they take a fifth of the time of one operation with four operands.
+        block = height0[:, part] / (left0[:, part] @ right0).clamp_min_(1.0)
+        block += height1 / (right1[:, part] @ left1).clamp_min_(1.0)
+        block -= side0.loss[:, part, None]
+        block -= side1.loss.unsqueeze(1)
+        torch.add(scores[:, part, :-1], block, out=out[:, part, :-1])
     return out
 
 
-def _gains(
-    side0: Opinion,
-    side1: Opinion,
-    mine: tuple[Tensor, Tensor],
-    yours: tuple[Tensor, Tensor],
-    rows: slice,
-) -> Tensor:
-    """(B, R, M) what both sides add to some rows of the scores, from their `_distance_factors`."""
-    near0 = (mine[0][:, rows] @ mine[1].transpose(1, 2)).clamp_min(1.0).reciprocal()
-    near1 = (yours[1][:, rows] @ yours[0].transpose(1, 2)).clamp_min(1.0).reciprocal()
-    gain0, loss0 = side0.gain[:, rows, None], side0.loss[:, rows, None]
-    gain1, loss1 = side1.gain.unsqueeze(1), side1.loss.unsqueeze(1)
-    return torch.addcmul(-loss0, near0, gain0 + loss0) + torch.addcmul(-loss1, near1, gain1 + loss1)
-
-
 def _distance_factors(side: Opinion, others: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N, 4), (B, M, 4) whose products are 1 + |place − other|² / tolerance."""
+    """(B, N, 4), (B, 4, M) whose product is 1 + |place − other|² / tolerance."""
     a, b, inverse = side.place, others, side.tolerance.reciprocal().unsqueeze(2)
-    rows = torch.cat([-2 * a * inverse, inverse, (a * a).sum(2, keepdim=True) * inverse + 1], dim=2)
-    return rows, torch.cat([b, (b * b).sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)
+    left = torch.cat([-2 * a * inverse, inverse, (a * a).sum(2, keepdim=True) * inverse + 1], dim=2)
+    right = torch.cat([b, (b * b).sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)
+    return left, right.transpose(1, 2)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from matcher.config import ContextConfig
 from matcher.network.attention import Layout, attend, attend_to, build_attention
 from matcher.network.position import rotate
-from matcher.network.prepared import PreparedFeedForward, TurnedProjection, joined
+from matcher.network.prepared import PreparedFeedForward, TurnedProjection, joined, linear
 
 
 def outer_norm(config: ContextConfig) -> nn.Module:
@@ -147,7 +146,7 @@ class CrossBlock(nn.Module):
     def _project(self, x: Tensor, first: int = 0, end: int | None = None) -> Tensor:
         """Rows first to end of the projection of tokens (T, dim) → (T, parts, heads, head_dim)."""
         weight, bias = self.qkv.weight[first:end], self.qkv.bias
-        y = F.linear(x.to(weight.dtype), weight, None if bias is None else bias[first:end])
+        y = linear(x.to(weight.dtype), weight, None if bias is None else bias[first:end])
         return y.unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
 
     def _listen_in_turn(self, x: Tensor, layout: Layout) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from matcher.config import Precision
-from matcher.network.assignment import mutual_matches
 from matcher.network.model import Model
+from matcher.network.mutual import mutual_matches
 from matcher.types import Features, Matches, PairPrediction, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +57,8 @@ class AttentionMatcher:
         Raises:
             UsageError: features of another front end or descriptor size.
         """
-        moved = [f.to(self.device) for f in (features0, features1)]
+        sides = (features0, features1)
+        moved = [f if f.keypoints.device == self.device else f.to(self.device) for f in sides]
         prediction = self.model(*moved)
         return [self._read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs, ready_prospects
-from matcher.network.assignment import assign, drop_unmatched, dual_softmax
+from matcher.network.assignment import assign, dual_softmax
 from matcher.network.attention import Layout, interleave
 from matcher.network.backbone import Backbone
 from matcher.network.consensus import Consensus
@@ -19,7 +19,9 @@ from matcher.network.context import Layer
 from matcher.network.demands import check_config
 from matcher.network.guidance import Guidance, Side
 from matcher.network.head import AssignmentHead
+from matcher.network.mutual import drop_unmatched
 from matcher.network.position import MlpPosition, RotaryPosition, SinePosition, normalise_positions
+from matcher.network.prepared import linear
 from matcher.network.refinement import Refinement
 from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
@@ -122,7 +124,9 @@ class Model(nn.Module):
     def _project(self, descriptors: Tensor) -> Tensor:
         if not self.config.project:
             return descriptors.float()
-        return self.project(descriptors.to(self.project.weight.dtype)).float()
+        return linear(
+            descriptors.to(self.project.weight.dtype), self.project.weight, self.project.bias
+        ).float()
 
     def states(self, tokens: Tokens) -> Iterator[Tokens]:
         """Tokens after each layer, all layers, nothing dropped: what training looks at."""

@@ -15,13 +15,36 @@ from torch.nn import functional as F
 
 # Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
 CACHED_ROWS = 2**18
+# A processor's matrix products in half precision are compiled anew for every number of rows, which takes as
+# long as a dozen of them: they only see multiples of this.
+ROW_STEP = 64
 
 
 def rows_at_once(rows: int, channels: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `rows` that stay in the caches of all threads; all rows at once on other devices."""
-    step = rows if device.type != "cpu" else max(64, CACHED_ROWS * torch.get_num_threads() // channels)
-    for start in range(0, rows, max(step, 1)):
-        yield slice(start, min(start + step, rows))
+    """Slices of `rows` that stay in the caches of all threads; all rows at once on other devices.
+
+    Their lengths are multiples of `ROW_STEP` if there are as many rows; for that the last one reaches back
+    over rows of the one before, which are computed twice.
+    """
+    step = rows if device.type != "cpu" else CACHED_ROWS * torch.get_num_threads() // channels
+    step = max(step // ROW_STEP, 1) * ROW_STEP if device.type == "cpu" else max(rows, 1)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        even = start + (stop - start) // ROW_STEP * ROW_STEP if device.type == "cpu" else stop
+        if even > start:
+            yield slice(start, even)
+        if even < stop:
+            yield slice(max(stop - ROW_STEP, 0), stop)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, inputs) weightᵀ + bias → (T, outputs), on a processor in half precision `rows_at_once`."""
+    if x.device.type != "cpu" or x.dtype == torch.float32 or not len(x) % ROW_STEP:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    for rows in rows_at_once(len(x), max(weight.shape), x.device):
+        out[rows] = F.linear(x[rows], weight, bias)
+    return out
 
 
 class PreparedFeedForward:
@@ -56,8 +79,11 @@ class PreparedFeedForward:
             if self.norm is not None:
                 hidden = self.norm(hidden)
             hidden = torch.ops.aten.gelu_(hidden) if self.gelu else hidden.relu_()
-            # Converted first: a sum of two precisions takes twice the time of both steps.
-            out[rows].copy_(self.narrow(hidden)).add_(x[rows])
+            update = self.narrow(hidden)
+            if update.dtype == x.dtype:
+                torch.add(x[rows], update, out=out[rows])
+            else:  # a sum of two precisions takes twice the time of both steps
+                out[rows].copy_(update).add_(x[rows])
         return out
 
 
@@ -71,30 +97,32 @@ class TurnedProjection:
         order = torch.arange(2 * dim).view(2 * heads, 2, -1).transpose(1, 2).flatten()
         order = torch.cat([order, torch.arange(2 * dim, 3 * dim)]).to(qkv.weight.device)
         bias = qkv.weight.new_zeros(len(order)) if qkv.bias is None else qkv.bias
-        self.heads, channels = heads, 2 * dim
-        self.turned, self.turned_bias = (x[order][:channels].to(dtype) for x in (qkv.weight, bias))
-        self.value, self.value_bias = (x[channels:].to(dtype) for x in (qkv.weight, bias))
+        self.heads, self.turned = heads, 2 * dim  # channels that turn
+        self.weight, self.bias = qkv.weight[order].to(dtype), bias[order].to(dtype)
 
     def __call__(self, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (T, dim) in the weights' precision, turns (T, 2, head_dim/2) → (T, heads, head_dim) each."""
-        if turns is None or not len(x):
-            qk = F.linear(x, self.turned, self.turned_bias)
-        else:
-            qk = self._turn(x, torch.complex(*turns.unbind(1)).unsqueeze(1))
-        v = F.linear(x, self.value, self.value_bias)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in (*qk.chunk(2, dim=1), v))
-        return q, k, v
+        qkv = linear(x, self.weight, self.bias)
+        if turns is not None and len(x):
+            self._turn(qkv[:, : self.turned], torch.complex(*turns.unbind(1)).unsqueeze(1))
+        return qkv.unflatten(1, (3, self.heads, -1)).unbind(1)
 
-    def _turn(self, x: Tensor, turns: Tensor) -> Tensor:
-        """Tokens (T, dim), turns (T, 1, head_dim/2) complex → turned queries and keys (T, 2·dim)."""
-        qk = x.new_empty(len(x), len(self.turned))
-        steps = list(rows_at_once(len(x), len(self.turned), x.device))
-        exact = x.new_empty(steps[0].stop, len(self.turned), dtype=torch.float32)
-        for rows in steps:
-            turned = exact[: rows.stop - rows.start].copy_(F.linear(x[rows], self.turned, self.turned_bias))
-            torch.view_as_complex(turned.view(len(turned), 2 * self.heads, -1, 2)).mul_(turns[rows])
-            qk[rows] = turned
-        return qk
+    def _turn(self, qk: Tensor, turns: Tensor) -> None:
+        """Turn queries and keys (T, 2·dim) in place by turns (T, 1, head_dim/2), complex."""
+        if qk.dtype == torch.float32:
+            _complex(qk, 2 * self.heads).mul_(turns)
+            return
+        step = max(64, CACHED_ROWS // self.turned)
+        exact = qk.new_empty(min(step, len(qk)), self.turned, dtype=torch.float32)
+        for part, angles in zip(qk.split(step), turns.split(step), strict=True):
+            turned = exact[: len(part)].copy_(part)
+            _complex(turned, 2 * self.heads).mul_(angles)
+            part.copy_(turned)
+
+
+def _complex(x: Tensor, heads: int) -> Tensor:
+    """x (T, channels) in float32 as complex numbers (T, heads, channels of a head / 2), the same memory."""
+    return torch.view_as_complex(x.unflatten(1, (heads, -1, 2)))
 
 
 def joined(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

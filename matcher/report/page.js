@@ -1,10 +1,8 @@
-"use strict";
-const byId = id => document.getElementById(id);
-const data = JSON.parse(byId("data").textContent);
 const view = byId("view"), pen = view.getContext("2d"), base = document.createElement("canvas");
 const gap = 12, [left, right] = data.images, L = data.layers.length, H = data.heads, K = data.strongest;
-const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", WHITE = "#ffffff", BLACK = "#000000";
-const COLOURS = [BLUE, RED, "#f0e442", "#cc79a7", GREEN, "#e69f00", "#0072b2", WHITE];
+const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", ORANGE = "#e69f00", WHITE = "#ffffff", BLACK = "#000000";
+const COLOURS = [BLUE, RED, "#f0e442", "#cc79a7", GREEN, ORANGE, "#0072b2", WHITE];
+const CROWD = 2048; // points of a picture beyond which dots are smaller, so that they never cover it
 const NONE = data.wide ? 0xffffffff : 0xffff;
 view.width = base.width = left.size[0] + gap + right.size[0];
 view.height = base.height = Math.max(left.size[1], right.size[1]);
@@ -30,12 +28,6 @@ for (const layer of data.layers) {
   layer.partners = [0, 1].map(side => new Map(layer.found.map(m => [m[side], [m[1 - side], m[2]]])));
 }
 
-const make = (tag, text, parent) => {
-  const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  if (parent) parent.append(node);
-  return node;
-};
 const control = (id, text, type, attributes, needed = true) => {
   const label = make("label", text + " "), input = make("input", undefined, label);
   Object.assign(input, { id, type, ...attributes });
@@ -94,14 +86,17 @@ function paint() {
       line(ink, at(0, match[0]), at(1, match[1]), match[3] ? BLUE : RED, 1);
     ink.globalAlpha = 1;
   }
-  data.images.forEach((image, side) => image.points.forEach((_, point) => {
-    const fate = image.fates[point], wanted = +pruned.input.value;
-    if (wanted && fate !== wanted) return;
-    if (fate < 0 && !visible(data.matches[image.partner.get(point)])) return;
-    dot(ink, at(side, point), 2.6, BLACK);
-    dot(ink, at(side, point), 1.8, fateColour(fate));
-  }));
-  if (L) { paintHistogram(); }
+  data.images.forEach((image, side) => {
+    const unit = Math.min(1, Math.sqrt(CROWD / image.points.length));
+    image.points.forEach((_, point) => {
+      const fate = image.fates[point], wanted = +pruned.input.value;
+      if (wanted && fate !== wanted) return;
+      if (fate < 0 && !visible(data.matches[image.partner.get(point)])) return;
+      dot(ink, at(side, point), 2.6 * unit, BLACK);
+      dot(ink, at(side, point), 1.8 * unit, fateColour(fate));
+    });
+  });
+  if (L) paintHistogram();
 }
 function paintChanges(ink) {
   const now = data.layers[+layer.input.value - 1], before = data.layers[+layer.input.value - 2];
@@ -118,16 +113,18 @@ function paintChanges(ink) {
 function drawAttention(side, point) {
   const image = data.images[side], row = image.row.get(point);
   if (row === undefined) return "attention not kept for this point";
-  let strongest = 0;
+  let strongest = 0, there = false;
   image.heard[+layer.input.value - 1].forEach(([points, weights], across) => {
     for (let h = 0; h < H; h++) {
       if (+head.input.value && h + 1 !== +head.input.value) continue;
       for (let k = 0; k < K; k++) {
         const slot = (row * H + h) * K + k;
         if (points[slot] === NONE) continue;
-        const colour = COLOURS[h % COLOURS.length], turn = 2 * Math.PI * h / H, share = weights[slot] / 255;
+        const colour = COLOURS[h % COLOURS.length], turn = 2 * Math.PI * h / H;
+        const share = (weights[slot] / 255) ** 2;
         const [x, y] = at(across ? 1 - side : side, points[slot]);
         const place = H > 1 ? [x - 4 * Math.cos(turn), y + 4 * Math.sin(turn)] : [x, y];
+        there = true;
         strongest = Math.max(strongest, share);
         pen.globalAlpha = .2 + .8 * share;
         line(pen, at(side, point), place, colour, .7 + 1.5 * share);
@@ -137,7 +134,7 @@ function drawAttention(side, point) {
       }
     }
   });
-  return strongest ? `strongest weight ${strongest.toFixed(2)} at layer ${layer.input.value}`
+  return there ? `strongest weight ${strongest.toPrecision(2)} at layer ${layer.input.value}`
     : `not there any more at layer ${layer.input.value}`;
 }
 function drawRollout(side, point) {
@@ -211,15 +208,3 @@ view.addEventListener("mousemove", event => {
   hovered = now;
   draw();
 });
-
-function table(title, header, rows, parent = byId("tables"), kind = "") {
-  make("h2", title, parent);
-  const body = make("table", undefined, parent), first = make("tr", undefined, body);
-  body.className = kind;
-  header.forEach(text => make("th", text, first));
-  for (const row of rows) {
-    const line = make("tr", undefined, body);
-    row.forEach(text => make("td", String(text), line));
-  }
-  return body;
-}

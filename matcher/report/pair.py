@@ -13,11 +13,11 @@ from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
 from matcher.explain.explain import Explanation
 from matcher.explain.layers import LayerReport
-from matcher.explain.rules import exit_rule, partner_words, pruning_rule, sureness
+from matcher.explain.rules import partner_words, rules, sureness
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.types import Image, Matches, TwoViewGeometry
 
-SCRIPTS = ("page.js", "reasons.js")
+SCRIPTS = ("elements.js", "page.js", "reasons.js")
 STRONGEST = 4  # attended points kept for each point, layer and head
 SOURCES = 12  # points of the rollout kept for each point
 BODY = (
@@ -95,7 +95,7 @@ def add_reasons(data: dict[str, Any], told: Explanation, config: NetworkConfig) 
         "threshold": config.match_threshold,
         "tolerance": config.assignment.tolerance,
         "marginal": [float(f"{error:.3g}") for error in told.layers[-1].marginal_errors],
-        "rules": [exit_rule(config), pruning_rule(config)],
+        "rules": rules(config),
         "partner": partner_words(config),
         "sure": sureness(config),
     }
@@ -125,10 +125,11 @@ def _picture(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> dict[s
 
 
 def _packed(attention: Attention, kind: str) -> list[str]:
-    """Attended points (all bits set: none), weights in 255ths, entropies in steps."""
+    """Attended points (all bits set: none), roots of the weights in 255ths, entropies in steps."""
     absent = np.iinfo(kind[1:]).max
     points = np.where(attention.points < 0, absent, attention.points).astype(kind)
-    return [_base64(points), _bytes(attention.weights * 255), _bytes(attention.entropy * _ENTROPY_STEP)]
+    roots = _bytes(np.sqrt(attention.weights) * 255)
+    return [_base64(points), roots, _bytes(attention.entropy * _ENTROPY_STEP)]
 
 
 def _bytes(values: np.ndarray) -> str:
@@ -141,7 +142,8 @@ def _base64(array: np.ndarray) -> str:
 
 def _layer(layer: LayerReport, kind: str) -> dict[str, Any]:
     """One row of the table, the matches as they were, and how many points were how sure."""
-    sure, alone = layer.confidences, " / ".join(f"{share:.0%}" for share in layer.unmatched)
+    sure = layer.confidences
+    alone = " / ".join("–" if share is None else f"{share:.0%}" for share in layer.unmatched)
     counts = None if sure is None else np.histogram(sure, np.linspace(0, 1, _BINS + 1))[0].tolist()
     return {
         "row": [

@@ -1,30 +1,37 @@
 // Beside the view: entropy by layer and head, partners by layer, histogram, Sinkhorn's error.
-const plots = {};
+const plots = {}, FROM = 46, WIDE = 384, FLOOR = 150, TALL = 140;
 function plot(name, title, parent) {
   const box = make("div", undefined, parent);
   make("h2", title, box);
   const canvas = make("canvas", undefined, box);
-  Object.assign(canvas, { id: name, width: 480, height: 190 });
+  Object.assign(canvas, { id: name, width: 480, height: 212 });
   plots[name] = canvas.getContext("2d");
 }
-function axes(ink, x, y) {
+function axes(ink, x, y, others = []) {
   ink.fillStyle = WHITE;
-  ink.fillRect(0, 0, 480, 190);
+  ink.fillRect(0, 0, 480, 212);
   ink.fillStyle = "#222222";
   ink.font = "12px system-ui, sans-serif";
-  line(ink, [46, 10], [46, 150], "#222222", 1);
-  line(ink, [46, 150], [450, 150], "#222222", 1);
+  line(ink, [FROM, FLOOR - TALL], [FROM, FLOOR], "#222222", 1);
+  line(ink, [FROM, FLOOR], [FROM + WIDE, FLOOR], "#222222", 1);
   ink.textAlign = "center";
-  x.forEach(([place, text]) => ink.fillText(text, 46 + 404 * place, 166));
+  x.forEach(([place, text]) => ink.fillText(text, FROM + WIDE * place, FLOOR + 16));
   ink.textAlign = "right";
-  y.forEach(([place, text]) => ink.fillText(text, 40, 154 - 140 * place));
+  y.forEach(([place, text]) => ink.fillText(text, FROM - 6, FLOOR + 4 - TALL * place));
   ink.textAlign = "left";
+  others.forEach(([place, text]) => ink.fillText(text, FROM + WIDE + 6, FLOOR + 4 - TALL * place));
+}
+function key(ink, row, colour, text) {
+  ink.fillStyle = colour;
+  ink.fillRect(FROM, FLOOR + 28 + 18 * row, 11, 11);
+  ink.fillStyle = "#222222";
+  ink.fillText(text, FROM + 18, FLOOR + 38 + 18 * row);
 }
 function bars(ink, counts, most, colour, shift, width) {
   counts.forEach((count, bin) => {
-    const tall = 140 * count / most;
+    const tall = TALL * count / most;
     ink.fillStyle = colour;
-    ink.fillRect(47 + 404 * (bin + shift) / counts.length, 150 - tall, 404 * width / counts.length, tall);
+    ink.fillRect(FROM + 1 + WIDE * (bin + shift) / counts.length, FLOOR - tall, WIDE * width / counts.length, tall);
   });
 }
 function paintHistogram() {
@@ -32,32 +39,32 @@ function paintHistogram() {
   const counts = new Array(BINS).fill(0);
   now.found.forEach(match => counts[Math.min(BINS - 1, Math.floor(match[2] * BINS))]++);
   const sure = now.confidences, most = Math.max(1, ...counts), mostSure = Math.max(1, ...(sure || [0]));
-  axes(ink, [[0, "0"], [.5, "0.5"], [1, "1"]], [[0, "0"], [1, String(most)]]);
+  axes(ink, [[0, "0"], [.5, "0.5"], [1, "1"]], [[0, "0"], [1, most]], sure ? [[1, mostSure]] : []);
   bars(ink, counts, most, BLUE, .05, .45);
-  if (sure) bars(ink, sure, mostSure, "#e69f00", .5, .45);
-  const limit = 46 + 404 * data.threshold;
-  line(ink, [limit, 10], [limit, 150], BLACK, 1, [3, 3]);
-  ink.fillStyle = "#222222";
-  ink.fillText(`layer ${layer.input.value}: blue ${now.found.length} matches by probability (dotted: threshold)` +
-    (sure ? "," : ""), 46, 182);
-  byId("sure").textContent = sure ? `orange: points by confidence, most in a bin ${mostSure}` : "";
+  const limit = FROM + WIDE * data.threshold;
+  line(ink, [limit, FLOOR - TALL], [limit, FLOOR], BLACK, 1, [3, 3]);
+  key(ink, 0, BLUE, `${now.found.length} matches of layer ${layer.input.value} by probability (dotted: threshold)`);
+  if (!sure) return;
+  bars(ink, sure, mostSure, ORANGE, .5, .45);
+  const total = sure.reduce((sum, count) => sum + count);
+  key(ink, 1, ORANGE, `${total} points by confidence (numbers on the right)`);
 }
 function paintErrors() {
   const ink = plots.sinkhorn, errors = data.marginal, logs = errors.map(error => Math.log10(error + 1e-9));
   const low = Math.floor(Math.min(...logs, Math.log10(data.tolerance || 1))), high = Math.ceil(Math.max(...logs));
   const span = Math.max(1, high - low), last = Math.max(1, errors.length - 1);
-  axes(ink, [[0, "1"], [1, String(errors.length)]], [[0, `1e${low}`], [(high - low) / span, `1e${high}`]]);
-  const spot = (value, k) => [46 + 404 * k / last, 150 - 140 * (value - low) / span];
+  axes(ink, [[0, "1"], [1, errors.length]], [[0, `1e${low}`], [(high - low) / span, `1e${high}`]]);
+  const spot = (value, k) => [FROM + WIDE * k / last, FLOOR - TALL * (value - low) / span];
   logs.forEach((value, k) => { if (k) line(ink, spot(logs[k - 1], k - 1), spot(value, k), BLUE, 2); });
   if (data.tolerance) {
     const height = Math.log10(data.tolerance);
     line(ink, spot(height, 0), spot(height, last), BLACK, 1, [3, 3]);
   }
-  ink.fillStyle = "#222222";
-  ink.fillText("iteration; largest relative error of a mass (dotted: tolerance)", 46, 182);
+  key(ink, 0, BLUE, "relative error of the masses by iteration" + (data.tolerance ? " (dotted: tolerance)" : ""));
 }
 
-const entropyOf = (side, row) => data.images[side].heard.map(blocks => blocks.flatMap(block =>
+// A line for each layer and kind of attention, a number for each head.
+const entropyOf = (side, row) => data.images[side].heard.flatMap(blocks => blocks.map(block =>
   Array.from({ length: H }, (_, h) => block[2][row * H + h] / data.entropyStep)));
 function meanEntropy() {
   let total = null, count = 0;
@@ -73,16 +80,16 @@ function tell() {
   parent.replaceChildren();
   const row = chosen ? data.images[chosen[0]].row.get(chosen[1]) : undefined;
   const values = row === undefined ? meanEntropy() : entropyOf(chosen[0], row);
-  const names = ["self", "cross"].flatMap(kind => Array.from({ length: H }, (_, h) => `${kind} ${h + 1}`));
   if (values) {
     const whose = row === undefined ? "mean of the points kept" : `keypoint ${chosen[1]} of image ${chosen[0]}`;
-    const body = table(`Entropy of attention by layer and head, nats (${whose})`, ["layer", ...names],
-      values.map((line, l) => [l + 1, ...line.map(x => x.toFixed(1))]), parent);
+    const heads = Array.from({ length: H }, (_, h) => `head ${h + 1}`);
+    const body = table(`Entropy of attention by layer and head, nats (${whose})`, ["layer", "attention", ...heads],
+      values.map((line, k) => [1 + (k >> 1), k % 2 ? "cross" : "self", ...line.map(x => x.toFixed(1))]), parent);
     body.id = "entropy";
     const most = Math.log(Math.max(2, left.points.length, right.points.length));
-    values.forEach((line, l) => line.forEach((x, h) => {
-      const cell = body.rows[l + 1].cells[h + 1], share = Math.min(1, x / most);
-      cell.style.background = `hsl(201 75% ${100 - 60 * share}%)`;
+    values.forEach((line, k) => line.forEach((x, h) => {
+      const cell = body.rows[k + 1].cells[h + 2], share = Math.min(1, x / most);
+      cell.style.background = `hsl(201 75% ${100 - 45 * share}%)`;
     }));
   }
   if (!chosen) return;
@@ -98,7 +105,6 @@ if (L) {
   make("div", undefined, byId("told")).id = "reasons";
   const aside = make("div", undefined, byId("told"));
   plot("histogram", "Confidences", aside);
-  make("p", "", aside).id = "sure";
   if (data.marginal.length) { plot("sinkhorn", "Sinkhorn's marginal error", aside); paintErrors(); }
 }
 byId("legend").textContent = "Dots: blue matched, orange kept without a partner, white pruned. All lines: blue " +

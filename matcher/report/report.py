@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from matcher.config import to_dict
-from matcher.explain.explain import explain, nearest_keypoint
+from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.files import check_output, write_whole
 from matcher.network.inference import AttentionMatcher
 from matcher.pipeline import Picture, Pipeline
 from matcher.report.page import build_page
 from matcher.report.pair import BODY, SCRIPTS, SOURCES, STRONGEST, add_reasons, pair_data
-from matcher.types import Image, Result, UsageError
+from matcher.types import Image, Result
 
 _BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
 _TRACED = 512  # points of a picture whose rollout is kept: it takes as long as attention of all
@@ -57,13 +57,12 @@ def report_page(
     Raises:
         UsageError: no network, or a point outside image 0.
     """
-    if not isinstance(pipeline.matcher, AttentionMatcher):
-        raise UsageError(f"preset {pipeline.preset!r} has no network to explain; choose one that has")
+    network = network_of(pipeline)
     features, config = (result.features0, result.features1), pipeline.config.matcher
     chosen = None if point is None else nearest_keypoint(features[0], point)
-    asked = _asked(pipeline, result, chosen)
+    asked = _asked(network, result, chosen)
     traced = tuple(points[:_TRACED] for points in asked)
-    told = explain(pipeline.matcher, *features, *asked, strongest=STRONGEST, traced=traced)
+    told = explain(network, *features, *asked, strongest=STRONGEST, traced=traced)
     keypoints = [side.keypoints.cpu().numpy() for side in features]
     data = pair_data(images, keypoints, result.matches, result.geometry, _origin(pipeline, images))
     add_reasons(data, told, config)
@@ -76,9 +75,9 @@ def report_page(
     return build_page(names, SCRIPTS, BODY, data)
 
 
-def _asked(pipeline: Pipeline, result: Result, chosen: int | None) -> list[list[int]]:
+def _asked(network: AttentionMatcher, result: Result, chosen: int | None) -> list[list[int]]:
     """Points whose attention fits the budget: the chosen one, then the matched ones, then the others."""
-    context = pipeline.matcher.model.config.context
+    context = network.model.config.context
     heard = context.depth * 2 * context.heads * (STRONGEST * 3 + 1)
     limit = _BUDGET // (heard + SOURCES * 3) // 2
     asked = []

@@ -1,33 +1,9 @@
-"use strict";
-const byId = id => document.getElementById(id);
-const data = JSON.parse(byId("data").textContent);
 const BLUE = "#56b4e9", RED = "#d55e00", DARK = "#222222";
 const { nodes, edges } = data.graph, graph = byId("graph"), pen = graph.getContext("2d");
 let chosen = null;
 
-const make = (tag, text, parent) => {
-  const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  if (parent) parent.append(node);
-  return node;
-};
-function table(title, header, rows, parent, kind = "words") {
-  make("h2", title, parent);
-  const body = make("table", undefined, parent), first = make("tr", undefined, body);
-  body.className = kind;
-  header.forEach(text => make("th", text, first));
-  for (const row of rows) {
-    const line = make("tr", undefined, body);
-    for (const value of row) {
-      const cell = make("td", undefined, line);
-      if (value !== null && typeof value === "object") make("a", value.text, cell).href = value.link;
-      else cell.textContent = value;
-    }
-  }
-  return body;
-}
 const pairRow = ([name0, name1, matches, inliers, status, seconds, link]) =>
-  [name0, name1, matches, inliers, status, seconds, link ? { link, text: "page" } : ""];
+  [name0, name1, matches, inliers, status, seconds.toFixed(3), link ? { link, text: "page" } : ""];
 const PAIR = ["image 0", "image 1", "matches", "inliers", "geometry", "seconds", ""];
 
 // The graph.
@@ -86,7 +62,7 @@ function describe() {
   const own = edges.filter(edge => edge[0] === chosen || edge[1] === chosen).sort((a, b) => b[2] - a[2]);
   byId("info").textContent = `${nodes[chosen][0]}: ${nodes[chosen][4]} pairs with a geometry`;
   table(`Pairs of ${nodes[chosen][0]}`, ["with", "inliers", "matches"], own.map(([a, b, inliers, matches]) =>
-    [nodes[a === chosen ? b : a][0], inliers, matches]), byId("rows"));
+    [nodes[a === chosen ? b : a][0], inliers, matches]), byId("rows"), "words");
 }
 graph.addEventListener("click", event => {
   const box = graph.getBoundingClientRect(), scale = graph.width / box.width;
@@ -118,7 +94,7 @@ function histogram(title, counts) {
     ink.fillRect(x + 2, 155 - tall, wide - 4, tall);
     ink.fillStyle = DARK;
     if (count) ink.fillText(count, x + wide / 2, 150 - tall);
-    ink.fillText(data.bins[bin] + (bin > 1 || bin === counts.length - 1 ? "+" : ""), x + wide / 2, 170);
+    ink.fillText(data.bins[bin] + (bin ? "+" : ""), x + wide / 2, 170);
   });
   ink.fillText("at least so many of a pair; above: pairs", 235, 187);
 }
@@ -129,8 +105,8 @@ byId("summary").textContent = pairs[1]
     data.statuses.map(([status, count]) => `${count} ${status}`).join(", ") + "."
   : "No pair is finished in this run yet: `matcher collection` with --exhaustive, --similar K, --sequential K or " +
     "--pairs FILE adds pairs and matches them.";
-table("Run", ["what", "value"], data.origin, byId("tables"));
-table("Progress", ["", "done", "failed", "waiting"], data.counts, byId("tables"), "");
+table("Run", ["what", "value"], data.origin, undefined, "words");
+table("Progress", ["", "done", "failed", "waiting"], data.counts);
 byId("legend").textContent = `${nodes.length} of ${data.graph.pictures} pictures, ${edges.length} of ` +
   `${data.graph.pairs} pairs with a geometry; darker and thicker: more inliers (most: ${most}). ` +
   "White: a picture without partners, orange: one that failed.";
@@ -141,14 +117,14 @@ if (pairs[1]) {
   histogram("Inliers", data.histograms[1]);
 }
 const rest = make("div", undefined, document.body);
-if (data.worst.length) table("Worst pairs", PAIR, data.worst.map(pairRow), rest).id = "worst";
+if (data.worst.length) table("Worst pairs", PAIR, data.worst.map(pairRow), rest, "words").id = "worst";
 for (const [what, title] of [["pictures", "Pictures that failed"], ["pairs", "Pairs that failed"],
   ["pages", "Pairs without a page"]]) {
   const [count, rows] = data.failures[what];
   const more = count > rows.length ? ` (${rows.length} of ${count})` : "";
-  if (count) table(title + more, ["which", "why"], rows, rest).id = `failed-${what}`;
+  if (count) table(title + more, ["which", "why"], rows, rest, "words").id = `failed-${what}`;
 }
 if (data.alone.length)
   table("Pictures, those with the fewest partners first", ["picture", "keypoints", "pairs", "with a geometry"],
-    data.alone, rest).id = "pictures";
+    data.alone, rest, "words").id = "pictures";
 document.body.dataset.ready = "yes";

@@ -62,7 +62,7 @@ def write_run_report(run_dir: str | Path, path: str | Path | None = None, *, pag
         folder = path.with_name(f"{path.stem}_pairs")
         links, left_out = _write_pairs(store, found.worst[:pages], folder, path.name)
         data = _run_data(store, found, links, left_out)
-    write_whole(path, build_page(f"matcher run {run_dir.name}", ("run.js",), _RUN_BODY, data))
+    write_whole(path, build_page(f"matcher run {run_dir.name}", ("elements.js", "run.js"), _RUN_BODY, data))
     return RunPages(path, len(links), tuple(left_out))
 
 

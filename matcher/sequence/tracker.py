@@ -14,6 +14,7 @@ from matcher.pipeline import GRID_KIND, Picture, Pipeline, load
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.sequence.budget import Choice, choose, for_neighbours, limited
 from matcher.sequence.clock import Clock
+from matcher.sequence.contrast import Contrast
 from matcher.sequence.disparity import complete_partners
 from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
@@ -75,6 +76,7 @@ class Sequence:
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
         self.choice: Choice | None = None
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
+        self._contrast = Contrast()
         poses = Poses(camera, measured=baseline is not None)
         self._memory = Memory(poses, window, guided, rule)
         self._count = 0
@@ -202,7 +204,7 @@ class Sequence:
 
     def _extract(self, images: list[Image]) -> list[Features]:
         """Features of each picture; beyond the points chosen, the weakest are left out."""
-        features = self.pipeline.extractor(images)
+        features = self._contrast.extract(self.pipeline.extractor, images)
         most = None if self.choice is None else self.choice.max_keypoints
         if most is None:
             return features

@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import cv2
@@ -132,9 +132,11 @@ class ViewCache:
 
 
 def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
-    """The folder of these views: named after scene recipe, seed, front end, and photos if others came first."""
-    described = "" if recipe.network.kind == "sift" else f"-{recipe.network.kind}-{_front_end_digest(recipe)}"
-    plain = root / f"views-{fingerprint(recipe.scene)}-{recipe.seed}{described}"
+    """The folder of these views: named after scene recipe, seed and front end, and photos if others came
+    first."""
+    kind, plain = recipe.network.kind, root / f"views-{fingerprint(recipe.scene)}-{recipe.seed}"
+    if kind != "sift":
+        plain = plain.with_name(f"{plain.name}-{kind}-{read_manifest()[kind].sha256[:8]}")
     if plain.exists():
         note = plain / "photos"
         # A cache without a note comes from before there were notes; it is taken as it is.
@@ -181,14 +183,9 @@ def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedVi
     return CachedView(points, scales, angles, descriptors, labels, view.homographies, size, kind=kind)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _extractor(kind: str, max_keypoints: int) -> Extractor:
     return build_extractor(ExtractorConfig(kind=kind, max_keypoints=max_keypoints))
-
-
-def _front_end_digest(recipe: Recipe) -> str:
-    """The beginning of the hash of the front end's shipped parameters."""
-    return read_manifest()[recipe.network.kind].sha256[:8]
 
 
 def _backdrop(photos: PhotoSet, shown: set[int], recipe: Recipe, rng: np.random.Generator) -> np.ndarray:
