@@ -96,11 +96,13 @@ LOFTR_TRANSPORT = replace(
     drop_unmatched=True,
 )
 _ON_GRID = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="loftr", resize=640))
+_ON_LEARNED = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="learned"))
 _ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="superpoint"))
 
 PRESETS: dict[str, PipelineConfig] = {
     "hybrid": _HYBRID,
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
+    "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.9), weights=None),
     "superglue-indoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-indoor"),
     "superglue-outdoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-outdoor"),
     "lightglue-superpoint": replace(_ON_SUPERPOINT, matcher=_LIGHTGLUE, weights="lightglue-superpoint"),

@@ -30,12 +30,13 @@ def main() -> None:
 
     import matcher
     from matcher.sequence import figures
+    from matcher.sequence.opening import MATCH_THRESHOLD as threshold
 
     network = {} if args.preset == "nearest" else {"weights": args.weights, "precision": args.precision}
     bench = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench"
 
     def pipelines(points: int, resize: int | None = None) -> dict[str, matcher.Pipeline]:
-        common = {"max_keypoints": points, "resize": resize, "device": "cpu"}
+        common = {"max_keypoints": points, "resize": resize, "device": "cpu", "match_threshold": threshold}
         return {
             "nearest": matcher.load("nearest", **common),
             args.preset: matcher.load(args.preset, **common, **network),

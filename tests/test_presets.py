@@ -79,8 +79,11 @@ def test_options_without_use_are_refused(options):
 
 def test_presets_agree_with_the_shipped_weights(shipped_weights):
     for row in read_manifest().values():
-        assert PRESETS[row.preset].weights == row.name
-        assert load_model(row.name)[0].config == PRESETS[row.preset].matcher
+        preset = PRESETS[row.preset]
+        if row.name == preset.extractor.kind:
+            continue  # a front end's
+        assert preset.weights == row.name
+        assert load_model(row.name)[0].config == preset.matcher
 
 
 def test_the_list_says_what_is_matched(capfd):

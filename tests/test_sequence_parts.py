@@ -180,7 +180,7 @@ def test_pose_and_depth_of_a_made_up_scene(rng):
     depths = rng.uniform(3, 10, 200)
     world = rays(points, CAMERA) * depths[:, None]
     seen = project(move(world, T), CAMERA)
-    noisy = seen + rng.normal(0, 0.2, seen.shape)
+    noisy = seen + rng.normal(0, 0.3, seen.shape)
     noisy[:40] = rng.uniform([0, 0], [640, 480], (40, 2))
     unknown = depths.copy()
     unknown[100:120] = np.nan

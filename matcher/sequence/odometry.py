@@ -8,7 +8,7 @@ import poselib
 from matcher.types import Camera
 
 MIN_POINTS = 12  # with a known depth that agree with a pose
-_MAX_ERROR = 0.7  # pixels of the resized picture that a point may be off its pose
+_MAX_ERROR = 1.0  # pixels of the resized picture that a point may be off its pose
 _MIN_ANGLE = 0.6  # degrees between the rays of a point whose depth is worth something
 
 

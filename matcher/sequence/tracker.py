@@ -10,7 +10,7 @@ from typing import Unpack
 
 import numpy as np
 
-from matcher.pipeline import GRID_KIND, Picture, Pipeline, load
+from matcher.pipeline import Picture, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.sequence.budget import Choice, choose, for_neighbours, limited
 from matcher.sequence.clock import Clock
@@ -20,6 +20,7 @@ from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency
 from matcher.sequence.memory import CANDIDATES, Memory
+from matcher.sequence.opening import open_pipeline
 from matcher.sequence.places import find_place
 from matcher.sequence.poses import Poses
 from matcher.sequence.stereo import depths_of, partners, within
@@ -65,13 +66,14 @@ class Sequence:
             epipolar_window: pixels that the rows of a left/right match may differ by; None keeps all matches.
             guided: search near predicted places for links that matching missed, and along the rows of pairs.
             rule: when a frame becomes a keyframe.
-            options: as `matcher.load` takes them, but for geometry.
+            options: as `matcher.load` takes them, but for geometry; `match_threshold` is 0.2 where
+                it is not given.
 
         Raises:
             UsageError: a value that cannot be used, or a preset without keypoints.
         """
         _check(baseline, budget_ms, window, epipolar_window)
-        self.pipeline = _pipeline(preset, options)
+        self.pipeline = open_pipeline(preset, options)
         self._near = for_neighbours(self.pipeline) if budget_ms is None else self.pipeline
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
         self.choice: Choice | None = None
@@ -269,18 +271,6 @@ class Sequence:
         start = perf_counter()
         yield
         self._spent[stage] = 1000 * (perf_counter() - start)
-
-
-def _pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
-    if isinstance(preset, Pipeline):
-        if options:
-            raise UsageError(f"a pipeline is complete; {', '.join(options)} cannot be added to it")
-        pipeline = preset
-    else:
-        pipeline = load(preset, **options)
-    if pipeline.config.extractor.kind == GRID_KIND:
-        raise UsageError("a sequence follows keypoints; this preset has only the cells of a grid")
-    return pipeline
 
 
 def _check(
