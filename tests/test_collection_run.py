@@ -61,6 +61,15 @@ def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd)
     assert max(len(pair.matches) for pair in pairs) > 20
 
 
+def test_a_learned_front_end_is_named_in_the_run(folder, tmp_path, capfd):
+    """Its parameters are shipped; others would make another run."""
+    arguments = ("--exhaustive", "--preset", "nearest-learned")
+    assert collect(folder, tmp_path / "run", *arguments) == 0
+    assert "pairs: 6 done, 0 failed" in capfd.readouterr().out
+    assert collect(folder, tmp_path / "run", "--exhaustive", "--preset", "nearest") == 2
+    assert "frontend_weights" in capfd.readouterr().err
+
+
 def test_worker_processes_give_the_same(folder, tmp_path):
     assert collect(folder, tmp_path / "here", "--exhaustive") == 0
     command = ["collection", folder, "--run", tmp_path / "there", *QUICK, "--workers", 2, "--exhaustive"]

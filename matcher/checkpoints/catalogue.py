@@ -146,12 +146,19 @@ def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path
     Raises:
         IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
     """
-    if path is None and config.kind in (shipped := read_manifest()):
-        path = verify(shipped[config.kind])
-    elif path is None:
-        rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
-        path = locate(next(row for row in rows if config.variant in (None, row.variant)))
-    fill_front_end(network, config.kind, path)
+    fill_front_end(network, config.kind, locate_front_end(config) if path is None else path)
+
+
+def locate_front_end(config: ExtractorConfig) -> Path:
+    """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`.
+
+    Raises:
+        IntegrityError: absent or damaged; the message names the command to get it.
+    """
+    rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
+    if not rows:
+        return verify(read_manifest()[config.kind])
+    return locate(next(row for row in rows if config.variant in (None, row.variant)))
 
 
 def _check_presence(row: Published) -> None:

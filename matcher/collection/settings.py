@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matcher.checkpoints.catalogue import locate, read_catalogue
+from matcher.checkpoints.catalogue import locate_front_end
 from matcher.collection.sources import Source
 from matcher.config import to_dict
 from matcher.network.inference import AttentionMatcher
@@ -69,10 +69,8 @@ def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
     if config.kind == "sift" or not setup.source.uses_front_end:
         return None
-    if given is None:
-        rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
-        given = locate(next(row for row in rows if config.variant in (None, row.variant)))
-    return hashlib.sha256(Path(given).read_bytes()).hexdigest()
+    path = locate_front_end(config) if given is None else Path(given)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
