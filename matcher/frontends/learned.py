@@ -26,6 +26,8 @@ WIDTHS = (16, 32, 64, 128)  # channels of the maps at 1/2, 1/4, 1/8 and 1/16 of 
 DEPTHS = (2, 2, 3, 3)  # convolutions of each
 STRIDE = 16  # pixels from one sample of the coarsest map to the next
 DESCRIPTOR_DIM = 64
+NMS_RADIUS = 3  # pixels within which a point scores highest
+BORDER = 4  # pixels along the edge without points
 WINDOW = 5  # pixels a side, in which a point's place is refined
 
 _HIDDEN = 128  # of the descriptor's perceptron
@@ -116,19 +118,26 @@ def folded(network: FeatureNetwork) -> FeatureNetwork:
     return plain
 
 
-def sample(maps: Tensor, points: Tensor) -> Tensor:
-    """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge."""
+def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:
+    """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge, or
+    "zeros"."""
     size = points.new_tensor([maps.shape[-1], maps.shape[-2]])
     grid = (2 * points + 1) / size - 1
-    found = grid_sample(
-        maps.float(), grid[:, :, None], mode="bilinear", padding_mode="border", align_corners=False
-    )
+    found = grid_sample(maps.float(), grid[:, :, None], padding_mode=beyond, align_corners=False)
     return found[..., 0].transpose(1, 2)
 
 
 def peaks(logits: Tensor, radius: int) -> Tensor:
     """(B, H, W) bool: pixels that are the largest within `radius` pixels in x and y."""
     return logits == _running_maximum(_running_maximum(logits, radius).mT, radius).mT
+
+
+def candidates(logits: Tensor, radius: int, border: int) -> Tensor:
+    """(B, H, W) bool: peaks that are `border` pixels or more away from the edge."""
+    inner = torch.zeros_like(logits, dtype=torch.bool)
+    height, width = logits.shape[1:]
+    inner[:, border : height - border, border : width - border] = True
+    return peaks(logits, radius) & inner
 
 
 def _running_maximum(rows: Tensor, radius: int) -> Tensor:
@@ -158,10 +167,6 @@ def _build(_: ExtractorConfig) -> nn.Module:
     return FeatureNetwork()
 
 
-def _find(network: FeatureNetwork, image: Image, config: ExtractorConfig) -> Found:
-    return _find_together(network, [image], config)[0]
-
-
 def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
     """Points of pictures of one size; what lies in the padding is cut off before peaks are looked for."""
     device = network.points.weight.device
@@ -179,11 +184,7 @@ def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
     """The best points of one picture, refined and described."""
-    keep = peaks(logits, config.nms_radius)[0]
-    inner = torch.zeros_like(keep)
-    edge, (height, width) = config.border, keep.shape
-    inner[edge : height - edge, edge : width - edge] = True
-    y, x = (keep & inner).nonzero().T
+    y, x = candidates(logits, config.nms_radius, config.border)[0].nonzero().T
     scores = logits[0, y, x].sigmoid()
     points = torch.stack([x, y], dim=-1)
     found = (scores > config.score_threshold).nonzero()[:, 0]
@@ -193,5 +194,7 @@ def _points_of(
 
 
 FRONT_ENDS = {
-    "learned": FrontEnd(_build, _find, {"score_threshold": 0.0, "nms_radius": 3, "border": 4}, _find_together)
+    "learned": FrontEnd(
+        _build, None, {"score_threshold": 0.0, "nms_radius": NMS_RADIUS, "border": BORDER}, _find_together
+    )
 }

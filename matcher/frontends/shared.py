@@ -44,10 +44,10 @@ class FrontEnd(NamedTuple):
     """A learned front end as data: how its network is built and run."""
 
     build: Callable[[ExtractorConfig], nn.Module]
-    find: Callable[[nn.Module, Image, ExtractorConfig], Found]
+    find: Callable[[nn.Module, Image, ExtractorConfig], Found] | None  # in one picture
     published: Mapping[str, Any]  # the settings that it has, with their published values
-    # The same for pictures of one size at once, by a network that has `prepare(dtype)` and runs in half
-    # precision where that is fast.
+    # Instead of `find`, in pictures of one size at once, by a network that has `prepare(dtype)` and runs in
+    # half precision where that is fast.
     find_together: Callable[[nn.Module, Sequence[Image], ExtractorConfig], list[Found]] | None = None
 
 

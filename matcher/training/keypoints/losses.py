@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, grid_sample, smooth_l1_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
+
+from matcher.frontends.learned import sample
 
 _BARRED = -1e4  # a logit of no probability
 
@@ -14,17 +16,10 @@ def partners(values: Tensor) -> Tensor:
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
-def look_up(maps: Tensor, points: Tensor) -> Tensor:
-    """(B, N, C) bilinear values of (B, C, H, W) at points (B, N, 2) xy; 0 outside."""
-    size = maps.new_tensor([maps.shape[-1], maps.shape[-2]])
-    grid = ((2 * points + 1) / size - 1)[:, :, None]
-    return grid_sample(maps, grid, padding_mode="zeros", align_corners=False)[..., 0].transpose(1, 2)
-
-
 def carry(points: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Points (B, N, 2) as they lie in the other picture, and (B, N) bool whether they are seen there."""
-    seen = look_up((places[:, :1] >= 0).float(), points)[..., 0] > 0.999
-    return look_up(places.clamp(min=0), points), seen
+    seen = sample((places[:, :1] >= 0).float(), points, "zeros")[..., 0] > 0.999
+    return sample(places.clamp(min=0), points, "zeros"), seen
 
 
 def refinement_loss(moved: Tensor, others: Tensor, near: Tensor, hit: Tensor) -> Tensor:

@@ -7,15 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from matcher.frontends.learned import FeatureNetwork, peaks, refine
+from matcher.frontends.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine
 from matcher.training.keypoints import losses
 from matcher.training.keypoints.pictures import PictureBatch
 from matcher.training.keypoints.recipe import FrontEndRecipe
 from matcher.training.stage import Stage, mixed_precision
 
 APART = 4.0  # pixels; descriptors of nearer points need not differ
-BORDER = 4  # pixels along the edge without points
-RADIUS = 3  # pixels within which a point scores highest
 FIRST_SCALE = 20.0  # of the similarities, learned from there
 
 
@@ -95,11 +93,8 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
 @torch.no_grad()
 def strongest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The best `count` peaks (B, K, 2) int64 xy of logits (B, H, W), and (B, K) bool which there are."""
-    height, width = logits.shape[1:]
-    allowed = peaks(logits, RADIUS)
-    inner = torch.zeros_like(allowed)
-    inner[:, BORDER : height - BORDER, BORDER : width - BORDER] = True
-    top = logits.masked_fill(~(allowed & inner), -torch.inf).flatten(1).topk(count, dim=1)
+    width, allowed = logits.shape[2], candidates(logits, NMS_RADIUS, BORDER)
+    top = logits.masked_fill(~allowed, -torch.inf).flatten(1).topk(count, dim=1)
     return torch.stack([top.indices % width, top.indices // width], dim=-1), top.values.isfinite()
 
 
