@@ -14,6 +14,7 @@ from matcher.frontends.learned import (
     peaks,
     refine,
     sample,
+    unfolded,
 )
 from matcher.images import image_from_array
 from matcher.types import UsageError
@@ -39,6 +40,20 @@ def test_folding_changes_nothing(picture):
     torch.testing.assert_close(plain_logits, logits, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(plain_maps, maps, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_unfolding_changes_nothing_on_the_pictures_it_saw(picture, training):
+    plain = FeatureNetwork().eval()
+    random_parameters(plain)
+    pixels = torch.from_numpy(np.stack([picture[:112], picture[:112, ::-1]]))[:, None].float() / 255
+    network = unfolded(plain, pixels).train(training)
+    with torch.no_grad():
+        expected, expected_maps = plain(pixels)
+        logits, maps = network(pixels)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(maps, expected_maps, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("radius", [0, 1, 2, 3, 5])

@@ -11,7 +11,7 @@ from training_data import write_photos
 
 from matcher.cli import main
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import DESCRIPTOR_DIM
+from matcher.frontends.learned import DESCRIPTOR_DIM, folded
 from matcher.geometry import warp_points
 from matcher.pipeline import build_extractor
 from matcher.training.keypoints import losses
@@ -169,6 +169,26 @@ def test_a_resumed_trainer_equals_an_unbroken_one(sampler, tmp_path):
     for expected, found in ((unbroken.model, second.model), (unbroken.average, second.average)):
         for name, value in expected.state_dict().items():
             assert torch.equal(value, found.state_dict()[name]), name
+
+
+def test_training_goes_on_from_a_weights_file(sampler, tmp_path):
+    first = FrontEndTrainer(TINY, CPU)
+    for step in range(4):
+        first.step(sampler.batch(step))
+    save_front_end(folded(first.average.network), "learned", tmp_path / "first.safetensors")
+    still = replace(TINY.optimiser, learning_rate=1e-12, weight_decay=0.0)
+    second = FrontEndTrainer(replace(TINY, start=str(tmp_path / "first.safetensors"), optimiser=still), CPU)
+    second.step(sampler.batch(4))
+    pixels = sampler.batch(4).pixels
+    with torch.no_grad():
+        expected = folded(first.average.network)(pixels)[0]
+        found = second.model.network.train()(pixels)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_absent_weights_of_a_front_end_to_start_from_are_named(tmp_path):
+    with pytest.raises(IntegrityError, match=r"absent\.safetensors"):
+        FrontEndTrainer(replace(TINY, start=str(tmp_path / "absent.safetensors")), CPU)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ NMS_RADIUS = 3  # pixels within which a point scores highest
 BORDER = 4  # pixels along the edge without points
 WINDOW = 5  # pixels a side, in which a point's place is refined
 
+_UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
 _HIDDEN = 128  # of the descriptor's perceptron
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant picture stays constant
 
@@ -113,9 +114,35 @@ def folded(network: FeatureNetwork) -> FeatureNetwork:
             gain = norm.weight / (norm.running_var + norm.eps).sqrt()
             ours[0].weight.data.copy_(convolution.weight * gain[:, None, None, None])
             ours[0].bias.data.copy_(norm.bias - norm.running_mean * gain)
-    for name in ("lift", "points", "descriptor"):
+    for name in _UNNORMALISED:
         getattr(plain, name).load_state_dict(getattr(network, name).state_dict())
     return plain
+
+
+@torch.no_grad()
+def unfolded(plain: FeatureNetwork, pixels: Tensor) -> FeatureNetwork:
+    """A network to train on: batch normalisation begins with the statistics of `pixels` (B, 1, H, W), so that
+    what is computed of them stays as it is."""
+    network, seen = FeatureNetwork(normalised=True), []
+    blocks = [part for part in plain.modules() if isinstance(part, Block)]
+
+    def look(_: nn.Module, __: tuple[Tensor], maps: Tensor) -> None:
+        seen.append(torch.var_mean(maps, (0, 2, 3), correction=0))
+
+    hooks = [block[0].register_forward_hook(look) for block in blocks]
+    plain(pixels)
+    for hook in hooks:
+        hook.remove()
+    fresh = [part for part in network.modules() if isinstance(part, Block)]
+    for (convolution, norm, _), ours, (variance, mean) in zip(fresh, blocks, seen, strict=True):
+        convolution.weight.copy_(ours[0].weight)
+        norm.weight.copy_((variance + norm.eps).sqrt())
+        norm.bias.copy_(mean)
+        norm.running_mean.copy_(mean - ours[0].bias)
+        norm.running_var.copy_(variance)
+    for name in _UNNORMALISED:
+        getattr(network, name).load_state_dict(getattr(plain, name).state_dict())
+    return network
 
 
 def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:

@@ -49,6 +49,7 @@ class FrontEndRecipe:
 
     trains: Literal["front end"]
     name: str = "learned"
+    start: str = ""  # weights to continue from, the shipped "learned" or a file; none: random parameters
     seed: int = 0
     scene: SceneRecipe = _SCENE
     picture: PictureRecipe = PictureRecipe()

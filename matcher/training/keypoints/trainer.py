@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from matcher.frontends.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine
+from matcher.config import ExtractorConfig
+from matcher.frontends.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine, unfolded
+from matcher.pipeline import build_extractor
 from matcher.training.keypoints import losses
 from matcher.training.keypoints.pictures import PictureBatch
 from matcher.training.keypoints.recipe import FrontEndRecipe
@@ -27,9 +29,14 @@ class Describer(nn.Module):
 
 
 class FrontEndTrainer(Stage[Describer, PictureBatch]):
-    """Of the front end: where points lie, how likely they are found again, and what describes them."""
+    """Of the front end: where points lie, how likely they are found again, and what describes them.
+
+    Raises:
+        IntegrityError: weights to start from are absent, damaged, or of another network.
+    """
 
     def __init__(self, recipe: FrontEndRecipe, device: torch.device) -> None:
+        self._trained = _trained(recipe.start) if recipe.start else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             model = Describer().to(device).to(memory_format=torch.channels_last)
@@ -40,6 +47,14 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
         ]
         optimiser = torch.optim.AdamW(groups, lr=values.learning_rate)
         super().__init__(recipe, values, model, [optimiser], device)
+
+    def step(self, batch: PictureBatch) -> float:
+        """As `Stage.step`; the first one of a continued front end looks at the pictures before."""
+        if self.progress.step == 0 and self._trained is not None:
+            network = unfolded(self._trained, batch.pixels)
+            for describer in (self.model, self.average):
+                describer.network.load_state_dict(network.state_dict())
+        return super().step(batch)
 
     def loss(self, batch: PictureBatch) -> Tensor:
         """Weighted sum over the batch; what is random is drawn by the step."""
@@ -88,6 +103,12 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
         chosen, mutual = mutual_nearest(own @ losses.partners(own).mT, held)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
+
+
+def _trained(start: str) -> FeatureNetwork:
+    """The network of a weights file, without batch normalisation."""
+    path = None if start == "learned" else start
+    return build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
 
 
 @torch.no_grad()
