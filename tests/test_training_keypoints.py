@@ -16,13 +16,12 @@ from matcher.geometry import warp_points
 from matcher.pipeline import build_extractor
 from matcher.training.keypoints import losses
 from matcher.training.keypoints.pictures import HIDDEN, PictureSampler, dense_places
-from matcher.training.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe
+from matcher.training.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
 from matcher.training.keypoints.run import train_front_end
 from matcher.training.keypoints.trainer import FrontEndTrainer, strongest
 from matcher.training.loop import RunOptions
 from matcher.training.photos import PhotoSet, find_photos
 from matcher.training.reading import read_recipe, shipped_recipe
-from matcher.training.recipe import SceneRecipe
 from matcher.training.scenes import NOTHING, View
 from matcher.types import Image, IntegrityError, UsageError
 from matcher.weights import save_front_end
@@ -31,7 +30,7 @@ CPU = torch.device("cpu")
 TINY = FrontEndRecipe(
     trains="front end",
     name="small",
-    scene=SceneRecipe(width=96, height=64),
+    scene=SmallScene(width=96, height=64),
     picture=PictureRecipe(pairs_per_batch=2),
     optimiser=KeypointRecipe(steps=4, warmup_steps=2, points=60, described=40),
     validate_every=2,
@@ -252,6 +251,12 @@ def test_recipes_of_both_kinds_are_told_apart(folder, tmp_path):
         (tmp_path / "bad.toml").write_text(change)
         with pytest.raises(UsageError, match=complaint):
             read_recipe(tmp_path / "bad.toml")
+
+
+def test_a_table_that_names_one_key_keeps_the_others(tmp_path):
+    (tmp_path / "turned.toml").write_text('trains = "front end"\nscene.max_roll = 10.0')
+    scene = read_recipe(tmp_path / "turned.toml").scene
+    assert (scene.width, scene.height, scene.max_roll) == (320, 240, 10.0)
 
 
 def test_weights_of_another_front_end_are_refused(tmp_path):

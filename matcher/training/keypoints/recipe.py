@@ -10,6 +10,15 @@ from matcher.training.recipe import SceneRecipe
 
 
 @dataclass(frozen=True)
+class SmallScene(SceneRecipe):
+    """Scenes in smaller pictures, turned further."""
+
+    width: int = 320
+    height: int = 240
+    max_roll: float = 45.0
+
+
+@dataclass(frozen=True)
 class PictureRecipe:
     """Pairs of pictures, rendered anew for every batch."""
 
@@ -40,9 +49,6 @@ class KeypointRecipe:
     description_weight: float = 1.0
 
 
-_SCENE = SceneRecipe(width=320, height=240, max_roll=45.0)
-
-
 @dataclass(frozen=True)
 class FrontEndRecipe:
     """A front end, its pictures and its optimisation."""
@@ -51,7 +57,7 @@ class FrontEndRecipe:
     name: str = "learned"
     start: str = ""  # weights to continue from, the shipped "learned" or a file; none: random parameters
     seed: int = 0
-    scene: SceneRecipe = _SCENE
+    scene: SmallScene = SmallScene()
     picture: PictureRecipe = PictureRecipe()
     optimiser: KeypointRecipe = KeypointRecipe()
     validate_every: int = 500  # steps
