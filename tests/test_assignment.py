@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.network.assignment import assign, dual_softmax, log_masses, row_error, sinkhorn
+from matcher.network.assignment import assign, dual_softmax
 from matcher.network.head import AssignmentHead
 from matcher.network.mutual import mutual_matches
+from matcher.network.sinkhorn import log_masses, row_error, sinkhorn
 
 
 def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float = 1.0) -> torch.Tensor:
@@ -64,6 +65,26 @@ def test_sinkhorn_is_the_loop(rows: int, columns: int, iterations: int) -> None:
         log_plan(scores, max_iterations=iterations, tolerance=None)[0], expected, atol=2e-5
     )
     assert found.iterations.tolist() == [iterations]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tolerance", [None, 1e-9])
+def test_sinkhorn_goes_on_where_it_stopped(masked: bool, tolerance: float | None) -> None:
+    scores = scores_with_matches(12, 9, contrast=2.0)
+    masks = (torch.arange(12)[None] < 10, torch.arange(9)[None] > 1) if masked else (None, None)
+    whole = sinkhorn(scores, *masks, max_iterations=17, tolerance=tolerance)
+    part = sinkhorn(scores, *masks, max_iterations=5, tolerance=tolerance)
+    rest = sinkhorn(scores, *masks, max_iterations=12, tolerance=tolerance, start=part)
+    expected, found = ((scores + p.u.unsqueeze(2) + p.v.unsqueeze(1)).exp() for p in (whole, rest))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_start_of_other_scores_leads_to_the_same_plan() -> None:
+    scores, others = (scores_with_matches(20, 15, seed, contrast=3.0) for seed in (0, 1))
+    options = {"max_iterations": 2000, "tolerance": 1e-5}
+    cold, warm = log_plan(scores, **options), log_plan(scores, start=sinkhorn(others), **options)
+    torch.testing.assert_close(warm.exp(), cold.exp(), atol=1e-3, rtol=0)
+    assert sinkhorn(scores, start=sinkhorn(scores, **options), **options).iterations[0] <= 2
 
 
 def test_the_loop_and_sinkhorn_meet_where_scaling_leaves_float32() -> None:

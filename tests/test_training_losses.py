@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from matcher.network.assignment import log_masses, sinkhorn
+from matcher.network.sinkhorn import log_masses, sinkhorn
 from matcher.training.losses import (
     assignment_loss,
     confidence_loss,

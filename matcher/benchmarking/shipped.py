@@ -14,9 +14,10 @@ from torch import Tensor
 from matcher.benchmarking.rows import OFF, Row
 from matcher.benchmarking.timing import Samples, Stopwatch
 from matcher.images import read_image
-from matcher.network.assignment import assign, log_masses
+from matcher.network.assignment import assign
 from matcher.network.inference import AttentionMatcher
 from matcher.network.mutual import mutual_matches
+from matcher.network.sinkhorn import log_masses
 from matcher.pipeline import Pipeline, load
 from matcher.types import Features, Matches
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
 from matcher.network.adaptivity import Tokens, confidence_threshold
-from matcher.network.assignment import _columns_first, log_masses, row_error
 from matcher.network.guidance import Side
 from matcher.network.model import Model, split_sides
 from matcher.network.mutual import mutual_matches
+from matcher.network.sinkhorn import columns_first, log_masses, row_error
 from matcher.types import PairPrediction
 
 
@@ -150,13 +150,13 @@ def _marginal_errors(model: Model, tokens: Tokens, depth: int) -> tuple[float, .
     if config.kind != "sinkhorn" or 0 in tokens.layout.counts[0]:
         return ()
     side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in split_sides(tokens)[0])
-    scores = model._heard(model.scores(side0, side1, depth), side0.places, side1.places).float()
-    (log_mu,), (log_nu,) = log_masses(scores)
-    scores = scores[0]
-    if config.tolerance is not None and _columns_first(scores, log_mu, log_nu):
-        scores, log_mu, log_nu = scores.t(), log_nu, log_mu
-    v, errors = torch.zeros_like(log_nu), []
-    rows = torch.logsumexp(scores, dim=1)
+    scores, start = model._heard(model.scores(side0, side1, depth), side0.places, side1.places)
+    (log_mu,), (log_nu,) = log_masses(scores.float())
+    scores = scores[0].float()
+    u, v = (torch.zeros_like(log_mu), torch.zeros_like(log_nu)) if start is None else (start.u[0], start.v[0])
+    if config.tolerance is not None and columns_first(scores, log_mu, log_nu):
+        scores, log_mu, log_nu, v = scores.t(), log_nu, log_mu, u
+    rows, errors = torch.logsumexp(scores + v, dim=1), []
     while len(errors) < config.max_iterations:
         u = log_mu - rows
         v = log_nu - torch.logsumexp(scores + u[:, None], dim=0)

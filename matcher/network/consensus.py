@@ -10,13 +10,14 @@ al. 2020).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.network.assignment import row_blocks
+from matcher.network.blocks import row_blocks
 from matcher.network.mutual import mutual_best
 
 NEIGHBOURS = 16
@@ -132,6 +133,15 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(2).expand(-1, -1, x.shape[2]))
 
 
+def _stacked(side0: Tensor, side1: Tensor) -> Tensor:
+    """(B, N, …), (B, M, …) → (2B, max(N, M), …), zeros where a side has fewer points."""
+    most = max(side0.shape[1], side1.shape[1])
+    out = side0.new_zeros(2 * len(side0), most, *side0.shape[2:])
+    out[: len(side0), : side0.shape[1]] = side0
+    out[len(side0) :, : side1.shape[1]] = side1
+    return out
+
+
 class Consensus(nn.Module):
     """Scores corrected by what neighbouring matches predict; how far they count is learned."""
 
@@ -153,20 +163,23 @@ class Consensus(nn.Module):
         """
         with torch.autocast(scores.device.type, enabled=False):
             log_scores = log_scores.detach()
-            links0, links1 = mutual_links(log_scores)
-            side0, side1 = self._side(places0, places1, links0), self._side(places1, places0, links1)
+            side0, side1 = self._sides(places0, places1, *mutual_links(log_scores))
             if torch.is_grad_enabled() and (side0.gain.requires_grad or scores.requires_grad):
                 gains = _gains(side0, places1) + _gains(side1, places0).transpose(1, 2)
                 rows = torch.cat([gains, side0.bins.unsqueeze(2)], dim=2)
                 return scores + torch.cat([rows, F.pad(side1.bins, (0, 1)).unsqueeze(1)], dim=1)
             return _corrected(scores, side0, side1, places0, places1)
 
-    def _side(self, places: Tensor, others: Tensor, links: Links) -> Opinion:
-        """What the points of one side think."""
-        targets = _rows(others, links.partner)
-        fit = fit_local_maps(places, targets, links.confidence)
+    def _sides(self, places0: Tensor, places1: Tensor, links0: Links, links1: Links) -> Iterator[Opinion]:
+        """What the points of either side think, both asked at once: most of the time goes by calls."""
+        targets = _stacked(_rows(places1, links0.partner), _rows(places0, links1.partner))
+        confidence = _stacked(links0.confidence, links1.confidence)
+        fit = fit_local_maps(_stacked(places0, places1), targets, confidence)
         residual = (targets - fit.place).norm(dim=2)
-        return Opinion(fit.place, *self._opinions(fit, residual, links.confidence))
+        both = Opinion(fit.place, *self._opinions(fit, residual, confidence))
+        halves = zip(*(x.chunk(2) for x in both), strict=True)
+        for half, count in zip(halves, (places0.shape[1], places1.shape[1]), strict=True):
+            yield Opinion(*(x[:, :count] for x in half))
 
     def _opinions(self, fit: LocalFit, residual: Tensor, confidence: Tensor) -> tuple[Tensor, ...]:
         """(B, N) each: gain at the predicted place, loss far from it, squared tolerance, dustbin's change."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs, ready_prospects
-from matcher.network.assignment import assign, dual_softmax
+from matcher.network.assignment import assign, dual_softmax, plan
 from matcher.network.attention import Layout, interleave
 from matcher.network.backbone import Backbone
 from matcher.network.consensus import Consensus
@@ -23,10 +23,11 @@ from matcher.network.mutual import drop_unmatched
 from matcher.network.position import MlpPosition, RotaryPosition, SinePosition, normalise_positions
 from matcher.network.prepared import linear
 from matcher.network.refinement import Refinement
+from matcher.network.sinkhorn import Potentials, sinkhorn
 from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
 TOGETHER = 1024  # tokens of a batch that run at once on a processor; one pair may have more
-ROUGH_ITERATIONS = 10  # of Sinkhorn between rounds of consensus, about as many as training runs
+ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
 
 class Model(nn.Module):
@@ -212,25 +213,28 @@ class Model(nn.Module):
         for entry in entries:
             side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides[entry])
             scores = self.scores(side0, side1, depth)
-            assignment = self._transport(self._heard(scores, side0.places, side1.places))
+            assignment = self._transport(*self._heard(scores, side0.places, side1.places))
             kept = () if self.fine is None else (side.x for side in sides[entry])
             found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1, *kept)
         return found
 
-    def _heard(self, scores: Tensor, places0: Tensor, places1: Tensor) -> Tensor:
-        """Scores after the rounds of consensus, between which a rough assignment is enough."""
-        heard, empty = scores, 1 in scores.shape[1:]
+    def _heard(self, scores: Tensor, places0: Tensor, places1: Tensor) -> tuple[Tensor, Potentials | None]:
+        """Scores after the rounds of consensus, and potentials to begin with: each assignment goes on from
+        the one before, so between the rounds a few iterations are enough."""
+        heard, found, empty = scores, None, 1 in scores.shape[1:]
         for _ in range(0 if empty else self.config.assignment.consensus):
-            rough = assign(heard, max_iterations=ROUGH_ITERATIONS)
-            heard = self.consensus(scores, places0, places1, rough.log_scores)
-        return heard
+            found = sinkhorn(heard, max_iterations=ROUGH_ITERATIONS, start=found)
+            heard = self.consensus(scores, places0, places1, plan(heard, found).log_scores)
+        return heard, found
 
-    def _transport(self, scores: Tensor) -> Assignment:
+    def _transport(self, scores: Tensor, start: Potentials | None) -> Assignment:
         config = self.config.assignment
         if config.kind == "dual_softmax":
             assignment = dual_softmax(scores)
         else:
-            assignment = assign(scores, max_iterations=config.max_iterations, tolerance=config.tolerance)
+            assignment = assign(
+                scores, max_iterations=config.max_iterations, tolerance=config.tolerance, start=start
+            )
         return drop_unmatched(assignment) if config.drop_unmatched else assignment
 
 

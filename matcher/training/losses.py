@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.network.assignment import LEAST_EXPONENT, dual_softmax, log_masses
+from matcher.network.assignment import dual_softmax
+from matcher.network.blocks import LEAST_EXPONENT
+from matcher.network.sinkhorn import log_masses
 from matcher.training.pairs import UNMATCHED
 
 TINY = 1e-30
