@@ -84,7 +84,8 @@ def test_a_start_of_other_scores_leads_to_the_same_plan() -> None:
     options = {"max_iterations": 2000, "tolerance": 1e-5}
     cold, warm = log_plan(scores, **options), log_plan(scores, start=sinkhorn(others), **options)
     torch.testing.assert_close(warm.exp(), cold.exp(), atol=1e-3, rtol=0)
-    assert sinkhorn(scores, start=sinkhorn(scores, **options), **options).iterations[0] <= 2
+    found = sinkhorn(scores)
+    assert sinkhorn(scores, start=found).iterations[0] < found.iterations[0]
 
 
 def test_the_loop_and_sinkhorn_meet_where_scaling_leaves_float32() -> None:
