@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from matcher.network.assignment import assign
-from matcher.network.consensus import Consensus, fit_local_maps, mutual_links
+from matcher.network.consensus import Consensus, Links, fit_local_maps, mutual_links, stayed
 from matcher.network.mutual import mutual_matches
 
 SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
@@ -69,6 +69,18 @@ def test_links_are_the_mutual_best_from_both_sides() -> None:
     assert links1.partner[0, indices[:, 1]].equal(indices[:, 0])
 
 
+def test_links_stay_by_their_confidence() -> None:
+    before = Links(torch.tensor([[1, 2, 0, 3]]), torch.tensor([[0.9, 0.8, 0.5, 0.0]]))
+    after = Links(torch.tensor([[1, 2, 3, 3]]), torch.tensor([[0.9, 0.4, 0.5, 0.2]]))
+    assert stayed(before, before) == pytest.approx(1)
+    assert stayed(before, after) == pytest.approx((0.9 + 0.4) / (0.9 + 0.8 + 0.5 + 0.2))
+    assert stayed(after, before) == stayed(before, after)
+    none = Links(before.partner, torch.zeros(1, 4))
+    assert stayed(none, none) == 1 and stayed(none, after) == 0
+    both = Links(*(torch.cat(pair) for pair in zip(before, after, strict=True)))
+    assert stayed(both, Links(*(x.flip(0) for x in both))) == stayed(before, after)
+
+
 def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores (1, N+1, N+1) whose diagonal is right; a third of the points prefer each other's partner."""
     points, truth, _, _ = moved_points(count, seed=seed)
@@ -91,7 +103,7 @@ def test_ambiguous_points_are_decided_by_their_neighbours() -> None:
         return int((indices[:, 0] == indices[:, 1]).sum())
 
     with torch.no_grad():
-        heard = consensus(scores, points, truth, assign(scores).log_scores)
+        heard = consensus(scores, points, truth, mutual_links(assign(scores).log_scores))
     assert right(scores) < 65
     assert right(heard) > 85
 
@@ -101,8 +113,8 @@ def test_swapping_the_pictures_transposes_the_correction() -> None:
     consensus, assigned = Consensus(), assign(scores).log_scores
     with torch.no_grad():
         torch.nn.init.normal_(consensus.judge.weight, std=0.3)
-        there = consensus(scores, points, truth, assigned)
-        back = consensus(scores.transpose(1, 2), truth, points, assigned.transpose(1, 2))
+        there = consensus(scores, points, truth, mutual_links(assigned))
+        back = consensus(scores.transpose(1, 2), truth, points, mutual_links(assigned.transpose(1, 2)))
     torch.testing.assert_close(there.transpose(1, 2), back, atol=2e-3, rtol=1e-3)
 
 
@@ -110,7 +122,7 @@ def test_without_matches_the_neighbours_say_nothing_about_places() -> None:
     points, truth, _, _ = moved_points(20)
     scores = torch.randn(1, 21, 21, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        heard = Consensus()(scores, points, truth, torch.full((1, 20, 20), -20.0))
+        heard = Consensus()(scores, points, truth, mutual_links(torch.full((1, 20, 20), -20.0)))
     torch.testing.assert_close(heard, scores, atol=1e-4, rtol=0)
 
 
@@ -119,9 +131,9 @@ def test_the_correction_is_the_same_with_and_without_gradients() -> None:
     consensus = Consensus()
     with torch.no_grad():
         consensus.judge.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-        log_scores = assign(scores).log_scores
-        plain = consensus(scores, places0, places1, log_scores)
-    grown = consensus(scores, places0, places1, log_scores)
+        links = mutual_links(assign(scores).log_scores)
+        plain = consensus(scores, places0, places1, links)
+    grown = consensus(scores, places0, places1, links)
     assert grown.requires_grad
     torch.testing.assert_close(plain, grown.detach(), atol=1e-5, rtol=1e-5)
     grown.square().mean().backward()

@@ -4,13 +4,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
 
 from matcher.config import AdaptivityConfig, ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.frontends.sift import SiftExtractor
-from matcher.images import read_image
+from matcher.images import image_from_array, read_image
 from matcher.network.grid import GridExtractor
 from matcher.network.inference import AttentionMatcher
 from matcher.network.model import Model
@@ -85,12 +86,20 @@ def share_identical(model: Model, pairs, early_exit: bool, pruning: bool) -> flo
     return same / total
 
 
+def seen_askew(view: Path) -> Image:
+    """The picture by a camera that stands elsewhere."""
+    pixels = read_image(view).pixels
+    warp = np.array([[0.95, -0.12, 20], [0.1, 1.02, -15], [2e-4, -1e-4, 1]])
+    return image_from_array(cv2.warpPerspective(pixels, warp, pixels.shape[1::-1]))
+
+
 @pytest.mark.parametrize(("early_exit", "pruning", "share"), SETTINGS)
 def test_shipped_weights_in_bfloat16_on_the_bundled_views(
     views, shipped_weights, early_exit, pruning, share
 ) -> None:
     model, _, _ = load_model(shipped_weights)
-    assert share_identical(model, [described(views, 512)], early_exit, pruning) >= share
+    pairs = [described(pair, 512) for pair in (views, *((view, seen_askew(view)) for view in views))]
+    assert share_identical(model, pairs, early_exit, pruning) >= share
 
 
 def test_loftr_in_bfloat16_describes_cells_alike() -> None:

@@ -55,8 +55,8 @@ class Links(NamedTuple):
 
 
 def mutual_links(log_scores: Tensor) -> tuple[Links, Links]:
-    """Log probabilities (B, N, M) → mutual best partners, as either side sees them."""
-    best, partner, mutual = mutual_best(log_scores)
+    """Log probabilities (B, N, M) → mutual best partners, as either side sees them; no gradients."""
+    best, partner, mutual = mutual_best(log_scores.detach())
     confidence = (best.exp() * mutual).clamp(max=1.0)
     confidence = confidence.masked_fill(confidence < LEAST_CONFIDENCE, 0.0)
     here = torch.arange(best.shape[1], device=best.device).expand_as(partner)
@@ -65,6 +65,13 @@ def mutual_links(log_scores: Tensor) -> tuple[Links, Links]:
     back = partner.new_zeros(len(best), log_scores.shape[2] + 1).scatter(1, column, here)
     heard = confidence.new_zeros(back.shape).scatter(1, column, confidence)
     return Links(partner, confidence), Links(back[:, :-1], heard[:, :-1])
+
+
+def stayed(before: Links, after: Links) -> float:
+    """Share of the links, by confidence, that two rounds have in common; the least of the batch."""
+    least = torch.minimum(before.confidence, after.confidence) * (before.partner == after.partner)
+    most = torch.maximum(before.confidence, after.confidence).sum(1)
+    return float((least.sum(1) / most.clamp_min(_TINY)).masked_fill(most == 0, 1.0).min())
 
 
 def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
@@ -153,17 +160,16 @@ class Consensus(nn.Module):
         with torch.no_grad():
             self.judge.bias.copy_(torch.tensor([3.0, 0.5, 0.0, 0.0]))
 
-    def forward(self, scores: Tensor, places0: Tensor, places1: Tensor, log_scores: Tensor) -> Tensor:
+    def forward(self, scores: Tensor, places0: Tensor, places1: Tensor, links: tuple[Links, Links]) -> Tensor:
         """Scores with dustbins (B, N+1, M+1), corrected.
 
         Args:
             scores: (B, N+1, M+1) as the head gives them.
             places0, places1: (B, N, 2), (B, M, 2) normalised positions.
-            log_scores: (B, N, M) the assignment that they led to so far; no gradient flows through it.
+            links: the matches that they led to so far.
         """
         with torch.autocast(scores.device.type, enabled=False):
-            log_scores = log_scores.detach()
-            side0, side1 = self._sides(places0, places1, *mutual_links(log_scores))
+            side0, side1 = self._sides(places0, places1, *links)
             if torch.is_grad_enabled() and (side0.gain.requires_grad or scores.requires_grad):
                 gains = _gains(side0, places1) + _gains(side1, places0).transpose(1, 2)
                 rows = torch.cat([gains, side0.bins.unsqueeze(2)], dim=2)

@@ -10,11 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
-from matcher.network.adaptivity import Tokens, confidence_threshold, ready_pairs, ready_prospects
+from matcher.network.adaptivity import (
+    Tokens,
+    confidence_threshold,
+    ready_pairs,
+    ready_prospects,
+    worthwhile,
+)
 from matcher.network.assignment import assign, dual_softmax, plan
 from matcher.network.attention import Layout, interleave
 from matcher.network.backbone import Backbone
-from matcher.network.consensus import Consensus
+from matcher.network.consensus import Consensus, mutual_links, stayed
 from matcher.network.context import Layer
 from matcher.network.demands import check_config
 from matcher.network.guidance import Guidance, Side
@@ -27,6 +33,7 @@ from matcher.network.sinkhorn import Potentials, sinkhorn
 from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
 TOGETHER = 1024  # tokens of a batch that run at once on a processor; one pair may have more
+SETTLED = 0.85  # share of the links that a round of consensus left as they were, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
 
@@ -182,17 +189,20 @@ class Model(nn.Module):
         if not (config.early_exit or config.pruning):
             return tokens
         confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
+        matchable = self.matchabilities(tokens.x, depth)
         leaving = []
         if config.early_exit and config.prospects:
-            leaving = ready_prospects(tokens, confident, self.matchabilities(tokens.x, depth), config)
+            leaving = ready_prospects(tokens, confident, matchable, config)
         elif config.early_exit:
             leaving = ready_pairs(tokens, confident, totals, config)
         found |= self._assign(tokens, leaving, depth)
         staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
+        if not staying:
+            return tokens.keep(confident, staying)
         keep = torch.ones_like(confident)
         if config.pruning:
-            keep = self.matchabilities(tokens.x, depth) > config.prune_matchability
-            keep = keep | ~confident if config.prune_confident_only else keep
+            keep = matchable > config.prune_matchability
+            keep = worthwhile(keep | ~confident if config.prune_confident_only else keep, tokens.layout)
         if leaving or not bool(keep.all()):
             return tokens.keep(keep, staying)
         return tokens
@@ -220,11 +230,16 @@ class Model(nn.Module):
 
     def _heard(self, scores: Tensor, places0: Tensor, places1: Tensor) -> tuple[Tensor, Potentials | None]:
         """Scores after the rounds of consensus, and potentials to begin with: each assignment goes on from
-        the one before, so between the rounds a few iterations are enough."""
-        heard, found, empty = scores, None, 1 in scores.shape[1:]
+        the one before, so between the rounds a few iterations are enough. With early exit the rounds end when
+        the last one has changed little."""
+        heard, found, before, empty = scores, None, None, 1 in scores.shape[1:]
+        enough = SETTLED if self.config.adaptivity.early_exit else 1.0
         for _ in range(0 if empty else self.config.assignment.consensus):
             found = sinkhorn(heard, max_iterations=ROUGH_ITERATIONS, start=found)
-            heard = self.consensus(scores, places0, places1, plan(heard, found).log_scores)
+            links = mutual_links(plan(heard, found).log_scores)
+            if before is not None and stayed(before, links[0]) > enough:
+                break
+            heard, before = self.consensus(scores, places0, places1, links), links[0]
         return heard, found
 
     def _transport(self, scores: Tensor, start: Potentials | None) -> Assignment:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from matcher.network.adaptivity import Tokens
+from matcher.network.consensus import mutual_links
 from matcher.network.guidance import Side
 from matcher.network.model import Model
 from matcher.network.position import normalise_positions
@@ -146,6 +147,7 @@ def assignments(
         return [log_dual_softmax(scores)]
     found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
     for _ in range(rounds):
-        heard = model.consensus(scores, *(side.places for side in sides), found[-1][:, :-1, :-1])
+        links = mutual_links(found[-1][:, :-1, :-1])
+        heard = model.consensus(scores, *(side.places for side in sides), links)
         found.append(log_assignment(heard, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
     return found
