@@ -7,9 +7,11 @@ import pytest
 import torch
 from random_matcher import PROSPECTS, matcher_with, pair
 
-from matcher.config import AdaptivityConfig
-from matcher.network.adaptivity import Tokens, ready_prospects
+from matcher.config import AdaptivityConfig, AssignmentConfig
+from matcher.network import model as model_of
+from matcher.network.adaptivity import Tokens, ready_prospects, worthwhile
 from matcher.network.attention import Layout
+from matcher.network.consensus import Consensus
 from matcher.types import Features, Matches
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (0, 9), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
@@ -85,3 +87,34 @@ def test_swapping_the_images_transposes_the_matches(pairs):
         mirrored = replace(second, indices=np.ascontiguousarray(second.indices[:, ::-1]))
         assert as_table(mirrored) == pytest.approx(as_table(first), abs=1e-4, rel=0)
         assert (second.kept1, second.kept0, second.layers_run) == (first.kept0, first.kept1, first.layers_run)
+
+
+def test_few_points_are_not_worth_pruning() -> None:
+    layout = Layout(((30, 10), (10, 10), (0, 0)))
+    keep = torch.ones(60, dtype=torch.bool)
+    keep[[2, 31]] = False  # two of forty
+    keep[[40, 45, 52]] = False  # three of twenty
+    found = worthwhile(keep, layout)
+    assert found[:40].all()
+    assert found[40:].equal(keep[40:])
+
+
+@pytest.mark.parametrize(
+    ("early_exit", "settled", "rounds"), [(True, 0.0, 1), (True, 1.0, 3), (False, 0.0, 3)]
+)
+def test_rounds_of_consensus_end_once_they_change_little(
+    pairs, monkeypatch, early_exit: bool, settled: float, rounds: int
+) -> None:
+    asked: list[int] = []
+    whole = Consensus.forward
+
+    def counted(self: Consensus, scores: torch.Tensor, *rest: object) -> torch.Tensor:
+        asked.append(scores.shape[1])
+        return whole(self, scores, *rest)
+
+    monkeypatch.setattr(Consensus, "forward", counted)
+    monkeypatch.setattr(model_of, "SETTLED", settled)
+    config = replace(PROSPECTS, assignment=AssignmentConfig(consensus=3))
+    matcher = matcher_with(early_exit, False, config=config)
+    matcher(*(Features.stack([side]) for side in pairs[0]))
+    assert len(asked) == rounds

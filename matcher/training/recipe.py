@@ -16,9 +16,7 @@ class SceneRecipe:
 
     scenes: int = 4000
     views: int = 5  # of each scene
-    spatial_share: float = (
-        0.4  # scenes of several planes at different depths and tilts; the rest are one plane
-    )
+    spatial_share: float = 0.4  # scenes of several planes, tilted and at different depths; else one plane
     full_rotation_share: float = 0.12  # views turned by any angle; the others by at most `max_roll`
     max_roll: float = 30.0  # degrees
     max_tilt: float = 60.0  # degrees between a plane and the image plane
