@@ -96,6 +96,8 @@ def _plan(
         features = tuple(pipe.extract(shipped.enlarged(path)) for path in pictures)
         return measure(pipe, features)
 
+    frame = (64, 48) if quick else (640, 480)
+    yield "extraction", lambda: shipped.extraction(watch, pictures[0], frame, limit // 2)
     yield "sinkhorn", lambda: on_pictures(lambda pipe, found: shipped.sinkhorn(watch, pipe, found))
     yield "adaptivity", lambda: on_pictures(lambda _, found: shipped.adaptivity(watch, found))
     yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from matcher.benchmarking.rows import OFF, Row
 from matcher.benchmarking.timing import Samples, Stopwatch
-from matcher.images import read_image
+from matcher.config import ExtractorConfig
+from matcher.images import image_from_array, read_image
 from matcher.network.assignment import assign
 from matcher.network.inference import AttentionMatcher
 from matcher.network.mutual import mutual_matches
 from matcher.network.sinkhorn import log_masses
-from matcher.pipeline import Pipeline, load
+from matcher.pipeline import Pipeline, build_extractor, load
 from matcher.types import Features, Matches
 
 LONGER_SIDE = 1024
@@ -121,6 +123,26 @@ def adaptivity(watch: Stopwatch, features: tuple[Features, Features]) -> Iterato
     yield Row(
         f"match of the default preset, {counts}", "exit, pruning off", times["on"], times["off"], note=note
     )
+
+
+def extraction(watch: Stopwatch, path: Path, size: tuple[int, int], points: int) -> Iterator[Row]:
+    """The front end of our own against SIFT, on a picture of `size` (width, height)."""
+    image = image_from_array(cv2.resize(read_image(path).pixels, size, interpolation=cv2.INTER_AREA))
+    sift = build_extractor(ExtractorConfig(max_keypoints=points))
+    calls = {"SIFT": lambda: sift([image])}
+    for precision in ("auto", "float32"):
+        config = ExtractorConfig(kind="learned", max_keypoints=points)
+        calls[precision] = partial(build_extractor(config, None, watch.device, precision), [image])
+    counts = {name: len(call()[0]) for name, call in calls.items()}
+    times = watch.alternate(calls)
+    for name in ("auto", "float32"):
+        yield Row(
+            f"front end learned, {size[0]}×{size[1]}, {name}",
+            "SIFT on the processor",
+            times[name],
+            times["SIFT"],
+            note=f"{counts[name]} and {counts['SIFT']} points",
+        )
 
 
 def one_against_many(watch: Stopwatch, pipe: Pipeline, paths: tuple[Path, Path], many: int) -> Iterator[Row]:
