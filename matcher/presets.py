@@ -30,7 +30,7 @@ _HYBRID = PipelineConfig(
         guided=True,
         assignment=AssignmentConfig(consensus=2),
         adaptivity=AdaptivityConfig(
-            exit_share=0.9, prune_matchability=0.025, prune_confident_only=False, prospects=True
+            exit_share=0.9, prune_matchability=0.02, prune_confident_only=False, prospects=True
         ),
         match_threshold=0.03,
         doubt=20.0,
@@ -101,6 +101,17 @@ _ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="sup
 
 PRESETS: dict[str, PipelineConfig] = {
     "hybrid": _HYBRID,
+    "hybrid-learned": replace(
+        _ON_LEARNED,
+        matcher=replace(
+            _HYBRID.matcher,
+            kind="learned",
+            descriptor_dim=64,
+            position=PositionConfig(inputs=("xy",)),
+            match_threshold=0.2,
+        ),
+        weights="hybrid-learned",
+    ),
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
     "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.9), weights=None),
     "superglue-indoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-indoor"),

@@ -119,7 +119,7 @@ def test_essential_needs_a_camera(views, capfd):
         (["--camera0", "1,2,3"], 2, "--camera0 must be four numbers"),
         (["--camera0", "1,2,3,4"], 2, "'essential' only"),
         (["--geometry", "affine"], 2, "affine"),
-        (["--preset", "superglue"], 2, "Known: hybrid, nearest"),
+        (["--preset", "superglue"], 2, "Known: hybrid, hybrid-learned"),
         (["--threshold", "7"], 2, "from 0 to 1"),
         (["--max-keypoints", "0"], 2, "at least 1"),
         (["--device", "abacus"], 2, "abacus"),

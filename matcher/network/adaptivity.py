@@ -15,7 +15,7 @@ from torch import Tensor
 from matcher.config import AdaptivityConfig
 from matcher.network.attention import Layout
 
-LEAST_PRUNED = 0.1  # share of the live points of a pair; fewer are not worth the change of shapes
+LEAST_PRUNED = 0.05  # share of the live points of a pair; fewer are not worth the change of shapes
 NEGLIGIBLE = 0.5  # points: a pair that expects fewer matches than this need not go on
 
 
