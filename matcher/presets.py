@@ -108,7 +108,7 @@ PRESETS: dict[str, PipelineConfig] = {
             kind="learned",
             descriptor_dim=64,
             position=PositionConfig(inputs=("xy",)),
-            match_threshold=0.2,
+            match_threshold=0.1,
         ),
         weights="hybrid-learned",
     ),
