@@ -78,7 +78,7 @@ def test_a_matcher_with_fewer_layers_is_the_first_part_of_the_whole(network, vie
 
 def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
     near = for_neighbours(network).matcher.model
-    assert (len(near.layers), near.config.assignment.max_iterations) == (2, 7)
+    assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
     sequence = matcher.Sequence(network)
     assert len(sequence.pipeline.matcher.model.layers) == 3
     nearest = matcher.load("nearest")
