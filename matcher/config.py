@@ -70,6 +70,7 @@ class AdaptivityConfig:
     pruning: bool = True
     prune_matchability: float = 0.01  # points below it are dropped
     prune_confident_only: bool = True  # if they are confident
+    least_pruned: float = 0.0  # share of a pair's live points; fewer are not worth the change of shapes
     # Heads of their own foresee who will be matched: they say who is dropped, and for how much who counts.
     prospects: bool = False
 

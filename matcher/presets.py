@@ -30,7 +30,11 @@ _HYBRID = PipelineConfig(
         guided=True,
         assignment=AssignmentConfig(consensus=2),
         adaptivity=AdaptivityConfig(
-            exit_share=0.9, prune_matchability=0.02, prune_confident_only=False, prospects=True
+            exit_share=0.9,
+            prune_matchability=0.02,
+            prune_confident_only=False,
+            least_pruned=0.05,
+            prospects=True,
         ),
         match_threshold=0.03,
         doubt=20.0,

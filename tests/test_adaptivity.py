@@ -94,7 +94,7 @@ def test_few_points_are_not_worth_pruning() -> None:
     keep = torch.ones(60, dtype=torch.bool)
     keep[31] = False  # one of forty
     keep[[40, 45, 52]] = False  # three of twenty
-    found = worthwhile(keep, layout)
+    found = worthwhile(keep, layout, 0.05)
     assert found[:40].all()
     assert found[40:].equal(keep[40:])
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from matcher.config import AdaptivityConfig
 from matcher.network.attention import Layout
 
-LEAST_PRUNED = 0.05  # share of the live points of a pair; fewer are not worth the change of shapes
 NEGLIGIBLE = 0.5  # points: a pair that expects fewer matches than this need not go on
 
 
@@ -95,14 +94,14 @@ def ready_prospects(
     ]
 
 
-def worthwhile(keep: Tensor, layout: Layout) -> Tensor:
-    """`keep` (T,) bool, but all points of pairs that would lose few.
+def worthwhile(keep: Tensor, layout: Layout, least: float) -> Tensor:
+    """`keep` (T,) bool, but all points of pairs that would lose less than the share `least`.
 
     Pictures with equally many points run faster than those that differ by a few.
     """
     kept, starts = _per_pair(keep.int(), layout), layout.starts[::2]
     lengths = [end - start for start, end in pairwise(starts)]
-    spared = torch.tensor([k > (1 - LEAST_PRUNED) * n for k, n in zip(kept, lengths, strict=True)])
+    spared = torch.tensor([k > (1 - least) * n for k, n in zip(kept, lengths, strict=True)])
     return keep | spared.repeat_interleave(torch.tensor(lengths)).to(keep.device)
 
 

@@ -202,7 +202,8 @@ class Model(nn.Module):
         keep = torch.ones_like(confident)
         if config.pruning:
             keep = matchable > config.prune_matchability
-            keep = worthwhile(keep | ~confident if config.prune_confident_only else keep, tokens.layout)
+            keep = keep | ~confident if config.prune_confident_only else keep
+            keep = worthwhile(keep, tokens.layout, config.least_pruned)
         if leaving or not bool(keep.all()):
             return tokens.keep(keep, staying)
         return tokens
