@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,9 +71,9 @@ def sinkhorn(
     log_mu, log_nu = log_masses(scores, mask0, mask1)
     solve = _solve if mask0 is None and mask1 is None else _solve_valid
     starts = [None] * len(scores) if start is None else zip(start.u, start.v, strict=True)
-    pairs = zip(scores, log_mu, log_nu, starts, strict=True)
+    problems = map(Problem, scores, log_mu, log_nu, starts)
     u, v, iterations, converged = zip(
-        *(solve(*pair, max_iterations, tolerance) for pair in pairs), strict=True
+        *(solve(problem, max_iterations, tolerance) for problem in problems), strict=True
     )
     device = scores.device
     return Potentials(
@@ -83,42 +84,38 @@ def sinkhorn(
     )
 
 
-Start = tuple[Tensor, Tensor] | None  # potentials (N+1,), (M+1,) to begin with
+class Problem(NamedTuple):
+    """One pair."""
+
+    scores: Tensor  # (N+1, M+1)
+    log_mu: Tensor  # (N+1,)
+    log_nu: Tensor  # (M+1,)
+    start: tuple[Tensor, Tensor] | None  # potentials (N+1,), (M+1,) to begin with
+
+
 Solution = tuple[Tensor, Tensor, int, bool]  # potentials (N+1,), (M+1,), iterations, converged
 
 
-def _solve_valid(
-    scores: Tensor,
-    log_mu: Tensor,
-    log_nu: Tensor,
-    start: Start,
-    max_iterations: int,
-    tolerance: float | None,
-) -> Solution:
+def _solve_valid(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
     """`_solve` for the points and dustbins of one pair that have mass; the others' potentials are −inf."""
+    scores, log_mu, log_nu, start = problem
     u, v = torch.full_like(log_mu, -math.inf), torch.full_like(log_nu, -math.inf)
     rows, columns = (x.isfinite().nonzero().squeeze(1) for x in (log_mu, log_nu))
     if not len(rows) or not len(columns):
         return u, v, 1, True
     start = start and (start[0][rows], start[1][columns])
-    inner = scores[rows[:, None], columns], log_mu[rows], log_nu[columns], start
-    u[rows], v[columns], iterations, converged = _solve(*inner, max_iterations, tolerance)
+    inner = Problem(scores[rows[:, None], columns], log_mu[rows], log_nu[columns], start)
+    u[rows], v[columns], iterations, converged = _solve(inner, max_iterations, tolerance)
     return u, v, iterations, converged
 
 
-def _solve(
-    scores: Tensor,
-    log_mu: Tensor,
-    log_nu: Tensor,
-    start: Start,
-    max_iterations: int,
-    tolerance: float | None,
-) -> Solution:
+def _solve(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+    scores, log_mu, log_nu, start = problem
     if tolerance is not None and columns_first(scores, log_mu, log_nu):
-        turned = scores.t(), log_nu, log_mu, start and start[::-1]
-        v, u, iterations, converged = _sinkhorn_pair(*turned, max_iterations, tolerance)
+        turned = Problem(scores.t(), log_nu, log_mu, start and start[::-1])
+        v, u, iterations, converged = _sinkhorn_pair(turned, max_iterations, tolerance)
         return u, v, iterations, converged
-    return _sinkhorn_pair(scores, log_mu, log_nu, start, max_iterations, tolerance)
+    return _sinkhorn_pair(problem, max_iterations, tolerance)
 
 
 def columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
@@ -140,18 +137,12 @@ def row_error(ratios: Tensor) -> float:
     return max(float(points.norm()) / max(len(points), 1) ** 0.5, float(errors[-1]))
 
 
-def _sinkhorn_pair(
-    scores: Tensor,
-    log_mu: Tensor,
-    log_nu: Tensor,
-    start: Start,
-    max_iterations: int,
-    tolerance: float | None,
-) -> Solution:
+def _sinkhorn_pair(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
     """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
 
     Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
     """
+    scores, log_mu, log_nu, start = problem
     masses = torch.cat([log_mu, log_nu]).exp_()
     scores, ones = scores.contiguous(), torch.ones_like(masses)
     u, v = start or (-scores.amax(1), torch.zeros_like(log_nu))

@@ -93,10 +93,9 @@ def for_neighbours(pipeline: Pipeline) -> Pipeline:
     """The pipeline with what neighbouring frames need: the first half of its layers, all points, a rough
     assignment.
 
-    With the shipped weights, 512 points and one driving sequence (26 frames of kitti_mini), 2, 3, 4 and all 6
+    With earlier weights, 512 points and one driving sequence (26 frames of kitti_mini), 2, 3, 4 and all 6
     layers gave tracks of 4.48, 4.43, 4.44 and 4.41 frames, 95.8 to 96.0 % of the links being right; a rough
-    assignment instead of one to its tolerance changed tracks by .01 frames. The rotation of
-    stereo odometry over 10 m was off by .0171 degrees a metre with 3 layers, by .0214 with 2.
+    assignment instead of one to its tolerance changed tracks by .01 frames.
     """
     layers = (pipeline.layers + 1) // 2
     return replace(
