@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from matcher.config import NearestConfig
+from matcher.steering import aligned
 from matcher.types import Features, Matches, UsageError
 
 
@@ -35,6 +36,8 @@ class NearestMatcher:
             UsageError: the two sides come from different front ends or have descriptors of different sizes.
         """
         _check(features0, features1)
+        features0, features1 = (f.to(self.device) for f in (features0, features1))
+        features1 = aligned(features0, features1, features0.kind)
         batch = features0.keypoints.shape[0]
         return [self._match(features0, features1, pair) for pair in range(batch)]
 
@@ -42,7 +45,7 @@ class NearestMatcher:
         """One pair at a time: a padded batch of distance matrices would only cost memory."""
         valid = [f.mask[pair].nonzero().squeeze(1).cpu() for f in (features0, features1)]
         descriptors = [
-            f.descriptors[pair].to(self.device, torch.float32)[index.to(self.device)]
+            f.descriptors[pair].to(torch.float32)[index.to(self.device)]
             for f, index in zip((features0, features1), valid, strict=True)
         ]
         local, scores = mutual_nearest(*descriptors, self.config.ratio)

@@ -186,7 +186,7 @@ PRESETS: dict[str, PipelineConfig] = {
         weights="loftr-indoor-new",
     ),
 }
-DEFAULT_PRESET = "hybrid"
+DEFAULT_PRESET = "hybrid-learned"
 
 
 class LoadOptions(TypedDict, total=False):

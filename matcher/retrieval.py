@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from matcher.steering import STEERABLE, TURNS, positions
 from matcher.types import Features, UsageError
 
 WORDS = 512
@@ -84,8 +85,9 @@ def similar_pairs(
 ) -> Iterator[tuple[str, str]]:
     """Each picture with the `k` that look most like it, every pair once, in the order of `names`.
 
-    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB a picture are. A
-    picture without keypoints is in no pair.
+    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB a picture are, or
+    64 kB where descriptors can be turned: then pictures are compared in all four positions. A picture without
+    keypoints is in no pair.
 
     Args:
         names: pictures.
@@ -102,9 +104,11 @@ def similar_pairs(
     rng = np.random.default_rng(seed)
     chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_PICTURES)).astype(int)
     share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
-    samples = []
+    samples, kinds = [], set()
     for index in chosen.tolist():
-        local = _strongest(features(names[index]))
+        described = features(names[index])
+        kinds.add(described.kind)
+        local = _strongest(described)
         samples.append(local[rng.permutation(len(local))[:share]])
     samples = [sample for sample in samples if len(sample)]
     if len({sample.shape[1] for sample in samples}) > 1:
@@ -112,21 +116,24 @@ def similar_pairs(
     if not samples:
         return
     vocabulary = learn_vocabulary(np.concatenate(samples), seed=seed)
-    table = np.zeros((len(names), vocabulary.length), np.float16)
+    kind = kinds.pop() if len(kinds) == 1 else "any"
+    tables = np.zeros((TURNS if kind == STEERABLE else 1, len(names), vocabulary.length), np.float16)
     for index, name in enumerate(names):
         local = _strongest(features(name))
-        if len(local):
-            table[index] = vocabulary.describe(local)
-    for first, second in neighbour_pairs(table, k).tolist():
+        for table, position in zip(tables, positions(local, kind), strict=True):
+            if len(local):
+                table[index] = vocabulary.describe(position)
+    for first, second in neighbour_pairs(tables[0], k, tables[1:]).tolist():
         yield names[first], names[second]
 
 
-def neighbour_pairs(table: np.ndarray, k: int) -> np.ndarray:
+def neighbour_pairs(table: np.ndarray, k: int, turned: Sequence[np.ndarray] = ()) -> np.ndarray:
     """(P, 2) int64 pairs i < j of rows where one is among the `k` most similar of the other, sorted.
 
     Args:
         table: (I, G) global descriptors of unit length; rows of zeros are in no pair.
         k: neighbours of a row.
+        turned: (I, G) each, the same pictures in other positions; a pair is as similar as in the best one.
     """
     usable = np.flatnonzero(np.any(table != 0, axis=1))
     k = min(k, len(usable) - 1)
@@ -135,21 +142,24 @@ def neighbour_pairs(table: np.ndarray, k: int) -> np.ndarray:
     keys = []
     for start in range(0, len(usable), _ROWS):
         rows = usable[start : start + _ROWS]
-        best = _most_similar(table, rows, usable, k)
+        best = _most_similar(table, rows, usable, k, turned)
         ends = np.stack([np.repeat(rows, k), best.ravel()])
         keys.append(ends.min(axis=0) * len(table) + ends.max(axis=0))
     unique = np.unique(np.concatenate(keys))
     return np.column_stack(np.divmod(unique, len(table)))
 
 
-def _most_similar(table: np.ndarray, rows: np.ndarray, usable: np.ndarray, k: int) -> np.ndarray:
+def _most_similar(
+    table: np.ndarray, rows: np.ndarray, usable: np.ndarray, k: int, turned: Sequence[np.ndarray]
+) -> np.ndarray:
     """(R, k) the rows most similar to each of `rows`, itself left out, block by block."""
-    queries = table[rows].astype(np.float32)
+    queries = [position[rows].astype(np.float32) for position in (table, *turned)]
     similarity = np.zeros((len(rows), 0), np.float32)
     index = np.zeros((len(rows), 0), np.int64)
     for start in range(0, len(usable), _ROWS):
         columns = usable[start : start + _ROWS]
-        block = queries @ table[columns].astype(np.float32).T
+        others = table[columns].astype(np.float32).T
+        block = np.maximum.reduce([query @ others for query in queries])
         block[rows[:, None] == columns] = -np.inf
         similarity = np.concatenate([similarity, block], axis=1)
         index = np.concatenate([index, np.broadcast_to(columns, block.shape)], axis=1)

@@ -27,7 +27,7 @@ SHARED = 30  # verified matches of two pictures of the castle that overlap
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure collections; prints JSON.")
     parser.add_argument("what", nargs="*", default=["castle", "workers"])
-    parser.add_argument("--preset", default="hybrid")
+    parser.add_argument("--preset", default="hybrid-learned")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "collection")
     parser.add_argument("--max-keypoints", type=int, help="default: castle 4096, workers 512")
@@ -55,32 +55,31 @@ def main() -> None:
         for title, found in rows:
             print(title, json.dumps(found), flush=True)
     if "retrieval" in args.what:
-        for title, found in retrieval(data, args.work):
+        for title, found in retrieval(data, args.work, args.preset):
             print(title, json.dumps(found), flush=True)
 
 
-def retrieval(data: Path, work: Path) -> Iterable[tuple[str, dict[str, float]]]:
+def retrieval(data: Path, work: Path, preset: str) -> Iterable[tuple[str, dict[str, float]]]:
     """Recall of the true pairs by K: of five views of each photo, and of the castle among those views."""
     import numpy as np
 
     from matcher.collection.store import Store
-    from matcher.config import ExtractorConfig
     from matcher.evaluation.synthetic import LEVELS, draw_homography, find_photos, warp
-    from matcher.frontends.sift import SiftExtractor
     from matcher.images import image_from_array, read_image
+    from matcher.pipeline import load
     from matcher.retrieval import similar_pairs
 
-    extractor, table, truth = SiftExtractor(ExtractorConfig()), {}, set()
+    extractor, table, truth = load(preset, device="cpu").extractor, {}, set()
     for number, path in enumerate(find_photos(data / "photos" / "val")):
         pixels = read_image(path, resize=640, upright=False).pixels
-        for view in range(len(LEVELS) + 1):
+        for view in LEVELS:  # 0 is the photo itself
             shown = pixels
             if view:
                 rng = np.random.default_rng([view, number])
                 homography = draw_homography(pixels.shape[1::-1], LEVELS[view], rng)
                 shown = warp(pixels, homography)
             table[f"{number}-{view}"] = extractor([image_from_array(shown)])[0]
-        truth |= set(combinations([f"{number}-{view}" for view in range(len(LEVELS) + 1)], 2))
+        truth |= set(combinations([f"{number}-{view}" for view in LEVELS], 2))
     yield f"{len(table)} views", _recalls(table, truth, similar_pairs)
     with Store.open(work / "castle" / "run") as store:
         castle = {image.name: store.features(image.name) for image in store.images()}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure sequences; prints JSON.")
     parser.add_argument("what", nargs="*", default=["driving", "stereo", "latency"])
-    parser.add_argument("--preset", default="hybrid")
+    parser.add_argument("--preset", default="hybrid-learned")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--precision")
     parser.add_argument("--max-keypoints", type=int, default=1024, help="latency is measured with 512")

@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=SETTINGS)
     parser.add_argument("photos", type=Path, help="a folder")
-    parser.add_argument("--preset", default="hybrid")
+    parser.add_argument("--preset", default="hybrid-learned")
     parser.add_argument("--weights", help="a file or a name, instead of the shipped ones")
     parser.add_argument("--max-keypoints", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=400)

@@ -12,7 +12,7 @@ def pair_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("image0", type=Path)
     parser.add_argument("image1", type=Path)
     parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
-    parser.add_argument("--preset", default="hybrid")
+    parser.add_argument("--preset", default="hybrid-learned")
     parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
     parser.add_argument("--resize", type=int, default=1024)
     parser.add_argument("--stacked", action="store_true")

@@ -47,7 +47,7 @@ def small_weights(small_model, tmp_path) -> Path:
 
 @pytest.fixture
 def shipped_weights() -> Path:
-    """The shipped default weights."""
+    """The shipped weights of `hybrid`, beside which those of the other presets are."""
     for folder in FOLDERS:
         if (folder / "hybrid.safetensors").is_file():
             return folder / "hybrid.safetensors"

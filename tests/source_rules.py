@@ -11,6 +11,7 @@ FLOORS = {
     "types": 1,
     "config": 1,
     "geometry": 2,
+    "steering": 2,
     "presets": 2,
     "files": 2,
     "tensors": 2,

@@ -54,7 +54,17 @@ def test_json_is_one_object_and_nothing_else(views, capfd):
 
 def test_the_network_is_named(views, small_weights, capfd):
     assert (
-        run("match", *views, "--weights", small_weights, "--json", "--device", "cpu", "--max-keypoints", 200)
+        run(
+            "match",
+            *views,
+            "--preset",
+            "hybrid",
+            "--weights",
+            small_weights,
+            "--json",
+            "--max-keypoints",
+            200,
+        )
         == 0
     )
     found = json.loads(capfd.readouterr().out)

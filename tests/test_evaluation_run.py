@@ -109,8 +109,8 @@ def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, cap
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
         monkeypatch.setenv(variable, "2")  # given back after the test
     code = run(
-        "evaluate", photos, "--weights", small_weights, "--full-depth", "--max-keypoints", 100, "--pairs", 4,
-        "--levels", "1,2", "--output", tmp_path / "out", "--threads", 1,
+        "evaluate", photos, "--preset", "hybrid", "--weights", small_weights, "--full-depth", "--pairs", 4,
+        "--max-keypoints", 100, "--levels", "1,2", "--output", tmp_path / "out", "--threads", 1,
     )  # fmt: skip
     assert code == 0 and os.environ["OPENCV_FOR_THREADS_NUM"] == "1"
     printed, said = capsys.readouterr()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 
+from matcher.config import ExtractorConfig
 from matcher.frontends.learned import (
     DESCRIPTOR_DIM,
     STRIDE,
@@ -17,6 +18,7 @@ from matcher.frontends.learned import (
     unfolded,
 )
 from matcher.images import image_from_array
+from matcher.pipeline import build_extractor
 from matcher.types import UsageError
 
 
@@ -152,6 +154,14 @@ def test_constant_pictures_give_what_there_is():
     for value in (0, 128, 255):
         (features,) = build("learned")([whole(np.full((90, 120), value, np.uint8))])
         assert bool(features.descriptors.isfinite().all())
+
+
+def test_constant_and_dark_pictures_have_no_points(rng):
+    extract = build_extractor(ExtractorConfig(kind="learned"))
+    for value in (0, 128, 255):
+        assert len(extract([whole(np.full((90, 120), value, np.uint8))])[0]) == 0
+    noise = rng.normal(8, 1, (240, 320)).clip(0, 255).astype(np.uint8)
+    assert len(extract([whole(noise)])[0]) < 100
 
 
 def test_more_points_than_there_are(picture):

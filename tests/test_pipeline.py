@@ -10,6 +10,7 @@ from matcher.geometry import warp_points
 from matcher.images import image_from_array, read_image
 from matcher.network.inference import AttentionMatcher
 from matcher.pipeline import resolve_device, threshold_scale
+from matcher.presets import DEFAULT_PRESET
 from matcher.types import Camera, Features, Image, ImageError, UsageError
 
 H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
@@ -24,8 +25,8 @@ def pair(views) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture
 def network(small_weights) -> matcher.Pipeline:
-    """The default preset with small untrained weights."""
-    return matcher.load(weights=small_weights, max_keypoints=300, device="cpu", precision="float32")
+    """The preset of SIFT with small untrained weights."""
+    return matcher.load("hybrid", weights=small_weights, max_keypoints=300, device="cpu", precision="float32")
 
 
 def share_right(result: matcher.Result, homography: np.ndarray, pixels: float = 3.0) -> float:
@@ -50,7 +51,7 @@ def test_a_known_homography_is_found(pair, small_weights, preset):
 
 def test_shipped_weights_match_a_known_homography(pair, shipped_weights):
     pipeline = matcher.load(geometry="homography", max_keypoints=800, device="cpu")
-    assert pipeline.weights.name == "hybrid"
+    assert pipeline.weights.name == DEFAULT_PRESET
     result = pipeline.match(*pair)
     assert share_right(result, H_0TO1) > 0.9
     assert len(result.matches) > 300
@@ -193,7 +194,7 @@ def test_essential_needs_cameras_and_others_refuse_them(views):
 
 def test_options_reach_the_network(small_weights):
     options = {"match_threshold": 0.7, "early_exit": False, "pruning": False, "precision": "bfloat16"}
-    pipeline = matcher.load(weights=small_weights, device="cpu", **options)
+    pipeline = matcher.load("hybrid", weights=small_weights, device="cpu", **options)
     assert isinstance(pipeline.matcher, AttentionMatcher)
     assert pipeline.matcher.precision == "bfloat16"
     config = pipeline.matcher.model.config
@@ -202,7 +203,7 @@ def test_options_reach_the_network(small_weights):
     assert not config.adaptivity.pruning
     assert config == pipeline.config.matcher
     assert pipeline.layers == 3
-    default = matcher.load(weights=small_weights, device="cpu", precision="float32").matcher.model
+    default = matcher.load("hybrid", weights=small_weights, device="cpu", precision="float32").matcher.model
     for key, value in default.state_dict().items():
         torch.testing.assert_close(
             value, pipeline.matcher.model.state_dict()[key].float(), rtol=1e-2, atol=1e-2
@@ -211,9 +212,9 @@ def test_options_reach_the_network(small_weights):
 
 def test_the_threshold_cuts_matches(small_weights, pair):
     options = {"weights": small_weights, "device": "cpu", "precision": "float32", "max_keypoints": 300}
-    low = matcher.load(match_threshold=0.02, **options).match(*pair).matches
+    low = matcher.load("hybrid", match_threshold=0.02, **options).match(*pair).matches
     middle = float(np.median(low.scores))
-    high = matcher.load(match_threshold=middle, **options).match(*pair).matches
+    high = matcher.load("hybrid", match_threshold=middle, **options).match(*pair).matches
     assert len(low) > 20
     kept = low.indices[low.scores > middle]
     np.testing.assert_array_equal(high.indices[: len(kept)], kept)
@@ -260,9 +261,9 @@ def test_devices():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_matches_of_the_processor(small_weights, pair):
     results = [
-        matcher.load(weights=small_weights, device=device, precision="float32", max_keypoints=500).match(
-            *pair
-        )
+        matcher.load(
+            "hybrid", weights=small_weights, device=device, precision="float32", max_keypoints=500
+        ).match(*pair)
         for device in ("cpu", "cuda")
     ]
     on_cpu, on_gpu = ({tuple(row) for row in result.matches.indices.tolist()} for result in results)

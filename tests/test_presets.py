@@ -1,5 +1,6 @@
 import pytest
 
+from matcher import cli
 from matcher.cli import main
 from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, from_dict, to_dict
 from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
@@ -9,7 +10,7 @@ from matcher.weights import load_model, read_manifest
 
 def test_names_and_default():
     assert {"hybrid", "nearest", "superglue-indoor", "lightglue-superpoint"} <= set(PRESETS)
-    assert find_preset(DEFAULT_PRESET).weights == "hybrid"
+    assert find_preset(DEFAULT_PRESET).weights == DEFAULT_PRESET == cli.options.DEFAULT_PRESET
     with pytest.raises(UsageError, match="did you mean 'hybrid'"):
         find_preset("hybird")
 

@@ -1,10 +1,12 @@
 """Pictures that look alike: on made-up descriptors, and on warped views of photos."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from matcher import retrieval
 from matcher.config import ExtractorConfig
@@ -12,6 +14,7 @@ from matcher.evaluation.synthetic import LEVELS, draw_homography, find_photos, w
 from matcher.frontends.sift import SiftExtractor
 from matcher.images import image_from_array, read_image
 from matcher.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
+from matcher.steering import STEERABLE, steered
 from matcher.types import Features, UsageError
 
 PHOTOS = Path(os.environ.get("MATCHER_DATA", Path(__file__).parents[2] / "shared")) / "photos" / "val"
@@ -103,6 +106,18 @@ def test_neighbours_against_a_sorted_table(rng, monkeypatch, rows):
     found = neighbour_pairs(table, 4)
     assert set(map(tuple, found.tolist())) == expected and len(found) == len(expected)
     assert not (found == 11).any()
+
+
+def test_turned_pictures_are_found_by_descriptors_that_turn(rng):
+    upright = made_up(rng, scenes=12, views=2)
+    table = {}
+    for number, (name, features) in enumerate(upright.items()):
+        turn = torch.tensor([number % 4 if number % 2 else 0])
+        descriptors = steered(features.descriptors[None], turn)[0]
+        table[name] = replace(features, descriptors=descriptors, kind=STEERABLE)
+    assert recall(similar_pairs(list(table), table.__getitem__, 1), list(table)) > 0.95
+    rigid = {name: replace(features, kind="any") for name, features in table.items()}
+    assert recall(similar_pairs(list(rigid), rigid.__getitem__, 1), list(rigid)) < 0.5
 
 
 def test_few_pictures_and_pictures_without_keypoints(rng):

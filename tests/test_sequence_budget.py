@@ -13,7 +13,7 @@ from matcher.sequence.budget import Choice, choose, for_neighbours, limited, mat
 
 @pytest.fixture
 def network(small_weights) -> matcher.Pipeline:
-    return matcher.load(weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
+    return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_choice_is_applied(network, views):
 def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(small_weights, views, made_up_costs):
     picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
     sequence = matcher.Sequence(
-        budget_ms=60.0, weights=small_weights, max_keypoints=300, device="cpu", precision="float32"
+        "hybrid", budget_ms=60.0, weights=small_weights, max_keypoints=300, device="cpu", precision="float32"
     )
     assert sequence.push(np.zeros_like(picture)).status == "blank"
     assert sequence.choice is None

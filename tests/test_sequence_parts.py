@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import cv2
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from matcher.sequence.trajectory import (
     segment_errors,
     write_tum,
 )
+from matcher.steering import STEERABLE, positions
 from matcher.types import UsageError
 
 
@@ -272,16 +275,18 @@ def test_true_poses_are_found_by_time():
     assert nearest_rows(np.array([1.0, 2.0]), np.array([2.0])).tolist() == [-1, 0]
 
 
-def test_the_likeliest_keyframe_has_the_same_points(rng):
+@pytest.mark.parametrize("kind", ["sift", STEERABLE])
+def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
     class Kept:
         def __init__(self, index: int, descriptors: np.ndarray) -> None:
-            self.index, self.descriptors = index, descriptors
+            self.index, self.descriptors, self.features = index, descriptors, SimpleNamespace(kind=kind)
 
     scenes = [rng.normal(size=(150, 32)).astype(np.float32) for _ in range(8)]
     keyframes = [Kept(10 * i, scene) for i, scene in enumerate(scenes)]
     places = Places()
     for i in (2, 5, 7):
-        query = Kept(99, scenes[i] + 0.1 * rng.normal(size=(150, 32)).astype(np.float32))
+        seen = scenes[i] + 0.1 * rng.normal(size=(150, 32)).astype(np.float32)
+        query = Kept(99, positions(seen, kind)[-1])  # turned, where descriptors turn
         likely = places.likely(query, keyframes, 3)
         assert likely[0].index == 10 * i and len(likely) == 3
     moved_on = [Kept(100 + i, scene) for i, scene in enumerate(scenes[:3])]

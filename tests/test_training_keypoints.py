@@ -15,7 +15,7 @@ from matcher.frontends.learned import DESCRIPTOR_DIM, folded
 from matcher.geometry import warp_points
 from matcher.pipeline import build_extractor
 from matcher.training.keypoints import losses
-from matcher.training.keypoints.pictures import HIDDEN, PictureSampler, dense_places
+from matcher.training.keypoints.pictures import HIDDEN, PictureSampler, dense_places, turned
 from matcher.training.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
 from matcher.training.keypoints.run import train_front_end
 from matcher.training.keypoints.trainer import FrontEndTrainer, strongest
@@ -76,6 +76,29 @@ def test_places_follow_the_homographies(rng):
     np.testing.assert_allclose(found[inside], expected[inside], atol=1e-3)
     assert inside.any() and not inside.all()
     assert bool((found[~inside] == HIDDEN).all())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_turned_view_shows_the_same_in_other_places(rng, turns):
+    pixels = rng.integers(0, 256, (64, 64)).astype(np.uint8)
+    view = View(pixels, np.zeros_like(pixels), np.array([[[1.1, 0, 3], [0, 0.9, -2], [0, 0, 1.0]]]))
+    other = turned(view, turns)
+    places = dense_places(view, other)
+    column, row = np.rint(places).astype(int)
+    np.testing.assert_allclose(places, [column, row], atol=1e-3)
+    assert bool((other.pixels[row, column] == view.pixels).all())
+    assert (turns == 0) == np.array_equal(other.pixels, pixels)
+    # Clockwise, as y points down: what was on the right comes to the bottom.
+    if turns == 1:
+        assert bool((other.pixels[-1] == pixels[::-1, -1]).all())
+
+
+def test_some_pairs_are_turned(folder):
+    scene, picture = SmallScene(width=64, height=64), PictureRecipe(pairs_per_batch=8, turned_share=0.7)
+    recipe = replace(TINY, scene=scene, picture=picture)
+    batch = PictureSampler(PhotoSet(find_photos(folder / "photos"), colour=True), recipe).batch(0)
+    assert batch.turns[::2].tolist() == [0] * 8
+    assert 0 < int((batch.turns[1::2] > 0).sum()) < 8
 
 
 def test_what_another_plane_covers_is_hidden():
@@ -246,6 +269,7 @@ def test_recipes_of_both_kinds_are_told_apart(folder, tmp_path):
         ('trains = "front end"\nscene = {width = 100}', "multiples of 16"),
         ('trains = "front end"\noptimiser.described = 500', "optimiser.described"),
         ('trains = "front end"\npicture.mixed_share = 2', "picture.mixed_share"),
+        ('trains = "front end"\npicture.turned_share = 0.5', "square"),
         ('trains = "front end"\npair = {}', "unknown key pair"),
     ]:
         (tmp_path / "bad.toml").write_text(change)

@@ -25,7 +25,10 @@ Where = Annotated[
 ]
 Presets = Annotated[
     list[str] | None,
-    typer.Option("--preset", help="May be repeated; default: hybrid. nearest is always a row."),
+    typer.Option(
+        "--preset",
+        help=f"May be repeated; default: {options.DEFAULT_PRESET}. Nearest neighbours are always a row.",
+    ),
 ]
 WeightsFiles = Annotated[
     list[Path] | None, typer.Option(metavar="FILE", help="Weights file; may be repeated, a row each.")
@@ -74,7 +77,7 @@ def evaluate(
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
     network = {"match_threshold": threshold, "precision": precision}
-    entrants = _entrants(preset or ["hybrid"], weights or [], full_depth, common, network)
+    entrants = _entrants(preset or [options.DEFAULT_PRESET], weights or [], full_depth, common, network)
     skipped = sum(_measure(pair_set, entrants, seed, estimator_seeds, output) for pair_set in sets)
     if skipped:
         typer.echo(f"matcher: {skipped} pairs were skipped; the tables say why", err=True)
@@ -113,16 +116,22 @@ def _entrants(
     common: dict[str, object],
     network: dict[str, object],
 ) -> list[Entrant]:
-    """A row for every preset and weights file, full-depth rows where asked for, and `nearest` first."""
+    """A row for every preset and weights file, full-depth rows where asked for; before them `nearest`, and
+    nearest neighbours of the same keypoints."""
     from matcher.config import NearestConfig
     from matcher.evaluation.run import Entrant
     from matcher.pipeline import load
-    from matcher.presets import find_preset
+    from matcher.presets import PRESETS, find_preset
 
-    rows = {"nearest": Entrant("nearest", load("nearest", **common))}
+    kinds = {find_preset(name).extractor.kind for name in presets} | {find_preset("nearest").extractor.kind}
+    plain = [
+        name
+        for name, config in PRESETS.items()
+        if isinstance(config.matcher, NearestConfig) and config.extractor.kind in kinds
+    ]
+    rows = {name: Entrant(name, load(name, **common)) for name in plain}
     for name in presets:
-        if isinstance(find_preset(name).matcher, NearestConfig):
-            rows.setdefault(name, Entrant(name, load(name, **common)))
+        if name in rows:
             continue
         for file in weights or [None]:
             title = name if file is None else f"{name} {_short(file, weights)}"

@@ -16,7 +16,7 @@ GivenWithoutGeometry = Annotated[dict[str, Any], ("geometry",)]
 Command = Callable[..., Any]
 
 _DECLARED = {
-    "preset": (options.Preset, "hybrid"),
+    "preset": (options.Preset, options.DEFAULT_PRESET),
     "weights": (options.Weights, None),
     "frontend": (options.FrontEnd, None),
     "variant": (options.Variant, None),

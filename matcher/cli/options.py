@@ -9,6 +9,8 @@ import typer
 if TYPE_CHECKING:
     from matcher.types import Camera
 
+DEFAULT_PRESET = "hybrid-learned"  # that of matcher.presets, which would import torch
+
 Preset = Annotated[str, typer.Option("--preset", help="Configuration; `matcher presets` lists them.")]
 Weights = Annotated[
     str | None,

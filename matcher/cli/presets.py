@@ -22,4 +22,4 @@ def presets() -> None:
         else:
             picture = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         default = " (default)" if name == DEFAULT_PRESET else ""
-        typer.echo(f"{name + default:<22} {picture}; {how}")
+        typer.echo(f"{name + default:<24} {picture}; {how}")

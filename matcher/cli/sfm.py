@@ -67,9 +67,9 @@ def sfm(
 ) -> int:
     """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
 
-    From photos, pictures are resized to 2048 and given 4096 keypoints unless said otherwise, SIFT's largest,
-    which more pictures share; up to 100 are matched each with each, of more each with the 30 that look most
-    like it. What is matched stays in the run, so the same command goes on after an interruption.
+    From photos, pictures are resized to 2048 and given 4096 keypoints unless said otherwise, of SIFT the
+    largest, which more pictures share; up to 100 are matched each with each, of more each with the 30 that
+    look most like it. What is matched stays in the run, so the same command goes on after an interruption.
     """
     _check_first(out)
     choice = camera_choice(camera, camera_model, cameras)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from matcher.cli import options
+
 if TYPE_CHECKING:
     from matcher.training.keypoints.recipe import FrontEndRecipe
     from matcher.training.recipe import Recipe
@@ -79,7 +81,7 @@ def _training_of(recipe: Recipe | FrontEndRecipe) -> Callable[..., Path | None]:
 def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
     from matcher.training.reading import read_recipe, shipped_recipe
 
-    recipe = read_recipe(path or shipped_recipe("hybrid"))
+    recipe = read_recipe(path or shipped_recipe(options.DEFAULT_PRESET))
     return recipe if steps is None else replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))
 
 

@@ -94,7 +94,8 @@ class HlocFeatures:
         found = features.descriptors.shape[-1]
         if found != config.descriptor_dim:
             raise UsageError(
-                f"descriptors have {found} numbers, {pipeline.preset} takes {config.descriptor_dim}"
+                f"descriptors have {found} numbers, {pipeline.preset} takes {config.descriptor_dim}; give the"
+                " preset of the front end that made them"
             )
         inputs = " ".join(config.position.inputs)
         for dataset, values in (("scale", features.scales), ("orientation", features.orientations)):

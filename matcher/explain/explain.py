@@ -147,7 +147,7 @@ def _decide(model: Model, tokens: Tokens, depth: int, total: int) -> tuple[Token
     """What the normal path does after a layer: the tokens that stay, or the final assignment."""
     found: dict[int, PairPrediction] = {}
     if depth == len(model.layers) - 1:
-        return tokens, model._assign(tokens, [0], depth)[0]
+        return tokens, model._assign(tokens, depth)[0]
     return model._adapt(tokens, [total], depth, found), found.get(0)
 
 

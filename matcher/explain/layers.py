@@ -10,7 +10,7 @@ from torch import Tensor
 
 from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
-from matcher.network.adaptivity import Tokens, confidence_threshold
+from matcher.network.adaptivity import Tokens, confidence_threshold, hopeful
 from matcher.network.guidance import Side
 from matcher.network.model import Model, split_sides
 from matcher.network.mutual import mutual_matches
@@ -63,13 +63,14 @@ def layer_report(
         final: the assignment, if the pair stopped here.
         inner: (N,), (M,) bool, input points that may have a partner; None where all may.
     """
-    pair = final or model._assign(tokens, [0], depth)[0]
     config = model.config
+    sure = model.confidences(tokens.x, depth) if depth < len(model.confidence) else None
+    pair = final or model._assign(_with_prospects(model, tokens, depth, sure), depth)[0]
     matches, scores = _matched(pair, config, inner)
     now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
     alone = (pair.assignment.log_unmatched0, pair.assignment.log_unmatched1)
-    sure = model.confidences(tokens.x, depth) if depth < len(model.confidence) else None
-    dropped, reasons = _dropped(model, tokens, after, depth, sure)
+    gone = _gone(tokens, after, final)
+    dropped, reasons = _dropped(model, tokens, gone, depth, sure)
     certain, expected = exit_certainty(model, tokens, depth, total, sure)
     return LayerReport(
         within=(attended[0], attended[1]),
@@ -82,7 +83,7 @@ def layer_report(
         certain=certain,
         expected=expected,
         confidences=None if sure is None else sure.cpu().numpy(),
-        marginal_errors=() if final is None else _marginal_errors(model, tokens, depth),
+        marginal_errors=() if final is None else _marginal_errors(model, tokens.keep(~gone, [0]), depth),
         exited=final is not None and depth < len(model.layers) - 1,
         pruned=dropped,
         reasons=reasons,
@@ -124,16 +125,27 @@ def exit_certainty(
     return (1 - float(prospects[doubtful].sum()) / expected if expected else None), expected / 2
 
 
+def _with_prospects(model: Model, tokens: Tokens, depth: int, sure: Tensor | None) -> Tokens:
+    """The points that would be assigned if the pair stopped here."""
+    config = model.config.adaptivity
+    if sure is None or not config.prospects:
+        return tokens
+    confident = sure > confidence_threshold(depth, len(model.layers))
+    return tokens.keep(hopeful(model.matchabilities(tokens.x, depth), confident, config), [0])
+
+
+def _gone(tokens: Tokens, after: Tokens, final: PairPrediction | None) -> Tensor:
+    """(T,) bool: points that neither stay nor take part in the final assignment."""
+    kept = after.layout.split(after.index)[0] if final is None else (final.index0, final.index1)
+    index = tokens.layout.split(tokens.index)[0]
+    return torch.cat([~torch.isin(i, k) for i, k in zip(index, kept, strict=True)])
+
+
 def _dropped(
-    model: Model, tokens: Tokens, after: Tokens, depth: int, sure: Tensor | None
+    model: Model, tokens: Tokens, gone: Tensor, depth: int, sure: Tensor | None
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Input points of either picture that a layer dropped, and why (see `LayerReport.reasons`)."""
     n = tokens.layout.counts[0][0]
-    gone = torch.zeros(len(tokens.x), dtype=torch.bool, device=tokens.x.device)
-    if sure is not None and after.pairs and model.config.adaptivity.pruning:
-        kept = after.layout.counts[0][0]
-        gone[:n] = ~torch.isin(tokens.index[:n], after.index[:kept])
-        gone[n:] = ~torch.isin(tokens.index[n:], after.index[kept:])
     why = tokens.x.new_zeros(len(gone), 2)
     if gone.any():
         why = torch.stack([model.matchabilities(tokens.x, depth), sure], dim=1)

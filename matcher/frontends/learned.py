@@ -27,11 +27,12 @@ DEPTHS = (2, 2, 3, 3)  # convolutions of each
 STRIDE = 16  # pixels from one sample of the coarsest map to the next
 DESCRIPTOR_DIM = 64
 NMS_RADIUS = 3  # pixels within which a point scores highest
+SCORE_THRESHOLD = 0.01  # less probable points are what noise and plain surfaces have
 BORDER = 4  # pixels along the edge without points
 WINDOW = 5  # pixels a side, in which a point's place is refined
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
-_HIDDEN = 128  # of the descriptor's perceptron
+_HIDDEN = 256  # of the descriptor's perceptron
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant picture stays constant
 
 
@@ -222,6 +223,9 @@ def _points_of(
 
 FRONT_ENDS = {
     "learned": FrontEnd(
-        _build, None, {"score_threshold": 0.0, "nms_radius": NMS_RADIUS, "border": BORDER}, _find_together
+        _build,
+        None,
+        {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS, "border": BORDER},
+        _find_together,
     )
 }

@@ -94,6 +94,15 @@ def ready_prospects(
     ]
 
 
+def hopeful(matchable: Tensor, confident: Tensor, config: AdaptivityConfig) -> Tensor:
+    """(T,) bool: points that may still find a partner, by its probability `matchable` (T,); without pruning
+    all may."""
+    if not config.pruning:
+        return torch.ones_like(confident)
+    keep = matchable > config.prune_matchability
+    return keep | ~confident if config.prune_confident_only else keep
+
+
 def worthwhile(keep: Tensor, layout: Layout, least: float) -> Tensor:
     """`keep` (T,) bool, but all points of pairs that would lose less than the share `least`.
 

@@ -13,6 +13,7 @@ from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, Posit
 from matcher.network.adaptivity import (
     Tokens,
     confidence_threshold,
+    hopeful,
     ready_pairs,
     ready_prospects,
     worthwhile,
@@ -30,6 +31,7 @@ from matcher.network.position import MlpPosition, RotaryPosition, SinePosition, 
 from matcher.network.prepared import linear
 from matcher.network.refinement import Refinement
 from matcher.network.sinkhorn import Potentials, sinkhorn
+from matcher.steering import aligned
 from matcher.types import Assignment, Features, PairPrediction, Prediction, UsageError
 
 TOGETHER = 1024  # tokens of a batch that run at once on a processor; one pair may have more
@@ -40,8 +42,9 @@ ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 class Model(nn.Module):
     """Features of two pictures → a soft assignment of their points.
 
-    1. project descriptors; 2. alternate self- and cross-attention, positions turning the queries and keys;
-    3. after each layer decide per pair whether to stop and which points to drop; 4. assign.
+    1. turn picture 1 to fit picture 0 where descriptors can be turned, and project descriptors; 2. alternate
+    self- and cross-attention, positions turning the queries and keys; 3. after each layer decide per pair
+    whether to stop and which points to drop; 4. assign.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
@@ -94,7 +97,10 @@ class Model(nn.Module):
         if features.keypoints.dim() != 3:
             raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
         if features.kind not in ("any", config.kind):
-            raise UsageError(f"this matcher takes {config.kind} features, not {features.kind}")
+            raise UsageError(
+                f"this matcher takes {config.kind} features, not {features.kind}; load a preset for "
+                f"{features.kind} features, or the front end {config.kind}"
+            )
         if size != config.descriptor_dim:
             raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
         needed = ["cells", "grid"] if config.assignment.border else []
@@ -108,6 +114,7 @@ class Model(nn.Module):
             self.check(features)
         if features0.mask.shape[0] != features1.mask.shape[0]:
             raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
+        features1 = aligned(features0, features1, self.config.kind)
         masks = (features0.mask, features1.mask)
         counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
         columns = []
@@ -175,7 +182,7 @@ class Model(nn.Module):
         for depth in range(len(self.layers)):
             tokens = self._advance(tokens, depth)
             if depth == last:
-                found |= self._assign(tokens, list(range(len(tokens.pairs))), depth)
+                found |= self._assign(tokens, depth)
                 break
             tokens = self._adapt(tokens, totals, depth, found)
             if not tokens.pairs:
@@ -190,20 +197,18 @@ class Model(nn.Module):
             return tokens
         confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
         matchable = self.matchabilities(tokens.x, depth)
-        leaving = []
+        keep, leaving = hopeful(matchable, confident, config), []
         if config.early_exit and config.prospects:
             leaving = ready_prospects(tokens, confident, matchable, config)
         elif config.early_exit:
             leaving = ready_pairs(tokens, confident, totals, config)
-        found |= self._assign(tokens, leaving, depth)
+        if leaving:  # with prospects they leave without the points that have none; LightGlue's keep all
+            last = keep if config.prospects else torch.ones_like(keep)
+            found |= self._assign(tokens.keep(last, leaving), depth)
         staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
         if not staying:
             return tokens.keep(confident, staying)
-        keep = torch.ones_like(confident)
-        if config.pruning:
-            keep = matchable > config.prune_matchability
-            keep = keep | ~confident if config.prune_confident_only else keep
-            keep = worthwhile(keep, tokens.layout, config.least_pruned)
+        keep = worthwhile(keep, tokens.layout, config.least_pruned)
         if leaving or not bool(keep.all()):
             return tokens.keep(keep, staying)
         return tokens
@@ -219,14 +224,16 @@ class Model(nn.Module):
             return self.heads[depth].logits(x).sigmoid()
         return self.prospect[depth](x.float()).squeeze(-1).sigmoid()
 
-    def _assign(self, tokens: Tokens, entries: list[int], depth: int) -> dict[int, PairPrediction]:
-        sides, index, found = split_sides(tokens), tokens.layout.split(tokens.index), {}
-        for entry in entries:
-            side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides[entry])
+    def _assign(self, tokens: Tokens, depth: int) -> dict[int, PairPrediction]:
+        found = {}
+        for pair, sides, index in zip(
+            tokens.pairs, split_sides(tokens), tokens.layout.split(tokens.index), strict=True
+        ):
+            side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides)
             scores = self.scores(side0, side1, depth)
             assignment = self._transport(*self._heard(scores, side0.places, side1.places))
-            kept = () if self.fine is None else (side.x for side in sides[entry])
-            found[tokens.pairs[entry]] = PairPrediction(assignment, *index[entry], depth + 1, *kept)
+            kept = () if self.fine is None else (side.x for side in sides)
+            found[pair] = PairPrediction(assignment, *index, depth + 1, *kept)
         return found
 
     def _heard(self, scores: Tensor, places0: Tensor, places1: Tensor) -> tuple[Tensor, Potentials | None]:

@@ -22,9 +22,11 @@ _TEXTURE = 2.0  # grey levels that a window must deviate by, or it says nothing
 _REACH = 4  # pixels that a link may be off, and that a point may be off what its neighbours say
 _LONGEST = 64  # pixels of a row that are searched at most
 _BACK = 1.0  # pixels that the search back from the right may be off
+_HALVES = 0.5  # pixels that half a window may be off the whole
 _APART = 3  # pixels between the best place and its rival
-# Chosen on Middlebury's Aloe, 1024 points: 99.3 % of links and 99.7 % of new points within 2 px.
-_LIKE_LINK, _LIKE_NEW = 0.6, 0.8  # least correlation of a link, and of a point that has none
+# On Middlebury's Aloe, 1024 points, 99.9 % are within 2 px. Points of the learned front end often lie on
+# contours, where the windows of two surfaces are hardly alike; it is for them that these are strict.
+_LIKE_LINK, _LIKE_NEW = 0.8, 0.9  # least correlation of a link, and of a point that has none
 _CLEAR = 0.1  # by which a point without a link must be better than its rival
 
 
@@ -146,7 +148,7 @@ def _of_one_depth(left: np.ndarray, right: np.ndarray, points: np.ndarray, place
     for (top, bottom), (begin, end) in ((whole, low), (whole, high), (low, whole), (high, whole)):
         half = windows[:, top:bottom, begin:end]
         shift = _peaks(_correlate(half, strips[:, top:bottom, begin : end + 2 * _REACH])) - _REACH
-        one &= (np.abs(shift) <= _BACK) | (_deviation(half) < _TEXTURE)
+        one &= (np.abs(shift) <= _HALVES) | (_deviation(half) < _TEXTURE)
     return one
 
 

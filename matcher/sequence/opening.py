@@ -6,7 +6,7 @@ from matcher.pipeline import GRID_KIND, Pipeline, load
 from matcher.presets import LoadOptions
 from matcher.types import UsageError
 
-# Tracks and poses live on matches that are right, not on many; 0.03 suits single pairs.
+# Tracks and poses live on matches that are right, not on many; single pairs do with less.
 MATCH_THRESHOLD = 0.2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from matcher.retrieval import Vocabulary, learn_vocabulary
 from matcher.sequence.frames import Links
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.linking import MIN_LINKS, Linker
+from matcher.steering import aligned, positions
 from matcher.types import Features, Matches
 
 MatchPairs = Callable[[Sequence[tuple[Features, Features]]], list[Matches]]
@@ -38,9 +40,10 @@ class Places:
         for keyframe in keyframes:
             if keyframe.index not in self._described:
                 self._described[keyframe.index] = self._vocabulary.describe(keyframe.descriptors)
-        query = self._vocabulary.describe(frame.descriptors)
-        similarity = [float(query @ self._described[keyframe.index]) for keyframe in keyframes]
-        return [keyframes[i] for i in np.argsort(-np.array(similarity), kind="stable")[:count]]
+        shown = positions(frame.descriptors, frame.features.kind)
+        queries = np.stack([self._vocabulary.describe(position) for position in shown])
+        similarity = np.stack([queries @ self._described[k.index] for k in keyframes]).max(1)
+        return [keyframes[i] for i in np.argsort(-similarity, kind="stable")[:count]]
 
     def _learn(self, keyframes: Sequence[KeptFrame]) -> None:
         present = frozenset(keyframe.index for keyframe in keyframes)
@@ -66,7 +69,14 @@ def find_place(
     best: tuple[KeptFrame, Links] | None = None
     most = MIN_LINKS - 1
     for candidate, matches in zip(candidates, match(pairs), strict=True):
-        links, _ = linker.verify(candidate, frame, matches)
+        links, _ = linker.verify(candidate, _facing(candidate, frame), matches)
         if (agreeing := int(links.consistent.sum())) > most:
             best, most = (candidate, links), agreeing
     return best
+
+
+def _facing(candidate: KeptFrame, frame: KeptFrame) -> KeptFrame:
+    """The frame with descriptors turned as the candidate is."""
+    batches = (Features.stack([kept.features]) for kept in (candidate, frame))
+    turned = aligned(*batches, frame.features.kind).descriptors[0]
+    return replace(frame, descriptors=turned.cpu().float().numpy())

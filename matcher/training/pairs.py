@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matcher.steering import EXIF_TURNS, STEERABLE, aligned, positions
 from matcher.training.recipe import PairRecipe
 from matcher.training.scenes import NOTHING
 from matcher.training.views import CachedView, plane_of
@@ -103,9 +104,10 @@ def unrelated(view: CachedView) -> CachedView:
 
 def to_features(view: CachedView, exif: int = 1) -> Features:
     """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
+    descriptors = view.unit_descriptors()
     return Features(
         keypoints=view.keypoints,
-        descriptors=view.unit_descriptors(),
+        descriptors=positions(descriptors, view.kind)[EXIF_TURNS[exif] if view.kind == STEERABLE else 0],
         size=np.asarray(view.size, dtype=np.float32),
         scales=view.scales,
         orientations=view.angles,
@@ -126,13 +128,13 @@ def collate(pairs: Sequence[ViewPair], recipe: PairRecipe, rng: np.random.Genera
     """Pairs of views with equal point counts as one batch with its truth, some turned by quarter turns."""
     truths = [true_assignment(view0, view1, recipe) for view0, view1 in pairs]
     turns = [draw_turns(recipe, rng) for _ in pairs]
+    features0, features1 = (
+        Features.stack([to_features(pair[side], turn[side]) for pair, turn in zip(pairs, turns, strict=True)])
+        for side in (0, 1)
+    )
     return PairBatch(
-        *(
-            Features.stack(
-                [to_features(pair[side], turn[side]) for pair, turn in zip(pairs, turns, strict=True)]
-            )
-            for side in (0, 1)
-        ),
+        features0,
+        aligned(features0, features1, features0.kind),
         *(_stacked(truths, name, torch.int64) for name in ("partner0", "partner1")),
         *(_stacked(truths, name, torch.float32) for name in ("place0", "place1")),
     )

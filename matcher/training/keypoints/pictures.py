@@ -29,6 +29,7 @@ class PictureBatch:
 
     pixels: Tensor  # (2B, 1, H, W) float32 in [0, 1]
     places: Tensor  # (2B, 2, H, W) float32 xy of each pixel in the other picture, or HIDDEN
+    turns: Tensor  # (2B,) int64 quarter turns, clockwise, that a picture was given
 
     def __len__(self) -> int:
         """Pairs."""
@@ -36,7 +37,7 @@ class PictureBatch:
 
     def to(self, device: torch.device) -> PictureBatch:
         """The same batch on another device."""
-        return PictureBatch(self.pixels.to(device), self.places.to(device))
+        return PictureBatch(self.pixels.to(device), self.places.to(device), self.turns.to(device))
 
 
 class PictureSampler:
@@ -53,15 +54,19 @@ class PictureSampler:
             UsageError: not one photo can be read.
         """
         rng = np.random.default_rng([self.recipe.seed, 3, step])
-        pixels, places = [], []
+        pixels, places, turns = [], [], []
         while len(pixels) < 2 * self.recipe.picture.pairs_per_batch:
             view0, view1 = self._views(rng)
+            share = self.recipe.picture.turned_share
+            turn = int(rng.integers(1, 4)) if share and rng.random() < share else 0
+            view1 = turned(view1, turn)
             there = dense_places(view0, view1)
             if (there[0] >= 0).mean() >= self.recipe.picture.min_overlap:
                 pixels += [view0.pixels, view1.pixels]
                 places += [there, dense_places(view1, view0)]
+                turns += [0, turn]
         grey = torch.from_numpy(np.stack(pixels))[:, None].float() / 255
-        return PictureBatch(grey, torch.from_numpy(np.stack(places)))
+        return PictureBatch(grey, torch.from_numpy(np.stack(places)), torch.tensor(turns))
 
     def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[PictureBatch]:
         """The batches of steps start … stop−1, as many as there are readers (threads) prepared ahead."""
@@ -114,6 +119,15 @@ class PictureSampler:
             return np.full(size[::-1], int(rng.integers(256)), np.uint8)
         photo = next(iter(self.photos.draw(1, rng).values()))
         return cv2.resize(self._grey(photo, rng), size, interpolation=cv2.INTER_AREA)
+
+
+def turned(view: View, turns: int) -> View:
+    """A square view after quarter turns clockwise."""
+    pixels, labels, homographies = view.pixels, view.labels, view.homographies
+    quarter = np.array([[0, -1, len(labels) - 1], [1, 0, 0], [0, 0, 1.0]])
+    for _ in range(turns):
+        homographies = quarter @ homographies
+    return View(*(np.rot90(values, -turns).copy() for values in (pixels, labels)), homographies)
 
 
 def dense_places(view: View, other: View) -> np.ndarray:

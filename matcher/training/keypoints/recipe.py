@@ -27,6 +27,9 @@ class PictureRecipe:
     least_crop: float = 0.5  # photos are cut to a window of this share of their sides, or larger
     mixed_share: float = 0.6  # views whose grey is a mixture of the colours of its own
     harsh_share: float = 0.25  # views changed as between day and night
+    # Pairs of which one picture is turned by 90, 180 or 270 degrees; without any, descriptors do not learn to
+    # turn, and matchers turn them all the same where that seems to fit better.
+    turned_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class FrontEndRecipe:
             "picture.min_overlap": picture.min_overlap,
             "picture.mixed_share": picture.mixed_share,
             "picture.harsh_share": picture.harsh_share,
+            "picture.turned_share": picture.turned_share,
             "scene.spatial_share": scene.spatial_share,
             "scene.full_rotation_share": scene.full_rotation_share,
             "optimiser.hold_share": optimiser.hold_share,
@@ -81,6 +85,10 @@ class FrontEndRecipe:
             (
                 not (scene.width % 16 or scene.height % 16),
                 "scene.width, scene.height: multiples of 16",
+            ),
+            (
+                scene.width == scene.height or not picture.turned_share,
+                "picture.turned_share: only square scenes can be turned, scene.width = scene.height",
             ),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from matcher.config import ExtractorConfig
 from matcher.frontends.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine, unfolded
 from matcher.pipeline import build_extractor
+from matcher.steering import steered
 from matcher.training.keypoints import losses
 from matcher.training.keypoints.pictures import PictureBatch
 from matcher.training.keypoints.recipe import FrontEndRecipe
@@ -70,7 +71,7 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
         with mixed_precision(self.device):
             # A picture describes its own points and those that the other one's points became in it.
             both = torch.cat([places, losses.partners(moved)], dim=1).detach()
-            own, others = network.describe(maps, both).chunk(2, dim=1)
+            own, others = steered(network.describe(maps, both), -batch.turns).chunk(2, dim=1)
         there = losses.partners(others)
         found = self._found(own, held, distance)
         some = torch.randperm(recipe.points, generator=rng)[: recipe.described].to(self.device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from matcher.frontends.learned import FeatureNetwork, refine
+from matcher.steering import steered
 from matcher.training.keypoints.losses import carry, mean_of, partners
 from matcher.training.keypoints.pictures import PictureBatch
 from matcher.training.keypoints.trainer import mutual_nearest, nearest_of_other, strongest
@@ -46,7 +47,7 @@ def _judge(network: FeatureNetwork, batch: PictureBatch, count: int) -> Tensor:
     moved, seen = carry(points, batch.places)
     seen &= held
     _, distance, _ = nearest_of_other(moved, points, held)
-    own = network.describe(maps, points)
+    own = steered(network.describe(maps, points), -batch.turns)
     chosen, mutual = mutual_nearest(own @ partners(own).mT, held)
     error = distance.gather(2, chosen[..., None])[..., 0]
     again = seen & (distance.amin(2) < REACH)

@@ -1,0 +1,109 @@
+"""Descriptors that turn with their picture: their algebra, and pairs of which one picture is turned."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import matcher
+from matcher.images import read_image
+from matcher.network.position import normalise_positions
+from matcher.steering import STEERABLE, TURNS, aligned, positions, quarter_turns, steered
+from matcher.types import Features
+
+
+@pytest.fixture
+def features(rng) -> Features:
+    """Of two pictures, the second with fewer points."""
+    pictures = [
+        Features(
+            keypoints=rng.uniform(0, (320, 240), (count, 2)),
+            descriptors=unit(rng.normal(size=(count, 64))),
+            size=(320, 240),
+            kind=STEERABLE,
+        )
+        for count in (90, 60)
+    ]
+    return Features.stack(pictures)
+
+
+def unit(descriptors: np.ndarray) -> np.ndarray:
+    return (descriptors / np.linalg.norm(descriptors, axis=-1, keepdims=True)).astype(np.float32)
+
+
+def turned(features: Features, *turns: int) -> Features:
+    return replace(features, descriptors=steered(features.descriptors, torch.tensor(turns)))
+
+
+def test_turns_add_up_and_four_are_none(features):
+    once = turned(features, 1, 1)
+    assert not torch.equal(once.descriptors, features.descriptors)
+    torch.testing.assert_close(turned(once, 2, 1).descriptors, turned(features, 3, 2).descriptors)
+    torch.testing.assert_close(turned(once, 3, -1).descriptors, features.descriptors)
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+def test_the_turn_between_pictures_is_found_for_each_pair_alone(features, turn):
+    other = turned(features, -turn, 0)
+    assert quarter_turns(features, other).tolist() == [turn, 0]
+    found = aligned(features, other, STEERABLE)
+    torch.testing.assert_close(found.descriptors, features.descriptors)
+    assert found.exif.tolist() == [(1, 6, 3, 8)[turn], 1]
+    torch.testing.assert_close(found.keypoints, features.keypoints)
+
+
+@pytest.mark.parametrize("exif", range(1, 9))
+def test_exif_says_the_turn(features, exif):
+    upright = replace(features, exif=torch.full((2,), exif))
+    found = aligned(upright, turned(upright, -1, -1), STEERABLE)
+    quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # clockwise, y points down
+    before, after = (normalise_positions(f) for f in (upright, found))
+    pixel = 1 / 320  # positions are of the pixels' corners
+    torch.testing.assert_close(after, before @ quarter.T, atol=2.1 * pixel, rtol=0)
+
+
+def test_what_cannot_be_steered_stays(features):
+    other = turned(features, -1, -1)
+    for kind in ("any", "sift"):
+        assert aligned(features, other, kind) is other
+    empty = Features.stack([f.select(torch.arange(0)) for f in features.unstack()])
+    assert aligned(features, empty, STEERABLE) is empty
+    assert aligned(empty, features, STEERABLE) is features
+
+
+def test_unlike_pictures_stay_as_they_are(features, rng):
+    other = replace(features, descriptors=torch.from_numpy(unit(rng.normal(size=(2, 90, 64)))))
+    assert aligned(features, other, STEERABLE) is other
+
+
+@pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_turned_picture_is_matched_as_the_upright_one(preset, turn, views):
+    pipeline = matcher.load(preset, device="cpu", max_keypoints=512)
+    pictures = [read_image(path, resize=480).pixels for path in views]
+    upright = pipeline.match(*pictures)
+    found = pipeline.match(pictures[0], np.ascontiguousarray(np.rot90(pictures[1], turn)))
+    back, sides = found.points1, pictures[1].shape[:2]
+    for turns in range(turn, 0, -1):  # clockwise, until it is upright again
+        back = np.stack([sides[turns % 2] - 1 - back[:, 1], back[:, 0]], axis=1)
+    lines = np.column_stack([found.points0, np.ones(len(back))]) @ upright.geometry.matrix.T
+    distance = np.abs((lines[:, :2] * back).sum(1) + lines[:, 2]) / np.linalg.norm(lines[:, :2], axis=1)
+    assert (distance < 3).sum() > 0.7 * upright.geometry.inliers.sum()
+
+
+def test_descriptors_of_several_precisions_go_together(features):
+    for dtype in (torch.float16, torch.float64):
+        other = turned(features, -1, 0)
+        other = replace(other, descriptors=other.descriptors.to(dtype))
+        assert aligned(features, other, STEERABLE).exif.tolist() == [6, 1]
+
+
+def test_all_positions_of_a_picture(features):
+    descriptors = features.unstack()[1].descriptors
+    found = positions(descriptors.numpy(), STEERABLE)
+    for turn in range(TURNS):
+        expected = steered(descriptors[None], torch.tensor([turn]))[0]
+        np.testing.assert_array_equal(found[turn], expected.numpy())
+    assert len(positions(descriptors.numpy(), "sift")) == 1
+    assert [x.shape for x in positions(np.zeros((0, 64), np.float32), STEERABLE)] == [(0, 64)] * TURNS
