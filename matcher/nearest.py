@@ -45,7 +45,7 @@ class NearestMatcher:
         """One pair at a time: a padded batch of distance matrices would only cost memory."""
         valid = [f.mask[pair].nonzero().squeeze(1).cpu() for f in (features0, features1)]
         descriptors = [
-            f.descriptors[pair].to(torch.float32)[index.to(self.device)]
+            f.descriptors[pair].float()[index.to(self.device)]
             for f, index in zip((features0, features1), valid, strict=True)
         ]
         local, scores = mutual_nearest(*descriptors, self.config.ratio)

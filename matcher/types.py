@@ -127,8 +127,9 @@ class Features:
         return replace(self, **{k: None if v is None else change(k, v) for k, v in values.items()})
 
     def to(self, device: torch.device | str) -> Features:
-        """The same features on another device."""
-        return self._map(lambda _, value: value.to(device))
+        """The same features on another device; themselves if they are there."""
+        there = self.keypoints.device == torch.device(device)
+        return self if there else self._map(lambda _, value: value.to(device))
 
     def select(self, index: Tensor) -> Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from training_data import cached, flat_view, look, texture
 
+from matcher.steering import STEERABLE
 from matcher.training.pairs import (
     IGNORED,
     UNMATCHED,
@@ -183,3 +184,14 @@ def test_collate_keeps_pairs_and_truth_together(rng):
     matched = batch.partner0[0] >= 0
     assert matched.sum() >= 6
     assert to_features(view).descriptors.norm(dim=1).allclose(batch.features0.descriptors[0].norm(dim=1))
+
+
+def test_turned_views_whose_descriptors_turn_are_brought_together(rng):
+    view = replace(flat_view(rng.uniform(0, (150, 110), (8, 2)), np.eye(3), rng), kind=STEERABLE)
+    sideways = to_features(view, exif=6)
+    assert not sideways.descriptors.equal(to_features(view).descriptors)
+    pairs = [(view, view)] * 12
+    batch = collate(pairs, PairRecipe(turned_share=1.0), rng)
+    assert len(batch.features0.exif.unique()) > 1
+    assert batch.features1.exif.equal(batch.features0.exif)
+    assert batch.features1.descriptors.equal(batch.features0.descriptors)

@@ -57,8 +57,7 @@ class AttentionMatcher:
         Raises:
             UsageError: features of another front end or descriptor size.
         """
-        sides = (features0, features1)
-        moved = [f if f.keypoints.device == self.device else f.to(self.device) for f in sides]
+        moved = [f.to(self.device) for f in (features0, features1)]
         prediction = self.model(*moved)
         return [self._read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matcher.steering import EXIF_TURNS, STEERABLE, aligned, positions
+from matcher.steering import EXIF_TURNS, aligned, positions
 from matcher.training.recipe import PairRecipe
 from matcher.training.scenes import NOTHING
 from matcher.training.views import CachedView, plane_of
@@ -104,10 +104,10 @@ def unrelated(view: CachedView) -> CachedView:
 
 def to_features(view: CachedView, exif: int = 1) -> Features:
     """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
-    descriptors = view.unit_descriptors()
+    turned = positions(view.unit_descriptors(), view.kind)
     return Features(
         keypoints=view.keypoints,
-        descriptors=positions(descriptors, view.kind)[EXIF_TURNS[exif] if view.kind == STEERABLE else 0],
+        descriptors=turned[EXIF_TURNS[exif] % len(turned)],
         size=np.asarray(view.size, dtype=np.float32),
         scales=view.scales,
         orientations=view.angles,
