@@ -1,4 +1,5 @@
-"""Make an environment, install, match two pictures with the shipped weights: `python3 scripts/demo.py`."""
+"""Make an environment, install, compile the kernels where processor and compiler allow it, and match two
+pictures with the shipped weights: `python3 scripts/demo.py`."""
 
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import sys
 from environment import ROOT, prepare
 
 python = prepare()
+subprocess.run([python, ROOT / "scripts" / "build_kernels.py"])
 (ROOT / "outputs").mkdir(exist_ok=True)
 views = [ROOT / "assets" / name for name in ("view0.jpg", "view1.jpg")]
 files = ["--output", ROOT / "outputs" / "demo.npz", "--plot", ROOT / "outputs" / "demo.png"]

@@ -9,10 +9,17 @@ import torch
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.frontends.sift import SiftExtractor
 from matcher.images import read_image
+from matcher.network.compiled import SWITCH
 from matcher.network.model import Model
 from matcher.weights import FOLDERS, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _stock_operators(monkeypatch) -> None:
+    """Stock operators, whatever was compiled on this machine; test_compiled.py is of the rest."""
+    monkeypatch.setenv(SWITCH, "0")
 
 
 @pytest.fixture

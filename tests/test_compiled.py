@@ -1,4 +1,4 @@
-"""The compiled attention kernel: what it computes, what it declines, and that nothing needs it."""
+"""The compiled kernels: what they compute, what they decline, and that nothing needs them."""
 
 import shutil
 import sys
@@ -7,23 +7,35 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from matcher.config import ContextConfig
 from matcher.network import compiled
-from matcher.network.attention import scaled_dot_product
+from matcher.network.attention import Layout, scaled_dot_product
+from matcher.network.compiled import library
+from matcher.network.context import Layer
 from matcher.types import UsageError
 
+VECTORS = pytest.mark.skipif(
+    library.instructions() is None or shutil.which("g++") is None, reason="needs AVX-512 and a compiler"
+)
 NEEDED = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported() or shutil.which("g++") is None, reason="needs AMX and a compiler"
 )
 
 
+def forget() -> None:
+    """Look for the library again."""
+    library._load.cache_clear()
+    library.attention_granted.cache_clear()
+
+
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
-    """The kernel, built in a folder of its own."""
+    """The kernels, built in a folder of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
-    compiled._load.cache_clear()
+    forget()
     yield compiled.build()
-    compiled._load.cache_clear()
+    forget()
 
 
 def random_heads(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -87,38 +99,106 @@ def test_what_the_kernel_declines(kernel, monkeypatch) -> None:
     assert compiled.attend_compiled(q, k, v) is None
 
 
+@NEEDED
+def test_without_matrix_units_there_is_no_attention(kernel, monkeypatch) -> None:
+    q = random_heads(1, 8, 32)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    library.attention_granted.cache_clear()
+    assert compiled.attend_compiled(q, q, q) is None
+
+
+@VECTORS
+@pytest.mark.parametrize("amx", [True, False])
+def test_a_block_with_kernels_is_the_block(tmp_path, monkeypatch, amx: bool) -> None:
+    """Prepared for inference with the kernels, as it is trained without them; also where there is no AMX."""
+    if not amx:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    forget()
+    assert library.instructions() in compiled.build().name
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.15)):
+        layer, layout = random_layer(), Layout(((100, 37), (0, 9), (130, 1)))
+        rng = torch.Generator().manual_seed(1)
+        x = torch.randn(layout.starts[-1], 64, generator=rng)
+        angles = 7 * torch.rand(len(x), 16, generator=rng)
+        turns = torch.stack([angles.cos(), angles.sin()], dim=1)
+        with torch.inference_mode():
+            expected = layer(x, turns, layout)
+            layer.prepare(dtype)
+            found = layer.to(dtype)(x, turns, layout)
+            monkeypatch.setenv(compiled.SWITCH, "0")
+            stock = layer(x, turns, layout)
+            monkeypatch.delenv(compiled.SWITCH)
+        assert not torch.equal(found, stock)  # so the kernels did run
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        assert (found - expected).norm() < 1.1 * (stock - expected).norm() + 1e-3
+    forget()
+
+
+@torch.no_grad()
+def random_layer() -> Layer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        layer = Layer(ContextConfig(dim=64, heads=2)).eval()
+        for value in layer.parameters():
+            value += 0.1 * torch.randn_like(value)
+    return layer.requires_grad_(False)
+
+
+@VECTORS
+def test_steps_between_products_are_exact(kernel) -> None:
+    """Over the whole range of what activations take, to the rounding of the precision."""
+    rng = torch.Generator().manual_seed(2)
+    rows, width = 300, 96
+    joint = torch.randn(rows, width, generator=rng) * torch.logspace(-3, 3, rows)[:, None]
+    vectors = [torch.randn(width, generator=rng) for _ in range(4)]
+    maps = [torch.randn(width, width, generator=rng) / width**0.5 for _ in range(2)]
+    x, bias, gain, shift, last = torch.randn(rows, width, generator=rng), *vectors
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        steps = compiled.FeedForwardSteps(*(m.to(dtype) for m in maps), bias, gain, shift, 1e-5, last)
+        out = torch.empty_like(x)
+        compiled.feed_forward_compiled(x, joint.to(dtype), steps, out)
+        hidden = F.linear(joint.to(dtype).double(), steps.widen.double(), bias.double())
+        hidden = F.gelu(F.layer_norm(hidden, (width,), gain.double(), shift.double()))
+        expected = x + F.linear(hidden, steps.narrow.double(), last.double())
+        assert (out - expected).abs().max() < tolerance
+
+
 def test_nothing_is_compiled_without_being_asked(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled._load.cache_clear()
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    forget()
     q = random_heads(1, 8, 32)
-    assert compiled.attend_compiled(q, q, q) is None
+    assert compiled.attend_compiled(q, q, q) is None and not compiled.have_kernels(q[0])
     assert list(tmp_path.iterdir()) == []
-    compiled._load.cache_clear()
+    forget()
 
 
 def test_a_library_that_does_not_load_is_left_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = compiled.library_path()
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    path = library.library_path()
     path.parent.mkdir()
     path.write_bytes(b"no library")
-    compiled._load.cache_clear()
+    forget()
     q = random_heads(1, 8, 32)
-    assert compiled.attend_compiled(q, q, q) is None
-    compiled._load.cache_clear()
+    assert compiled.attend_compiled(q, q, q) is None and not compiled.have_kernels(q[0])
+    forget()
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    with pytest.raises(UsageError, match="no AMX"):
+    monkeypatch.setattr(library, "instructions", lambda: None)
+    with pytest.raises(UsageError, match="no AVX-512"):
         compiled.build()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(library, "instructions", lambda: "x86-64-v4")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="install g\\+\\+"):
         compiled.build()
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++")
-    monkeypatch.setattr(compiled, "SOURCE", broken)
+    monkeypatch.setattr(library, "SOURCES", (broken,))
     monkeypatch.setattr(shutil, "which", lambda name: sys.executable)
     with pytest.raises(UsageError, match="cannot compile"):
         compiled.build()

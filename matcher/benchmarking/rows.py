@@ -21,7 +21,7 @@ from matcher.benchmarking.peers import (
     with_parameters,
 )
 from matcher.benchmarking.timing import Samples, Stopwatch, memory_above
-from matcher.network.compiled import SWITCH, compiled_kernel
+from matcher.network.compiled import SWITCH, kernels
 from matcher.network.grid import GridExtractor
 from matcher.types import Features, Image, Matches
 
@@ -67,12 +67,12 @@ def lightglue(watch: Stopwatch, points: int, ceilings: Ceilings, batch: int = 1)
         networks.setdefault(network.precision, network)
     for name, network in networks.items():
         calls[name] = lambda n=network: n(*sides)
-        if name == "bfloat16" and watch.device.type == "cpu" and compiled_kernel() is not None:
-            calls[f"{name}, stock attention"] = lambda n=network: without_kernel(lambda: n(*sides))
+        if watch.device.type == "cpu" and kernels() is not None:
+            calls[f"{name}, no kernels"] = lambda n=network: without_kernels(lambda: n(*sides))
     with torch.inference_mode():
         times = watch.alternate({**calls, "kornia": lambda: peer(data)})
     for name in calls:
-        exact = name == "float32"
+        exact = name.startswith("float32")
         need = count_need(networks["float32"].model.config.context, points, points, 4 if exact else 2)
         floor = batch * need.seconds(ceilings.float32 if exact else ceilings.half, ceilings.copy)
         yield Row(
@@ -85,8 +85,8 @@ def lightglue(watch: Stopwatch, points: int, ceilings: Ceilings, batch: int = 1)
         )
 
 
-def without_kernel(call: Callable[[], object]) -> object:
-    """What a call gives with the stock attention, though the compiled kernel is there."""
+def without_kernels(call: Callable[[], object]) -> object:
+    """What a call gives with stock operators, though the compiled kernels are there."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     try:

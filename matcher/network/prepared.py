@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matcher.network.compiled import FeedForwardSteps, feed_forward_compiled, have_kernels, turn_compiled
+
 # Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
 CACHED_ROWS = 2**18
 # A processor's matrix products in half precision are compiled anew for every number of rows, which takes as
@@ -70,16 +72,24 @@ class PreparedFeedForward:
             weight, bias = gain[:, None] * weight, gain * (bias - norm.running_mean) + norm.bias
         self.norm = norm if isinstance(norm, nn.LayerNorm) else None
         self.weight, self.bias, self.narrow, self.gelu = weight.to(dtype), bias.to(dtype), narrow, gelu
+        self.steps: FeedForwardSteps | None = None
+        if self.norm is not None and gelu:
+            last = bias.new_zeros(dim) if narrow.bias is None else narrow.bias
+            vectors = [x.detach().float() for x in (bias, norm.weight, norm.bias)]
+            maps = self.weight, narrow.weight.detach().to(dtype)
+            self.steps = FeedForwardSteps(*maps, *vectors, norm.eps, last.detach().float())
 
     def __call__(self, x: Tensor, joint: Tensor) -> Tensor:
         """Tokens (T, dim) in float32 and [x | message] (T, 2·dim) → tokens (T, dim)."""
         out = torch.empty_like(x)
         for rows in rows_at_once(len(x), joint.shape[1], x.device):
+            if self.steps is not None and have_kernels(joint):
+                feed_forward_compiled(x[rows], joint[rows], self.steps, out[rows])
+                continue
             hidden = F.linear(joint[rows], self.weight, self.bias)
             if self.norm is not None:
                 hidden = self.norm(hidden)
-            hidden = torch.ops.aten.gelu_(hidden) if self.gelu else hidden.relu_()
-            update = self.narrow(hidden)
+            update = self.narrow(torch.ops.aten.gelu_(hidden) if self.gelu else hidden.relu_())
             if update.dtype == x.dtype:
                 torch.add(x[rows], update, out=out[rows])
             else:  # a sum of two precisions takes twice the time of both steps
@@ -99,12 +109,17 @@ class TurnedProjection:
         bias = qkv.weight.new_zeros(len(order)) if qkv.bias is None else qkv.bias
         self.heads, self.turned = heads, 2 * dim  # channels that turn
         self.weight, self.bias = qkv.weight[order].to(dtype), bias[order].to(dtype)
+        self.exact_bias = bias[order].detach().float()
 
     def __call__(self, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (T, dim) in the weights' precision, turns (T, 2, head_dim/2) → (T, heads, head_dim) each."""
-        qkv = linear(x, self.weight, self.bias)
-        if turns is not None and len(x):
-            self._turn(qkv[:, : self.turned], torch.complex(*turns.unbind(1)).unsqueeze(1))
+        if turns is not None and have_kernels(x):
+            qkv = linear(x, self.weight)
+            turn_compiled(qkv, self.exact_bias, turns, 2 * self.heads)
+        else:
+            qkv = linear(x, self.weight, self.bias)
+            if turns is not None and len(x):
+                self._turn(qkv[:, : self.turned], torch.complex(*turns.unbind(1)).unsqueeze(1))
         return qkv.unflatten(1, (3, self.heads, -1)).unbind(1)
 
     def _turn(self, qk: Tensor, turns: Tensor) -> None:

@@ -144,7 +144,7 @@ def _sinkhorn_pair(problem: Problem, max_iterations: int, tolerance: float | Non
     """
     scores, log_mu, log_nu, start = problem
     masses = torch.cat([log_mu, log_nu]).exp_()
-    scores, ones = scores.contiguous(), torch.ones_like(masses)
+    ones = torch.ones_like(masses)
     u, v = start or (-scores.amax(1), torch.zeros_like(log_nu))
     rows = len(log_mu)
     kernel, iterations = ScaledKernel(scores, u, v), 1

@@ -1,0 +1,25 @@
+"""Kernels in C++, compiled here on request; everything runs without them.
+
+What is between the matrix products of a block, and attention on matrix units. `MATCHER_COMPILED=0` in the
+environment leaves them alone.
+"""
+
+from matcher.network.compiled.calls import (
+    FeedForwardSteps,
+    attend_compiled,
+    feed_forward_compiled,
+    have_kernels,
+    turn_compiled,
+)
+from matcher.network.compiled.library import SWITCH, build, kernels
+
+__all__ = [
+    "SWITCH",
+    "FeedForwardSteps",
+    "attend_compiled",
+    "build",
+    "feed_forward_compiled",
+    "have_kernels",
+    "kernels",
+    "turn_compiled",
+]

@@ -1,0 +1,97 @@
+"""The compiled kernels on tensors; each call declines, and changes nothing, where it is not made for them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from matcher.network.compiled.library import attention_granted, kernels
+
+WIDEST_HEAD = 128  # channels
+WIDEST_ROW = 4096  # channels
+_LEAST_SHARE = 16  # rows that are worth a thread
+
+
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """softmax(q kᵀ / √d) v, or None where the kernel is not there or not made for this.
+
+    Args:
+        q: (…, heads, N, d) bfloat16 on the CPU. k, v: (…, heads, M, d).
+
+    Returns:
+        (…, heads, N, d), N before heads in memory. None also if scores may be too large to do without their
+        maximum.
+    """
+    width, library = q.shape[-1], kernels()
+    suits = q.dtype == torch.bfloat16 and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
+    if library is None or not suits or not q.numel() or not k.numel() or not attention_granted():
+        return None
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    (heads, n), m, pictures = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
+    out = q.new_empty(*pictures, n, heads, width).transpose(-2, -3)
+    strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
+    threads = min(torch.get_num_threads(), math.ceil(n / 32) * heads)
+    for picture in product(*map(range, pictures)):
+        places = (x[picture].data_ptr() for x in (q, k, v, out))
+        if library.matcher_attend(*places, strides, n, m, heads, width, threads):
+            return None
+    return out
+
+
+class FeedForwardSteps(NamedTuple):
+    """x + narrow(gelu(layer normalisation(widen(·)))): weights in the precision of the products, the rest in
+    float32."""
+
+    widen: Tensor  # (H, D)
+    narrow: Tensor  # (C, H)
+    bias: Tensor  # (H,)
+    gain: Tensor  # (H,) of the normalisation
+    shift: Tensor  # (H,)
+    epsilon: float
+    last_bias: Tensor  # (C,)
+
+
+def have_kernels(x: Tensor) -> bool:
+    """Whether `feed_forward_compiled` and `turn_compiled` take such tensors here."""
+    suits = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and x.dim() == 2
+    return suits and x.shape[1] <= WIDEST_ROW // 2 and kernels() is not None
+
+
+def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out: Tensor) -> None:
+    """What the steps make of `joint` (T, D), added to `x` (T, C), goes to `out` (T, C).
+
+    Args:
+        x: float32, no gaps between its rows, as in `out`.
+        joint: in the precision of the weights; `have_kernels(joint)`.
+    """
+    library, half, threads = kernels(), joint.dtype == torch.bfloat16, _threads(len(x))
+    hidden = F.linear(joint, steps.widen)
+    places = (y.data_ptr() for y in (steps.bias, steps.gain, steps.shift))
+    library.matcher_normalise_gelu(hidden.data_ptr(), half, *hidden.shape, *places, steps.epsilon, threads)
+    update = F.linear(hidden, steps.narrow)
+    places = (steps.last_bias.data_ptr(), out.data_ptr(), threads)
+    library.matcher_add(x.data_ptr(), update.data_ptr(), half, *update.shape, *places)
+
+
+def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
+    """x + bias, whose first `heads` heads are multiplied by `turns` as complex numbers, in place.
+
+    Args:
+        x: (T, C) without gaps; real and imaginary parts lie side by side; `have_kernels(x)`.
+        bias: (C,) float32.
+        turns: (T, 2, P) float32, real parts, then imaginary ones.
+    """
+    turns, pairs = turns.contiguous(), turns.shape[2]
+    sizes = (x.dtype == torch.bfloat16, len(x), heads, pairs, x.shape[1] - 2 * heads * pairs)
+    places = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
+    kernels().matcher_turn(places[0], *sizes, *places[1:], _threads(len(x)))
+
+
+def _threads(rows: int) -> int:
+    return max(1, min(torch.get_num_threads(), rows // _LEAST_SHARE))

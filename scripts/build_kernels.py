@@ -1,0 +1,27 @@
+"""Compile the kernels for this processor, which networks on a CPU then use; everything runs without them.
+
+    python scripts/build_kernels.py
+
+Needs a processor with AVX-512 and g++ 11 or newer, or clang++. `MATCHER_COMPILED=0` in the environment goes
+back to stock operators.
+"""
+
+import argparse
+import sys
+
+from matcher.network.compiled import build
+from matcher.types import MatcherError
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    try:
+        print(f"compiled {build()}")
+    except MatcherError as error:
+        print(f"no kernels were compiled: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
