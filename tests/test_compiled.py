@@ -11,7 +11,9 @@ from matcher.config import ContextConfig
 from matcher.network import compiled
 from matcher.network.attention import Layout, scaled_dot_product
 from matcher.network.compiled import library
+from matcher.network.consensus import fit_local_maps
 from matcher.network.context import Layer
+from matcher.network.sinkhorn import absorbed
 from matcher.types import UsageError
 
 VECTORS = pytest.mark.skipif(
@@ -163,6 +165,35 @@ def test_steps_between_products_are_exact(kernel) -> None:
         hidden = F.gelu(F.layer_norm(hidden, (width,), gain.double(), shift.double()))
         expected = x + F.linear(hidden, steps.narrow.double(), last.double())
         assert (out - expected).abs().max() < tolerance
+
+
+@VECTORS
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_transport_kernel_is_absorbed_alike(kernel, monkeypatch, turned: bool) -> None:
+    rng = torch.Generator().manual_seed(3)
+    scores = 20 * torch.randn(301, 217, generator=rng)[:, :200]  # a view with gaps between its rows
+    scores = scores.contiguous().t() if turned else scores
+    u, v = -scores.amax(1), 5 * torch.randn(scores.shape[1], generator=rng)
+    found = absorbed(scores, u, v)
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    torch.testing.assert_close(found, absorbed(scores, u, v), rtol=2e-5, atol=0)
+    assert float(found.min()) > 0
+
+
+@VECTORS
+@pytest.mark.parametrize("count", [1, 5, 16, 300])
+def test_the_nearest_matches_are_the_nearest(kernel, monkeypatch, count: int) -> None:
+    """Of every point, but for its own and for those without a say; however many there are."""
+    rng = torch.Generator().manual_seed(4)
+    places, targets = torch.rand(2, 400, 2, generator=rng), torch.rand(2, 400, 2, generator=rng)
+    confidence = torch.zeros(2, 400)
+    for side in confidence:
+        side[torch.randperm(400, generator=rng)[:count]] = 0.1 + torch.rand(count, generator=rng)
+    confidence[1, confidence[1].nonzero()[0]] = 0  # the pictures have unequal numbers of matches
+    found = fit_local_maps(places, targets, confidence)
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    for ours, stock in zip(found, fit_local_maps(places, targets, confidence), strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
 
 
 def test_nothing_is_compiled_without_being_asked(tmp_path, monkeypatch) -> None:

@@ -100,12 +100,13 @@ def _plan(
     yield "extraction", lambda: shipped.extraction(watch, pictures[0], frame, limit // 2)
     yield "sinkhorn", lambda: on_pictures(lambda pipe, found: shipped.sinkhorn(watch, pipe, found))
     yield "adaptivity", lambda: on_pictures(lambda _, found: shipped.adaptivity(watch, found))
-    yield (
-        "one against many",
-        lambda: shipped.one_against_many(
-            watch, load(device=str(watch.device), max_keypoints=limit), pictures, 2 if quick else 100
-        ),
-    )
+    for points in (limit // 4, limit // 2, limit):
+        yield (
+            f"one against many {points}",
+            lambda n=points: shipped.one_against_many(
+                watch, load(device=str(watch.device), max_keypoints=n), pictures, 2 if quick else 100
+            ),
+        )
 
 
 def _limit(quick: bool) -> int:

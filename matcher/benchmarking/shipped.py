@@ -164,9 +164,8 @@ def one_against_many(watch: Stopwatch, pipe: Pipeline, paths: tuple[Path, Path],
             times[name].append(watch.once(call))
     cached, fresh = (Samples((sum(values),)) for values in times.values())
     note = f"{fresh.middle / many * 1e3:.1f} ms a pair from paths; features of all pictures there before"
-    yield Row(
-        f"1 picture against {many}, features cached", f"{many} calls on paths", cached, fresh, note=note
-    )
+    name = f"1 picture against {many}, {len(first)} points, features cached"
+    yield Row(name, f"{many} calls on paths", cached, fresh, note=note)
 
 
 def stages(pipe: Pipeline, paths: tuple[Path, Path], repeats: int) -> dict[str, Samples]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.network.blocks import row_blocks
+from matcher.network.compiled import nearest_compiled
 from matcher.network.mutual import mutual_best
 
 NEIGHBOURS = 16
@@ -86,18 +87,26 @@ def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> Local
     # As planes: place, target and confidence of every match (B, 5, K), then of every point's neighbours.
     matches = torch.cat([places, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)
     matches = matches.gather(2, chosen.indices.unsqueeze(1).expand(-1, 5, -1))
-    near = _squared_distances(places, matches, chosen.indices).topk(
-        min(NEIGHBOURS, chosen.indices.shape[1]), dim=2, largest=False, sorted=False
-    )
-    neighbours = matches.gather(2, near.indices.flatten(1).unsqueeze(1).expand(-1, 5, -1))
-    neighbours = neighbours.view(len(places), 5, *near.indices.shape[1:])
+    distances, nearest = _nearest(places, matches, chosen.indices)
+    neighbours = matches.gather(2, nearest.flatten(1).unsqueeze(1).expand(-1, 5, -1))
+    neighbours = neighbours.view(len(places), 5, *nearest.shape[1:])
     # The ranking's products round; the distances themselves are exact.
     steps = neighbours[:, :2] - places.transpose(1, 2).unsqueeze(3)
-    usable = near.values < _UNUSABLE / 2
+    usable = distances < _UNUSABLE / 2
     square = (steps[:, 0].square() + steps[:, 1].square()) * usable
     reach = square.amax(2, keepdim=True).sqrt_().clamp_min_(0.02) / 1.5
     base = torch.exp(square / (-2 * reach * reach)) * neighbours[:, 4] * usable
     return _fit(torch.cat([steps / reach.unsqueeze(1), neighbours[:, 2:4]], dim=1), base)
+
+
+def _nearest(places: Tensor, matches: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances and indices (B, N, k) of the matches nearest to each place, in no order; takes what
+    `_squared_distances` takes."""
+    wanted = min(NEIGHBOURS, owners.shape[1])
+    found = nearest_compiled(places, matches[:, :2], matches[:, 4] == 0, owners, wanted)
+    if found is None:
+        found = _squared_distances(places, matches, owners).topk(wanted, 2, largest=False, sorted=False)
+    return found
 
 
 def _squared_distances(places: Tensor, matches: Tensor, owners: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matcher.network.blocks import exponentials, row_blocks
+from matcher.network.blocks import LEAST_EXPONENT, exponentials, row_blocks
+from matcher.network.compiled import absorb_compiled
 
 # Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.
 SCALING_LIMIT = 1e12
@@ -194,6 +195,8 @@ class ScaledKernel:
 
 def absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """exp(scores + u + v) of (N, M), (N,), (M,), at least e⁻⁸⁰."""
+    if (kernel := absorb_compiled(scores, u, v, LEAST_EXPONENT)) is not None:
+        return kernel
     kernel = torch.empty_like(scores)
     for part in row_blocks(*scores.shape, scores.device):
         torch.add(scores[part], u[part, None], out=kernel[part])

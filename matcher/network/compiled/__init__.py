@@ -6,9 +6,11 @@ environment leaves them alone.
 
 from matcher.network.compiled.calls import (
     FeedForwardSteps,
+    absorb_compiled,
     attend_compiled,
     feed_forward_compiled,
     have_kernels,
+    nearest_compiled,
     turn_compiled,
 )
 from matcher.network.compiled.library import SWITCH, build, kernels
@@ -16,10 +18,12 @@ from matcher.network.compiled.library import SWITCH, build, kernels
 __all__ = [
     "SWITCH",
     "FeedForwardSteps",
+    "absorb_compiled",
     "attend_compiled",
     "build",
     "feed_forward_compiled",
     "have_kernels",
     "kernels",
+    "nearest_compiled",
     "turn_compiled",
 ]

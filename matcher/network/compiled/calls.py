@@ -15,6 +15,7 @@ from matcher.network.compiled.library import attention_granted, kernels
 
 WIDEST_HEAD = 128  # channels
 WIDEST_ROW = 4096  # channels
+MOST_NEIGHBOURS = 64
 _LEAST_SHARE = 16  # rows that are worth a thread
 
 
@@ -91,6 +92,57 @@ def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
     sizes = (x.dtype == torch.bfloat16, len(x), heads, pairs, x.shape[1] - 2 * heads * pairs)
     places = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
     kernels().matcher_turn(places[0], *sizes, *places[1:], _threads(len(x)))
+
+
+def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tensor | None:
+    """exp(scores + u + v), at least e^least, or None where the kernel is not there or not made for this.
+
+    Args:
+        scores: (N, M) float32 on the CPU, or such a matrix transposed. u, v: (N,), (M,).
+    """
+    if scores.stride(1) != 1 and scores.stride(0) == 1:
+        turned = absorb_compiled(scores.t(), v, u, least)
+        return None if turned is None else turned.t()
+    library = kernels()
+    suits = scores.dtype == torch.float32 and scores.device.type == "cpu" and scores.stride(1) == 1
+    if library is None or not suits or scores.requires_grad:
+        return None
+    out, u, v = scores.new_empty(scores.shape), u.contiguous(), v.contiguous()
+    sizes, places = (*scores.shape, scores.stride(0)), (u.data_ptr(), v.data_ptr())
+    library.matcher_absorb(scores.data_ptr(), *sizes, *places, least, out.data_ptr(), _threads(len(scores)))
+    return out
+
+
+def nearest_compiled(
+    places: Tensor, matches: Tensor, hidden: Tensor, owners: Tensor, wanted: int
+) -> tuple[Tensor, Tensor] | None:
+    """The matches nearest to every point, or None where the kernel is not there or not made for this.
+
+    Args:
+        places: (B, N, 2) float32 of the points.
+        matches: (B, 2, K) of the matches.
+        hidden: (B, K) bool, matches that no point hears.
+        owners: (B, K) int64, the point that each is a match of, which does not hear it.
+        wanted: at most K.
+
+    Returns:
+        Squared distances and indices (B, N, wanted) in no order; 1e6 for what is not heard.
+    """
+    library = kernels()
+    suits = places.device.type == "cpu" and places.dtype == torch.float32 and wanted <= MOST_NEIGHBOURS
+    if library is None or not suits:
+        return None
+    (batch, points, _), count = places.shape, matches.shape[2]
+    distances = places.new_empty(batch, points, wanted)
+    nearest = owners.new_empty(batch, points, wanted)
+    places, matches, hidden, owners = (x.contiguous() for x in (places, matches, hidden, owners))
+    for b in range(batch):
+        given = (matches[b, 0], matches[b, 1], hidden[b], owners[b])
+        made = (distances[b].data_ptr(), nearest[b].data_ptr(), _threads(points))
+        library.matcher_nearest(
+            places[b].data_ptr(), points, *(x.data_ptr() for x in given), count, wanted, *made
+        )
+    return distances, nearest
 
 
 def _threads(rows: int) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from matcher.types import UsageError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp"))
 SWITCH = "MATCHER_COMPILED"
 _FLAGS = (
     "-O3",
@@ -91,6 +91,8 @@ def _load() -> ctypes.CDLL | None:
         "normalise_gelu": [place, small, number, number, *[place] * 3, real, small],
         "add": [place, place, small, number, number, place, place, small],
         "turn": [place, small, *[number] * 4, place, place, small],
+        "absorb": [place, *[number] * 3, place, place, real, place, small],
+        "nearest": [place, number, *[place] * 4, number, number, place, place, small],
     }
     for name, types in takes.items():
         getattr(library, f"matcher_{name}").argtypes = types
