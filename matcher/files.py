@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and where the user keeps what can be made again."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matcher.types import UsageError
@@ -52,3 +53,23 @@ def check_output(path: str | Path, suffixes: Sequence[str]) -> Path:
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: the folder {path.parent} cannot be written")
     return path
+
+
+def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:
+    """The user's cache: MATCHER_CACHE, else the platform's own place (XDG_CACHE_HOME on Linux).
+
+    Args:
+        environment: variables; this process's when absent.
+        platform: as `sys.platform`; this machine's when absent.
+    """
+    values = os.environ if environment is None else environment
+    system = platform or sys.platform
+    if values.get("MATCHER_CACHE"):
+        return Path(values["MATCHER_CACHE"]).expanduser()
+    if system == "win32" and values.get("LOCALAPPDATA"):
+        return Path(values["LOCALAPPDATA"]) / "matcher" / "Cache"
+    if system == "darwin":
+        return Path.home() / "Library" / "Caches" / "matcher"
+    # The XDG specification says that a relative path is to be ignored.
+    given = values.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"

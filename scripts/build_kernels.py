@@ -16,7 +16,7 @@ from matcher.types import MatcherError
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     try:
-        print(f"compiled {build()}")
+        print(f"kernels: {build()}")
     except MatcherError as error:
         print(f"no kernels were compiled: {error}", file=sys.stderr)
         return 2

@@ -33,7 +33,7 @@ def forget() -> None:
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
     """The kernels, built in a folder of their own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     yield compiled.build()
@@ -115,7 +115,7 @@ def test_a_block_with_kernels_is_the_block(tmp_path, monkeypatch, amx: bool) -> 
     """Prepared for inference with the kernels, as it is trained without them; also where there is no AMX."""
     if not amx:
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     assert library.instructions() in compiled.build().name
@@ -146,6 +146,16 @@ def random_layer() -> Layer:
         for value in layer.parameters():
             value += 0.1 * torch.randn_like(value)
     return layer.requires_grad_(False)
+
+
+@VECTORS
+def test_kernels_stand_back_for_autocast_and_gradients(kernel) -> None:
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        assert compiled.have_kernels(x) and not compiled.have_kernels(x.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not compiled.have_kernels(x)
+    assert not compiled.have_kernels(x)
 
 
 @VECTORS
@@ -197,7 +207,7 @@ def test_the_nearest_matches_are_the_nearest(kernel, monkeypatch, count: int) ->
 
 
 def test_nothing_is_compiled_without_being_asked(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     q = random_heads(1, 8, 32)
@@ -207,10 +217,9 @@ def test_nothing_is_compiled_without_being_asked(tmp_path, monkeypatch) -> None:
 
 
 def test_a_library_that_does_not_load_is_left_alone(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     path = library.library_path()
-    path.parent.mkdir()
     path.write_bytes(b"no library")
     forget()
     q = random_heads(1, 8, 32)
@@ -218,8 +227,24 @@ def test_a_library_that_does_not_load_is_left_alone(tmp_path, monkeypatch) -> No
     forget()
 
 
+@VECTORS
+def test_a_library_that_cannot_be_kept_or_loaded(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "file" / "folder"))
+    forget()
+    with pytest.raises(UsageError, match="cannot be kept"):
+        compiled.build()
+    assert compiled.kernels() is None
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: (_ for _ in ()).throw(OSError("not here")))
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        compiled.build()
+    forget()
+
+
 def test_what_is_missing_is_said(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.setattr(library, "instructions", lambda: None)
     with pytest.raises(UsageError, match="no AVX-512"):
         compiled.build()

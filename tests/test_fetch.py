@@ -15,10 +15,11 @@ import torch
 
 import matcher
 from matcher.checkpoints import catalogue, download, fetching
-from matcher.checkpoints.catalogue import Published, PublishedFile, cache_folder, read_catalogue
+from matcher.checkpoints.catalogue import Published, PublishedFile, read_catalogue
 from matcher.checkpoints.download import Wanted
 from matcher.checkpoints.fetching import fetch
 from matcher.cli import main
+from matcher.files import cache_folder
 from matcher.presets import PRESETS
 from matcher.types import IntegrityError, UsageError
 from matcher.weights import read_manifest

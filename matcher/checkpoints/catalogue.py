@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
@@ -13,6 +10,7 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from matcher.config import ExtractorConfig, from_dict
+from matcher.files import cache_folder
 from matcher.network.model import Model
 from matcher.presets import unknown_name
 from matcher.types import IntegrityError, UsageError
@@ -81,26 +79,6 @@ def find_published(name: str) -> Published:
     if name not in rows:
         raise UsageError(unknown_name("published weights", name, rows))
     return rows[name]
-
-
-def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:
-    """The user's cache: MATCHER_CACHE, else the platform's own place (XDG_CACHE_HOME on Linux).
-
-    Args:
-        environment: variables; this process's when absent.
-        platform: as `sys.platform`; this machine's when absent.
-    """
-    values = os.environ if environment is None else environment
-    system = platform or sys.platform
-    if values.get("MATCHER_CACHE"):
-        return Path(values["MATCHER_CACHE"]).expanduser()
-    if system == "win32" and values.get("LOCALAPPDATA"):
-        return Path(values["LOCALAPPDATA"]) / "matcher" / "Cache"
-    if system == "darwin":
-        return Path.home() / "Library" / "Caches" / "matcher"
-    # The XDG specification says that a relative path is to be ignored.
-    given = values.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"
 
 
 def locate(row: Published) -> Path:

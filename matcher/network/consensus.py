@@ -90,7 +90,7 @@ def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> Local
     distances, nearest = _nearest(places, matches, chosen.indices)
     neighbours = matches.gather(2, nearest.flatten(1).unsqueeze(1).expand(-1, 5, -1))
     neighbours = neighbours.view(len(places), 5, *nearest.shape[1:])
-    # The ranking's products round; the distances themselves are exact.
+    # The ranking's products may round; the distances themselves are exact.
     steps = neighbours[:, :2] - places.transpose(1, 2).unsqueeze(3)
     usable = distances < _UNUSABLE / 2
     square = (steps[:, 0].square() + steps[:, 1].square()) * usable

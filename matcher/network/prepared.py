@@ -83,7 +83,12 @@ class PreparedFeedForward:
         """Tokens (T, dim) in float32 and [x | message] (T, 2·dim) → tokens (T, dim)."""
         out = torch.empty_like(x)
         for rows in rows_at_once(len(x), joint.shape[1], x.device):
-            if self.steps is not None and have_kernels(joint):
+            if (
+                self.steps is not None
+                and have_kernels(joint)
+                and x.dtype == torch.float32
+                and x.is_contiguous()
+            ):
                 feed_forward_compiled(x[rows], joint[rows], self.steps, out[rows])
                 continue
             hidden = F.linear(joint[rows], self.weight, self.bias)

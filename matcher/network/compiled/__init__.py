@@ -1,7 +1,7 @@
 """Kernels in C++, compiled here on request; everything runs without them.
 
-What is between the matrix products of a block, and attention on matrix units. `MATCHER_COMPILED=0` in the
-environment leaves them alone.
+What is between the matrix products of a block, attention on matrix units, the kernel of a transport problem,
+and the matches nearest to each point. `MATCHER_COMPILED=0` in the environment leaves them alone.
 """
 
 from matcher.network.compiled.calls import (

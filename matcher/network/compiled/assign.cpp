@@ -31,7 +31,7 @@ inline float exponential(float x) {
 
 }  // namespace
 
-// kernel = exp(scores + u + v), at least e^least, of (rows, columns) with gaps of `stride` between the rows of scores.
+// kernel = exp(scores + u + v), from e^least to e^87, of (rows, columns) with gaps of `stride` between the rows of scores.
 extern "C" void matcher_absorb(const float* scores, long rows, long columns, long stride, const float* u,
                                const float* v, float least, float* kernel, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -64,7 +64,8 @@ extern "C" void matcher_nearest(const float* places, long points, const float* x
 #pragma omp simd
       for (long j = 0; j < count; ++j) {
         const float dx = x[j] - px, dy = y[j] - py;
-        d[j] = hidden[j] ? kHidden : dx * dx + dy * dy;
+        const float square = dx * dx + dy * dy;
+        d[j] = hidden[j] || !(square < kHidden) ? kHidden : square;
       }
       if (own[i] >= 0) d[own[i]] = kHidden;
       float best[kMost];

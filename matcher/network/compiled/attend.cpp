@@ -28,12 +28,16 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// Tile instructions do not tell the compiler which memory they read.
+inline void settle() { asm volatile("" ::: "memory"); }
+
 void configure_tiles() {
   TileConfig config;
   for (int t = 0; t < 8; ++t) {
     config.bytes[t] = 64;
     config.rows[t] = 16;
   }
+  settle();
   _tile_loadconfig(&config);
 }
 
@@ -90,6 +94,7 @@ void pack_values(const Rows& v, long h, long padded, long width, uint32_t* out) 
 
 // Products of 32 queries (rows of `width` channels) and 32 packed keys, as four tiles of 16 by 16.
 inline void score(const uint16_t* query, const uint16_t* key, long width, float* scores) {
+  settle();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -150,6 +155,7 @@ void weigh_all(const uint16_t* query, const uint16_t* keys, long m, long padded,
 
 // Weighted sums of values, 32 rows of `width` channels.
 void hear(const uint16_t* weights, const uint16_t* values, long padded, long width, float* heard) {
+  settle();
   for (long c = 0; c < width; c += 32) {
     const uint16_t* value = values + c * padded;
     _tile_zero(0);

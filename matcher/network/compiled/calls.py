@@ -1,4 +1,5 @@
-"""The compiled kernels on tensors; each call declines, and changes nothing, where it is not made for them."""
+"""The compiled kernels on tensors, without gradients; where one is not there or not made for what it is given,
+the caller does the same by stock operators."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """
     width, library = q.shape[-1], kernels()
     suits = q.dtype == torch.bfloat16 and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
+    suits = suits and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     if library is None or not suits or not q.numel() or not k.numel() or not attention_granted():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -59,9 +61,12 @@ class FeedForwardSteps(NamedTuple):
 
 
 def have_kernels(x: Tensor) -> bool:
-    """Whether `feed_forward_compiled` and `turn_compiled` take such tensors here."""
+    """Whether `feed_forward_compiled` and `turn_compiled` take such rows (T, C), and maps of them, here."""
     suits = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and x.dim() == 2
-    return suits and x.shape[1] <= WIDEST_ROW // 2 and kernels() is not None
+    # Autocast would change the precision of products between the kernels.
+    if not suits or x.shape[1] > WIDEST_ROW // 4 or torch.is_autocast_enabled("cpu"):
+        return False
+    return not torch.is_grad_enabled() and kernels() is not None
 
 
 def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out: Tensor) -> None:
@@ -69,7 +74,7 @@ def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out
 
     Args:
         x: float32, no gaps between its rows, as in `out`.
-        joint: in the precision of the weights; `have_kernels(joint)`.
+        joint: in the precision of the weights, D at least C and half of H; `have_kernels(joint)`.
     """
     library, half, threads = kernels(), joint.dtype == torch.bfloat16, _threads(len(x))
     hidden = F.linear(joint, steps.widen)
@@ -88,14 +93,14 @@ def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
         bias: (C,) float32.
         turns: (T, 2, P) float32, real parts, then imaginary ones.
     """
-    turns, pairs = turns.contiguous(), turns.shape[2]
+    turns, pairs = turns.float().contiguous(), turns.shape[2]
     sizes = (x.dtype == torch.bfloat16, len(x), heads, pairs, x.shape[1] - 2 * heads * pairs)
     places = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
     kernels().matcher_turn(places[0], *sizes, *places[1:], _threads(len(x)))
 
 
 def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tensor | None:
-    """exp(scores + u + v), at least e^least, or None where the kernel is not there or not made for this.
+    """exp(scores + u + v), from e^least to e^87, or None where the kernel is not there or not made for this.
 
     Args:
         scores: (N, M) float32 on the CPU, or such a matrix transposed. u, v: (N,), (M,).
@@ -129,7 +134,8 @@ def nearest_compiled(
         Squared distances and indices (B, N, wanted) in no order; 1e6 for what is not heard.
     """
     library = kernels()
-    suits = places.device.type == "cpu" and places.dtype == torch.float32 and wanted <= MOST_NEIGHBOURS
+    suits = places.device.type == "cpu" and places.dtype == matches.dtype == torch.float32
+    suits = suits and 0 < wanted <= min(MOST_NEIGHBOURS, matches.shape[2])
     if library is None or not suits:
         return None
     (batch, points, _), count = places.shape, matches.shape[2]

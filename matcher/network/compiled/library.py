@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from matcher.files import cache_folder
 from matcher.types import UsageError
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp"))
@@ -42,16 +43,16 @@ def instructions() -> str | None:
 
 def library_path() -> Path:
     """Where the library of these sources lies, or would lie."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matcher"
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
-    return folder / f"kernels-{instructions()}-{digest}.so"
+    parts = [" ".join(_FLAGS).encode(), *(source.read_bytes() for source in SOURCES)]
+    return cache_folder() / f"kernels-{instructions()}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
 
 
 def build() -> Path:
     """Compile the kernels for this machine.
 
     Raises:
-        UsageError: the processor has no AVX-512, there is no compiler, or it does not compile.
+        UsageError: the processor has no AVX-512, there is no compiler, it does not compile, or the library
+            cannot be kept or loaded.
     """
     if instructions() is None:
         raise UsageError("this processor has no AVX-512; the kernels are of no use here")
@@ -61,29 +62,27 @@ def build() -> Path:
     path = library_path()
     if _load() is not None:
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, f"-march={instructions()}", *_FLAGS, "-o", str(made), *map(str, SOURCES)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UsageError(f"{compiler} cannot compile the kernels:\n{done.stderr.strip()[-2000:]}")
-        made.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, f"-march={instructions()}", *_FLAGS, "-o", str(made), *map(str, SOURCES)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UsageError(f"{compiler} cannot compile the kernels:\n{done.stderr.strip()[-2000:]}")
+            made.replace(path)
+    except OSError as error:
+        raise UsageError(f"the kernels cannot be kept in {path.parent} ({error.strerror})") from error
     _load.cache_clear()
     attention_granted.cache_clear()
+    if _load() is None:
+        raise UsageError(f"{path} was compiled but cannot be loaded; may files in that folder be executed?")
     return path
 
 
 @cache
 def _load() -> ctypes.CDLL | None:
     if instructions() is None:
-        return None
-    path = library_path()
-    if not path.is_file():
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:  # damaged, or its own libraries are not here
         return None
     place, small, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
     takes = {
@@ -94,8 +93,15 @@ def _load() -> ctypes.CDLL | None:
         "absorb": [place, *[number] * 3, place, place, real, place, small],
         "nearest": [place, number, *[place] * 4, number, number, place, place, small],
     }
-    for name, types in takes.items():
-        getattr(library, f"matcher_{name}").argtypes = types
+    try:
+        path = library_path()
+        if not path.is_file():
+            return None
+        library = ctypes.CDLL(str(path))
+        for name, types in takes.items():
+            getattr(library, f"matcher_{name}").argtypes = types
+    except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged
+        return None
     return library
 
 
