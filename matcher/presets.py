@@ -117,7 +117,7 @@ PRESETS: dict[str, PipelineConfig] = {
         weights="hybrid-learned",
     ),
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
-    "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.9), weights=None),
+    "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.87), weights=None),
     "superglue-indoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-indoor"),
     "superglue-outdoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-outdoor"),
     "lightglue-superpoint": replace(_ON_SUPERPOINT, matcher=_LIGHTGLUE, weights="lightglue-superpoint"),

@@ -31,6 +31,7 @@ from matcher.weights import save_model
 
 ENOUGH_SCENES = 64  # to begin with; the others are made while training goes on
 VALIDATION_SCENES = 48
+VALIDATION_PAIRS = 144
 VALIDATION_POINTS = 512
 CONFIDENCE_OFFSET = 10_000_000  # batches of the second stage are none of the first
 CUDA_FACTOR, CUDA_READERS = 4, 8  # a GPU takes larger batches, and more threads to prepare them
@@ -166,4 +167,4 @@ def _validation_pairs(
             raise Stopped
     if album.unreadable:
         log(f"skipped {len(album.unreadable)} validation photos that cannot be read")
-    return validation_pairs(PairSampler(cache, recipe.pair, 0), VALIDATION_SCENES, VALIDATION_POINTS)
+    return validation_pairs(PairSampler(cache, recipe.pair, 0), VALIDATION_PAIRS, VALIDATION_POINTS)

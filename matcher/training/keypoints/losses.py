@@ -34,7 +34,7 @@ def refinement_loss(moved: Tensor, others: Tensor, near: Tensor, hit: Tensor) ->
         hit: (2B, K) bool, points that count.
     """
     target = others.gather(1, near[..., None].expand(-1, -1, 2))
-    return mean_of(smooth_l1_loss(moved, target, reduction="none").sum(-1), hit)
+    return mean_of(smooth_l1_loss(moved, target, reduction="none", beta=0.25).sum(-1), hit)
 
 
 def reliability_loss(logits: Tensor, found: Tensor, seen: Tensor) -> Tensor:
