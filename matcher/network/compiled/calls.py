@@ -1,4 +1,4 @@
-"""The compiled kernels on tensors, without gradients; where one is not there or not made for what it is given,
+"""The compiled kernels on tensors, without gradients. Where one is not there, or not made for its arguments,
 the caller does the same by stock operators."""
 
 from __future__ import annotations
