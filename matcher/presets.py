@@ -112,6 +112,7 @@ PRESETS: dict[str, PipelineConfig] = {
             kind="learned",
             descriptor_dim=64,
             position=PositionConfig(inputs=("xy",)),
+            adaptivity=replace(_HYBRID.matcher.adaptivity, exit_share=0.95, prune_matchability=0.03),
             match_threshold=0.1,
         ),
         weights="hybrid-learned",
@@ -225,11 +226,7 @@ _PLACES = {
 
 
 def find_preset(name: str) -> PipelineConfig:
-    """The configuration of that name.
-
-    Raises:
-        UsageError: there is none; the message lists those that exist.
-    """
+    """The configuration of that name; `UsageError`, with those that exist, if there is none."""
     if name not in PRESETS:
         raise UsageError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]
