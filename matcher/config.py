@@ -8,6 +8,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+GeometryKind = Literal["fundamental", "homography", "essential", "none"]
+GeometryStatus = Literal["ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated"]
 T = TypeVar("T")
 
 
@@ -148,7 +150,7 @@ class ExtractorConfig:
 class EstimationConfig:
     """Robust geometry; thresholds are pixels of the resized picture."""
 
-    kind: Literal["fundamental", "homography", "essential", "none"] = "fundamental"
+    kind: GeometryKind = "fundamental"
     max_epipolar_error: float = 1.5
     max_reprojection_error: float = 3.0
     min_inliers: int = 12

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

@@ -12,30 +12,25 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from matcher.checkpoints.catalogue import fill_extractor, load_weights
-from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig, Precision
-from matcher.estimation import RobustEstimator
-from matcher.frontends.registry import find_front_end
-from matcher.frontends.shared import LearnedExtractor
-from matcher.frontends.sift import SiftExtractor
-from matcher.images import MAX_PIXELS, image_from_array, read_image
-from matcher.nearest import NearestMatcher
-from matcher.network.grid import GridExtractor
-from matcher.network.inference import DTYPES, AttentionMatcher, resolve_precision
-from matcher.network.model import Model
+from matcher.config import ExtractorConfig, GeometryKind, NearestConfig, PipelineConfig, Precision
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.images import MAX_PIXELS, image_from_array, read_image
+from matcher.data.matches import Matches
+from matcher.data.protocols import Estimator, Extractor, Matcher
+from matcher.data.result import Result
+from matcher.errors import UsageError
+from matcher.extract.registry import find_front_end
+from matcher.extract.shared import LearnedExtractor
+from matcher.extract.sift import SiftExtractor
+from matcher.match.nearest import NearestMatcher
+from matcher.match.network.grid import GridExtractor
+from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
+from matcher.match.network.model import Model
 from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset
-from matcher.types import (
-    Camera,
-    Estimator,
-    Extractor,
-    Features,
-    GeometryKind,
-    Image,
-    Matcher,
-    Matches,
-    Result,
-    UsageError,
-)
+from matcher.verify.estimation import RobustEstimator
+from matcher.weights.published.catalogue import fill_extractor, load_weights
 
 Picture = str | Path | np.ndarray | Image
 Mask = str | Path | np.ndarray

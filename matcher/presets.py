@@ -13,6 +13,7 @@ from matcher.config import (
     AssignmentConfig,
     BackboneConfig,
     ContextConfig,
+    GeometryKind,
     NearestConfig,
     NetworkConfig,
     PipelineConfig,
@@ -22,7 +23,7 @@ from matcher.config import (
     from_dict,
     to_dict,
 )
-from matcher.types import GeometryKind, UsageError
+from matcher.errors import UsageError
 
 # Thresholds and shares were chosen for the shipped weights on training photos; see weights/README.md.
 _HYBRID = PipelineConfig(

@@ -21,18 +21,18 @@ from pathlib import Path
 import torch
 
 from matcher.config import NetworkConfig, PositionConfig
+from matcher.errors import MatcherError
 from matcher.files import write_whole
-from matcher.training.folder import claim_folder
-from matcher.training.memory import keep_memory
-from matcher.training.pairs import ViewPair
-from matcher.training.photos import PhotoSet, find_photos
-from matcher.training.reading import read_recipe, shipped_recipe
-from matcher.training.recipe import Recipe
-from matcher.training.sampler import PairSampler
-from matcher.training.trainer import Trainer
-from matcher.training.validation import validate, validation_pairs
-from matcher.training.views import ViewCache
-from matcher.types import MatcherError
+from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.memory import keep_memory
+from matcher.lab.train.pairs import ViewPair
+from matcher.lab.train.photos import PhotoSet, find_photos
+from matcher.lab.train.reading import read_recipe, shipped_recipe
+from matcher.lab.train.recipe import Recipe
+from matcher.lab.train.sampler import PairSampler
+from matcher.lab.train.trainer import Trainer
+from matcher.lab.train.validation import validate, validation_pairs
+from matcher.lab.train.views import ViewCache
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 TRIAL_STEPS = 12  # how fast a variant is, before its schedule is laid out

@@ -14,9 +14,9 @@ from time import perf_counter, process_time
 
 import torch
 
-from matcher.benchmarking.report import check_device, run_benchmark, to_json
-from matcher.benchmarking.timing import Stopwatch
-from matcher.types import MatcherError
+from matcher.errors import MatcherError
+from matcher.lab.benchmark.report import check_device, run_benchmark, to_json
+from matcher.lab.benchmark.timing import Stopwatch
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 

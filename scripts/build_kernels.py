@@ -9,8 +9,8 @@ back to stock operators.
 import argparse
 import sys
 
-from matcher.network.compiled import build
-from matcher.types import MatcherError
+from matcher.errors import MatcherError
+from matcher.kernels import build
 
 
 def main() -> int:

@@ -64,10 +64,10 @@ def retrieval(data: Path, work: Path, preset: str) -> Iterable[tuple[str, dict[s
     import numpy as np
 
     from matcher.collection.store import Store
-    from matcher.evaluation.synthetic import LEVELS, draw_homography, find_photos, warp
-    from matcher.images import image_from_array, read_image
+    from matcher.data.images import image_from_array, read_image
+    from matcher.lab.pairs.synthetic import LEVELS, draw_homography, find_photos, warp
+    from matcher.match.retrieval import similar_pairs
     from matcher.pipeline import load
-    from matcher.retrieval import similar_pairs
 
     extractor, table, truth = load(preset, device="cpu").extractor, {}, set()
     for number, path in enumerate(find_photos(data / "photos" / "val")):

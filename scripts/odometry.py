@@ -61,7 +61,7 @@ for frame, path in enumerate(sorted(args.left.glob("*.png"))):
     result = sequence.push_stereo(path, args.right / path.name) if args.right else sequence.push(path)
     ids, points = result.track_ids.tolist(), result.keypoints
     # One camera knows no scale: until there is a map, its pose is the one that the sequence starts with.
-    pose = pose_from(landmarks, ids, points, K) if landmarks else result.T_to_world
+    pose = pose_from(landmarks, ids, points, K) if landmarks else result.world_from_cam
     if pose is None:
         continue
     print(as_tum(frame, pose), flush=True)

@@ -240,7 +240,7 @@ def main() -> None:
         "size": SIZE,
         "K": K.tolist(),
         "T_world_to_camera": {f"view{i}.jpg": T.tolist() for i, T in enumerate(poses)},
-        "T_0to1": (poses[1] @ np.linalg.inv(poses[0])).tolist(),
+        "cam1_from_cam0": (poses[1] @ np.linalg.inv(poses[0])).tolist(),
         "T_0to2": (poses[2] @ np.linalg.inv(poses[0])).tolist(),
     }
     (output / "poses.json").write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")

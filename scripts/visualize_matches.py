@@ -11,13 +11,13 @@ from matcher.cli.result import title
 from matcher.drawing.canvas import save_figure
 from matcher.drawing.matches import match_errors
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
-from matcher.geometry import fundamental_from_pose
+from matcher.verify.distances import fundamental_from_pose
 
 parser = pair_parser("Draw matches, an overlay by a homography, or epipolar lines.")
 parser.add_argument("--picture", choices=["matches", "checkerboard", "blend", "epipolar"], default="matches")
 parser.add_argument("--colour-by", choices=["confidence", "inliers", "error"], default="confidence")
 parser.add_argument("--homography", type=Path, help="text file of the known 3 x 3 matrix, for errors")
-parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 T_0to1; needs --camera")
+parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 cam1_from_cam0; needs --camera")
 parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both pictures, in pixels of the files")
 parser.add_argument("--lines", type=int, default=200)
 args = parser.parse_args()
@@ -39,7 +39,7 @@ if args.pose is not None:
 if known is None and (args.picture != "matches" or args.colour_by == "error"):
     parser.exit(4, f"no geometry was found ({result.geometry.status})\n")
 if args.picture == "matches":
-    given = {"H_0to1" if planar else "fundamental": known}
+    given = {"H_1_from_0" if planar else "fundamental": known}
     errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
     drawing = {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
     heading, known_by = title(result, pipeline), args.homography or args.pose

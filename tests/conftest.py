@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
-from matcher.frontends.sift import SiftExtractor
-from matcher.images import read_image
-from matcher.network.compiled import SWITCH
-from matcher.network.model import Model
-from matcher.weights import FOLDERS, save_model
+from matcher.data.images import read_image
+from matcher.extract.sift import SiftExtractor
+from matcher.kernels import SWITCH
+from matcher.match.network.model import Model
+from matcher.weights.files import FOLDERS, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,10 +8,11 @@ import peers
 import pytest
 import torch
 
-from matcher.checkpoints.conversion import import_checkpoint
-from matcher.network.inference import AttentionMatcher
-from matcher.types import Features, Matches
-from matcher.weights import load_model
+from matcher.data.features import Features
+from matcher.data.matches import Matches
+from matcher.match.network.inference import AttentionMatcher
+from matcher.weights.files import load_model
+from matcher.weights.published.conversion import import_checkpoint
 
 SIZE = (640.0, 480.0)
 COUNTS = [(80, 80), (60, 90), (31, 9), (1, 20)]

@@ -7,7 +7,8 @@ import numpy as np
 from matcher.collection.records import StoredPair
 from matcher.collection.store import Store
 from matcher.collection.writer import ImageFacts, Writer
-from matcher.types import Features, Matches, TwoViewGeometry
+from matcher.data.features import Features
+from matcher.data.matches import Matches, TwoViewGeometry
 
 SETTINGS = {"preset": "nearest", "config": {"extractor": {"max_keypoints": 400}}}
 
@@ -40,7 +41,7 @@ def pair(
     scores = -np.sort(-rng.random(count).astype(np.float32))
     matches = Matches(indices, points0[indices[:, 0]], points1[indices[:, 1]], scores, 5, 380, 390)
     geometry = TwoViewGeometry(
-        "fundamental", "ok", rng.random(count) < 0.7, rng.normal(size=(3, 3)), T_0to1=None
+        "fundamental", "ok", rng.random(count) < 0.7, rng.normal(size=(3, 3)), cam1_from_cam0=None
     )
     return StoredPair(name0, name1, matches, geometry, float(rng.random()))
 

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from matcher.config import ExtractorConfig
-from matcher.frontends import kornia, learned, superpoint
-from matcher.frontends.shared import Fill, LearnedExtractor
-from matcher.types import Features, Image
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.extract import kornia, learned, superpoint
+from matcher.extract.shared import Fill, LearnedExtractor
 
 FRONT_ENDS = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS, **kornia.FRONT_ENDS}
 

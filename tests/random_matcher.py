@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from matcher.config import AdaptivityConfig, ContextConfig, NetworkConfig
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
-from matcher.types import Features
+from matcher.data.features import Features
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
 
 CONFIG = NetworkConfig(
     descriptor_dim=32,

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
-from matcher.estimation import RobustEstimator
-from matcher.nearest import NearestMatcher
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.match.nearest import NearestMatcher
 from matcher.pipeline import Pipeline
-from matcher.types import Camera, Features
+from matcher.verify.estimation import RobustEstimator
 
 SIZE = (640, 480)
 CAMERA = Camera(500.0, 500.0, 319.5, 239.5)

@@ -8,11 +8,12 @@ import torch
 from random_matcher import PROSPECTS, matcher_with, pair
 
 from matcher.config import AdaptivityConfig, AssignmentConfig
-from matcher.network import model as model_of
-from matcher.network.adaptivity import Tokens, ready_prospects, worthwhile
-from matcher.network.attention import Layout
-from matcher.network.consensus import Consensus
-from matcher.types import Features, Matches
+from matcher.data.features import Features
+from matcher.data.matches import Matches
+from matcher.match.network import model as model_of
+from matcher.match.network.adaptivity import Tokens, ready_prospects, worthwhile
+from matcher.match.network.consensus import Consensus
+from matcher.match.network.packed import Layout
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (0, 9), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
 

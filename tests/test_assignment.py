@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.network.assignment import assign, dual_softmax
-from matcher.network.head import AssignmentHead
-from matcher.network.mutual import mutual_matches
-from matcher.network.sinkhorn import log_masses, row_error, sinkhorn
+from matcher.match.assignment import assign, dual_softmax
+from matcher.match.mutual import mutual_matches
+from matcher.match.network.head import AssignmentHead
+from matcher.match.sinkhorn import log_masses, row_error, sinkhorn
 
 
 def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float = 1.0) -> torch.Tensor:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.network import attention, processor
-from matcher.network.attention import Layout, attend, interleave, scaled_dot_product
+from matcher import attention, processor
+from matcher.attention import scaled_dot_product
+from matcher.match.network.packed import Layout, attend, interleave
 
 HEADS, WIDTH = 3, 8
 UNIFORM = Layout(((5, 5), (5, 5)))

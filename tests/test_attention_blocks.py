@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from matcher.config import ContextConfig
-from matcher.network.attention import (
+from matcher.attention import (
     AdditiveAttention,
     GeneralAttention,
-    Layout,
     MultiHeadAttention,
     build_attention,
     linear_attention,
     scaled_dot_product,
 )
-from matcher.network.context import Layer
+from matcher.config import ContextConfig
+from matcher.match.network.context import Layer
+from matcher.match.network.packed import Layout
 
 N, M, D = 5, 7, 4
 NAMES = ("softmax", "linear", "additive", "general")

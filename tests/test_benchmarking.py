@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from matcher.benchmarking import rows
-from matcher.benchmarking.machine import Ceilings, Need, count_need, describe_machine, measure_ceilings
-from matcher.benchmarking.peers import kornia_lightglue, lightglue_tensors, random_batch, with_parameters
-from matcher.benchmarking.report import check_device, format_row, run_benchmark, to_json
-from matcher.benchmarking.rows import OFF, Row, as_kornia
-from matcher.benchmarking.shipped import naive_sinkhorn
-from matcher.benchmarking.timing import Samples, Stopwatch, memory_above
 from matcher.config import ContextConfig, NetworkConfig
-from matcher.network.assignment import assign
-from matcher.network.model import Model
-from matcher.types import Features, UsageError
+from matcher.data.features import Features
+from matcher.errors import UsageError
+from matcher.lab.benchmark import rows
+from matcher.lab.benchmark.machine import Ceilings, Need, count_need, describe_machine, measure_ceilings
+from matcher.lab.benchmark.peers import kornia_lightglue, lightglue_tensors, random_batch, with_parameters
+from matcher.lab.benchmark.report import check_device, format_row, run_benchmark, to_json
+from matcher.lab.benchmark.rows import OFF, Row, as_kornia
+from matcher.lab.benchmark.shipped import naive_sinkhorn
+from matcher.lab.benchmark.timing import Samples, Stopwatch, memory_above
+from matcher.match.assignment import assign
+from matcher.match.network.model import Model
 
 CPU = torch.device("cpu")
 WATCH = Stopwatch(CPU, repeats=2)

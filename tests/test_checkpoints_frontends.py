@@ -7,12 +7,12 @@ import pytest
 import torch
 from random_front_end import FRONT_ENDS, random_parameters, texture, whole
 
-from matcher.checkpoints.catalogue import find_published
-from matcher.checkpoints.fetching import import_files
 from matcher.config import ExtractorConfig
-from matcher.frontends.shared import resolve
+from matcher.errors import IntegrityError, UsageError
+from matcher.extract.shared import resolve
 from matcher.pipeline import build_extractor
-from matcher.types import IntegrityError, UsageError
+from matcher.weights.published.catalogue import find_published
+from matcher.weights.published.fetching import import_files
 
 feature = pytest.importorskip("kornia.feature")
 READERS = ("keynet", "orientation", "affine_shape", "hardnet", "dedode.dedode", "dedode.encoder")
@@ -31,7 +31,7 @@ def shallow(monkeypatch):
         )
 
     monkeypatch.setattr(transformer, "vit_large", vit)
-    monkeypatch.setattr("matcher.frontends.kornia.vit_large", vit)
+    monkeypatch.setattr("matcher.extract.kornia.vit_large", vit)
 
 
 @pytest.fixture

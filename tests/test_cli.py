@@ -23,7 +23,7 @@ KEYS = [
 ]  # fmt: skip
 ARRAYS = {
     "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "inliers", "geometry_kind",
-    "matrix", "T_0to1", "size0", "size1",
+    "matrix", "cam1_from_cam0", "size0", "size1",
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_json_is_one_object_and_nothing_else(views, capfd):
     assert found["preset"] == "nearest"
     assert found["weights"] is None
     assert found["image0"] == {"path": str(views[0]), "width": 800, "height": 600}
-    assert list(found["geometry"]) == ["kind", "status", "inliers", "matrix", "T_0to1"]
+    assert list(found["geometry"]) == ["kind", "status", "inliers", "matrix", "cam1_from_cam0"]
     assert found["geometry"]["kind"] == "fundamental"
     assert found["geometry"]["status"] == "ok"
     assert 12 <= found["geometry"]["inliers"] <= found["matches"]
@@ -99,7 +99,7 @@ def test_outputs_hold_the_result(views, tmp_path, capfd):
     np.testing.assert_array_equal(saved["inliers"], result.geometry.inliers)
     np.testing.assert_array_equal(saved["matrix"], result.geometry.matrix)
     assert str(saved["geometry_kind"]) == "homography"
-    assert saved["T_0to1"].shape == (0, 0)
+    assert saved["cam1_from_cam0"].shape == (0, 0)
     assert saved["size0"].tolist() == [800, 600]
     found = json.loads((tmp_path / "r.json").read_text())
     assert set(found) == {*KEYS, "arrays"}
@@ -120,7 +120,7 @@ def test_essential_needs_a_camera(views, capfd):
     assert match(views, "--geometry", "essential", "--camera0", "700,700,400,300", "--json") == 0
     geometry = json.loads(capfd.readouterr().out)["geometry"]
     assert geometry["kind"] == "essential"
-    assert geometry["T_0to1"] is None or np.shape(geometry["T_0to1"]) == (4, 4)
+    assert geometry["cam1_from_cam0"] is None or np.shape(geometry["cam1_from_cam0"]) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_weights_are_listed_and_verified(small_weights, monkeypatch, capfd):
     }  # fmt: skip
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
     (folder / "manifest.toml").write_text(f"[[weights]]\nbytes = {len(data)}\n{text}")
-    monkeypatch.setattr("matcher.weights.FOLDERS", (folder,))
+    monkeypatch.setattr("matcher.weights.files.FOLDERS", (folder,))
     assert run("weights", "list") == 0
     assert "CC0-1.0" in capfd.readouterr().out
     assert run("weights", "verify") == 0

@@ -9,8 +9,8 @@ from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
-from matcher.collection.figures import aligned
 from matcher.collection.reconstruction import Model, Reconstruction
+from matcher.lab.benchmark.collections import aligned
 
 pycolmap = pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")

@@ -15,7 +15,9 @@ from matcher.collection.exporting.colmap import from_colmap, to_colmap
 from matcher.collection.exporting.formats import FORMATS, export
 from matcher.collection.exporting.hloc import pair_key
 from matcher.collection.records import StoredImage, StoredPair
-from matcher.types import Camera, IntegrityError, Matches, TwoViewGeometry, UsageError
+from matcher.data.camera import Camera
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.errors import IntegrityError, UsageError
 
 OUTPUTS = {"colmap": "out.db", "hloc": "out", "npz": "out.npz", "openmvg": "out", "kapture": "out"}
 
@@ -89,7 +91,8 @@ def test_other_geometries_reach_colmap(store, tmp_path, kind, config):
     T[:3, 3] = [0, 0.6, 0.8]
     matrix = np.array([[1.0, 0.1, 20], [0, 1, 5], [0, 1e-4, 1]])
     pairs = [
-        replace(p, geometry=replace(p.geometry, kind=kind, matrix=matrix, T_0to1=T)) for p in store.pairs()
+        replace(p, geometry=replace(p.geometry, kind=kind, matrix=matrix, cam1_from_cam0=T))
+        for p in store.pairs()
     ]
     pairs[0] = replace(pairs[0], geometry=replace(pairs[0].geometry, status="low_inliers"))
     changed = MemoryStore(list(store.images()), store._keypoints, pairs)
@@ -182,7 +185,7 @@ def test_npz_holds_everything(store, tmp_path):
             np.testing.assert_array_equal(data["scores"][start:end], pair.matches.scores)
             np.testing.assert_array_equal(data["inliers"][start:end], pair.geometry.inliers)
             np.testing.assert_array_equal(data["matrices"][index], pair.geometry.matrix)
-        assert np.isnan(data["T_0to1"]).all() and set(data["statuses"]) == {"ok"}
+        assert np.isnan(data["cam1_from_cam0"]).all() and set(data["statuses"]) == {"ok"}
         assert len(data["matches"]) == report.matches
         assert data["sizes"].tolist() == [list(SIZE)] * 4
 

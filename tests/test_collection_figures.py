@@ -7,8 +7,8 @@ import pytest
 from collection_runs import photos
 from collection_scene import centres, render_photos
 
-from matcher.collection.figures import aligned, measure_reconstruction, measure_workers
-from matcher.types import UsageError
+from matcher.errors import UsageError
+from matcher.lab.benchmark.collections import aligned, measure_reconstruction, measure_workers
 
 OPTIONS = {"preset": "nearest", "device": "cpu"}
 

@@ -21,7 +21,7 @@ from matcher.collection.pairlists import (
     read_pairs,
     sequential,
 )
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 NAMES = ["a.jpg", "b.jpg", "sub/c.jpg", "my photo.jpg", "été.jpg"]
 

@@ -11,10 +11,10 @@ from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 from matcher.collection import reconstruction
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
-from matcher.collection.figures import aligned, database_from_hloc
 from matcher.collection.reconstruction import ReconstructionError, reconstruct
 from matcher.collection.reconstruction_picture import scene_axes
-from matcher.types import UsageError
+from matcher.errors import UsageError
+from matcher.lab.benchmark.collections import aligned, database_from_hloc
 
 pycolmap = pytest.importorskip("pycolmap")
 

@@ -16,7 +16,8 @@ from matcher.collection.runner import Progress
 from matcher.collection.settings import parse_shard
 from matcher.collection.store import Store
 from matcher.collection.writer import Writer
-from matcher.types import Camera, ImageError, UsageError
+from matcher.data.camera import Camera
+from matcher.errors import ImageError, UsageError
 
 HERE = 0  # workers: this process
 

@@ -14,7 +14,9 @@ from matcher.collection.encoding import DamagedError, checksum, decode_pair, enc
 from matcher.collection.records import Counts
 from matcher.collection.store import Store
 from matcher.collection.writer import EncodedPair, ImageFacts, Writer
-from matcher.types import Camera, IntegrityError, Matches, TwoViewGeometry, UsageError
+from matcher.data.camera import Camera
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.errors import IntegrityError, UsageError
 
 
 def same_pair(found, wanted) -> bool:
@@ -46,7 +48,7 @@ def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
         moved = wanted.matches.points1 + (rng.random((matches, 1)) < 0.5).astype(np.float32)
         wanted = replace(wanted, matches=replace(wanted.matches, points1=moved))
     pose = np.vstack([rng.normal(size=(3, 4)), [0, 0, 0, 1]])
-    geometry = replace(wanted.geometry, kind="essential", T_0to1=pose)
+    geometry = replace(wanted.geometry, kind="essential", cam1_from_cam0=pose)
     data = encode_pair(wanted.matches, geometry, points0, points1)
     found, read = decode_pair(data, points0, points1)
     assert np.array_equal(found.indices, wanted.matches.indices)
@@ -54,7 +56,7 @@ def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
     assert np.array_equal(found.points1, wanted.matches.points1)
     assert np.allclose(found.scores, wanted.matches.scores, atol=0.5001 / 65535)
     assert np.array_equal(read.inliers, geometry.inliers)
-    assert np.array_equal(read.T_0to1, pose)
+    assert np.array_equal(read.cam1_from_cam0, pose)
     for cut in (3, len(data) - 1):
         with pytest.raises(DamagedError):
             decode_pair(data[:cut], points0, points1)

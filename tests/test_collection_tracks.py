@@ -7,7 +7,7 @@ import pytest
 from collection_scene import synthetic_store
 
 from matcher.collection.tracks import Conflict, PairMatches, build_tracks, tracks_of
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
 

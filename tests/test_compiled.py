@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from matcher import kernels as compiled
+from matcher.attention import scaled_dot_product
 from matcher.config import ContextConfig
-from matcher.network import compiled
-from matcher.network.attention import Layout, scaled_dot_product
-from matcher.network.compiled import library
-from matcher.network.consensus import fit_local_maps
-from matcher.network.context import Layer
-from matcher.network.sinkhorn import absorbed
-from matcher.types import UsageError
+from matcher.errors import UsageError
+from matcher.kernels import library
+from matcher.match.network.consensus import fit_local_maps
+from matcher.match.network.context import Layer
+from matcher.match.network.packed import Layout
+from matcher.match.sinkhorn import absorbed
 
 VECTORS = pytest.mark.skipif(
     library.instructions() is None or shutil.which("g++") is None, reason="needs AVX-512 and a compiler"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from matcher.network.assignment import assign
-from matcher.network.consensus import Consensus, Links, fit_local_maps, mutual_links, stayed
-from matcher.network.mutual import mutual_matches
+from matcher.match.assignment import assign
+from matcher.match.mutual import mutual_matches
+from matcher.match.network.consensus import Consensus, Links, fit_local_maps, mutual_links, stayed
 
 SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
 SHIFT = torch.tensor([0.1, -0.05])

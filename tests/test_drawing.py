@@ -6,15 +6,18 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from matcher.data.features import Features
+from matcher.data.geometry import upright_size, upright_to_stored
+from matcher.data.images import image_from_array, read_image
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.result import Result
 from matcher.drawing.attention import draw_attention
 from matcher.drawing.canvas import figure_pixels, header_height, save_figure
 from matcher.drawing.keypoints import draw_fates
 from matcher.drawing.matches import draw_matches, match_errors, plot_result
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
 from matcher.drawing.plots import draw_confidences, draw_decisions, draw_entropies, draw_marginal_errors
-from matcher.geometry import upright_size, upright_to_stored
-from matcher.images import image_from_array, read_image
-from matcher.types import Features, ImageError, Matches, Result, TwoViewGeometry, UsageError
+from matcher.errors import ImageError, UsageError
 
 MISSING = np.zeros((0, 2))
 
@@ -229,7 +232,7 @@ def test_errors_are_distances_to_the_known_geometry_and_have_their_own_colours()
     points1 = points0 + np.array([[300.0, 0.0], [300.0, 40.0]])
     shift = np.array([[1.0, 0, 300], [0, 1, 0], [0, 0, 1]])
     sideways = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # x1' F x0 = y0 - y1: rows are epipolar lines
-    errors = match_errors(points0, points1, H_0to1=shift)
+    errors = match_errors(points0, points1, H_1_from_0=shift)
     np.testing.assert_allclose(errors, [0, 40])
     np.testing.assert_allclose(match_errors(points0, points1, fundamental=sideways), [0, 40])
     with pytest.raises(UsageError, match="either"):

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from matcher.config import EstimationConfig
-from matcher.estimation import RobustEstimator
-from matcher.geometry import epipolar_distance, fundamental_from_pose, warp_points
-from matcher.types import Camera, UsageError
+from matcher.data.camera import Camera
+from matcher.data.geometry import warp_points
+from matcher.errors import UsageError
+from matcher.verify.distances import epipolar_distance, fundamental_from_pose
+from matcher.verify.estimation import RobustEstimator
 
 CAMERA = Camera(800.0, 820.0, 510.0, 390.0)
 OTHER = Camera(700.0, 690.0, 500.0, 370.0)
@@ -36,18 +38,18 @@ def rotation(axis, degrees):
 
 
 def pose(baseline=1.0):
-    T_0to1 = np.eye(4)
-    T_0to1[:3, :3] = rotation((0.3, 1.0, 0.2), 12)
-    T_0to1[:3, 3] = baseline * np.array([0.8, -0.1, 0.3])
-    return T_0to1
+    cam1_from_cam0 = np.eye(4)
+    cam1_from_cam0[:3, :3] = rotation((0.3, 1.0, 0.2), 12)
+    cam1_from_cam0[:3, 3] = baseline * np.array([0.8, -0.1, 0.3])
+    return cam1_from_cam0
 
 
-def two_views(rng, count=400, outliers=0.4, noise=0.5, T_0to1=None):
+def two_views(rng, count=400, outliers=0.4, noise=0.5, cam1_from_cam0=None):
     """Points of a scene 3 to 8 deep in both pictures, some replaced; the clean ones; which are true."""
-    T_0to1 = pose() if T_0to1 is None else T_0to1
+    cam1_from_cam0 = pose() if cam1_from_cam0 is None else cam1_from_cam0
     clean0 = rng.uniform(0, (1024, 768), (count, 2))
     rays = np.column_stack([clean0, np.ones(count)]) @ np.linalg.inv(intrinsics(CAMERA)).T
-    scene = rays * rng.uniform(3, 8, (count, 1)) @ T_0to1[:3, :3].T + T_0to1[:3, 3]
+    scene = rays * rng.uniform(3, 8, (count, 1)) @ cam1_from_cam0[:3, :3].T + cam1_from_cam0[:3, 3]
     projected = scene @ intrinsics(OTHER).T
     clean1 = projected[:, :2] / projected[:, 2:]
     points0, points1 = (clean + noise * rng.normal(size=clean.shape) for clean in (clean0, clean1))
@@ -76,7 +78,7 @@ def degrees_between(R, S):
 def test_homography_is_recovered(rng, outliers, scale):
     points0, points1, true = plane_views(rng, outliers=outliers)
     found = estimate("homography", points0 * scale, points1 * scale, thresholds_scale=scale)
-    assert found.status == "ok" and found.kind == "homography" and found.T_0to1 is None
+    assert found.status == "ok" and found.kind == "homography" and found.cam1_from_cam0 is None
     assert found.matrix.dtype == np.float64 and found.matrix[2, 2] == 1
     error = warp_points(CORNERS * scale, found.matrix) / scale - warp_points(CORNERS, H_TRUE)
     assert np.abs(error).max() < 1.0
@@ -88,7 +90,7 @@ def test_homography_is_recovered(rng, outliers, scale):
 def test_fundamental_is_recovered(rng, outliers, scale):
     points0, points1, clean0, clean1, true = two_views(rng, outliers=outliers)
     found = estimate("fundamental", points0 * scale, points1 * scale, thresholds_scale=scale)
-    assert found.status == "ok" and found.T_0to1 is None
+    assert found.status == "ok" and found.cam1_from_cam0 is None
     assert np.linalg.norm(found.matrix) == pytest.approx(1)
     assert abs(np.linalg.det(found.matrix)) < 1e-9
     assert epipolar_distance(clean0 * scale, clean1 * scale, found.matrix).mean() / scale < 0.4
@@ -102,24 +104,26 @@ def test_essential_and_pose_are_recovered(rng, outliers, scale):
     cameras = [Camera(*(scale * v for v in (c.fx, c.fy, c.cx, c.cy))) for c in (CAMERA, OTHER)]
     found = estimate("essential", points0 * scale, points1 * scale, cameras=cameras, thresholds_scale=scale)
     assert found.status == "ok"
-    T_0to1, truth = found.T_0to1, pose()
-    assert degrees_between(T_0to1[:3, :3], truth[:3, :3]) < 0.3
+    cam1_from_cam0, truth = found.cam1_from_cam0, pose()
+    assert degrees_between(cam1_from_cam0[:3, :3], truth[:3, :3]) < 0.3
     direction = truth[:3, 3] / np.linalg.norm(truth[:3, 3])
-    assert np.linalg.norm(T_0to1[:3, 3]) == pytest.approx(1)
-    assert np.degrees(np.arccos(np.clip(T_0to1[:3, 3] @ direction, -1, 1))) < 1.5  # the sign is right, too
-    assert np.array_equal(T_0to1[3], [0, 0, 0, 1])
-    expected = np.cross(np.eye(3), T_0to1[:3, 3]) @ T_0to1[:3, :3]
+    assert np.linalg.norm(cam1_from_cam0[:3, 3]) == pytest.approx(1)
+    assert (
+        np.degrees(np.arccos(np.clip(cam1_from_cam0[:3, 3] @ direction, -1, 1))) < 1.5
+    )  # the sign is right, too
+    assert np.array_equal(cam1_from_cam0[3], [0, 0, 0, 1])
+    expected = np.cross(np.eye(3), cam1_from_cam0[:3, 3]) @ cam1_from_cam0[:3, :3]
     assert np.allclose(found.matrix, expected / np.linalg.norm(expected), atol=1e-12)
     K0, K1 = intrinsics(cameras[0]), intrinsics(cameras[1])
-    fundamental = fundamental_from_pose(K0, K1, T_0to1)
+    fundamental = fundamental_from_pose(K0, K1, cam1_from_cam0)
     assert epipolar_distance(clean0 * scale, clean1 * scale, fundamental).mean() / scale < 0.3
     assert found.inliers[true].mean() > 0.95 and found.inliers[~true].sum() <= 12
 
 
 def test_essential_holds_on_a_plane(rng):
-    T_0to1, K0, K1 = pose(), intrinsics(CAMERA), intrinsics(OTHER)
+    cam1_from_cam0, K0, K1 = pose(), intrinsics(CAMERA), intrinsics(OTHER)
     normal, distance = np.array([0.1, -0.2, 1.0]), 5.0
-    H = K1 @ (T_0to1[:3, :3] + np.outer(T_0to1[:3, 3], normal) / distance) @ np.linalg.inv(K0)
+    H = K1 @ (cam1_from_cam0[:3, :3] + np.outer(cam1_from_cam0[:3, 3], normal) / distance) @ np.linalg.inv(K0)
     points0 = rng.uniform(0, (1024, 768), (300, 2))
     points1 = warp_points(points0, H) + 0.3 * rng.normal(size=(300, 2))
     found = estimate("essential", points0, points1)
@@ -195,7 +199,7 @@ def test_duplicates_share_their_fate(rng, kind):
 
 def no_model(found, status, count):
     assert found.status == status
-    assert found.matrix is None and found.T_0to1 is None
+    assert found.matrix is None and found.cam1_from_cam0 is None
     assert found.inliers.shape == (count,) and found.inliers.dtype == bool and not found.inliers.any()
 
 
@@ -240,15 +244,15 @@ def test_a_line_of_inliers_among_outliers(rng, kind):
 @pytest.mark.parametrize("outliers", [0.0, 0.3])
 @pytest.mark.parametrize("turn", [0.0, 15.0])
 def test_rotation_alone_has_no_pose(rng, noise, outliers, turn):
-    T_0to1 = np.eye(4)
-    T_0to1[:3, :3] = rotation((0.2, 1.0, 0.1), turn)
-    points0, points1, *_ = two_views(rng, noise=noise, outliers=outliers, T_0to1=T_0to1)
+    cam1_from_cam0 = np.eye(4)
+    cam1_from_cam0[:3, :3] = rotation((0.2, 1.0, 0.1), turn)
+    points0, points1, *_ = two_views(rng, noise=noise, outliers=outliers, cam1_from_cam0=cam1_from_cam0)
     no_model(estimate("essential", points0, points1), "degenerate", len(points0))
     assert estimate("homography", points0, points1).status == "ok"
 
 
 def test_small_motion_still_has_a_pose(rng):
-    points0, points1, *_ = two_views(rng, noise=0.3, T_0to1=pose(baseline=0.08))
+    points0, points1, *_ = two_views(rng, noise=0.3, cam1_from_cam0=pose(baseline=0.08))
     assert estimate("essential", points0, points1).status == "ok"
 
 
@@ -268,7 +272,7 @@ def test_low_inliers_still_gives_the_model(rng, kind):
     assert estimate(kind, points0, points1, min_inliers=20).status == "ok"
     found = estimate(kind, points0, points1, min_inliers=31)
     assert found.status == "low_inliers" and found.inliers.sum() > 20
-    assert np.isfinite(found.matrix).all() and (found.T_0to1 is not None) == (kind == "essential")
+    assert np.isfinite(found.matrix).all() and (found.cam1_from_cam0 is not None) == (kind == "essential")
     twice = estimate(kind, np.tile(points0, (2, 1)), np.tile(points1, (2, 1)), min_inliers=31)
     assert twice.status == "low_inliers"  # copies are no evidence
 

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.evaluation.judge import Observation, judge, true_matches
-from matcher.evaluation.protocols import protocol_of
-from matcher.evaluation.run import Entrant, evaluate
-from matcher.evaluation.sets import SetOptions, data_folder, find_sets
-from matcher.types import Features, Image, Matches, UsageError
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.errors import UsageError
+from matcher.lab.evaluate.judge import Observation, judge, true_matches
+from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.pairs.protocols import protocol_of
+from matcher.lab.pairs.sets import SetOptions, data_folder, find_sets
 
 needs_bench = pytest.mark.skipif(not (data_folder() / "bench").is_dir(), reason="MATCHER_DATA has no bench/")
 COUNTS = {
@@ -89,7 +92,7 @@ def test_bench_is_all_folders():
 
 def test_disparity_labels_judge_matches_and_the_oracle():
     """Twenty points, all shifted by 4 px to the left; the labels know the left half of the picture."""
-    from matcher.evaluation.protocols import CorrespondencePair, Picture
+    from matcher.lab.pairs.protocols import CorrespondencePair, Picture
 
     rng = np.random.default_rng(0)
     points0 = np.stack([np.repeat(np.arange(5), 4) * 20 + 10.0, np.tile(np.arange(4), 5) * 15 + 10.0], axis=1)

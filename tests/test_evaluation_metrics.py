@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from matcher.evaluation.bootstrap import difference, estimate, mean, resample
-from matcher.evaluation.metrics import (
+from matcher.lab.evaluate.bootstrap import difference, estimate, mean, resample
+from matcher.lab.evaluate.metrics import (
     auc,
     corner_error,
     distances,

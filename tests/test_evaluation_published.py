@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.evaluation.run import Entrant, evaluate
-from matcher.evaluation.sets import SetOptions, find_sets
-from matcher.evaluation.synthetic import warp
-from matcher.types import UsageError
+from matcher.errors import UsageError
+from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.pairs.sets import SetOptions, find_sets
+from matcher.lab.pairs.synthetic import warp
 
 K = np.array([[300.0, 0, 160], [0, 310, 120], [0, 0, 1]])
 T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 0, 1]])
@@ -72,7 +72,7 @@ def test_pair_lists(tmp_path, picture, kind):
         (found,) = find_sets(str(where), SetOptions())
         assert (found.protocol, found.name, len(found)) == ("pose", "test_pairs_with_gt", 2)
         pair = found.pairs[1]
-        assert np.allclose(pair.K1, K) and np.allclose(pair.T_0to1, T)
+        assert np.allclose(pair.K1, K) and np.allclose(pair.cam1_from_cam0, T)
         assert pair.image0.path == folder / "15.png"
     (moved,) = find_sets(str(tmp_path), SetOptions(images=tmp_path / "images"))
     assert moved.pairs[0].image1.path == folder / "585.png"
@@ -127,7 +127,7 @@ def test_scene_files(tmp_path, picture):
     (found,) = find_sets(str(tmp_path), SetOptions())
     assert (found.name, len(found), found.pairs[0].group) == ("megadepth1500", 1, "0015_0.1_0.3")
     pair = found.pairs[0]
-    assert np.allclose(pair.T_0to1, T)  # world to camera 1, after camera 0 to world
+    assert np.allclose(pair.cam1_from_cam0, T)  # world to camera 1, after camera 0 to world
     assert np.allclose(pair.K0, K) and np.allclose(pair.K1, 2 * K)
     assert pair.image1.path == tmp_path / "Undistorted_SfM" / "0015" / "images" / "b.jpg"
 

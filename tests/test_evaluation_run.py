@@ -10,11 +10,11 @@ import pytest
 import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
-from matcher.estimation import RobustEstimator
-from matcher.evaluation.run import Entrant, evaluate
-from matcher.evaluation.synthetic import find_photos, synthetic_set, unrelated_set
-from matcher.evaluation.tables import as_markdown, as_object
-from matcher.types import Camera
+from matcher.data.camera import Camera
+from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.evaluate.tables import as_markdown, as_object
+from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
+from matcher.verify.estimation import RobustEstimator
 
 
 def run(*arguments):

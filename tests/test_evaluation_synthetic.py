@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.evaluation.metrics import reprojection_errors
-from matcher.evaluation.synthetic import (
+from matcher.data.geometry import inside, warp_points
+from matcher.errors import UsageError
+from matcher.lab.evaluate.metrics import reprojection_errors
+from matcher.lab.pairs.synthetic import (
     LEVELS,
     disturb,
     draw_homography,
@@ -15,8 +17,6 @@ from matcher.evaluation.synthetic import (
     unrelated_set,
     warp,
 )
-from matcher.geometry import inside, warp_points
-from matcher.types import UsageError
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def test_pairs_follow_from_seed_and_number_alone(photos):
     few, many = (synthetic_set(find_photos(photos), count=count, seed=3).pairs for count in (8, 40))
     other = synthetic_set(find_photos(photos), count=8, seed=4).pairs
     for i in range(8):
-        assert np.array_equal(few[i].H_0to1, many[i].H_0to1)
+        assert np.array_equal(few[i].H_1_from_0, many[i].H_1_from_0)
         assert np.array_equal(few[i].image1.pixels, many[i].image1.pixels)
-        assert not np.array_equal(few[i].H_0to1, other[i].H_0to1)
+        assert not np.array_equal(few[i].H_1_from_0, other[i].H_1_from_0)
     assert [few[i].group for i in range(5)] == ["level 1", "level 2", "level 3", "level 4", "level 1"]
     assert len({many[4 * i].image0.path for i in range(5)}) == 5  # every photo once before any again
     with pytest.raises(IndexError):
@@ -50,10 +50,10 @@ def test_truth_is_exact_in_the_pixel_convention(photos):
     pipe = matcher.load("nearest")
     pair = synthetic_set(find_photos(photos), count=1, levels=(1,)).pairs[0]
     found = pipe.match(pair.image0.pixels, pair.image1.pixels)
-    errors = reprojection_errors(found.points0, found.points1, pair.H_0to1)
+    errors = reprojection_errors(found.points0, found.points1, pair.H_1_from_0)
     near = errors < 3
     assert near.sum() > 100
-    bias = (warp_points(found.points0, pair.H_0to1) - found.points1)[near].mean(axis=0)
+    bias = (warp_points(found.points0, pair.H_1_from_0) - found.points1)[near].mean(axis=0)
     assert np.median(errors[near]) < 0.5
     assert np.abs(bias).max() < 0.1
 
@@ -118,6 +118,6 @@ def test_what_cannot_be_made(photos, tmp_path):
 
 def test_level_0_changes_the_light_alone(photos):
     pair = synthetic_set(find_photos(photos), count=1, levels=[0]).pairs[0]
-    np.testing.assert_allclose(pair.H_0to1, np.eye(3), atol=1e-6)
+    np.testing.assert_allclose(pair.H_1_from_0, np.eye(3), atol=1e-6)
     assert pair.image0.pixels.shape == pair.image1.pixels.shape
     assert not np.array_equal(pair.image0.pixels, pair.image1.pixels)

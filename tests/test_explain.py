@@ -8,15 +8,16 @@ import torch
 from random_matcher import CONFIG, matcher_with, pair
 
 from matcher.config import ContextConfig
+from matcher.data.features import Features
+from matcher.data.images import read_image
+from matcher.errors import UsageError
 from matcher.explain.explain import MATCHED, explain, nearest_keypoint
 from matcher.explain.rules import rules, sureness
-from matcher.images import read_image
-from matcher.network import context
-from matcher.network.grid import GridExtractor
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
+from matcher.match.network import context
+from matcher.match.network.grid import GridExtractor
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
 from matcher.presets import PRESETS
-from matcher.types import Features, UsageError
 
 
 def other_matcher(**changes) -> AttentionMatcher:

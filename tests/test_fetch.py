@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import matcher
-from matcher.checkpoints import catalogue, download, fetching
-from matcher.checkpoints.catalogue import Published, PublishedFile, read_catalogue
-from matcher.checkpoints.download import Wanted
-from matcher.checkpoints.fetching import fetch
 from matcher.cli import main
+from matcher.errors import IntegrityError, UsageError
 from matcher.files import cache_folder
 from matcher.presets import PRESETS
-from matcher.types import IntegrityError, UsageError
-from matcher.weights import read_manifest
+from matcher.weights.files import read_manifest
+from matcher.weights.published import catalogue, download, fetching
+from matcher.weights.published.catalogue import Published, PublishedFile, read_catalogue
+from matcher.weights.published.download import Wanted
+from matcher.weights.published.fetching import fetch
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = bytes(range(256)) * 4000  # 1 MB
@@ -309,8 +309,8 @@ def test_two_processes_fetch_once(shelf, site, tmp_path):
     code = f"""
 from dataclasses import replace
 from pathlib import Path
-from matcher.checkpoints import catalogue
-from matcher.checkpoints.fetching import fetch
+from matcher.weights.published import catalogue
+from matcher.weights.published.fetching import fetch
 from matcher.presets import PRESETS
 catalogue.CATALOGUE = Path({str(tmp_path / "catalogue.toml")!r})
 config = PRESETS["lightglue-xfeat"].matcher

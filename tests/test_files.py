@@ -2,8 +2,8 @@ import os
 
 import pytest
 
+from matcher.errors import UsageError
 from matcher.files import check_output, write_whole
-from matcher.types import UsageError
 
 
 def test_it_writes_and_replaces(tmp_path):

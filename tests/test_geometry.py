@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from matcher.geometry import (
+from matcher.data.geometry import (
     UPRIGHT,
-    epipolar_distance,
-    fundamental_from_pose,
     inside,
     resize_points,
     resized,
@@ -18,6 +16,7 @@ from matcher.geometry import (
     upright_to_stored,
     warp_points,
 )
+from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 
 
 def gaussian(size: tuple[int, int], centre: np.ndarray, sigma: float) -> np.ndarray:
@@ -120,16 +119,16 @@ def two_cameras(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nd
     """Points of one scene in two pictures, and the fundamental matrix between them."""
     K0 = np.array([[500, 0, 320], [0, 510, 240], [0, 0, 1.0]])
     K1 = np.array([[600, 0, 300], [0, 590, 200], [0, 0, 1.0]])
-    T_0to1 = np.eye(4)
-    T_0to1[:3, :3] = cv2.Rodrigues(np.array([0.1, -0.3, 0.05]))[0]
-    T_0to1[:3, 3] = [1.0, 0.2, -0.1]
+    cam1_from_cam0 = np.eye(4)
+    cam1_from_cam0[:3, :3] = cv2.Rodrigues(np.array([0.1, -0.3, 0.05]))[0]
+    cam1_from_cam0[:3, 3] = [1.0, 0.2, -0.1]
     scene = rng.uniform([-2, -2, 4], [2, 2, 9], (30, 3))
-    moved = scene @ T_0to1[:3, :3].T + T_0to1[:3, 3]
+    moved = scene @ cam1_from_cam0[:3, :3].T + cam1_from_cam0[:3, 3]
     points0, points1 = scene @ K0.T, moved @ K1.T
     return (
         points0[:, :2] / points0[:, 2:],
         points1[:, :2] / points1[:, 2:],
-        fundamental_from_pose(K0, K1, T_0to1),
+        fundamental_from_pose(K0, K1, cam1_from_cam0),
     )
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from random_matcher import CONFIG, pair
 
-from matcher.network.guidance import Guidance, Side
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
-from matcher.network.position import normalise_positions
-from matcher.types import Features
+from matcher.data.features import Features
+from matcher.match.network.guidance import Guidance, Side
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
+from matcher.match.network.position import normalise_positions
 
 
 def seeded_guidance(dim: int = 16, depth: int = 2) -> Guidance:

@@ -11,9 +11,9 @@ import PIL.Image
 import pytest
 from PIL import ImageOps
 
-from matcher.geometry import resize_points, upright_to_stored
-from matcher.images import image_from_array, read_image, read_mask
-from matcher.types import ImageError, UsageError
+from matcher.data.geometry import resize_points, upright_to_stored
+from matcher.data.images import image_from_array, read_image, read_mask
+from matcher.errors import ImageError, UsageError
 
 POINTS = np.array([[40.0, 30.0], [250.0, 40.0], [60.0, 180.0], [200.0, 150.0]])  # stored xy
 
@@ -338,7 +338,7 @@ def test_a_bomb_is_refused_from_its_header(tmp_path, monkeypatch, recwarn):
     path = bomb(tmp_path / "bomb.png", 30_000)
     assert path.stat().st_size < 200_000
     limit = PIL.Image.MAX_IMAGE_PIXELS
-    monkeypatch.setattr("matcher.images.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
+    monkeypatch.setattr("matcher.data.images.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ImageError, match=r"bomb\.png: 30000 x 30000 .*178000000.*max-pixels"):
         read_image(path)
     with pytest.raises(ImageError, match="bomb"):

@@ -6,7 +6,9 @@ import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import (
+from matcher.data.images import image_from_array
+from matcher.errors import UsageError
+from matcher.extract.learned import (
     DESCRIPTOR_DIM,
     STRIDE,
     WINDOW,
@@ -17,9 +19,7 @@ from matcher.frontends.learned import (
     sample,
     unfolded,
 )
-from matcher.images import image_from_array
 from matcher.pipeline import build_extractor
-from matcher.types import UsageError
 
 
 @pytest.fixture

@@ -10,19 +10,23 @@ import pytest
 import torch
 from torch import nn
 
-from matcher.checkpoints.conversion import choose_layout, convert, import_checkpoint
+from matcher.attention import linear_attention
 from matcher.config import PositionConfig
-from matcher.geometry import resize_points, upright_to_stored
-from matcher.network.attention import attend_to, linear_attention
-from matcher.network.grid import GridExtractor
-from matcher.network.inference import AttentionMatcher, off_border
-from matcher.network.model import Model
-from matcher.network.mutual import drop_unmatched, mutual_matches
-from matcher.network.position import SinePosition
+from matcher.data.features import Features
+from matcher.data.geometry import resize_points, upright_to_stored
+from matcher.data.image import Image
+from matcher.errors import UsageError
+from matcher.match.mutual import drop_unmatched, mutual_matches
+from matcher.match.network.grid import GridExtractor
+from matcher.match.network.inference import AttentionMatcher, off_border
+from matcher.match.network.model import Model
+from matcher.match.network.packed import attend_to
+from matcher.match.network.position import SinePosition
+from matcher.match.prediction import Assignment
 from matcher.pipeline import load
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
-from matcher.types import Assignment, Features, Image, UsageError
-from matcher.weights import save_model
+from matcher.weights.files import save_model
+from matcher.weights.published.conversion import choose_layout, convert, import_checkpoint
 
 PUBLISHED_PARAMETERS = 11_561_456
 KORNIA_SHIFT = 0.5  # its pixels have their centres at +0.5, ours at 0

@@ -16,7 +16,7 @@ from parity import (
 )
 
 from matcher.config import AdaptivityConfig
-from matcher.types import Features
+from matcher.data.features import Features
 
 WIDTHS = {
     "lightglue-superpoint": 256,

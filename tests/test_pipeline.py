@@ -6,12 +6,15 @@ import pytest
 import torch
 
 import matcher
-from matcher.geometry import warp_points
-from matcher.images import image_from_array, read_image
-from matcher.network.inference import AttentionMatcher
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.data.geometry import warp_points
+from matcher.data.image import Image
+from matcher.data.images import image_from_array, read_image
+from matcher.errors import ImageError, UsageError
+from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import resolve_device, threshold_scale
 from matcher.presets import DEFAULT_PRESET
-from matcher.types import Camera, Features, Image, ImageError, UsageError
 
 H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
 
@@ -189,7 +192,9 @@ def test_essential_needs_cameras_and_others_refuse_them(views):
         matcher.load("nearest").match(*views, camera1=camera)
     geometry = matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry
     assert geometry.kind == "essential"
-    assert geometry.T_0to1 is None or np.linalg.norm(geometry.T_0to1[:3, 3]) == pytest.approx(1)
+    assert geometry.cam1_from_cam0 is None or np.linalg.norm(geometry.cam1_from_cam0[:3, 3]) == pytest.approx(
+        1
+    )
 
 
 def test_options_reach_the_network(small_weights):

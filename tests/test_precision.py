@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from matcher.config import AdaptivityConfig, ContextConfig, ExtractorConfig, NetworkConfig
-from matcher.frontends.sift import SiftExtractor
-from matcher.images import image_from_array, read_image
-from matcher.network.grid import GridExtractor
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.images import image_from_array, read_image
+from matcher.data.matches import Matches
+from matcher.extract.sift import SiftExtractor
+from matcher.match.network.grid import GridExtractor
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
 from matcher.presets import find_preset
-from matcher.types import Features, Image, Matches
-from matcher.weights import load_model
+from matcher.weights.files import load_model
 
 GOLDEN = Path(__file__).with_name("golden_matches.json")
 # Exit, pruning, least share: decisions near their threshold fall either way.

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from matcher.config import ContextConfig
-from matcher.network import prepared
-from matcher.network.attention import Layout
-from matcher.network.context import Layer
+from matcher.match.network import prepared
+from matcher.match.network.context import Layer
+from matcher.match.network.packed import Layout
 from matcher.presets import find_preset
 
 LAYOUTS = [Layout(((40, 40),)), Layout(((33, 70), (0, 5), (12, 1)))]

@@ -3,9 +3,9 @@ import pytest
 from matcher import cli
 from matcher.cli import main
 from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, from_dict, to_dict
+from matcher.errors import UsageError
 from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
-from matcher.types import UsageError
-from matcher.weights import load_model, read_manifest
+from matcher.weights.files import load_model, read_manifest
 
 
 def test_names_and_default():

@@ -12,12 +12,12 @@ import torch
 from browser import browser, needs_browser
 
 from matcher.cli import main
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
+from matcher.errors import UsageError
+from matcher.explain.report.report import write_report
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
 from matcher.pipeline import load
 from matcher.presets import PRESETS
-from matcher.report.report import write_report
-from matcher.types import UsageError
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from collection_runs import QUICK, photos
 
 from matcher.cli import main
 from matcher.collection.records import StoredPair
-from matcher.report.graph import lay_out
-from matcher.report.tally import BINS, bin_of, tally
-from matcher.types import Matches, TwoViewGeometry
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.explain.report.graph import lay_out
+from matcher.explain.report.tally import BINS, bin_of, tally
 
 ODD = "<img src=x onerror=alert(1)>&amp;.png"
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from matcher import retrieval
 from matcher.config import ExtractorConfig
-from matcher.evaluation.synthetic import LEVELS, draw_homography, find_photos, warp
-from matcher.frontends.sift import SiftExtractor
-from matcher.images import image_from_array, read_image
-from matcher.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
-from matcher.steering import STEERABLE, steered
-from matcher.types import Features, UsageError
+from matcher.data.features import Features
+from matcher.data.images import image_from_array, read_image
+from matcher.errors import UsageError
+from matcher.extract.sift import SiftExtractor
+from matcher.lab.pairs.synthetic import LEVELS, draw_homography, find_photos, warp
+from matcher.match import retrieval
+from matcher.match.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
+from matcher.match.steering import STEERABLE, steered
 
 PHOTOS = Path(os.environ.get("MATCHER_DATA", Path(__file__).parents[2] / "shared")) / "photos" / "val"
 

@@ -8,8 +8,9 @@ import pytest
 from sequence_world import BASELINE, BLACK, CAMERA, RIGHT, World, truth_of
 
 import matcher
+from matcher.data.camera import Camera
+from matcher.errors import ImageError, UsageError
 from matcher.sequence.frames import FrameResult
-from matcher.types import Camera, ImageError, UsageError
 
 
 def session(world: World, **options) -> matcher.Sequence:
@@ -83,7 +84,7 @@ def test_everything_at_the_boundary_is_contiguous_numpy():
     result = drive(session(world, camera=CAMERA, baseline=BASELINE), world, range(3), stereo=True)[-1]
     wanted = {
         "keypoints": np.float32, "track_ids": np.int64, "track_lengths": np.int64, "depths": np.float64,
-        "T_to_world": np.float64, "T_keyframe_to_frame": np.float64,
+        "world_from_cam": np.float64, "T_keyframe_to_frame": np.float64,
     }  # fmt: skip
     for name, dtype in wanted.items():
         value = getattr(result, name)
@@ -110,7 +111,7 @@ def test_changing_a_result_does_not_change_what_follows():
 def test_pairs_give_metric_poses_and_depths():
     world = World()
     results = drive(session(world, camera=CAMERA, baseline=BASELINE), world, range(30), stereo=True)
-    found, truth = np.array([r.T_to_world for r in results]), truth_of(world, range(30))
+    found, truth = np.array([r.world_from_cam for r in results]), truth_of(world, range(30))
     assert {r.pose_status for r in results} == {"ok"}
     assert np.linalg.norm(found[-1, :3, 3] - truth[-1, :3, 3]) < 0.02 * 0.12 * 29
     turns = np.trace(found[:, :3, :3].transpose(0, 2, 1) @ truth[:, :3, :3], axis1=1, axis2=2)
@@ -126,9 +127,9 @@ def test_pairs_give_metric_poses_and_depths():
 def test_one_camera_gives_the_path_up_to_scale():
     world = World()
     results = drive(session(world, camera=CAMERA), world, range(40))
-    known = [i for i, r in enumerate(results) if r.T_to_world is not None]
+    known = [i for i, r in enumerate(results) if r.world_from_cam is not None]
     assert known[-30:] == list(range(10, 40))
-    found = np.array([results[i].T_to_world for i in known])[:, :3, 3]
+    found = np.array([results[i].world_from_cam for i in known])[:, :3, 3]
     truth = truth_of(world, range(40))[known, :3, 3]
     scale = np.sum(found * truth) / np.sum(found * found)
     assert np.linalg.norm(scale * found - truth, axis=1).max() < 0.05 * np.linalg.norm(truth[-1])
@@ -137,7 +138,7 @@ def test_one_camera_gives_the_path_up_to_scale():
 def test_without_a_camera_there_are_tracks_and_no_poses():
     world = World()
     result = drive(session(world), world, range(3))[-1]
-    assert (result.pose_status, result.T_to_world, result.depths) == ("no_camera", None, None)
+    assert (result.pose_status, result.world_from_cam, result.depths) == ("no_camera", None, None)
 
 
 def test_identical_frames_are_one_place_and_one_keyframe():
@@ -146,7 +147,7 @@ def test_identical_frames_are_one_place_and_one_keyframe():
     assert [r.is_keyframe for r in results] == [True] + [False] * 5
     for result in results[1:]:
         np.testing.assert_array_equal(result.track_ids, results[0].track_ids)
-        np.testing.assert_allclose(result.T_to_world, np.eye(4), atol=1e-3)
+        np.testing.assert_allclose(result.world_from_cam, np.eye(4), atol=1e-3)
         assert result.parallax == 0.0 and result.kept == 1.0
     mono = drive(session(world, camera=CAMERA), world, [3] * 4)
     assert [r.pose_status for r in mono] == ["ok", "starting", "starting", "starting"]
@@ -159,10 +160,12 @@ def test_a_black_and_a_dropped_frame_are_passed_over():
     black = sequence.push_stereo(world.picture(BLACK), world.picture(BLACK), 5)
     dropped = [sequence.push(None, 6), sequence.push_stereo(None, world.picture(RIGHT), 7)]
     assert [r.status for r in (black, *dropped)] == ["blank", "dropped", "dropped"]
-    assert all(r.passed_over and len(r.keypoints) == 0 and r.T_to_world is None for r in (black, *dropped))
+    assert all(
+        r.passed_over and len(r.keypoints) == 0 and r.world_from_cam is None for r in (black, *dropped)
+    )
     after = drive(sequence, world, [8], stereo=True)[0]
     assert (after.index, after.status, after.pose_status, after.to_previous.frame) == (8, "tracked", "ok", 4)
-    assert np.linalg.norm(after.T_to_world[:3, 3] - truth_of(world, range(9))[-1, :3, 3]) < 0.05
+    assert np.linalg.norm(after.world_from_cam[:3, 3] - truth_of(world, range(9))[-1, :3, 3]) < 0.05
     assert (after.track_lengths > 3).sum() > 50
 
 
@@ -181,12 +184,12 @@ def test_frames_of_another_size_are_tracked_and_have_a_pose_if_only_resized():
     smaller = sequence.push(world.picture(3, (320, 240)), 3)
     assert (smaller.size, smaller.status, smaller.pose_status) == ((320, 240), "tracked", "ok")
     truth = truth_of(world, range(6))
-    assert np.linalg.norm(smaller.T_to_world[:3, 3] - truth[3, :3, 3]) < 0.05
+    assert np.linalg.norm(smaller.world_from_cam[:3, 3] - truth[3, :3, 3]) < 0.05
     other = sequence.push(world.picture(4, (640, 240)), 4)
-    assert (other.status, other.pose_status, other.T_to_world) == ("tracked", "other_size", None)
+    assert (other.status, other.pose_status, other.world_from_cam) == ("tracked", "other_size", None)
     back = drive(sequence, world, [5], stereo=True)[0]
     assert back.pose_status == "ok"
-    assert np.linalg.norm(back.T_to_world[:3, 3] - truth[5, :3, 3]) < 0.05
+    assert np.linalg.norm(back.world_from_cam[:3, 3] - truth[5, :3, 3]) < 0.05
 
 
 def test_late_frames_are_passed_over_and_a_clock_set_back_is_followed():
@@ -211,7 +214,7 @@ def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on():
     assert [r.status for r in results[9:12]] == ["tracked", "lost", "tracked"]
     assert (results[10].pose_status, results[10].is_keyframe) == ("bridged", True)
     assert not np.isin(results[10].track_ids, np.concatenate([r.track_ids for r in results[:10]])).any()
-    step = np.linalg.inv(results[10].T_to_world) @ results[15].T_to_world
+    step = np.linalg.inv(results[10].world_from_cam) @ results[15].world_from_cam
     wanted = np.linalg.inv(world.pose(10)) @ world.pose(15)
     np.testing.assert_allclose(step, wanted, atol=0.03)
 
@@ -223,7 +226,7 @@ def test_a_place_seen_before_is_found_again_after_a_loss():
     drive(sequence, world, range(200, 203), stereo=True)
     again = sequence.push_stereo(world.picture(4), world.picture(4 + RIGHT))
     assert again.status == "tracked" and again.keyframe <= 11
-    np.testing.assert_allclose(again.T_to_world, before[4].T_to_world, atol=0.05)
+    np.testing.assert_allclose(again.world_from_cam, before[4].world_from_cam, atol=0.05)
     assert np.isin(again.track_ids, before[4].track_ids).mean() > 0.5
 
 
@@ -236,7 +239,7 @@ def test_relocalise_names_the_keyframe_and_the_pose_and_changes_nothing():
     assert found.keyframe in kept and abs(found.keyframe - 20) < 10
     assert found.candidates[0] in kept and len(found.candidates) == 3
     assert found.links.frame == found.keyframe and found.links.consistent.sum() > 50
-    np.testing.assert_allclose(found.T_to_world, results[20].T_to_world, atol=0.08)
+    np.testing.assert_allclose(found.world_from_cam, results[20].world_from_cam, atol=0.08)
     assert sequence.keyframes == kept
     assert drive(sequence, world, [40], stereo=True)[0].index == 40
     nowhere = World(seed=9)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import matcher
-from matcher.images import read_image
+from matcher.data.images import read_image
 from matcher.sequence import budget
 from matcher.sequence.budget import Choice, choose, for_neighbours, limited, matching_cost, with_layers
 

@@ -4,10 +4,10 @@ import cv2
 import numpy as np
 import pytest
 
-from matcher.images import image_from_array
+from matcher.data.image import Image
+from matcher.data.images import image_from_array
 from matcher.sequence.disparity import complete_partners
 from matcher.sequence.guided import Guide
-from matcher.types import Image
 
 FAR, NEAR, EDGE = 6.5, 14.25, 200  # disparities left and right of a column of the left picture
 SIZE = (400, 240)

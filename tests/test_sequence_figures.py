@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.sequence.figures import (
+from matcher.errors import UsageError
+from matcher.lab.benchmark.sequences import (
     measure_bare,
     measure_disparity,
     measure_driving,
     measure_latency,
     read_calibration,
 )
-from matcher.types import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench"

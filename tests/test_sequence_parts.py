@@ -6,8 +6,10 @@ import pytest
 from sequence_world import CAMERA
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.sift import SiftExtractor
-from matcher.images import image_from_array, read_image
+from matcher.data.images import image_from_array, read_image
+from matcher.errors import UsageError
+from matcher.extract.sift import SiftExtractor
+from matcher.match.steering import STEERABLE, positions
 from matcher.sequence.clock import Clock
 from matcher.sequence.contrast import Contrast
 from matcher.sequence.frames import Links
@@ -29,8 +31,6 @@ from matcher.sequence.trajectory import (
     segment_errors,
     write_tum,
 )
-from matcher.steering import STEERABLE, positions
-from matcher.types import UsageError
 
 
 def rotation(axis: tuple[float, float, float], degrees: float) -> np.ndarray:

@@ -15,9 +15,9 @@ from browser import browser, needs_browser
 
 from matcher.cli import main
 from matcher.cli.result import as_bytes, summary
-from matcher.serving.matching import Choices, Matching, geometry_rows
-from matcher.serving.server import HOST, build_app
-from matcher.types import ImageError, UsageError
+from matcher.errors import ImageError, UsageError
+from matcher.serve.matching import Choices, Matching, geometry_rows
+from matcher.serve.server import HOST, build_app
 
 
 def test_a_pair_is_answered(views):
@@ -61,7 +61,7 @@ def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, 
             raise ModuleNotFoundError("No module named 'gradio'", name="gradio")
         return real(name, *rest)
 
-    for name in [name for name in sys.modules if name.startswith("matcher.serving.page")]:
+    for name in [name for name in sys.modules if name.startswith("matcher.serve.page")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=r"pip install 'matcher\[app\]'"):
@@ -71,7 +71,7 @@ def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, 
 
 
 def test_a_taken_port_is_passed_over_and_a_bad_one_named(capsys):
-    from matcher.serving.server import _listen
+    from matcher.serve.server import _listen
 
     with _listen(0) as taken:
         number = taken.getsockname()[1]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import matcher
-from matcher.images import read_image
-from matcher.network.position import normalise_positions
-from matcher.steering import STEERABLE, TURNS, aligned, positions, quarter_turns, steered
-from matcher.types import Features
+from matcher.data.features import Features
+from matcher.data.images import read_image
+from matcher.match.network.position import normalise_positions
+from matcher.match.steering import STEERABLE, TURNS, aligned, positions, quarter_turns, steered
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 
 from matcher.config import ExtractorConfig
-from matcher.frontends.shared import LearnedExtractor
-from matcher.frontends.superpoint import FRONT_ENDS, SuperPoint, suppress
-from matcher.images import image_from_array
+from matcher.data.images import image_from_array
+from matcher.errors import IntegrityError, UsageError
+from matcher.extract.shared import LearnedExtractor
+from matcher.extract.superpoint import FRONT_ENDS, SuperPoint, suppress
 from matcher.pipeline import build_extractor
-from matcher.types import IntegrityError, UsageError
-from matcher.weights import save_front_end
+from matcher.weights.files import save_front_end
 
 KINDS = ["superpoint", "superpoint-open"]
 

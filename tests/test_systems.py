@@ -11,15 +11,15 @@ from random_front_end import FRONT_ENDS, random_parameters, texture
 import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig, PositionConfig
-from matcher.estimation import RobustEstimator
-from matcher.frontends.shared import resolve
-from matcher.nearest import NearestMatcher
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
+from matcher.errors import UsageError
+from matcher.extract.shared import resolve
+from matcher.match.nearest import NearestMatcher
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
 from matcher.pipeline import Pipeline, build_extractor
 from matcher.presets import PRESETS
-from matcher.types import UsageError
-from matcher.weights import save_front_end, save_model
+from matcher.verify.estimation import RobustEstimator
+from matcher.weights.files import save_front_end, save_model
 
 LEARNED = [name for name in PRESETS if name.startswith(("superglue-", "lightglue-")) and "dedode" not in name]
 

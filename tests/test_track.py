@@ -8,9 +8,9 @@ import pytest
 from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pairs
 
 from matcher.cli import main
+from matcher.errors import ImageError, UsageError
 from matcher.sequence.capture import open_source
 from matcher.sequence.trajectory import read_poses
-from matcher.types import ImageError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_pairs_are_followed_measured_drawn_and_saved(folders, tmp_path, capfd):
     np.testing.assert_allclose(times, np.arange(6) / 20, atol=1e-6)
     np.testing.assert_allclose(poses[:, :3, 3], [[STEP * i, 0, 0] for i in range(6)], atol=0.01)
     with np.load(tracks) as data:
-        assert data["T_to_world"].shape == (6, 4, 4)
+        assert data["world_from_cam"].shape == (6, 4, 4)
         assert data["status"].tolist() == ["first", *["tracked"] * 5]
         assert len(data["observation_track"]) == len(data["observation_xy"]) == len(data["observation_depth"])
         _, count = np.unique(data["observation_track"], return_counts=True)

@@ -11,20 +11,21 @@ from training_data import write_photos
 
 from matcher.cli import main
 from matcher.config import ExtractorConfig
-from matcher.frontends.learned import DESCRIPTOR_DIM, folded
-from matcher.geometry import warp_points
+from matcher.data.geometry import warp_points
+from matcher.data.image import Image
+from matcher.errors import IntegrityError, UsageError
+from matcher.extract.learned import DESCRIPTOR_DIM, folded
+from matcher.lab.train.keypoints import losses
+from matcher.lab.train.keypoints.pictures import HIDDEN, PictureSampler, dense_places, turned
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
+from matcher.lab.train.keypoints.run import train_front_end
+from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
+from matcher.lab.train.loop import RunOptions
+from matcher.lab.train.photos import PhotoSet, find_photos
+from matcher.lab.train.reading import read_recipe, shipped_recipe
+from matcher.lab.train.scenes import NOTHING, View
 from matcher.pipeline import build_extractor
-from matcher.training.keypoints import losses
-from matcher.training.keypoints.pictures import HIDDEN, PictureSampler, dense_places, turned
-from matcher.training.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
-from matcher.training.keypoints.run import train_front_end
-from matcher.training.keypoints.trainer import FrontEndTrainer, strongest
-from matcher.training.loop import RunOptions
-from matcher.training.photos import PhotoSet, find_photos
-from matcher.training.reading import read_recipe, shipped_recipe
-from matcher.training.scenes import NOTHING, View
-from matcher.types import Image, IntegrityError, UsageError
-from matcher.weights import save_front_end
+from matcher.weights.files import save_front_end
 
 CPU = torch.device("cpu")
 TINY = FrontEndRecipe(
@@ -215,7 +216,7 @@ def test_absent_weights_of_a_front_end_to_start_from_are_named(tmp_path):
 
 @pytest.fixture
 def few_pairs(monkeypatch):
-    import matcher.training.keypoints.run as run
+    import matcher.lab.train.keypoints.run as run
 
     monkeypatch.setattr(run, "VALIDATION_PAIRS", 2)
     monkeypatch.setattr(run, "VALIDATION_POINTS", 80)

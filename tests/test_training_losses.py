@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from matcher.network.sinkhorn import log_masses, sinkhorn
-from matcher.training.losses import (
+from matcher.lab.train.losses import (
     assignment_loss,
     confidence_loss,
     decisions,
@@ -14,8 +13,9 @@ from matcher.training.losses import (
     prospect_loss,
     statement_loss,
 )
-from matcher.training.pairs import IGNORED, UNMATCHED
-from matcher.training.recipe import OptimiserRecipe
+from matcher.lab.train.pairs import IGNORED, UNMATCHED
+from matcher.lab.train.recipe import OptimiserRecipe
+from matcher.match.sinkhorn import log_masses, sinkhorn
 
 RECIPE = OptimiserRecipe()
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from training_data import cached, flat_view, look, texture
 
-from matcher.steering import STEERABLE
-from matcher.training.pairs import (
+from matcher.lab.train.pairs import (
     IGNORED,
     UNMATCHED,
     collate,
@@ -16,9 +15,10 @@ from matcher.training.pairs import (
     true_assignment,
     unrelated,
 )
-from matcher.training.recipe import PairRecipe, SceneRecipe
-from matcher.training.scenes import NOTHING, build_planes, place_camera, render
-from matcher.training.views import LABEL_STRIDE, CachedView, plane_of
+from matcher.lab.train.recipe import PairRecipe, SceneRecipe
+from matcher.lab.train.scenes import NOTHING, build_planes, place_camera, render
+from matcher.lab.train.views import LABEL_STRIDE, CachedView, plane_of
+from matcher.match.steering import STEERABLE
 
 RECIPE = SceneRecipe(width=160, height=120)
 EMPTY = np.zeros((120, 160), np.uint8)

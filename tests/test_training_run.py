@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from training_data import TINY, with_steps, write_photos
 
-import matcher.training.loop as loop_module
-import matcher.training.run as run_module
+import matcher.lab.train.loop as loop_module
+import matcher.lab.train.run as run_module
 from matcher.cli import main
 from matcher.config import to_dict
-from matcher.training.folder import claim_folder
-from matcher.training.loop import RunOptions
-from matcher.training.photos import split_photos
-from matcher.training.reading import read_recipe, shipped_recipe
-from matcher.training.recipe import Recipe, fingerprint
-from matcher.training.run import train
-from matcher.types import IntegrityError, MatcherError, UsageError
-from matcher.weights import load_model
+from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.loop import RunOptions
+from matcher.lab.train.photos import split_photos
+from matcher.lab.train.reading import read_recipe, shipped_recipe
+from matcher.lab.train.recipe import Recipe, fingerprint
+from matcher.lab.train.run import train
+from matcher.weights.files import load_model
 
 TINY_TOML = """
 name = "tiny"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from training_data import TINY, random_batch, with_steps
 
-from matcher.training.confidence import ConfidenceTrainer
-from matcher.training.optimisers import build_optimisers, learning_rate_share
-from matcher.training.recipe import OptimiserRecipe
-from matcher.training.trainer import Trainer
-from matcher.types import IntegrityError, UsageError
-from matcher.weights import save_model
+from matcher.errors import IntegrityError, UsageError
+from matcher.lab.train.confidence import ConfidenceTrainer
+from matcher.lab.train.optimisers import build_optimisers, learning_rate_share
+from matcher.lab.train.recipe import OptimiserRecipe
+from matcher.lab.train.trainer import Trainer
+from matcher.weights.files import save_model
 
 CPU = torch.device("cpu")
 HEADS = ("confidence", "prospect")  # of exit and pruning

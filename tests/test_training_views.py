@@ -8,11 +8,11 @@ import pytest
 import torch
 from training_data import TINY, write_photos
 
-from matcher.training.pairs import reproject, unrelated
-from matcher.training.photos import PhotoSet, find_photos, folder_weights, hold_out
-from matcher.training.sampler import PairSampler, choose_points, overlap, window_centres
-from matcher.training.views import ARRAYS, ViewCache, make_scene
-from matcher.types import IntegrityError, UsageError
+from matcher.errors import IntegrityError, UsageError
+from matcher.lab.train.pairs import reproject, unrelated
+from matcher.lab.train.photos import PhotoSet, find_photos, folder_weights, hold_out
+from matcher.lab.train.sampler import PairSampler, choose_points, overlap, window_centres
+from matcher.lab.train.views import ARRAYS, ViewCache, make_scene
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_scenes_that_exist_are_not_made_again(cache, monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("matcher.training.views.make_scene", refuse)
+    monkeypatch.setattr("matcher.lab.train.views.make_scene", refuse)
     assert list(cache.make(PhotoSet([cache.folder]), range(6))) == list(range(6))
 
 

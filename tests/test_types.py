@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.types import Features, ImageError, IntegrityError, MatcherError, UsageError
+from matcher.data.features import Features
+from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError
 
 
 def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig
-from matcher.training.pairs import IGNORED, UNMATCHED, PairBatch
-from matcher.training.recipe import OptimiserRecipe, PairRecipe, Recipe, SceneRecipe
-from matcher.training.scenes import NOTHING, Plane, View
-from matcher.training.views import LABEL_STRIDE, CachedView
-from matcher.types import Features
+from matcher.data.features import Features
+from matcher.lab.train.pairs import IGNORED, UNMATCHED, PairBatch
+from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SceneRecipe
+from matcher.lab.train.scenes import NOTHING, Plane, View
+from matcher.lab.train.views import LABEL_STRIDE, CachedView
 
 TINY = Recipe(
     name="tiny",

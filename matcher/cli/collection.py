@@ -170,7 +170,7 @@ def merge(
 def _show(run: Path, *, check: bool = False) -> int:
     """Print the state of a run; the exit code that fits it."""
     from matcher.collection.store import Store
-    from matcher.types import IntegrityError
+    from matcher.errors import IntegrityError
 
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings

@@ -14,8 +14,8 @@ import matcher
 from matcher.cli import options
 
 if TYPE_CHECKING:
-    from matcher.evaluation.protocols import PairSet
-    from matcher.evaluation.run import Entrant, Progress
+    from matcher.lab.evaluate.run import Entrant, Progress
+    from matcher.lab.pairs.protocols import PairSet
 
 PARTIAL = 4
 
@@ -71,7 +71,7 @@ def evaluate(
     photos, which are warped into synthetic pairs.
     """
     _limit(threads)
-    from matcher.evaluation.sets import SetOptions, find_sets
+    from matcher.lab.pairs.sets import SetOptions, find_sets
 
     _check_output(output)
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
@@ -88,8 +88,8 @@ def _measure(
     pair_set: PairSet, entrants: list[Entrant], seed: int, estimator_seeds: int, output: Path | None
 ) -> int:
     """Measure one set, print its table, write its files; the number of pairs that were skipped."""
-    from matcher.evaluation.run import evaluate as run
-    from matcher.evaluation.tables import as_markdown, as_object
+    from matcher.lab.evaluate.run import evaluate as run
+    from matcher.lab.evaluate.tables import as_markdown, as_object
 
     with _progress(pair_set.name) as progress:
         found = run(pair_set, entrants, seeds=estimator_seeds, progress=progress)
@@ -101,7 +101,7 @@ def _measure(
 
 
 def _levels(text: str) -> tuple[int, ...]:
-    from matcher.types import UsageError
+    from matcher.errors import UsageError
 
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
@@ -119,7 +119,7 @@ def _entrants(
     """A row for every preset and weights file, full-depth rows where asked for; before them `nearest`, and
     nearest neighbours of the same keypoints."""
     from matcher.config import NearestConfig
-    from matcher.evaluation.run import Entrant
+    from matcher.lab.evaluate.run import Entrant
     from matcher.pipeline import load
     from matcher.presets import PRESETS, find_preset
 
@@ -149,7 +149,7 @@ def _short(file: Path, weights: list[Path]) -> str:
 
 
 def _check_output(folder: Path | None) -> None:
-    from matcher.types import UsageError
+    from matcher.errors import UsageError
 
     if folder is None:
         return
@@ -162,8 +162,8 @@ def _check_output(folder: Path | None) -> None:
 def _write(folder: Path, name: str, table: dict[str, object]) -> None:
     import json
 
-    from matcher.evaluation.tables import as_markdown
     from matcher.files import check_output, write_whole
+    from matcher.lab.evaluate.tables import as_markdown
 
     for suffix, text in (
         (".md", as_markdown(table)),

@@ -22,9 +22,9 @@ def explain(
     ] = None,
 ) -> None:
     """Match two pictures and write why: one HTML file with attention, exit and pruning of every keypoint."""
+    from matcher.errors import UsageError
+    from matcher.explain.report.report import write_report
     from matcher.pipeline import load
-    from matcher.report.report import write_report
-    from matcher.types import UsageError
 
     place = None
     if point is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from matcher.types import Camera
+    from matcher.data.camera import Camera
 
 DEFAULT_PRESET = "hybrid-learned"  # that of matcher.presets, which would import torch
 
@@ -55,7 +55,8 @@ def parse_camera(text: str | None, option: str) -> Camera | None:
     Raises:
         UsageError: not four numbers.
     """
-    from matcher.types import Camera, UsageError
+    from matcher.data.camera import Camera
+    from matcher.errors import UsageError
 
     if text is None:
         return None

@@ -20,7 +20,7 @@ def report(
     ] = 20,
 ) -> None:
     """Show a run as a page: pair graph, match counts, failures, worst pairs; also while it is going on."""
-    from matcher.report.run import write_run_report
+    from matcher.explain.report.run import write_run_report
 
     written = write_run_report(run, output, pages=pages)
     typer.echo(f"wrote {written.index} and {written.pages} pages of pairs")

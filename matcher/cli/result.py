@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from matcher.data.features import Features
+from matcher.data.result import Result
+from matcher.errors import UsageError
 from matcher.files import check_output, write_whole
 from matcher.pipeline import Pipeline
-from matcher.types import Features, Result, UsageError
 
 DATA_SUFFIXES = (".npz", ".json")
 
@@ -77,7 +79,7 @@ def as_object(result: Result, pipeline: Pipeline) -> dict[str, Any]:
             "status": geometry.status,
             "inliers": int(geometry.inliers.sum()),
             "matrix": None if geometry.matrix is None else geometry.matrix.tolist(),
-            "T_0to1": None if geometry.T_0to1 is None else geometry.T_0to1.tolist(),
+            "cam1_from_cam0": None if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0.tolist(),
         },
         "seconds": {stage: round(value, 6) for stage, value in result.seconds.items()},
     }
@@ -96,7 +98,7 @@ def as_arrays(result: Result) -> dict[str, np.ndarray]:
         "inliers": geometry.inliers,
         "geometry_kind": np.array(geometry.kind),
         "matrix": absent if geometry.matrix is None else geometry.matrix,
-        "T_0to1": absent if geometry.T_0to1 is None else geometry.T_0to1,
+        "cam1_from_cam0": absent if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0,
         "size0": np.array(_size(result.features0)),
         "size1": np.array(_size(result.features1)),
     }

@@ -18,7 +18,7 @@ def serve(
 ) -> None:
     """A page to match two photos by hand, for this machine only (extra [app]); stop it with Ctrl-C."""
     from matcher.cli.result import as_bytes, summary
-    from matcher.serving.server import serve as run
+    from matcher.serve.server import serve as run
 
     def tell(address: str) -> None:
         typer.echo(f"open {address} in a browser; Ctrl-C ends it")

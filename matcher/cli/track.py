@@ -14,11 +14,11 @@ from matcher.cli.exits import PARTIAL
 from matcher.cli.loading import GivenWithoutGeometry
 
 if TYPE_CHECKING:
+    from matcher.data.camera import Camera
     from matcher.sequence.capture import Shot, Source
     from matcher.sequence.log import Log
     from matcher.sequence.recording import Recording
     from matcher.sequence.tracker import Sequence
-    from matcher.types import Camera
 
 SUFFIXES = (".npz", ".tum", ".rrd")
 
@@ -91,8 +91,8 @@ def _check(
     baseline: float | None,
 ) -> None:
     """Refuse, before any work is done, outputs that cannot be written and options that need others."""
+    from matcher.errors import UsageError
     from matcher.files import check_output
-    from matcher.types import UsageError
 
     for path in outputs:
         check_output(path, SUFFIXES)
@@ -141,8 +141,8 @@ def _follow(
     source: Source, sequence: Sequence, limit: int | None, stereo: bool, recordings: list[Recording]
 ) -> tuple[Log, int]:
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run."""
+    from matcher.errors import ImageError
     from matcher.sequence.log import Log
-    from matcher.types import ImageError
 
     log, failures = Log(), 0
     try:
@@ -224,7 +224,7 @@ def _draw(
 
 
 def _need_poses(poses: Any) -> None:
-    from matcher.types import ImageError
+    from matcher.errors import ImageError
 
     if len(poses) == 0:
         raise ImageError("no frame has a pose, so there is no trajectory; are the pictures black or blurred?")

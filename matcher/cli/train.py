@@ -16,8 +16,8 @@ import typer
 from matcher.cli import options
 
 if TYPE_CHECKING:
-    from matcher.training.keypoints.recipe import FrontEndRecipe
-    from matcher.training.recipe import Recipe
+    from matcher.lab.train.keypoints.recipe import FrontEndRecipe
+    from matcher.lab.train.recipe import Recipe
 
 
 def train(
@@ -49,8 +49,8 @@ def train(
     import torch
 
     from matcher.cli.curve import write_curve
-    from matcher.training.loop import RunOptions
-    from matcher.types import UsageError
+    from matcher.errors import UsageError
+    from matcher.lab.train.loop import RunOptions
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
@@ -71,15 +71,15 @@ def train(
 
 def _training_of(recipe: Recipe | FrontEndRecipe) -> Callable[..., Path | None]:
     """What trains by a recipe of this kind."""
-    from matcher.training.keypoints.run import train_front_end
-    from matcher.training.recipe import Recipe
-    from matcher.training.run import train as train_matcher
+    from matcher.lab.train.keypoints.run import train_front_end
+    from matcher.lab.train.recipe import Recipe
+    from matcher.lab.train.run import train as train_matcher
 
     return train_matcher if isinstance(recipe, Recipe) else train_front_end
 
 
 def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
-    from matcher.training.reading import read_recipe, shipped_recipe
+    from matcher.lab.train.reading import read_recipe, shipped_recipe
 
     recipe = read_recipe(path or shipped_recipe(options.DEFAULT_PRESET))
     return recipe if steps is None else replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))

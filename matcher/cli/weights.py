@@ -11,9 +11,9 @@ import typer
 
 def list_weights() -> None:
     """List our weights and the field's published ones: licence, size, source, and whether they are here."""
-    from matcher.checkpoints.catalogue import read_catalogue
-    from matcher.types import IntegrityError
-    from matcher.weights import read_manifest
+    from matcher.errors import IntegrityError
+    from matcher.weights.files import read_manifest
+    from matcher.weights.published.catalogue import read_catalogue
 
     typer.echo("Shipped with this package")
     try:
@@ -45,10 +45,10 @@ def verify_weights(
     ] = None,
 ) -> None:
     """Check weights against their manifests; exit 5 when one is absent or damaged."""
-    from matcher.checkpoints.catalogue import locate, read_catalogue
+    from matcher.errors import IntegrityError, UsageError
     from matcher.presets import unknown_name
-    from matcher.types import IntegrityError, UsageError
-    from matcher.weights import read_manifest, verify
+    from matcher.weights.files import read_manifest, verify
+    from matcher.weights.published.catalogue import locate, read_catalogue
 
     rows, published = read_manifest(), read_catalogue()
     for name in names or ():
@@ -75,8 +75,8 @@ def fetch_weights(
     ] = False,
 ) -> None:
     """Download published weights to the cache (MATCHER_CACHE), check them, and convert them."""
-    from matcher.checkpoints.catalogue import find_published
-    from matcher.checkpoints.fetching import fetch
+    from matcher.weights.published.catalogue import find_published
+    from matcher.weights.published.fetching import fetch
 
     rows = [find_published(name) for name in names]
     for row in rows:
@@ -101,8 +101,8 @@ def import_weights(
     ] = None,
 ) -> None:
     """Convert a checkpoint that you have into a weights file; nothing in it is run."""
-    from matcher.checkpoints.fetching import import_files
     from matcher.files import check_output
+    from matcher.weights.published.fetching import import_files
 
     if output is not None:
         check_output(output, (".safetensors",))

@@ -20,7 +20,8 @@ from matcher.collection.settings import Setup
 from matcher.collection.store import Store
 from matcher.collection.workbench import Job, MatchJob, Outcome, Picture, Workbench
 from matcher.collection.workers import THREAD_VARIABLES
-from matcher.types import Features, UsageError
+from matcher.data.features import Features
+from matcher.errors import UsageError
 
 _QUEUED = 2  # jobs that an actor has before it
 _TICK = 0.5  # seconds after which the caller may do something else

@@ -20,8 +20,9 @@ from matcher.collection.sources import Photos, Source
 from matcher.collection.store import Store, check_writable
 from matcher.collection.workers import Engine
 from matcher.collection.writer import Writer
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
 from matcher.presets import DEFAULT_PRESET, LoadOptions
-from matcher.types import Camera, UsageError
 
 
 class Collection:
@@ -254,7 +255,7 @@ class Collection:
 
 def _pair_similar(store: Store, k: int) -> Iterable[tuple[str, str]]:
     """Each picture with the `k` that look most like it, by a descriptor aggregated from its local ones."""
-    from matcher.retrieval import similar_pairs
+    from matcher.match.retrieval import similar_pairs
 
     names = [image.name for image in store.images() if image.status == "done"]
     return similar_pairs(names, store.features, k)

@@ -18,8 +18,8 @@ from safetensors.numpy import load as parse
 from safetensors.numpy import save as pack
 
 from matcher.collection.encoding import DamagedError, check, checksum
-from matcher.frontends.sift import root_sift
-from matcher.types import Features
+from matcher.data.features import Features
+from matcher.extract.sift import root_sift
 
 MAX_BYTES = 1 << 30  # of one file; a record that begins before it may end behind it
 _OPTIONAL = ("scales", "orientations", "frames")

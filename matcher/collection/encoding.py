@@ -13,7 +13,8 @@ from typing import get_args
 
 import numpy as np
 
-from matcher.types import GeometryKind, GeometryStatus, Matches, TwoViewGeometry
+from matcher.config import GeometryKind, GeometryStatus
+from matcher.data.matches import Matches, TwoViewGeometry
 
 _HEAD = "<BBBBIHII"  # version, kind, status, flags, K, layers run, kept 0, kept 1
 _VERSION = 1
@@ -70,9 +71,9 @@ def encode_pair(
     if geometry.matrix is not None:
         flags |= _MATRIX
         parts.append(np.asarray(geometry.matrix, dtype="<f8").reshape(3, 3).tobytes())
-    if geometry.T_0to1 is not None:
+    if geometry.cam1_from_cam0 is not None:
         flags |= _POSE
-        parts.append(np.asarray(geometry.T_0to1, dtype="<f8").reshape(4, 4).tobytes())
+        parts.append(np.asarray(geometry.cam1_from_cam0, dtype="<f8").reshape(4, 4).tobytes())
     sides = (
         (_REFINED0, matches.points0, keypoints0, indices[:, 0]),
         (_REFINED1, matches.points1, keypoints1, indices[:, 1]),

@@ -18,9 +18,10 @@ import numpy as np
 
 from matcher.collection.sources import Extracted, is_text, stamp_of
 from matcher.config import NetworkConfig
-from matcher.geometry import resized
+from matcher.data.features import Features
+from matcher.data.geometry import resized
+from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
-from matcher.types import Features, ImageError, UsageError
 
 _OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}
 _DATASETS = ("keypoints", "descriptors", "image_size", *_OPTIONAL)

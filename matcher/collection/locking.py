@@ -8,7 +8,7 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 LOCK, HOLDER = "lock.db", "holder.txt"
 

@@ -13,7 +13,7 @@ from matcher.collection.descriptors import Place, read_record
 from matcher.collection.settings import refuse_changes
 from matcher.collection.store import Store
 from matcher.collection.writer import DONE, TILE_BITS, EncodedPair, Writer
-from matcher.types import IntegrityError, UsageError
+from matcher.errors import IntegrityError, UsageError
 
 _ROWS = 2048  # pairs of a transaction
 _COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"

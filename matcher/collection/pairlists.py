@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 _CHUNK = 16_384  # lines looked at together
 _LONGEST_LINE = 16_384  # bytes

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from matcher.collection.sources import Source
 from matcher.collection.workbench import ExtractJob, MatchJob, Picture
 from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
-from matcher.types import Camera, ImageError, UsageError
+from matcher.data.camera import Camera
+from matcher.errors import ImageError, UsageError
 
 _ROWS = 4096  # pairs looked at together
 _PAIRS, _PICTURES = 16, 4  # of a job at most

@@ -18,8 +18,8 @@ from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.reconstruction_mapping import CLOUD, RESULT
 from matcher.collection.reconstruction_picture import draw_reconstruction
+from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
-from matcher.types import MatcherError, UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store

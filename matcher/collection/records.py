@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from matcher.types import Camera, Matches, TwoViewGeometry
+from matcher.data.camera import Camera
+from matcher.data.matches import Matches, TwoViewGeometry
 
 Status = Literal["done", "failed", "waiting"]
 

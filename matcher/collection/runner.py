@@ -24,7 +24,7 @@ from matcher.collection.sources import Source
 from matcher.collection.workbench import ExtractedPicture, FailedMatch, Outcome
 from matcher.collection.workers import Engine
 from matcher.collection.writer import DONE, EncodedPair, ImageFacts, Writer
-from matcher.types import ImageError
+from matcher.errors import ImageError
 
 _COMMIT_SECONDS = 0.5
 _COMMIT_ITEMS = 512

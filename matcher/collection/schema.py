@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from matcher.types import IntegrityError, UsageError
+from matcher.errors import IntegrityError, UsageError
 
 DATABASE = "run.db"
 APPLICATION = 0x4D544352  # "MTCR"

@@ -8,13 +8,14 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matcher.checkpoints.catalogue import locate_front_end
 from matcher.collection.sources import Source
 from matcher.config import to_dict
-from matcher.network.inference import AttentionMatcher
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
+from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import GRID_KIND, Pipeline, load
 from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
-from matcher.types import Camera, UsageError
+from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
 

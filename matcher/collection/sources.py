@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from matcher.data.features import Features
+from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
-from matcher.types import Features, ImageError, UsageError
 
 SUFFIXES = {
     ".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp", ".pgm", ".ppm", ".heic", ".heif",

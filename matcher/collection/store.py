@@ -23,7 +23,9 @@ from matcher.collection.descriptors import Place, decode_features, file_path, re
 from matcher.collection.encoding import DamagedError, check, decode_keypoints, decode_pair
 from matcher.collection.locking import StoreLock
 from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
-from matcher.types import Camera, Features, IntegrityError, UsageError
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.errors import IntegrityError, UsageError
 
 STATUSES: tuple[Status, ...] = ("waiting", "done", "failed")  # by their number in the database
 _CACHED_KEYPOINTS = 1024  # pictures

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store

@@ -16,8 +16,12 @@ from matcher.collection.encoding import checksum, encode_pair
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted
 from matcher.collection.writer import EncodedPair
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.errors import IntegrityError, MatcherError
 from matcher.pipeline import Pipeline, threshold_scale
-from matcher.types import Camera, Features, Image, IntegrityError, MatcherError, Matches
 
 _CACHE_BYTES = 512 << 20  # of features held
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from matcher.collection.settings import Setup
 from matcher.collection.store import Store
 from matcher.collection.workbench import Job, Outcome, Workbench
-from matcher.types import MatcherError, UsageError
+from matcher.errors import MatcherError, UsageError
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _QUEUED = 2  # jobs that a worker has before it, so that it never waits for the next

@@ -20,7 +20,9 @@ from matcher.collection.encoding import checksum, encode_keypoints, encode_pair
 from matcher.collection.locking import StoreLock
 from matcher.collection.records import StoredPair
 from matcher.collection.store import Store, check_writable
-from matcher.types import Camera, Features, UsageError
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.errors import UsageError
 
 WAITING, DONE, FAILED = range(3)
 TILE_BITS = 5  # pictures of a tile: 32, whose features fit in memory together

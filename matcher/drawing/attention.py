@@ -11,6 +11,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from matcher.data.image import Image
 from matcher.drawing.canvas import (
     BLUE,
     GREEN,
@@ -24,7 +25,7 @@ from matcher.drawing.canvas import (
     draw_header,
     two_pictures,
 )
-from matcher.types import Image, UsageError
+from matcher.errors import UsageError
 
 Heard = tuple[np.ndarray, np.ndarray]  # places (k, 2) in stored pixels and their weights (k,)
 _BESIDE = 6.0  # canvas pixels from a place to the dot of one head

@@ -17,10 +17,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 
+from matcher.data.geometry import resize_points, stored_to_upright
+from matcher.data.image import Image
+from matcher.data.images import image_from_array, read_image
+from matcher.errors import UsageError
 from matcher.files import check_output, write_whole
-from matcher.geometry import resize_points, stored_to_upright
-from matcher.images import image_from_array, read_image
-from matcher.types import Image, UsageError
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
 VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette

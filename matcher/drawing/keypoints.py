@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
+from matcher.data.image import Image
 from matcher.drawing.canvas import (
     SKY,
     VERMILION,
@@ -17,7 +18,6 @@ from matcher.drawing.canvas import (
     draw_header,
     two_pictures,
 )
-from matcher.types import Image
 
 MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
 _CROWD = 2048  # points of a picture beyond which dots are smaller, so that they never cover it

@@ -17,6 +17,9 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 
+from matcher.data.geometry import warp_points
+from matcher.data.image import Image
+from matcher.data.result import Result
 from matcher.drawing.canvas import (
     PLOT_SUFFIXES,
     SKY,
@@ -32,9 +35,9 @@ from matcher.drawing.canvas import (
     save_figure,
     two_pictures,
 )
+from matcher.errors import UsageError
 from matcher.files import check_output
-from matcher.geometry import epipolar_distance, warp_points
-from matcher.types import Image, Result, UsageError
+from matcher.verify.distances import epipolar_distance
 
 ColourBy = Literal["confidence", "inliers", "error"]
 
@@ -105,24 +108,24 @@ def match_errors(
     points0: np.ndarray,
     points1: np.ndarray,
     *,
-    H_0to1: np.ndarray | None = None,
+    H_1_from_0: np.ndarray | None = None,
     fundamental: np.ndarray | None = None,
 ) -> np.ndarray:
     """(K,) how far matches are, in pixels, from what is known of the two views.
 
     Args:
         points0, points1: (K, 2) stored pixels.
-        H_0to1: (3, 3) homography; the error is the distance in image 1, infinite beyond the horizon.
+        H_1_from_0: (3, 3) homography; the error is the distance in image 1, infinite beyond the horizon.
         fundamental: (3, 3), of a pose by `geometry.fundamental_from_pose`; symmetric epipolar distance.
 
     Raises:
         UsageError: not exactly one of the two.
     """
-    if (H_0to1 is None) == (fundamental is None):
-        raise UsageError("match errors need either H_0to1 or fundamental")
+    if (H_1_from_0 is None) == (fundamental is None):
+        raise UsageError("match errors need either H_1_from_0 or fundamental")
     if fundamental is not None:
         return epipolar_distance(points0, points1, fundamental)
-    return np.nan_to_num(np.linalg.norm(warp_points(points0, H_0to1) - points1, axis=1), nan=np.inf)
+    return np.nan_to_num(np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=1), nan=np.inf)
 
 
 def plot_result(

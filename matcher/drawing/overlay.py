@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from matcher.data.geometry import resize_points, stored_to_upright
+from matcher.data.image import Image
 from matcher.drawing.canvas import (
     Legend,
     Placed,
@@ -19,8 +21,7 @@ from matcher.drawing.canvas import (
     draw_header,
     two_pictures,
 )
-from matcher.geometry import resize_points, stored_to_upright
-from matcher.types import Image, UsageError
+from matcher.errors import UsageError
 
 _LONGER = 960  # pixels, of an overlay
 
@@ -28,7 +29,7 @@ _LONGER = 960  # pixels, of an overlay
 def draw_overlay(
     image0: Image | np.ndarray,
     image1: Image | np.ndarray,
-    H_0to1: np.ndarray,
+    H_1_from_0: np.ndarray,
     *,
     kind: Literal["checkerboard", "blend"] = "checkerboard",
     squares: int = 8,
@@ -38,7 +39,7 @@ def draw_overlay(
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
-        H_0to1: (3, 3), stored pixels of image 0 → stored pixels of image 1.
+        H_1_from_0: (3, 3), stored pixels of image 0 → stored pixels of image 1.
         kind: alternating squares, or both at once, image 0 in vermilion and image 1 in blue (grey where the
             two agree).
         squares: of the checkerboard, along the longer side.
@@ -49,7 +50,9 @@ def draw_overlay(
     """
     if kind not in ("checkerboard", "blend") or squares < 1:
         raise UsageError("an overlay is a checkerboard of at least 1 square, or a blend")
-    below, above, covered = _laid(as_image(image0), as_image(image1), np.asarray(H_0to1, dtype=np.float64))
+    below, above, covered = _laid(
+        as_image(image0), as_image(image1), np.asarray(H_1_from_0, dtype=np.float64)
+    )
     if kind == "blend":
         canvas, text = _blend(below, above, covered), "image 0 red to orange, image 1 blue, grey: they agree"
     else:
@@ -66,17 +69,21 @@ def draw_overlay(
     return figure
 
 
-def _laid(first: Image, second: Image, H_0to1: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _laid(first: Image, second: Image, H_1_from_0: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Image 1 and image 0 warped onto it, (H, W, 3) at display size, and where image 0 lies, (H, W) bool."""
-    if H_0to1.shape != (3, 3) or not np.isfinite(H_0to1).all() or np.linalg.matrix_rank(H_0to1) < 3:
-        raise UsageError("H_0to1 must be an invertible (3, 3) matrix of finite numbers")
+    if (
+        H_1_from_0.shape != (3, 3)
+        or not np.isfinite(H_1_from_0).all()
+        or np.linalg.matrix_rank(H_1_from_0) < 3
+    ):
+        raise UsageError("H_1_from_0 must be an invertible (3, 3) matrix of finite numbers")
     height, width = second.pixels.shape[:2]
     factor = _LONGER / max(width, height)
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
     shrink = np.diag([shape[0] / width, shape[1] / height, 1.0])
     shift = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
     to_shown = np.linalg.inv(shift) @ shrink @ shift @ _stored_to_pixels(second)
-    warp = to_shown @ H_0to1 @ np.linalg.inv(_stored_to_pixels(first))
+    warp = to_shown @ H_1_from_0 @ np.linalg.inv(_stored_to_pixels(first))
     below = cv2.resize(_colour(second.pixels), shape, interpolation=cv2.INTER_AREA)
     above = cv2.warpPerspective(_colour(first.pixels), warp, shape, borderMode=cv2.BORDER_REPLICATE)
     covered = cv2.warpPerspective(np.full(first.pixels.shape[:2], 255, np.uint8), warp, shape) > 127

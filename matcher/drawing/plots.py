@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from matcher.drawing.canvas import GREEN, PINK, SKY, VERMILION
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 _COLOURS, _HATCHES = (SKY, VERMILION, GREEN, PINK), ("", "///", "...", "xxx")
 _MARKERS = "osD^"

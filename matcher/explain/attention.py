@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.network.adaptivity import Tokens
-from matcher.network.attention import Kernel, linear_attention
-from matcher.network.context import Layer
-from matcher.network.position import rotate
+from matcher.attention import Kernel, linear_attention
+from matcher.match.network.adaptivity import Tokens
+from matcher.match.network.context import Layer
+from matcher.match.network.position import rotate
 
 _ROWS = 256  # listening points whose weights are held at once in a rollout
 

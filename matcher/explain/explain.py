@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matcher.data.features import Features
+from matcher.errors import UsageError
 from matcher.explain.attention import Attention, Block, listening_blocks, rollout, strongest_attention
 from matcher.explain.layers import LayerReport, layer_report
-from matcher.network.adaptivity import Tokens
-from matcher.network.context import Layer
-from matcher.network.inference import AttentionMatcher, off_border
-from matcher.network.model import Model
+from matcher.match.network.adaptivity import Tokens
+from matcher.match.network.context import Layer
+from matcher.match.network.inference import AttentionMatcher, off_border
+from matcher.match.network.model import Model
+from matcher.match.prediction import PairPrediction
 from matcher.pipeline import Pipeline
-from matcher.types import Features, PairPrediction, UsageError
 
 MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
 

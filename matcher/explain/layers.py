@@ -10,12 +10,12 @@ from torch import Tensor
 
 from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
-from matcher.network.adaptivity import Tokens, confidence_threshold, hopeful
-from matcher.network.guidance import Side
-from matcher.network.model import Model, split_sides
-from matcher.network.mutual import mutual_matches
-from matcher.network.sinkhorn import columns_first, log_masses, row_error
-from matcher.types import PairPrediction
+from matcher.match.mutual import mutual_matches
+from matcher.match.network.adaptivity import Tokens, confidence_threshold, hopeful
+from matcher.match.network.guidance import Side
+from matcher.match.network.model import Model, split_sides
+from matcher.match.prediction import PairPrediction
+from matcher.match.sinkhorn import columns_first, log_masses, row_error
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from matcher.config import NetworkConfig
-from matcher.network.adaptivity import confidence_threshold
+from matcher.match.network.adaptivity import confidence_threshold
 
 
 def sureness(config: NetworkConfig) -> list[float]:

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from matcher.config import NetworkConfig
-from matcher.frontends.sift import SiftExtractor
-from matcher.network.inference import AttentionMatcher
-from matcher.network.model import Model
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.extract.sift import SiftExtractor
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
 from matcher.pipeline import Pipeline
-from matcher.types import Features, Image
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 NEIGHBOUR_ITERATIONS = 10  # of Sinkhorn, the last time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.types import ImageError, UsageError
+from matcher.errors import ImageError, UsageError
 
 PICTURES = (".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 DEFAULT_RATE = 10.0  # frames a second, of folders whose files are not named by their time

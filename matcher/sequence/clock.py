@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 
 class Clock:

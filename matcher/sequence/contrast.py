@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from matcher.frontends.sift import SiftExtractor
-from matcher.types import Extractor, Features, Image
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.protocols import Extractor
+from matcher.extract.sift import SiftExtractor
 
 _SHARE = 0.6  # of the weakest point's response; a frame rarely has that much less contrast than the last one
 _INTERVALS = 3  # of an octave, into which OpenCV divides its threshold

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from matcher.geometry import resize_points
+from matcher.data.geometry import resize_points
+from matcher.data.image import Image
 from matcher.sequence.guided import Guide
-from matcher.types import Image
 
 _WINDOW = 11  # pixels, the side of what is compared
 _TEXTURE = 2.0  # grey levels that a window must deviate by, or it says nothing

@@ -63,7 +63,7 @@ class FrameResult:
     kept: float | None = None  # share of the keyframe's tracks that are still seen
     pose_status: PoseStatus = "none"
     T_keyframe_to_frame: np.ndarray | None = None  # (4, 4) float64
-    T_to_world: np.ndarray | None = None  # (4, 4) float64, camera to world
+    world_from_cam: np.ndarray | None = None  # (4, 4) float64, camera to world
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right picture of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
     milliseconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, pose, total
@@ -83,4 +83,4 @@ class Relocalisation:
     links: Links | None = None  # keyframe → picture
     keypoints: np.ndarray | None = None  # (N, 2) float32, of the picture
     T_keyframe_to_frame: np.ndarray | None = None  # (4, 4); unit translation where no depths are known
-    T_to_world: np.ndarray | None = None  # (4, 4); None where no depths are known
+    world_from_cam: np.ndarray | None = None  # (4, 4); None where no depths are known

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from matcher.data.features import Features
+from matcher.data.image import Image
 from matcher.sequence.frames import Links
-from matcher.types import Features, Image
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class KeptFrame:
     descriptors: np.ndarray  # (N, D) float32
     track_ids: np.ndarray  # (N,) int64
     depths: np.ndarray  # (N,) float64, NaN where unknown
-    T_to_world: np.ndarray | None = None  # (4, 4)
+    world_from_cam: np.ndarray | None = None  # (4, 4)
     most_links: int = 0  # that a later frame had to it
     begins_anew: bool = False  # it was linked to nothing before it
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from matcher.estimation import RobustEstimator
+from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.pipeline import threshold_scale
 from matcher.sequence.frames import Links
 from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeptFrame
-from matcher.types import Matches, TwoViewGeometry
+from matcher.verify.estimation import RobustEstimator
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames are not of one scene
 _SEARCH = 0.02  # radius of the search around a predicted place, as a share of the picture's diagonal

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from matcher.errors import UsageError
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.trajectory import SegmentError, align, path_length, segment_errors
-from matcher.types import UsageError
 
 _SAME_TIME = 0.02  # seconds between a frame and the true pose it is compared with
 
@@ -29,7 +29,9 @@ class Log:
         """Take in the next frame."""
         time = np.nan if result.timestamp is None else result.timestamp
         self._frames.append((result.index, time, result.status, result.pose_status, result.is_keyframe))
-        self._poses.append(np.full((4, 4), np.nan) if result.T_to_world is None else result.T_to_world)
+        self._poses.append(
+            np.full((4, 4), np.nan) if result.world_from_cam is None else result.world_from_cam
+        )
         depths = np.full(len(result.keypoints), np.nan) if result.depths is None else result.depths
         self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
         self._ids.append(result.track_ids)
@@ -68,8 +70,8 @@ class Log:
     def as_npz(self) -> bytes:
         """An .npz file: a row a frame, and a row for each time that a track was seen.
 
-        frame_index, timestamp, status, pose_status, is_keyframe (F,); T_to_world (F, 4, 4), NaN where there
-        is none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth (O,).
+        frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam (F, 4, 4), NaN where
+        there is none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth (O,).
         """
         columns = list(zip(*self._frames, strict=True)) or [()] * 5
         points = np.concatenate(self._points) if self._points else np.zeros((0, 3), np.float32)
@@ -82,7 +84,7 @@ class Log:
             status=np.array(columns[2], np.str_),
             pose_status=np.array(columns[3], np.str_),
             is_keyframe=np.array(columns[4], bool),
-            T_to_world=np.array(self._poses).reshape(-1, 4, 4),
+            world_from_cam=np.array(self._poses).reshape(-1, 4, 4),
             observation_frame=np.repeat(np.arange(len(sizes)), sizes).astype(np.int64),
             observation_track=np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64),
             observation_xy=points[:, :2],

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from matcher.config import EstimationConfig
-from matcher.estimation import RobustEstimator
+from matcher.data.matches import Matches
 from matcher.sequence.frames import FrameStatus, Links
 from matcher.sequence.guided import Guide
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule, median_parallax, through
@@ -16,7 +16,7 @@ from matcher.sequence.missing import Missing
 from matcher.sequence.places import MatchPairs, Places, find_place
 from matcher.sequence.poses import Poses
 from matcher.sequence.tracks import Tracks
-from matcher.types import Matches
+from matcher.verify.estimation import RobustEstimator
 
 CANDIDATES = 3  # keyframes that a lost frame is compared with
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import poselib
 
-from matcher.types import Camera
+from matcher.data.camera import Camera
 
 MIN_POINTS = 12  # with a known depth that agree with a pose
 _MAX_ERROR = 1.0  # pixels of the resized picture that a point may be off its pose
@@ -45,7 +45,7 @@ def solve_pose(
         scale: camera pixels for one of the resized picture, in which the threshold is.
 
     Returns:
-        T_0to1 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree.
+        cam1_from_cam0 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree.
     """
     inliers = np.zeros(len(points0), bool)
     known = np.flatnonzero(np.isfinite(depths0))
@@ -78,7 +78,7 @@ def solve_pose(
 
 
 def triangulate(
-    points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray, camera: Camera, scale: float = 1.0
+    points0: np.ndarray, points1: np.ndarray, cam1_from_cam0: np.ndarray, camera: Camera, scale: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Depths of points that two frames see, where they can be known.
 
@@ -86,7 +86,7 @@ def triangulate(
 
     Args:
         points0, points1: (K, 2) pixels.
-        T_0to1: (4, 4).
+        cam1_from_cam0: (4, 4).
         camera: of both.
         scale: as in `solve_pose`.
 
@@ -94,8 +94,8 @@ def triangulate(
         depths (K,) along z in frame 0, NaN for points behind a camera, seen at too small an angle or
         projected too far away; and the angle between the rays (K,) in degrees.
     """
-    a = rays(points0, camera) @ T_0to1[:3, :3].T  # rays of frame 0, turned into frame 1
-    b, t = rays(points1, camera), T_0to1[:3, 3]
+    a = rays(points0, camera) @ cam1_from_cam0[:3, :3].T  # rays of frame 0, turned into frame 1
+    b, t = rays(points1, camera), cam1_from_cam0[:3, 3]
     angles = np.rad2deg(np.arctan2(np.linalg.norm(np.cross(a, b), axis=1), np.sum(a * b, axis=1)))
     aa, bb, ab = np.sum(a * a, axis=1), np.sum(b * b, axis=1), np.sum(a * b, axis=1)
     at, bt = a @ t, b @ t
@@ -109,7 +109,9 @@ def triangulate(
     return np.where(good, depths, np.nan), angles
 
 
-def carry_depths(points0: np.ndarray, depths0: np.ndarray, T_0to1: np.ndarray, camera: Camera) -> np.ndarray:
+def carry_depths(
+    points0: np.ndarray, depths0: np.ndarray, cam1_from_cam0: np.ndarray, camera: Camera
+) -> np.ndarray:
     """(K,) depths in frame 1 of points (K, 2) with depths (K,) in frame 0; NaN stays, and behind is NaN."""
-    z = move(rays(points0, camera) * depths0[:, None], T_0to1)[:, 2]
+    z = move(rays(points0, camera) * depths0[:, None], cam1_from_cam0)[:, 2]
     return np.where(z > 0, z, np.nan)

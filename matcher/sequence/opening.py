@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from matcher.errors import UsageError
 from matcher.pipeline import GRID_KIND, Pipeline, load
 from matcher.presets import LoadOptions
-from matcher.types import UsageError
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
 MATCH_THRESHOLD = 0.2

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from matcher.retrieval import Vocabulary, learn_vocabulary
+from matcher.data.features import Features
+from matcher.data.matches import Matches
+from matcher.match.retrieval import Vocabulary, learn_vocabulary
+from matcher.match.steering import aligned, positions
 from matcher.sequence.frames import Links
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.linking import MIN_LINKS, Linker
-from matcher.steering import aligned, positions
-from matcher.types import Features, Matches
 
 MatchPairs = Callable[[Sequence[tuple[Features, Features]]], list[Matches]]
 _WORDS, _SAMPLE = 64, 4096  # enough for the few dozen keyframes of a window, and learned in milliseconds

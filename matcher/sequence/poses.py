@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from matcher.config import EstimationConfig
-from matcher.estimation import RobustEstimator
-from matcher.geometry import resize_points
+from matcher.data.camera import Camera
+from matcher.data.geometry import resize_points
 from matcher.sequence.frames import Links, PoseStatus
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.odometry import MIN_POINTS, carry_depths, solve_pose, triangulate
-from matcher.types import Camera
+from matcher.verify.estimation import RobustEstimator
 
 _START_ANGLE = 1.0  # degrees of parallax with which one camera may start
 _START_SHARE = 0.3  # of the points that must have it
@@ -67,8 +67,8 @@ class Poses:
         unknown = ~np.isfinite(depths)
         new, _ = triangulate(points0[unknown], points1[unknown], T, self.camera, scale)
         keyframe.depths[indices[unknown, 0]] = new
-        if keyframe.T_to_world is not None:
-            self._settle(frame, keyframe.T_to_world @ np.linalg.inv(T))
+        if keyframe.world_from_cam is not None:
+            self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T))
         return status, T
 
     def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: Links, T: np.ndarray | None) -> None:
@@ -85,7 +85,7 @@ class Poses:
     def relative(
         self, keyframe: KeptFrame, frame: KeptFrame, links: Links
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """T_keyframe_to_frame and T_to_world of a frame that is no part of the sequence; nothing is changed.
+        """Pose from keyframe to frame, and world_from_cam, of a frame outside the sequence; nothing is changed.
 
         Where the keyframe's depths are not known, the first has a translation of length 1 and the second is
         None; where no pose is found, both are None.
@@ -99,7 +99,7 @@ class Poses:
         T, _ = solve_pose(points0, depths, points1, self.camera, self._coarseness(frame))
         if T is None:
             return self._essential(points0, points1, self._coarseness(frame))[0], None
-        world = keyframe.T_to_world
+        world = keyframe.world_from_cam
         return T, None if world is None else world @ np.linalg.inv(T)
 
     def bridge(self, frame: KeptFrame) -> PoseStatus:
@@ -109,7 +109,7 @@ class Poses:
         if self._last is None:
             return "starting"
         before, pose = self._last
-        frame.T_to_world = pose @ np.linalg.matrix_power(self._motion, frame.index - before)
+        frame.world_from_cam = pose @ np.linalg.matrix_power(self._motion, frame.index - before)
         return "bridged"
 
     def _settle(self, frame: KeptFrame, pose: np.ndarray) -> PoseStatus:
@@ -119,7 +119,7 @@ class Poses:
             # Over a gap of several frames the motion of one is not known exactly; its share is near enough.
             step[:3, 3] /= max(1, frame.index - before)
             self._motion = step if frame.index - before == 1 else _translation(step)
-        frame.T_to_world = pose
+        frame.world_from_cam = pose
         self._last = (frame.index, pose)
         return "ok"
 
@@ -140,11 +140,11 @@ class Poses:
     def _essential(
         self, points0: np.ndarray, points1: np.ndarray, scale: float
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """T_0to1 (4, 4) of unit translation, or None; and (K,) bool, the points that agree."""
+        """cam1_from_cam0 (4, 4) of unit translation, or None; and (K,) bool, the points that agree."""
         estimator = RobustEstimator(EstimationConfig(kind="essential"))
         cameras = (self.camera, self.camera)
         geometry = estimator(points0, points1, cameras=cameras, thresholds_scale=scale)
-        return (geometry.T_0to1 if geometry.status == "ok" else None), geometry.inliers
+        return (geometry.cam1_from_cam0 if geometry.status == "ok" else None), geometry.inliers
 
     def _coarseness(self, frame: KeptFrame) -> float:
         """Camera pixels for one pixel of the frame as its points were found."""

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matcher.data.camera import Camera
+from matcher.data.image import Image
+from matcher.errors import UsageError
 from matcher.sequence.frames import FrameResult
-from matcher.types import Camera, Image, UsageError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -65,13 +67,13 @@ class Recording:
             places = (result.keypoints + 0.5) * scale
             colours = track_colours(result.track_ids)
             stream.log("world/camera/picture/tracks", rr.Points2D(places, colors=colours, radii=2.0))
-        if result.T_to_world is not None:
+        if result.world_from_cam is not None:
             self._add_pose(result, image)
         for stage, value in result.milliseconds.items():
             stream.log(f"milliseconds/{stage}", rr.Scalars([value]))
 
     def _add_pose(self, result: FrameResult, image: Image | None) -> None:
-        rr, T = self._rr, result.T_to_world
+        rr, T = self._rr, result.world_from_cam
         self._stream.log("world/camera", rr.Transform3D(translation=T[:3, 3], mat3x3=T[:3, :3]))
         self._route.append(T[:3, 3])
         self._stream.log("world/route", rr.LineStrips3D([np.array(self._route)]))
@@ -101,7 +103,7 @@ class Recording:
                 np.ones(len(points)),
             ]
         )
-        world = (local * depths[:, None]) @ result.T_to_world[:3, :3].T + result.T_to_world[:3, 3]
+        world = (local * depths[:, None]) @ result.world_from_cam[:3, :3].T + result.world_from_cam[:3, 3]
         self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
         for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
             del self._cloud[track]

@@ -10,6 +10,11 @@ from typing import Unpack
 
 import numpy as np
 
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Picture, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.sequence.budget import Choice, choose, for_neighbours, limited
@@ -24,7 +29,6 @@ from matcher.sequence.opening import open_pipeline
 from matcher.sequence.places import find_place
 from matcher.sequence.poses import Poses
 from matcher.sequence.stereo import depths_of, partners, within
-from matcher.types import Camera, Features, Image, ImageError, Matches, UsageError
 
 
 class Sequence:
@@ -33,7 +37,7 @@ class Sequence:
         sequence = matcher.Sequence(camera=matcher.Camera(fx, fy, cx, cy), max_keypoints=512)
         for picture, time in frames:
             result = sequence.push(picture, time)
-            result.keypoints, result.track_ids, result.T_to_world
+            result.keypoints, result.track_ids, result.world_from_cam
 
     A frame's features are extracted once and matched to the last one by the first half of the layers, which
     views so near are content with; links to the keyframe follow from tracks and a search near them. Blank,
@@ -181,7 +185,7 @@ class Sequence:
             track_lengths=lengths,
             to_previous=to_previous,
             to_keyframe=to_keyframe,
-            T_to_world=current.T_to_world,
+            world_from_cam=current.world_from_cam,
             right=partner,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             milliseconds=milliseconds,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from matcher.errors import UsageError
 from matcher.files import write_whole
-from matcher.types import UsageError
 
 _ROUNDING = 1e-6  # metres
 

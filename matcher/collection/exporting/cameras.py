@@ -12,7 +12,8 @@ from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from matcher.types import Camera, UsageError
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage

@@ -17,7 +17,8 @@ import numpy as np
 from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras
 from matcher.collection.exporting.output import ExportReport, whole_file
 from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
-from matcher.types import TwoViewGeometry, UsageError
+from matcher.data.matches import TwoViewGeometry
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
@@ -129,9 +130,9 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
     else:
         verified.config = kinds.CALIBRATED
         verified.E = geometry.matrix
-        if geometry.T_0to1 is not None:
-            rotation = pycolmap.Rotation3d(geometry.T_0to1[:3, :3])
-            verified.cam2_from_cam1 = pycolmap.Rigid3d(rotation, geometry.T_0to1[:3, 3])
+        if geometry.cam1_from_cam0 is not None:
+            rotation = pycolmap.Rotation3d(geometry.cam1_from_cam0[:3, :3])
+            verified.cam2_from_cam1 = pycolmap.Rigid3d(rotation, geometry.cam1_from_cam0[:3, 3])
     return verified
 
 

@@ -14,8 +14,8 @@ from matcher.collection.exporting.kapture import write_kapture
 from matcher.collection.exporting.npz import write_npz
 from matcher.collection.exporting.openmvg import write_openmvg
 from matcher.collection.exporting.output import ExportReport, check_empty, check_place
+from matcher.errors import UsageError
 from matcher.files import check_output
-from matcher.types import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store

@@ -19,7 +19,8 @@ from matcher.collection.exporting.soundness import (
     sound_keypoints,
     sound_pairs,
 )
-from matcher.types import Features, IntegrityError, UsageError
+from matcher.data.features import Features
+from matcher.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage, StoredPair

@@ -27,8 +27,8 @@ def write_npz(store: Store, out: Path) -> ExportReport:
     Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with
     `keypoint_offsets` (I + 1,). Pairs: `pairs` (P, 2) into names, `match_offsets` (P + 1,), `matches` (ΣK, 2)
     int32 into the keypoints of either image, `scores` (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and
-    `statuses` (P,) of the geometries, `matrices` (P, 3, 3) F, H or E, NaN where there is none, and `T_0to1`
-    (P, 4, 4), NaN but for essential geometry.
+    `statuses` (P,) of the geometries, `matrices` (P, 3, 3) F, H or E, NaN where there is none, and
+    `cam1_from_cam0` (P, 4, 4), NaN but for essential geometry.
 
     Raises:
         UsageError: nothing to write, or a place that cannot be written.
@@ -78,7 +78,7 @@ class _Pairs:
         self.columns["matches"].append(pair.matches.indices)
         self.columns["scores"].append(pair.matches.scores)
         self.columns["inliers"].append(geometry.inliers)
-        models = ((geometry.matrix, 9), (geometry.T_0to1, 16))
+        models = ((geometry.matrix, 9), (geometry.cam1_from_cam0, 16))
         flat = [np.full(size, np.nan) if model is None else np.ravel(model) for model, size in models]
         self._models.append(np.concatenate(flat)[None])
         self._ends.append((number[pair.name0], number[pair.name1]))
@@ -94,7 +94,7 @@ class _Pairs:
             "kinds": np.array(self._kinds, dtype=np.str_),
             "statuses": np.array(self._statuses, dtype=np.str_),
             "matrices": models[:, :9].reshape(-1, 3, 3),
-            "T_0to1": models[:, 9:].reshape(-1, 4, 4),
+            "cam1_from_cam0": models[:, 9:].reshape(-1, 4, 4),
         }
 
 

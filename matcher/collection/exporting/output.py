@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matcher.collection.exporting.output import ExportReport
-from matcher.types import UsageError
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage, StoredPair

@@ -1,0 +1,135 @@
+"""Keypoints and descriptors of a picture or of a padded batch of pictures.
+
+Letters for shapes: B pictures, N keypoints, D descriptor size. Points are xy in stored pixels; the centre of
+the first pixel is (0, 0); `size` is (width, height).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matcher.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Keypoints and descriptors of one image (no leading axis) or of a padded batch (leading axis B).
+
+    Arrays may be NumPy or torch when users build it; they are kept as torch tensors, positions in float32.
+
+    Raises:
+        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no picture.
+    """
+
+    keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
+    descriptors: Tensor  # (..., N, D)
+    scores: Tensor | None = None  # (..., N) detector score, larger is better; ones when absent
+    size: Tensor | None = None  # (..., 2) stored (width, height); required
+    scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
+    orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
+    frames: Tensor | None = None  # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
+    cells: Tensor | None = None  # (..., N, 2) column and row of the point on the grid of its front end
+    grid: Tensor | None = None  # (..., 2) columns and rows of that grid
+    maps: Tensor | None = None  # (..., C, h, w) finer map of the picture, to refine matches on
+    mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
+    exif: Tensor | None = None  # (...) int64 EXIF orientation 1-8 of the stored pixels; 1 when absent
+    kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
+    _PER_IMAGE = ("size", "exif", "grid", "maps")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "kind" and value is not None:
+                object.__setattr__(self, f.name, _as_tensor(value, f.name))
+        self._fill_defaults()
+        self._check()
+
+    def _fill_defaults(self) -> None:
+        points = self.keypoints
+        if self.size is None:
+            raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
+        if self.scores is None:
+            object.__setattr__(self, "scores", points.new_ones(points.shape[:-1]))
+        if self.mask is None:
+            object.__setattr__(self, "mask", points.new_ones(points.shape[:-1], dtype=torch.bool))
+        if self.exif is None:
+            object.__setattr__(self, "exif", points.new_ones(points.shape[:-2], dtype=torch.int64))
+
+    def _check(self) -> None:
+        shape = self.keypoints.shape
+        if len(shape) < 2 or shape[-1] != 2:
+            raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
+        wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
+        wanted |= dict.fromkeys(("size", "grid"), (*shape[:-2], 2))
+        wanted |= {"exif": tuple(shape[:-2]), "frames": (*shape, 2), "cells": tuple(shape)}
+        wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
+        wanted["maps"] = () if self.maps is None else (*shape[:-2], *self.maps.shape[-3:])
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
+            if value is not None and value.shape != wanted.get(name, value.shape):
+                raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
+            # The sum tells at a tenth of the cost, unless it overflows.
+            if not (value is None or value.sum().isfinite() or value.isfinite().all()):
+                raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
+        if not bool((self.size > 0).all() & (self.exif >= 1).all() & (self.exif <= 8).all()):
+            raise UsageError("Features.size must be positive, Features.exif an EXIF orientation 1-8")
+
+    def __len__(self) -> int:
+        """Points per image, padding included."""
+        return self.keypoints.shape[-2]
+
+    def _map(self, change) -> Features:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+        return replace(self, **{k: None if v is None else change(k, v) for k, v in values.items()})
+
+    def to(self, device: torch.device | str) -> Features:
+        """The same features on another device; themselves if they are there."""
+        there = self.keypoints.device == torch.device(device)
+        return self if there else self._map(lambda _, value: value.to(device))
+
+    def select(self, index: Tensor) -> Features:
+        """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
+        return self._map(lambda name, value: value if name in self._PER_IMAGE else value[index])
+
+    def unstack(self) -> list[Features]:
+        """A padded batch taken apart into single images without their padding."""
+        singles = [self._map(lambda _, value, b=b: value[b]) for b in range(self.keypoints.shape[0])]
+        return [single.select(single.mask) for single in singles]
+
+    @staticmethod
+    def stack(items: Sequence[Features]) -> Features:
+        """Single images padded with masked zeros to one batch; `UsageError` for mixed kinds or no image."""
+        kinds = sorted({f"{item.kind} ({item.descriptors.shape[-1]}-d)" for item in items})
+        if len(kinds) != 1:
+            raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
+        columns = {}
+        for name in (f.name for f in fields(Features) if f.name != "kind"):
+            values = [getattr(item, name) for item in items]
+            columns[name] = None if any(value is None for value in values) else _stack_padded(values)
+        return Features(**columns, kind=items[0].kind)
+
+
+def _as_tensor(value, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+            raise UsageError(f"Features.{name} must hold numbers of at most 64 bits, not {array.dtype}")
+        # A copy that keeps scalars scalar, which ascontiguousarray would not.
+        value = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+    if name == "mask":
+        return value.bool()
+    if name == "exif":
+        return value.to(torch.int64)
+    return value if name == "descriptors" and value.is_floating_point() else value.to(torch.float32)
+
+
+def _stack_padded(values: Sequence[Tensor]) -> Tensor:
+    shape = [len(values), *map(max, zip(*(value.shape for value in values), strict=True))]
+    padded = max(values, key=Tensor.element_size).new_zeros(shape)
+    for index, value in enumerate(values):
+        padded[(index, *map(slice, value.shape))] = value
+    return padded

@@ -1,0 +1,82 @@
+"""The pixel convention, in one place, and the plane geometry built on it.
+
+The centre of the first pixel is (0, 0). Resizing by (sx, sy) maps p to (p + 0.5)·s − 0.5. Points are xy,
+`size` is (width, height). *Stored* pixels are those of the file; *upright* pixels are what EXIF orientation
+makes of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (0 is unused).
+UPRIGHT = np.array(
+    [
+        [[1, 0], [0, 1]],
+        [[1, 0], [0, 1]],
+        [[-1, 0], [0, 1]],
+        [[-1, 0], [0, -1]],
+        [[1, 0], [0, -1]],
+        [[0, 1], [1, 0]],
+        [[0, -1], [1, 0]],
+        [[0, -1], [-1, 0]],
+        [[0, 1], [-1, 0]],
+    ],
+    dtype=np.float64,
+)
+
+
+def resized(size: tuple[int, int], longer_side: int | None) -> tuple[tuple[int, int], tuple[float, float]]:
+    """The size whose longer side is at most `longer_side`, and the exact scale (sx, sy) after rounding.
+
+    Pictures are only ever made smaller; None keeps them.
+    """
+    width, height = size
+    factor = 1.0 if longer_side is None else min(1.0, longer_side / max(width, height))
+    new = (max(1, round(width * factor)), max(1, round(height * factor)))
+    return new, (new[0] / width, new[1] / height)
+
+
+def resize_points(points: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
+    """Points (…, 2) of a picture → the same points after resizing it by `scale` = (sx, sy)."""
+    return (points + 0.5) * np.asarray(scale, dtype=np.float64) - 0.5
+
+
+def upright_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    """(width, height) after turning a stored picture of `size` upright."""
+    return (size[1], size[0]) if orientation >= 5 else (size[0], size[1])
+
+
+def stored_to_upright(points: np.ndarray, size: tuple[int, int], orientation: int) -> np.ndarray:
+    """Stored pixels (…, 2) → upright pixels; `size` is the stored size."""
+    centre = (np.asarray(size, dtype=np.float64) - 1) / 2
+    new_centre = (np.asarray(upright_size(size, orientation), dtype=np.float64) - 1) / 2
+    return (points - centre) @ UPRIGHT[orientation].T + new_centre
+
+
+def upright_to_stored(points: np.ndarray, size: tuple[int, int], orientation: int) -> np.ndarray:
+    """Upright pixels (…, 2) → stored pixels; the inverse of `stored_to_upright`."""
+    centre = (np.asarray(size, dtype=np.float64) - 1) / 2
+    new_centre = (np.asarray(upright_size(size, orientation), dtype=np.float64) - 1) / 2
+    return (points - new_centre) @ UPRIGHT[orientation] + centre
+
+
+def turn_angles(angles: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """Directions (radians, from x towards y) after the linear map `turn` (2, 2)."""
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=-1) @ turn.T
+    return np.arctan2(directions[..., 1], directions[..., 0])
+
+
+def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
+    """Points (…, 2) under a 3×3 homography; NaN where they fall on or behind the horizon."""
+    lifted = points @ homography[:, :2].T + homography[:, 2]
+    depth = lifted[..., 2:]
+    safe = np.where(depth > 1e-8, depth, np.nan)
+    return lifted[..., :2] / safe
+
+
+def inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """(…,) bool: points that lie on the pixels of a picture; NaN is outside."""
+    x, y = points[..., 0], points[..., 1]
+    with np.errstate(invalid="ignore"):
+        return (x >= -0.5) & (x <= size[0] - 0.5) & (y >= -0.5) & (y <= size[1] - 0.5)

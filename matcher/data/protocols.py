@@ -1,0 +1,42 @@
+"""What a pipeline is made of: an extractor, a matcher and an estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.matches import Matches, TwoViewGeometry
+
+
+class Extractor(Protocol):
+    """A front end: images → features of each, unpadded."""
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Detect and describe."""
+
+
+class Matcher(Protocol):
+    """Features of B pairs → matches of each; both arguments are batches."""
+
+    def __call__(self, features0: Features, features1: Features) -> list[Matches]:
+        """Match every pair of the batch."""
+
+
+class Estimator(Protocol):
+    """Matched points → two-view geometry."""
+
+    def __call__(
+        self,
+        points0: np.ndarray,
+        points1: np.ndarray,
+        *,
+        cameras: tuple[Camera, Camera] | None = None,
+        scores: np.ndarray | None = None,
+        thresholds_scale: float = 1.0,
+    ) -> TwoViewGeometry:
+        """Estimate robustly; never raise for bad points, say it in the status."""

@@ -1,0 +1,208 @@
+"""What learned front ends share: their network, filled when it is first needed, and the way to `Features`.
+
+A front end finds points on the upright, resized picture, whose first pixel's centre is (0, 0). Here they are
+cut to those inside the picture and its mask, best first, and carried back to stored pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from matcher.config import ExtractorConfig
+from matcher.data.features import Features
+from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
+from matcher.data.image import Image
+from matcher.errors import UsageError
+
+# Puts the trained parameters of a configuration into its network, strictly, or raises.
+Fill = Callable[[nn.Module, ExtractorConfig], None]
+
+_SETTINGS = ("variant", "score_threshold", "nms_radius", "border")
+# A described patch is six times as wide as the keypoint that OpenCV would report for it.
+_PATCH_TO_DIAMETER = 1 / 6
+_TOGETHER = 8  # pictures in one batch of a network
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a front end finds on an upright, resized picture, best first."""
+
+    points: Tensor  # (N, 2) xy in its pixels
+    scores: Tensor  # (N,)
+    descriptors: Tensor  # (N, D)
+    frames: Tensor | None = None  # (N, 2, 2) columns are the axes of the described patch, in its pixels
+
+
+class FrontEnd(NamedTuple):
+    """A learned front end as data: how its network is built and run."""
+
+    build: Callable[[ExtractorConfig], nn.Module]
+    find: Callable[[nn.Module, Image, ExtractorConfig], Found] | None  # in one picture
+    published: Mapping[str, Any]  # the settings that it has, with their published values
+    # Instead of `find`, in pictures of one size at once, by a network that has `prepare(dtype)` and runs in
+    # half precision where that is fast.
+    find_together: Callable[[nn.Module, Sequence[Image], ExtractorConfig], list[Found]] | None = None
+
+
+class LearnedExtractor:
+    """A front end with a network, which is built and filled at the first call."""
+
+    def __init__(
+        self,
+        config: ExtractorConfig,
+        front_end: FrontEnd,
+        fill: Fill,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Keep what is needed; nothing is built or read yet.
+
+        Args:
+            config: settings that are None become the published ones.
+            front_end: of `config.kind`.
+            fill: puts the trained parameters into the network, which is on the CPU then.
+            device: where the network runs.
+            dtype: of the network, if it is one that runs in half precision.
+
+        Raises:
+            UsageError: a setting that this front end does not have, or a value out of range.
+        """
+        self.config = resolve(config, front_end.published)
+        self.front_end = front_end
+        self.device, self.dtype = torch.device(device), dtype
+        self._fill = fill
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The network with its parameters, built when it is first asked for; errors are those of `fill`."""
+        # Building may draw random numbers; the caller's generator must not notice.
+        with torch.random.fork_rng(devices=[]):
+            network = self.front_end.build(self.config)
+        self._fill(network, self.config)
+        if self.front_end.find_together is not None:
+            network.prepare(self.dtype)
+        return network.eval().requires_grad_(False).to(self.device)
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image in stored pixels, on the CPU, strongest first.
+
+        Raises:
+            IntegrityError: the parameters are absent or do not fit.
+        """
+        together, network, config = self.front_end.find_together, self.network, self.config
+        if together is None:
+            found = [self.front_end.find(network, image, config) for image in images]
+        else:
+            found = by_size(partial(together, network, config=config), images)
+        return [to_features(one, image, config.kind) for one, image in zip(found, images, strict=True)]
+
+
+def by_size(find: Callable[[Sequence[Image]], list[Found]], images: Sequence[Image]) -> list[Found]:
+    """What `find` finds when it gets at most `_TOGETHER` pictures of one size at a time, in their order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, image in enumerate(images):
+        groups.setdefault(image.pixels.shape[:2], []).append(number)
+    found: dict[int, Found] = {}
+    for numbers in groups.values():
+        for start in range(0, len(numbers), _TOGETHER):
+            batch = numbers[start : start + _TOGETHER]
+            found |= zip(batch, find([images[number] for number in batch]), strict=True)
+    return [found[number] for number in range(len(images))]
+
+
+def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
+    """The configuration with the published value wherever a setting is None.
+
+    Raises:
+        UsageError: a setting that the front end does not have, or a value out of range.
+    """
+    if config.max_keypoints < 1:
+        raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
+    given = {name: getattr(config, name) for name in _SETTINGS if getattr(config, name) is not None}
+    if foreign := sorted(set(given) - set(published)):
+        has = ", ".join(published) or "none"
+        raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
+    if config.keep == "largest" and config.kind != "sift":
+        raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
+    for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
+        if given.get(name, least) < least:
+            raise UsageError(f"{name} must be at least {least}, not {given[name]}")
+    return replace(config, **{**published, **given})
+
+
+def grey(image: Image, device: torch.device) -> Tensor:
+    """(1, 1, H, W) float32 in [0, 1]."""
+    pixels = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
+    return torch.from_numpy(pixels).to(device)[None, None].float() / 255
+
+
+def colour(image: Image, device: torch.device) -> Tensor:
+    """(1, 3, H, W) RGB float32 in [0, 1]; a grey picture three times."""
+    pixels = torch.from_numpy(np.ascontiguousarray(image.pixels)).to(device).float() / 255
+    return pixels.expand(1, 3, -1, -1) if pixels.ndim == 2 else pixels.permute(2, 0, 1)[None]
+
+
+def padded(pixels: Tensor, multiple: int, least: int = 1) -> Tensor:
+    """(1, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
+
+    Points keep their coordinates; the caller drops those that lie beyond the picture.
+    """
+    height, width = (max(least, side) for side in pixels.shape[-2:])
+    right, bottom = (-width % multiple + width, -height % multiple + height)
+    return pad(pixels, (0, right - pixels.shape[-1], 0, bottom - pixels.shape[-2]), mode="replicate")
+
+
+def mask_of(image: Image, device: torch.device) -> Tensor | None:
+    """(H, W) bool where points may lie; None is everywhere."""
+    return None if image.mask is None else torch.from_numpy(np.ascontiguousarray(image.mask)).to(device)
+
+
+def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tensor:
+    """Index (K,) of the best `limit` points on the picture and inside its mask; ties in the order given."""
+    height, width = image.pixels.shape[:2]
+    x, y = points.round().long().unbind(-1)
+    keep = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    allowed = mask_of(image, points.device)
+    if allowed is not None:
+        keep &= allowed[y.clamp(0, height - 1), x.clamp(0, width - 1)]
+    index = keep.nonzero()[:, 0]
+    return index[torch.argsort(scores[index], descending=True, stable=True)[:limit]]
+
+
+def to_features(found: Found, image: Image, kind: str) -> Features:
+    """Carry points, and frames where there are any, from the upright, resized picture to stored pixels."""
+    points = found.points.double().cpu().numpy()
+    upright = resize_points(points, (1 / image.scale[0], 1 / image.scale[1]))
+    stored = upright_to_stored(upright, image.size, image.orientation)
+    shape = {} if found.frames is None else _shapes(found.frames.double().cpu().numpy(), image)
+    return Features(
+        keypoints=stored.astype(np.float32),
+        descriptors=found.descriptors.float().cpu(),
+        scores=found.scores.float().cpu(),
+        size=np.asarray(image.size, dtype=np.float32),
+        exif=np.asarray(image.orientation),
+        kind=kind,
+        **shape,
+    )
+
+
+def _shapes(frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
+    """Frames (N, 2, 2) in stored pixels, keypoint diameters and the directions of the patches' x axes."""
+    to_stored = UPRIGHT[image.orientation].T @ np.diag([1 / image.scale[0], 1 / image.scale[1]])
+    stored = to_stored @ frames
+    determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
+    return {
+        "frames": stored.astype(np.float32),
+        "scales": (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32),
+        "orientations": np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32),
+    }

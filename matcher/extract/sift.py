@@ -1,0 +1,77 @@
+"""SIFT keypoints (Lowe 2004) with RootSIFT descriptors (Arandjelović and Zisserman 2012)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+
+from matcher.config import ExtractorConfig
+from matcher.data.features import Features
+from matcher.data.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
+from matcher.data.image import Image
+from matcher.extract.shared import resolve
+
+
+class SiftExtractor:
+    """OpenCV's SIFT on the upright, resized picture; keypoints, scales and angles in stored pixels."""
+
+    def __init__(self, config: ExtractorConfig) -> None:
+        """Keep the configuration; `UsageError` for a setting that SIFT does not have."""
+        self.config = resolve(config, {})
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image, strongest first; `kind` is "sift", descriptors are (N, 128) float32."""
+        return [self._extract(image) for image in images]
+
+    def _extract(self, image: Image) -> Features:
+        points, scales, angles, scores, descriptors = detect_sift(image.pixels, image.mask, self.config)
+        upright = resize_points(points, (1 / image.scale[0], 1 / image.scale[1]))
+        turn_back = UPRIGHT[image.orientation].T
+        return Features(
+            keypoints=upright_to_stored(upright, image.size, image.orientation).astype(np.float32),
+            descriptors=root_sift(descriptors),
+            scores=scores,
+            size=np.asarray(image.size, dtype=np.float32),
+            scales=scales / np.float32(np.sqrt(image.scale[0] * image.scale[1])),
+            orientations=turn_angles(angles, turn_back).astype(np.float32),
+            exif=np.asarray(image.orientation),
+            kind="sift",
+        )
+
+
+def detect_sift(
+    pixels: np.ndarray, mask: np.ndarray | None, config: ExtractorConfig
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """SIFT on uint8 pixels (H, W[, 3]), the best `max_keypoints` inside `mask`, strongest first.
+
+    Returns:
+        points (N, 2), diameters (N,), angles (N,) in radians from x towards y, responses (N,) and raw
+        descriptors (N, 128), all float32, in the pixels given.
+    """
+    grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    # OpenCV keeps the strongest before it looks at the mask, so with a mask the cut is made here.
+    limit = config.max_keypoints if mask is None and config.keep == "strongest" else 0
+    detector = cv2.SIFT_create(
+        nfeatures=limit, contrastThreshold=config.contrast_threshold, enable_precise_upscale=True
+    )
+    area = None if mask is None else mask.astype(np.uint8) * 255
+    keypoints, descriptors = detector.detectAndCompute(grey, area)
+    if not keypoints:
+        empty = np.zeros(0, np.float32)
+        return np.zeros((0, 2), np.float32), empty, empty, empty, np.zeros((0, 128), np.float32)
+    table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], dtype=np.float32)
+    order = np.argsort(-table[:, 4], kind="stable")
+    if config.keep == "largest":
+        largest = np.argsort(-table[order, 2], kind="stable")[: config.max_keypoints]
+        order = order[np.sort(largest)]
+    order = order[: config.max_keypoints]
+    table = table[order]
+    return table[:, :2], table[:, 2], np.deg2rad(table[:, 3]), table[:, 4], descriptors[order]
+
+
+def root_sift(descriptors: np.ndarray) -> np.ndarray:
+    """Raw SIFT (N, 128) → square roots of the L1-normalised values; unit L2 norm."""
+    total = np.maximum(descriptors.sum(axis=1, keepdims=True, dtype=np.float32), 1e-6)
+    return np.sqrt(descriptors.astype(np.float32) / total)

@@ -1,0 +1,117 @@
+"""Building and loading the compiled kernels.
+
+`build()` compiles the sources beside this file with the machine's own compiler and keeps the library in the
+user's cache folder, under a name that changes with the sources and with the processor's instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from matcher.errors import UsageError
+from matcher.files import cache_folder
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp"))
+SWITCH = "MATCHER_COMPILED"
+_FLAGS = (
+    "-O3",
+    "-fno-math-errno",  # not -ffast-math, which would change the arithmetic of the whole process
+    "-fno-trapping-math",
+    "-mprefer-vector-width=512",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+
+
+def instructions() -> str | None:
+    """The instructions to compile for: those of processors with AMX, with AVX-512, or none; older vector
+    units gain nothing."""
+    if torch.cpu._is_amx_tile_supported():
+        return "sapphirerapids"
+    return "x86-64-v4" if torch.backends.cpu.get_cpu_capability() == "AVX512" else None
+
+
+def library_path() -> Path:
+    """Where the library of these sources lies, or would lie."""
+    parts = [" ".join(_FLAGS).encode(), *(source.read_bytes() for source in SOURCES)]
+    return cache_folder() / f"kernels-{instructions()}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+
+
+def build() -> Path:
+    """Compile the kernels for this machine.
+
+    Raises:
+        UsageError: the processor has no AVX-512, there is no compiler, it does not compile, or the library
+            cannot be kept or loaded.
+    """
+    if instructions() is None:
+        raise UsageError("this processor has no AVX-512; the kernels are of no use here")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise UsageError("no C++ compiler found: install g++ 11 or newer, or clang++ 12")
+    path = library_path()
+    if _load() is not None:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, f"-march={instructions()}", *_FLAGS, "-o", str(made), *map(str, SOURCES)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UsageError(f"{compiler} cannot compile the kernels:\n{done.stderr.strip()[-2000:]}")
+            made.replace(path)
+    except OSError as error:
+        raise UsageError(f"the kernels cannot be kept in {path.parent} ({error.strerror})") from error
+    _load.cache_clear()
+    attention_granted.cache_clear()
+    if _load() is None:
+        raise UsageError(f"{path} was compiled but cannot be loaded; may files in that folder be executed?")
+    return path
+
+
+@cache
+def _load() -> ctypes.CDLL | None:
+    if instructions() is None:
+        return None
+    place, small, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+    takes = {
+        "attend": [*[place] * 5, *[number] * 4, small],
+        "normalise_gelu": [place, small, number, number, *[place] * 3, real, small],
+        "add": [place, place, small, number, number, place, place, small],
+        "turn": [place, small, *[number] * 4, place, place, small],
+        "absorb": [place, *[number] * 3, place, place, real, place, small],
+        "nearest": [place, number, *[place] * 4, number, number, place, place, small],
+    }
+    try:
+        path = library_path()
+        if not path.is_file():
+            return None
+        library = ctypes.CDLL(str(path))
+        for name, types in takes.items():
+            getattr(library, f"matcher_{name}").argtypes = types
+    except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged
+        return None
+    return library
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The kernels, if they were built, run here and are not switched off."""
+    return None if os.environ.get(SWITCH) == "0" else _load()
+
+
+@cache
+def attention_granted() -> bool:
+    """Whether there is a matrix unit and the system lets this process use it."""
+    library = _load()
+    return library is not None and torch.cpu._is_amx_tile_supported() and library.matcher_prepare() == 0

@@ -1,0 +1,1 @@
+"""The laboratory: pairs with truth, training, evaluation and benchmarks."""

@@ -1,0 +1,212 @@
+"""Figures of collections: reconstructions beside known poses and beside COLMAP's own features; workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matcher.collection.collection import Collection
+from matcher.collection.exporting.cameras import HALF_PIXEL
+from matcher.collection.exporting.colmap import import_pycolmap
+from matcher.collection.exporting.hloc import FEATURES, MATCHES, PAIRS, import_h5py, pair_key
+from matcher.collection.reconstruction import DATABASE, reconstruct
+from matcher.collection.workers import THREAD_VARIABLES
+from matcher.errors import UsageError
+
+# Matches the waiting pairs of a run whose features are there; says pairs and seconds: in all, and from the
+# first commit on, when every worker has started.
+_TIMED = """
+import sys, time
+from matcher.collection.collection import Collection
+from matcher.collection.engines import Workers
+
+folder, run, workers, threads, options = sys.argv[1:]
+opened = Collection.open(run, workers=Workers(count=int(workers), threads=int(threads)), **eval(options))
+opened.add_images(folder)
+commits, start = [], time.perf_counter()
+opened.run(tell=lambda now: commits.append((time.perf_counter() - start, now.done)))
+(first, before), (last, done) = commits[1], commits[-1]
+print(done, last, (done - before) / (last - first) if done > before else "nan")
+"""
+
+
+def measure_reconstruction(
+    folder: Path, work: Path, options: Mapping[str, Any], *, threads: int = 1, seed: int = 0
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One scene, reconstructed in four ways from as many keypoints: a title and figures of each.
+
+    By `reconstruct`; by pycolmap alone from what is exported to COLMAP; from what is exported to hloc, read
+    as hloc does and verified by COLMAP; and with COLMAP's own SIFT and matcher. Every pair is matched.
+
+    Args:
+        folder: `images` of one camera, and `poses.json`: a list of `image` and `C`, the camera's centre (3).
+        work: where runs and models are kept; what is matched there already is not matched again.
+        options: of `Collection.open`, with `resize` and `max_keypoints`.
+        threads: of COLMAP's mapping; one gives the same model every time.
+        seed: of COLMAP.
+
+    Raises:
+        UsageError: files that are absent, or pycolmap or h5py is not installed.
+    """
+    pycolmap, photos, truth = import_pycolmap(), folder / "images", _read_centres(folder / "poses.json")
+    import_h5py()
+    pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
+    work.mkdir(parents=True, exist_ok=True)
+    collection = Collection.open(work / "run", **options)
+    collection.add_images(photos)
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    for old in ("model", "hloc"):
+        shutil.rmtree(work / old, ignore_errors=True)
+    with collection.store as store:
+        reconstruct(store, work / "model", threads=threads, seed=seed)
+    model = pycolmap.Reconstruction(work / "model" / "sparse" / "0")
+    yield "matcher sfm", _described(model, work / "model" / DATABASE, truth)
+    collection.export("colmap", work / "colmap.db")
+    collection.export("hloc", work / "hloc")
+    with pycolmap.Database.open(work / "model" / DATABASE) as database:
+        (camera,) = database.read_all_cameras()
+    database_from_hloc(work / "hloc", work / "hloc.db", camera)
+    database_by_colmap(photos, work / "sift.db", options["max_keypoints"], options["resize"])
+    for title, name in (
+        ("export --to colmap, pycolmap", "colmap.db"),
+        ("export --to hloc, h5py, pycolmap", "hloc.db"),
+        ("COLMAP's SIFT and matcher", "sift.db"),
+    ):
+        mapping = pycolmap.IncrementalPipelineOptions(num_threads=threads, random_seed=seed)
+        (work / "maps").mkdir(exist_ok=True)
+        models = pycolmap.incremental_mapping(work / name, photos, work / "maps", mapping).values()
+        yield title, _described(max(models, key=lambda one: one.num_reg_images()), work / name, truth)
+
+
+def database_from_hloc(folder: Path, path: Path, camera: Any) -> None:
+    """A COLMAP database of hloc's files, as hloc makes one: half a pixel is added, and COLMAP verifies.
+
+    Args:
+        folder: with hloc's three files.
+        path: the database; one that is there is replaced.
+        camera: of all pictures, a `pycolmap.Camera`.
+    """
+    pycolmap, h5py = import_pycolmap(), import_h5py()
+    path.unlink(missing_ok=True)
+    listed = [line.split() for line in (folder / PAIRS).read_text(encoding="utf-8").splitlines()]
+    with (
+        h5py.File(folder / FEATURES) as features,
+        h5py.File(folder / MATCHES) as matches,
+        pycolmap.Database.open(path) as database,
+        pycolmap.DatabaseTransaction(database),
+    ):
+        camera_id, numbers = database.write_camera(camera), {}
+        for name in sorted({name for pair in listed for name in pair}):
+            numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=camera_id))
+            points = features[name]["keypoints"][()].astype(np.float32) + np.float32(HALF_PIXEL)
+            database.write_keypoints(numbers[name], points)
+        for name0, name1 in listed:
+            matches0 = matches[pair_key(name0, name1)]["matches0"][()]
+            index0 = np.flatnonzero(matches0 >= 0)
+            found = np.column_stack([index0, matches0[index0]]).astype(np.uint32)
+            database.write_matches(numbers[name0], numbers[name1], found)
+    pycolmap.geometric_verification(path)
+
+
+def database_by_colmap(photos: Path, path: Path, max_keypoints: int, resize: int) -> None:
+    """A database of COLMAP's own SIFT, its exhaustive matcher and its verification, with one camera."""
+    pycolmap = import_pycolmap()
+    path.unlink(missing_ok=True)
+    pycolmap.set_random_seed(0)
+    extraction = pycolmap.FeatureExtractionOptions()
+    extraction.max_image_size = resize
+    extraction.sift.max_num_features = max_keypoints
+    mode = pycolmap.CameraMode.SINGLE
+    pycolmap.extract_features(path, photos, camera_mode=mode, extraction_options=extraction)
+    pycolmap.match_exhaustive(path)
+
+
+def _read_centres(path: Path) -> dict[str, np.ndarray]:
+    try:
+        return {Path(row["image"]).name: np.array(row["C"], float) for row in json.loads(path.read_text())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: not a list of images and camera centres ({error})") from error
+
+
+def _described(model: Any, database: Path, truth: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    with import_pycolmap().Database.open(database) as features:
+        images, keypoints = features.num_images(), features.num_keypoints()
+    found = {image.name: image.projection_center() for image in model.images.values() if image.has_pose}
+    names = sorted(set(found) & set(truth))
+    wanted = np.array([truth[name] for name in names])
+    error = aligned(np.array([found[name] for name in names]), wanted) - wanted
+    widest = np.linalg.norm(wanted[:, None] - wanted[None], axis=2).max()
+    tracks = [point.track.elements for point in model.points3D.values()]
+    lengths = np.array([len(track) for track in tracks])
+    distinct = np.array([len({element.image_id for element in track}) for track in tracks])
+    return {
+        "registered": model.num_reg_images(),
+        "images": images,
+        "keypoints": keypoints / images,
+        "points": len(lengths),
+        "observations": int(lengths.sum()),
+        "mean_track_length": float(lengths.mean()),  # as COLMAP counts: a picture may be in a track twice
+        "mean_images": float(distinct.mean()),
+        "tracks_of": {str(n): int((distinct == n).sum()) for n in np.unique(distinct)},  # so many pictures
+        "mean_reprojection_error": model.compute_mean_reprojection_error(),  # stored pixels
+        "worst_centre": float(np.linalg.norm(error, axis=1).max() / widest),  # of the largest distance
+    }
+
+
+def aligned(found: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Points (N, 3) after the similarity that brings them closest to the true ones (Umeyama 1991)."""
+    mean0, mean1 = found.mean(axis=0), truth.mean(axis=0)
+    centred0, centred1 = found - mean0, truth - mean1
+    u, d, vt = np.linalg.svd(centred1.T @ centred0)
+    signs = np.array([1, 1, np.sign(np.linalg.det(u @ vt))])
+    scale = (d * signs).sum() / np.square(centred0).sum()
+    return scale * centred0 @ (u @ np.diag(signs) @ vt).T + mean1
+
+
+def measure_workers(
+    folder: Path,
+    work: Path,
+    options: Mapping[str, Any],
+    arrangements: Mapping[str, tuple[int, int]],
+    *,
+    neighbours: int = 12,
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """How fast pairs of a folder are matched from features that are there, by processes and threads.
+
+    Args:
+        folder: of the pictures.
+        work: where the runs are kept; features that are there already are not extracted again.
+        options: of `Collection.open`.
+        arrangements: title → processes (0: the one that writes) and threads of each.
+        neighbours: each picture is matched with so many that follow it by name.
+
+    Yields:
+        A title, and `pairs`, `seconds` in all, with the start of the workers, `pairs_per_second` in all and
+        `steady`, from the first commit on, NaN where there was one only.
+    """
+    extracted = Collection.open(work / "features", workers=0, **options)
+    extracted.add_images(folder)
+    extracted.extract(everything=True)
+    extracted.add_pairs(sequential=neighbours)
+    for title, (count, threads) in arrangements.items():
+        run = work / "timed"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(work / "features", run)
+        environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+        arguments = [str(folder), str(run), str(count), str(threads), repr(dict(options))]
+        command = [sys.executable, "-c", _TIMED, *arguments]
+        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        pairs, seconds, steady = map(float, ended.stdout.split())
+        yield (
+            title,
+            {"pairs": pairs, "seconds": seconds, "pairs_per_second": pairs / seconds, "steady": steady},
+        )

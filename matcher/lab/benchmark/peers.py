@@ -1,0 +1,118 @@
+"""Other implementations with random parameters, our networks with the same, and features for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matcher.config import Precision
+from matcher.data.features import Features
+from matcher.errors import UsageError
+from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.model import Model
+from matcher.presets import find_preset
+from matcher.weights.published.conversion import SYSTEMS, choose_layout, convert
+
+SIZE = (1024, 768)  # of the pictures on which random keypoints lie
+_PREFIX = "transformers."  # of kornia's LightGlue; the published file has the block's name first
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A module with random parameters, in evaluation mode; the caller's generator does not notice."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().eval().requires_grad_(False)
+
+
+def kornia_lightglue() -> nn.Module:
+    """kornia's LightGlue for SuperPoint, exit and pruning off."""
+    from kornia.feature.lightglue import LightGlue
+
+    settings = {"depth_confidence": -1, "width_confidence": -1, "filter_threshold": 0.0}
+    return seeded(lambda: LightGlue(features=None, **settings))
+
+
+def lightglue_tensors(peer: nn.Module) -> dict[str, Tensor]:
+    """The parameters of kornia's LightGlue by the names of the published files."""
+    tensors = {}
+    for name, value in peer.state_dict().items():
+        if name.startswith(_PREFIX):
+            layer, block, rest = name.removeprefix(_PREFIX).split(".", 2)
+            name = f"{block}.{layer}.{rest}"
+        if name != "confidence_thresholds":
+            tensors[name] = value
+    return tensors
+
+
+def transformers_superglue() -> nn.Module:
+    """transformers' SuperGlue.
+
+    Raises:
+        UsageError: transformers is not installed.
+    """
+    try:
+        from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
+    except ImportError as error:
+        raise UsageError(
+            "SuperGlue is measured against transformers: pip install 'matcher[benchmark]'"
+        ) from error
+    return seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0)))
+
+
+def kornia_loftr() -> nn.Module:
+    """kornia's LoFTR as the outdoor checkpoint has it."""
+    from kornia.feature.loftr.loftr import LoFTR, default_cfg
+
+    coarse = {**default_cfg["coarse"], "temp_bug_fix": False}
+    match_coarse = {**default_cfg["match_coarse"], "thr": 0.0}
+    config = {**default_cfg, "coarse": coarse, "match_coarse": match_coarse}
+    return seeded(lambda: LoFTR(pretrained=None, config=config))
+
+
+def with_parameters(
+    tensors: dict[str, Tensor], preset: str, device: torch.device, precision: Precision, **adaptivity: bool
+) -> AttentionMatcher:
+    """Our network of a preset with the parameters of a peer, by their published names.
+
+    Random parameters are sure of nothing: every mutual match counts, here as with the peers.
+    """
+    config = replace(find_preset(preset).matcher, match_threshold=0.0)
+    config = replace(config, adaptivity=replace(config.adaptivity, **adaptivity))
+    model = seeded(lambda: Model(config))
+    system = next(system for start, system in SYSTEMS.items() if preset.startswith(start))
+    layout = choose_layout(tensors, system)
+    model.load_state_dict(convert(tensors, model.state_dict(), layout, config.context.heads))
+    return AttentionMatcher(model, device=device, precision=precision)
+
+
+def random_features(count: int, width: int = 256, seed: int = 0, kind: str = "superpoint") -> Features:
+    """Keypoints anywhere on a picture, with random unit descriptors."""
+    rng = np.random.default_rng(seed)
+    descriptors = rng.normal(size=(count, width))
+    descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
+    return Features(
+        keypoints=(rng.random((count, 2)) * (np.array(SIZE) - 1)).astype(np.float32),
+        descriptors=descriptors.astype(np.float32),
+        scores=rng.random(count).astype(np.float32),
+        size=np.array(SIZE, np.float32),
+        scales=rng.uniform(2, 20, count).astype(np.float32),
+        orientations=rng.uniform(-3, 3, count).astype(np.float32),
+        kind=kind,
+    )
+
+
+def random_batch(count: int, batch: int, device: torch.device, seed: int = 0) -> Features:
+    """`batch` pictures of `count` keypoints each."""
+    return Features.stack([random_features(count, seed=batch * seed + b) for b in range(batch)]).to(device)
+
+
+def noise_picture(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """(height, width) uint8, smooth noise."""
+    import cv2
+
+    noise = cv2.GaussianBlur(np.random.default_rng(seed).standard_normal((height, width)), (0, 0), 2.0)
+    return cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)

@@ -1,0 +1,258 @@
+"""Figures of sequences on data with a known truth: tracks, odometry, stereo, latency."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
+from matcher.pipeline import Pipeline
+from matcher.sequence.frames import FrameResult
+from matcher.sequence.log import Log
+from matcher.sequence.tracker import Sequence
+from matcher.sequence.tracks import Tracks
+from matcher.sequence.trajectory import read_poses
+from matcher.verify.distances import epipolar_distance, fundamental_from_pose
+
+NEAR = 2.0  # pixels within which a match is right
+_NEAR_DEPTH = 30.0  # metres; depths are compared nearer than that
+_EVERY = 5  # of the frames whose depths and bare matches are looked at
+
+
+def read_calibration(path: Path) -> tuple[Camera, float]:
+    """Camera and baseline from two lines, the 3×4 projection matrices of a rectified pair (KITTI).
+
+    Raises:
+        UsageError: the file cannot be read or holds something else.
+    """
+    try:
+        left, right = np.loadtxt(path).reshape(2, 3, 4)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not two projection matrices of 12 numbers ({error})") from error
+    camera = Camera(float(left[0, 0]), float(left[1, 1]), float(left[0, 2]), float(left[1, 2]))
+    return camera, float(-right[0, 3] / right[0, 0])
+
+
+def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = None) -> dict[str, Any]:
+    """Odometry with two cameras and with one, tracks, links and depth.
+
+    Args:
+        folder: with image_l, image_r, calib.txt and poses.txt (KITTI).
+        pipeline: what is measured.
+        frames: only the first so many.
+
+    Returns:
+        `stereo` and `mono`: segments (length, count, translation, rotation), poses, keyframes;
+        `mean_track_length` of tracks of two frames and more; `links_right`, the share of links frame to frame
+        within 2 px of the true epipolar geometry; `rows_right`, the share of left/right points (those found
+        by search among them) within 2 px of the row, epipolar window off, `right_points` a frame;
+        `depth_difference`, the median relative difference from OpenCV's SGBM nearer than 30 m.
+
+    Raises:
+        UsageError: files that are absent or do not fit each other.
+    """
+    camera, baseline = read_calibration(folder / "calib.txt")
+    _, truth = read_poses(folder / "poses.txt")
+    left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
+    if len(left) < 2 or len(left) != len(right) or len(left) > len(truth):
+        raise UsageError(f"{folder}: image_l and image_r need pictures alike in number, and a pose for each")
+    stereo = Sequence(pipeline, camera, baseline=baseline)
+    pairs = [stereo.push_stereo(*names) for names in zip(left, right, strict=True)]
+    mono = Sequence(pipeline, camera)
+    singles = [mono.push(name) for name in left]
+    rows = np.concatenate([_row_errors(result) for result in pairs])
+    return {
+        "stereo": _odometry(pairs, truth, with_scale=False),
+        "mono": _odometry(singles, truth, with_scale=True),
+        "mean_track_length": _logged(pairs).mean_track_length(),
+        "links_right": _links_right(pairs, truth, camera),
+        "rows_right": float(np.mean(rows <= NEAR)),
+        "right_points": len(rows) / len(pairs),
+        "depth_difference": _against_sgbm(pairs, left, right, camera.fx * baseline),
+    }
+
+
+def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None) -> dict[str, float]:
+    """The matcher alone on the same pictures: no search, no keyframes, and geometry only where it is said.
+
+    Returns:
+        `mean_track_length` of tracks chained from frame to frame; of left/right matches of every fifth frame
+        `rows_right` and how many, `right_points`; `rows_right_verified` of those that one fundamental matrix
+        explains.
+    """
+    left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
+    tracks, lengths, rows, agreeing = Tracks(), Counter(), [], []
+    previous, ids = None, np.zeros(0, np.int64)
+    for index, name in enumerate(left):
+        features = pipeline.extract(name)
+        offers = []
+        if previous is not None:
+            offers = [(ids, pipeline.match_features(previous, features).indices)]
+        ids, _ = tracks.extend(len(features), offers)
+        tracks.forget(ids)
+        lengths.update(ids.tolist())
+        previous = features
+        if index % _EVERY == 0:
+            found = pipeline.match(name, right[index])
+            rows.append(np.abs(found.points0 - found.points1)[:, 1])
+            agreeing.append(found.geometry.inliers)
+    linked = [length for length in lengths.values() if length > 1]
+    near, inliers = np.concatenate(rows) <= NEAR, np.concatenate(agreeing)
+    return {
+        "mean_track_length": float(np.mean(linked)) if linked else 0.0,
+        "rows_right": float(np.mean(near)) if len(near) else 0.0,
+        "rows_right_verified": float(np.mean(near[inliers])) if inliers.any() else 0.0,
+        "right_points": len(near) / len(rows),
+    }
+
+
+def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
+    """Left/right matching against a true disparity map, epipolar window off.
+
+    Args:
+        folder: with im2.png (left), im6.png (right) and disp2.pgm, four times the disparity, 0 unknown
+            (Middlebury 2003).
+        pipeline: what is measured.
+
+    Returns:
+        `bare_matches`, `bare_right`: matches whose left point has a true disparity, and the share of them
+        within 2 px of it; `points`, `points_right`: the same of what `Sequence.push_stereo` says.
+    """
+    truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE)
+    if truth is None:
+        raise UsageError(f"{folder / 'disp2.pgm'}: cannot be read")
+    left, right = folder / "im2.png", folder / "im6.png"
+    bare = pipeline.match(left, right)
+    result = Sequence(pipeline).push_stereo(left, right)
+    seen = np.isfinite(result.right[:, 0])
+    table = {}
+    for names, points0, points1 in (
+        (("bare_matches", "bare_right"), bare.points0, bare.points1),
+        (("points", "points_right"), result.keypoints[seen], result.right[seen]),
+    ):
+        x, y = np.rint(points0).astype(int).T
+        disparity = truth[y.clip(0, truth.shape[0] - 1), x.clip(0, truth.shape[1] - 1)] / 4.0
+        known = disparity > 0
+        wanted = points0 - np.column_stack([disparity, np.zeros(len(points0))])
+        error = np.linalg.norm(points1 - wanted, axis=1)[known]
+        table |= {names[0]: int(known.sum()), names[1]: float(np.mean(error <= NEAR)) if len(error) else 0.0}
+    return table
+
+
+def measure_latency(
+    picture: np.ndarray,
+    pipeline: Pipeline,
+    *,
+    frames: int = 100,
+    size: tuple[int, int] = (640, 480),
+    budget_ms: float | None = None,
+) -> dict[str, Any]:
+    """Milliseconds of the stages over frames that a window moving across a picture sees.
+
+    Args:
+        picture: (H, W[, 3]) uint8, larger than `size`.
+        pipeline: what is measured.
+        frames: how many; ten more are run first and not counted.
+        size: (width, height) of a frame.
+        budget_ms: as `Sequence` takes it.
+
+    Returns:
+        stage → p50, p95, p99, max; under "choice" what the budget led to.
+    """
+    warm = 10
+    if picture.shape[1] <= size[0] or picture.shape[0] <= size[1]:
+        raise UsageError(f"the picture must be larger than a frame of {size[0]} x {size[1]} pixels")
+    focal = float(size[0])
+    camera = Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2)
+    sequence = Sequence(pipeline, camera, budget_ms=budget_ms)
+    room = np.array([picture.shape[1] - size[0], picture.shape[0] - size[1]])
+    for index in range(warm + frames):
+        if index == warm:
+            sequence.forget_latency()
+        phase = np.array([np.sin(index / 17), np.sin(index / 23)])
+        x, y = np.rint((phase + 1) / 2 * room).astype(int)
+        sequence.push(np.ascontiguousarray(picture[y : y + size[1], x : x + size[0]]))
+    choice = sequence.choice
+    return {**sequence.latency(), "choice": None if choice is None else str(choice)}
+
+
+def _logged(results: Items[FrameResult]) -> Log:
+    log = Log()
+    for result in results:
+        log.add(result)
+    return log
+
+
+def _odometry(results: Items[FrameResult], truth: np.ndarray, *, with_scale: bool) -> dict[str, Any]:
+    log = _logged(results)
+    _, _, segments = log.against(None, truth, with_scale=with_scale)
+    return {
+        "segments": [asdict(segment) for segment in segments],
+        "poses": len(log.trajectory()[0]),
+        "keyframes": log.counts()["keyframes"],
+    }
+
+
+def _links_right(results: Items[FrameResult], truth: np.ndarray, camera: Camera) -> float:
+    K = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
+    errors = []
+    for result in results:
+        links = result.to_previous
+        if links is None:
+            continue
+        T = np.linalg.inv(truth[result.index]) @ truth[links.frame]
+        indices = links.indices[links.consistent]
+        earlier = results[links.frame].keypoints[indices[:, 0]].astype(np.float64)
+        points = result.keypoints[indices[:, 1]].astype(np.float64)
+        errors.append(epipolar_distance(earlier, points, fundamental_from_pose(K, K, T)))
+    every = np.concatenate(errors)
+    return float(np.mean(every <= NEAR)) if len(every) else 0.0
+
+
+def _row_errors(result: FrameResult) -> np.ndarray:
+    """(P,) pixels between the rows of the points that both pictures show."""
+    if result.right is None:
+        return np.zeros(0)
+    step = np.abs(result.keypoints - result.right)[:, 1]
+    return step[np.isfinite(step)]
+
+
+def _against_sgbm(
+    results: Items[FrameResult], left: Items[Path], right: Items[Path], focal_baseline: float
+) -> float:
+    """Median |z / z_SGBM − 1| of every fifth frame's points nearer than 30 m that both know."""
+    block = 5
+    matching = cv2.StereoSGBM_create(
+        minDisparity=0,
+        numDisparities=128,
+        blockSize=block,
+        P1=8 * block**2,
+        P2=32 * block**2,
+        disp12MaxDiff=1,
+        uniquenessRatio=10,
+        speckleWindowSize=100,
+        speckleRange=2,
+    )
+    differences = []
+    for result in results[::_EVERY]:
+        pair = (cv2.imread(str(names[result.index]), cv2.IMREAD_GRAYSCALE) for names in (left, right))
+        disparity = matching.compute(*pair).astype(np.float64) / 16
+        x, y = np.rint(result.keypoints).astype(int).T
+        dense = disparity[y.clip(0, disparity.shape[0] - 1), x.clip(0, disparity.shape[1] - 1)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            depth = np.where(dense > 0, focal_baseline / dense, np.nan)
+            measured = np.full(len(x), np.nan)
+            if result.right is not None:
+                step = (result.keypoints - result.right)[:, 0]
+                measured = np.where(step > 0, focal_baseline / step, np.nan)
+            near = np.isfinite(depth) & np.isfinite(measured) & (depth < _NEAR_DEPTH)
+            differences.append(np.abs(measured[near] / depth[near] - 1))
+    every = np.concatenate(differences)
+    return float(np.median(every)) if len(every) else float("nan")

@@ -1,0 +1,175 @@
+"""The field's measures of matches and of the geometry estimated from them.
+
+Pixels are those of the pictures as matched, after resizing; `scale0`, `scale1` are resized / stored size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from matcher.data.geometry import warp_points
+
+
+def corner_error(
+    estimated: np.ndarray | None, truth: np.ndarray, size: tuple[int, int], scale1: float = 1.0
+) -> float:
+    """Mean distance in image 1 between the corners of image 0 under two homographies.
+
+    DeTone et al., SuperPoint, CVPRW 2018, section 6; averaged over the corners as in LoFTR and LightGlue.
+
+    Args:
+        estimated: (3, 3) stored pixels; None is a failed estimation.
+        truth: (3, 3) stored pixels.
+        size: stored (width, height) of image 0; the corners are the centres of its corner pixels.
+        scale1: resized / stored size of image 1.
+
+    Returns:
+        Resized pixels of image 1; infinite where the estimation failed or a corner falls behind the horizon.
+    """
+    if estimated is None or not np.isfinite(estimated).all():
+        return float("inf")
+    width, height = size
+    corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
+    distance = np.linalg.norm(warp_points(corners, estimated) - warp_points(corners, truth), axis=1)
+    return float(np.nan_to_num(distance * scale1, nan=np.inf).mean())
+
+
+def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
+    """Area below the cumulative curve of errors up to a threshold, divided by the threshold.
+
+    Trapezoids from (0, 0) through (k-th smallest error, k/n), flat after the last error below the threshold:
+    the definition of SuperGlue's evaluation (Sarlin et al. 2020, section 5.2), which every later paper uses.
+
+    Args:
+        errors: (…, n); infinite for failures.
+        threshold: in the errors' unit.
+
+    Returns:
+        (…,) in [0, 1]; NaN for n = 0.
+    """
+    errors = np.asarray(errors, dtype=np.float64)
+    count = errors.shape[-1]
+    if count == 0:
+        return np.full(errors.shape[:-1], np.nan)
+    ordered = np.sort(errors, axis=-1)
+    # searchsorted places an error equal to the threshold after it
+    below = ordered < threshold
+    steps = np.diff(np.minimum(ordered, threshold), axis=-1, prepend=0.0)
+    rank = np.arange(1, count + 1)
+    heights = np.where(below, rank - 0.5, np.maximum(below.sum(axis=-1, keepdims=True), 0))
+    last = threshold - np.minimum(ordered[..., -1], threshold)
+    area = (steps * heights).sum(axis=-1) + last * count
+    return area / (count * threshold)
+
+
+def pose_error(estimated: np.ndarray | None, truth: np.ndarray) -> tuple[float, float]:
+    """Angle of the rotation between two poses, and between their translations, in degrees.
+
+    The sign of a translation is free, as in the field's evaluations (SuperGlue, section 5.2): 180° is 0.
+
+    Args:
+        estimated: (4, 4) cam1_from_cam0; None is a failed estimation, both errors infinite.
+        truth: (4, 4) cam1_from_cam0, any scale.
+    """
+    if estimated is None or not np.isfinite(estimated).all():
+        return float("inf"), float("inf")
+    turn = estimated[:3, :3].T @ truth[:3, :3]
+    rotation = np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1)))
+    lengths = np.linalg.norm(estimated[:3, 3]) * np.linalg.norm(truth[:3, 3])
+    cosine = estimated[:3, 3] @ truth[:3, 3] / max(lengths, 1e-12)
+    translation = np.degrees(np.arccos(np.clip(abs(cosine), 0, 1)))
+    return float(rotation), float(translation)
+
+
+def reprojection_errors(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    H_1_from_0: np.ndarray,
+    scale0: float = 1.0,
+    scale1: float = 1.0,
+) -> np.ndarray:
+    """(K,) distance of matched points (K, 2) under a homography, the mean of both directions, resized pixels.
+
+    Points behind the horizon are infinitely far.
+    """
+    forward = np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=-1) * scale1
+    backward = np.linalg.norm(warp_points(points1, np.linalg.inv(H_1_from_0)) - points0, axis=-1) * scale0
+    return np.nan_to_num((forward + backward) / 2, nan=np.inf)
+
+
+def reprojection_matrix(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    H_1_from_0: np.ndarray,
+    scale0: float = 1.0,
+    scale1: float = 1.0,
+) -> np.ndarray:
+    """(N, M) float32: `reprojection_errors` of every keypoint (N, 2) with every keypoint (M, 2)."""
+    forward = distances(warp_points(points0, H_1_from_0), points1) * scale1
+    backward = distances(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0
+    return (forward + backward) / 2
+
+
+def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """(N, M) float32 Euclidean distances of (N, 2) and (M, 2); infinite where a point of one side is NaN."""
+    far0, far1 = (np.nan_to_num(points.astype(np.float32), nan=np.inf) for points in (points0, points1))
+    return np.hypot(far0[:, None, 0] - far1[None, :, 0], far0[:, None, 1] - far1[None, :, 1])
+
+
+def possible_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
+    """(K, 2) int64: keypoints that are each other's nearest under the truth, and nearer than `threshold`.
+
+    Args:
+        errors: (N, M) distances under the truth.
+    """
+    if 0 in errors.shape:
+        return np.zeros((0, 2), dtype=np.int64)
+    nearest0, nearest1 = errors.argmin(axis=1), errors.argmin(axis=0)
+    here = np.arange(len(errors))
+    keep = (nearest1[nearest0] == here) & (errors[here, nearest0] < threshold)
+    return np.stack([here[keep], nearest0[keep]], axis=1)
+
+
+def repeatability(errors: np.ndarray, seen0: np.ndarray, seen1: np.ndarray, threshold: float) -> float:
+    """Share of the keypoints whose place the other picture shows that have one there, too, of both pictures.
+
+    Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4.
+
+    Args:
+        errors: (N, M) distances under the truth.
+        seen0, seen1: (N,) and (M,) bool, keypoints whose place the other picture shows.
+        threshold: in the unit of the distances.
+
+    Returns:
+        In [0, 1]; NaN where nothing is seen by both.
+    """
+    if not (seen0.any() or seen1.any()):
+        return float("nan")
+    near = errors < threshold
+    again0, again1 = near.any(axis=1) & seen0, near.any(axis=0) & seen1
+    return float((again0.sum() + again1.sum()) / (seen0.sum() + seen1.sum()))
+
+
+def precision(errors: np.ndarray, threshold: float) -> float:
+    """Share of matches whose error (K,) is below the threshold; 0 without matches."""
+    return float(np.mean(errors < threshold)) if len(errors) else 0.0
+
+
+def recall(indices: np.ndarray, errors: np.ndarray, possible: np.ndarray, threshold: float) -> float:
+    """Share of the possible matches of which either keypoint has a match within the threshold.
+
+    A detector puts several keypoints on one place (SIFT: one for each orientation), and which of them the
+    truth pairs up is arbitrary: a match of the twin is that match found.
+
+    Args:
+        indices: (K, 2) of the matches found.
+        errors: (K,) of these matches under the truth.
+        possible: (P, 2) from `possible_matches` at the same threshold.
+
+    Returns:
+        In [0, 1]; NaN where nothing is possible.
+    """
+    if not len(possible):
+        return float("nan")
+    found = indices[errors < threshold]
+    return float((np.isin(possible[:, 0], found[:, 0]) | np.isin(possible[:, 1], found[:, 1])).mean())

@@ -1,0 +1,1 @@
+"""Pairs of pictures with a known truth."""

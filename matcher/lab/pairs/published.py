@@ -1,0 +1,204 @@
+"""Readers of the field's published benchmarks, in the layouts they are distributed in.
+
+HPatches: `hpatches-sequences-release` (Balntas et al. 2017). ScanNet-1500 and MegaDepth-1500: text lists of
+pairs with intrinsics and pose (SuperGlue, glue-factory), or LoFTR's scene files `*.npz`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from matcher.errors import UsageError
+from matcher.lab.pairs.folders import read_matrix
+from matcher.lab.pairs.protocols import HomographyPair, PairSet, Picture, PosePair
+
+# Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
+_LARGE = (
+    "i_contruction",
+    "i_crownnight",
+    "i_dc",
+    "i_pencils",
+    "i_whitebuilding",
+    "v_artisans",
+    "v_astronautis",
+    "v_talent",
+)
+_SHORTER_SIDE = 480  # the pictures' size in the published figures
+_KINDS = {"i_": "illumination", "v_": "viewpoint"}
+
+
+def read_hpatches(folder: Path) -> PairSet:
+    """SEQUENCE/1.ppm … 6.ppm with H_1_2 … H_1_6; measured at a shorter side of 480 pixels."""
+    pairs = []
+    for truth in sorted(folder.glob("*/H_1_*")):
+        sequence, number = truth.parent, truth.name.removeprefix("H_1_")
+        if sequence.name in _LARGE:
+            continue
+        sides = (Picture(sequence / "1.ppm"), Picture(sequence / f"{number}.ppm"))
+        group = _KINDS.get(sequence.name[:2], "")
+        pairs.append(HomographyPair(f"{sequence.name} 1-{number}", group, *sides, read_matrix(truth, (3, 3))))
+    note = f"the {len(_LARGE)} large sequences are left out; shorter side {_SHORTER_SIDE} px"
+    return PairSet("hpatches", "homography", tuple(pairs), shorter_side=_SHORTER_SIDE, oracle=True, note=note)
+
+
+def is_pair_list(path: Path) -> bool:
+    """Whether the first line of a text file is a pair with intrinsics and pose."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return _parse_line(file.readline().split()) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
+    """A line a pair: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
+
+    SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
+    The rotations, hints in quarter turns, are not applied: K and pose are those of the pictures as stored.
+
+    Args:
+        path: the list.
+        images: the folder that the names refer to; when absent, the list's own, its `images` or
+            `scans_test` folder, or the one above is taken, whichever has the first picture.
+
+    Raises:
+        UsageError: a line that is no pair, or pictures that are nowhere.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if line.strip():
+            row = _parse_line(line.split())
+            if row is None:
+                raise UsageError(
+                    f"{path}, line {number}: not `name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0` "
+                    "(38, 36 or 32 words, the matrices of finite numbers)"
+                )
+            rows.append(row)
+    if not rows:
+        raise UsageError(f"{path}: the list has no pairs")
+    root = _image_root(path, rows[0][0], images)
+    pairs = tuple(
+        PosePair(f"{name0} {name1}", "", Picture(root / name0), Picture(root / name1), K0, K1, T)
+        for name0, name1, K0, K1, T in rows
+    )
+    return PairSet(path.stem, "pose", pairs, note="rotation hints in the list are not applied")
+
+
+def read_scene_files(folder: Path, images: Path | None = None) -> PairSet:
+    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
+
+    Poses are world to camera. The paths in them begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
+
+    Raises:
+        UsageError: a file that is not such a scene, or pictures that are nowhere.
+    """
+    pairs: list[PosePair] = []
+    for path in scene_files(folder):
+        try:
+            pairs += _scene_pairs(path, _read_scene(path), images)
+        except UsageError:
+            raise
+        except (TypeError, ValueError, IndexError, np.linalg.LinAlgError) as error:
+            raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
+    return PairSet("megadepth1500", "pose", tuple(pairs))
+
+
+def _scene_pairs(path: Path, scene: dict[str, Any], images: Path | None) -> list[PosePair]:
+    pairs, root = [], images
+    for info in scene["pair_infos"]:
+        a, b = (int(i) for i in info[0])
+        name0, name1 = str(scene["image_paths"][a]), str(scene["image_paths"][b])
+        root = root or _image_root(path, name0, None)
+        K0, K1 = (np.asarray(scene["intrinsics"][i], dtype=np.float64).reshape(3, 3) for i in (a, b))
+        T0, T1 = (np.asarray(scene["poses"][i], dtype=np.float64).reshape(4, 4) for i in (a, b))
+        sides = (Picture(root / name0), Picture(root / name1))
+        pairs.append(PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, K0, K1, T1 @ np.linalg.inv(T0)))
+    return pairs
+
+
+def scene_files(folder: Path) -> list[Path]:
+    """LoFTR's scene files in a folder or its `megadepth_test_1500_scene_info`."""
+    found = []
+    for path in sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")]):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = set(archive.namelist())
+        except (OSError, zipfile.BadZipFile):
+            continue
+        if {"image_paths.npy", "intrinsics.npy", "poses.npy", "pair_infos.npy"} <= names:
+            found.append(path)
+    return found
+
+
+def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray] | None:
+    if len(words) not in (32, 36, 38):
+        return None
+    try:
+        values = np.array([float(word) for word in words[4 if len(words) == 38 else 2 :]])
+    except ValueError:
+        return None
+    if not np.isfinite(values).all():
+        return None
+    T = np.eye(4)
+    if len(values) == 30:
+        T[:3, :3], T[:3, 3] = values[18:27].reshape(3, 3), values[27:]
+    else:
+        T = values[18:].reshape(4, 4)
+    return words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
+
+
+def _image_root(source: Path, name: str, images: Path | None) -> Path:
+    here = source.parent
+    places = (
+        here,
+        here / "images",
+        here / "scans_test",
+        here.parent,
+        here.parent / "images",
+        here.parent.parent,
+    )
+    candidates = (images,) if images is not None else places
+    for place in candidates:
+        if (place / name).is_file():
+            return place
+    tried = ", ".join(map(str, candidates))
+    raise UsageError(f"{source}: its first picture {name} is not in {tried}; name the folder by --images")
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles NumPy arrays and plain values and nothing else: a scene file may come from anywhere."""
+
+    _ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"})
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "numpy" and name in self._ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a scene file")
+
+
+def _read_scene(path: Path) -> dict[str, Any]:
+    names = ("image_paths", "intrinsics", "poses", "pair_infos")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            scene = {}
+            for name in names:
+                with archive.open(f"{name}.npy") as file:
+                    scene[name] = _read_array(file)
+        return scene
+    except (OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
+
+
+def _read_array(file: BinaryIO) -> np.ndarray:
+    """One `.npy`; arrays of objects go through the unpickler that only knows arrays."""
+    version = np.lib.format.read_magic(file)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = reader(file)
+    if dtype.hasobject:
+        return _ArraysOnly(file, encoding="latin1").load()
+    return np.frombuffer(file.read(), dtype=dtype).reshape(shape)

@@ -1,0 +1,150 @@
+"""From a name or a folder to its pair sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from matcher.errors import UsageError
+from matcher.lab.evaluate import folders, published
+from matcher.lab.pairs.protocols import PairSet
+from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
+
+DATA_VARIABLE = "MATCHER_DATA"
+_PHOTOS = Path("photos") / "val"
+_BENCH = (
+    "oxford_graf",
+    "opencv_pairs",
+    "iguazu",
+    "multimodal",
+    "middlebury2003",
+    "kitti_mini",
+    "sceaux_castle",
+)
+NAMES = ("synthetic", "unrelated", *_BENCH, "bench")
+
+
+@dataclass(frozen=True)
+class SetOptions:
+    """What narrows or shapes the sets."""
+
+    pairs: int | None = None  # at most so many; None: 400 synthetic, 200 unrelated, all of the others
+    levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
+    seed: int = 0  # of synthetic and unrelated pairs
+    images: Path | None = None  # where the names in a pair list refer to
+
+
+def data_folder() -> Path:
+    """The folder of the named sets: `$MATCHER_DATA`, or `shared` beside the checkout."""
+    named = os.environ.get(DATA_VARIABLE)
+    return Path(named) if named else Path(__file__).parents[4] / "shared"
+
+
+def find_sets(where: str, options: SetOptions) -> list[PairSet]:
+    """The sets of a name in `NAMES`, a folder of a known layout, a folder of photos, or a pair list.
+
+    Raises:
+        UsageError: no such name or path, a folder that is empty or of no known layout, or a damaged truth.
+    """
+    if where in NAMES:
+        return list(_narrowed(_named(where, options), options))
+    path = Path(where)
+    if not path.exists():
+        raise UsageError(
+            f"{where}: neither a folder or pair list nor a set; the sets are {', '.join(NAMES)}, and they "
+            f"lie in the folder named by {DATA_VARIABLE}"
+        )
+    if path.is_file():
+        if not published.is_pair_list(path):
+            raise UsageError(
+                f"{path}: not a pair list (a line a pair: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
+            )
+        return list(_narrowed([published.read_pair_list(path, options.images)], options))
+    return list(_narrowed(_of_folder(path, options), options))
+
+
+def _named(name: str, options: SetOptions) -> list[PairSet]:
+    root = data_folder()
+    names = _BENCH if name == "bench" else (name,)
+    found = []
+    for each in names:
+        folder = root / (_PHOTOS if each in ("synthetic", "unrelated") else Path("bench") / each)
+        if not folder.is_dir():
+            raise UsageError(
+                f"set {each!r} should lie in {folder}, which is absent; set {DATA_VARIABLE} to the folder "
+                "that holds photos/ and bench/, or name a folder of your own"
+            )
+        if each == "synthetic":
+            found.append(_synthetic(find_photos(folder), options))
+        elif each == "unrelated":
+            found.append(_unrelated(folder, options))
+        else:
+            found += _of_folder(folder, options)
+    return found
+
+
+def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
+    readers = [reader for fits, reader in _layouts(options) if fits(folder)]
+    if readers:
+        return [pair_set for reader in readers for pair_set in reader(folder)]
+    if not any(folder.iterdir()):
+        raise UsageError(f"{folder} is empty")
+    try:
+        photos = find_photos(folder)
+    except UsageError as error:
+        raise UsageError(
+            f"{folder}: no layout that is known here (HPatches, MegaDepth-1500, ScanNet-1500, pair lists, "
+            "H1toNp sequences, KITTI-like sequences, Middlebury stereo) and no photos to make pairs of"
+        ) from error
+    return [_synthetic(photos, options)]
+
+
+def _narrowed(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
+    for pair_set in found:
+        if not len(pair_set):
+            raise UsageError(f"{pair_set.name}: its folder has the layout but not one pair")
+        yield pair_set if options.pairs is None else pair_set.first(options.pairs)
+
+
+def _synthetic(photos: list[Path], options: SetOptions) -> PairSet:
+    count = 400 if options.pairs is None else options.pairs
+    return synthetic_set(photos, count=count, levels=options.levels, seed=options.seed)
+
+
+def _unrelated(folder: Path, options: SetOptions) -> PairSet:
+    count = 200 if options.pairs is None else options.pairs
+    return unrelated_set(find_photos(folder), count=count, seed=options.seed)
+
+
+def _hpatches_root(folder: Path) -> Path | None:
+    for root in (folder, folder / "hpatches-sequences-release"):
+        if any(root.glob("*/H_1_2")):
+            return root
+    return None
+
+
+def _lists(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.txt")) if published.is_pair_list(path)]
+
+
+_Fits = Callable[[Path], object]
+_Reader = Callable[[Path], list[PairSet]]
+
+
+def _layouts(options: SetOptions) -> list[tuple[_Fits, _Reader]]:
+    """What shows that a folder has a layout, and its reader."""
+    images = options.images
+    return [
+        (_hpatches_root, lambda f: [published.read_hpatches(_hpatches_root(f))]),
+        (published.scene_files, lambda f: [published.read_scene_files(f, images)]),
+        (_lists, lambda f: [published.read_pair_list(path, images) for path in _lists(f)]),
+        (lambda f: [*f.glob("H1to2p"), *f.glob("*/H1to2p")], lambda f: [folders.read_affine(f)]),
+        (lambda f: (f / "H1to3p.xml").is_file(), lambda f: [folders.read_opencv_homography(f)]),
+        (lambda f: (f / "aloeGT.png").is_file(), lambda f: [folders.read_opencv_stereo(f)]),
+        (lambda f: [*f.glob("*/disp2.pgm")], lambda f: [folders.read_middlebury(f)]),
+        (lambda f: (f / "pairs.json").is_file(), lambda f: [folders.read_multimodal(f)]),
+        (lambda f: [*f.glob("poses.txt"), *f.glob("*/poses.txt")], lambda f: [folders.read_kitti(f)]),
+        (lambda f: (f / "poses.json").is_file(), lambda f: [folders.read_posed(f)]),
+    ]

@@ -1,0 +1,79 @@
+"""The second stage: heads of exit and pruning, on a network that stays as it is (LightGlue, section 3.3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from matcher.errors import IntegrityError
+from matcher.lab.train.losses import confidence_loss, decisions, prospect_loss
+from matcher.lab.train.optimisers import set_learning_rate
+from matcher.lab.train.pairs import PairBatch
+from matcher.lab.train.recipe import OptimiserRecipe
+from matcher.lab.train.state import load_state, save_state
+from matcher.lab.train.trainer import assignments, paired_states
+from matcher.match.network.guidance import Side
+from matcher.match.network.model import Model
+
+LEARNING_RATE = 2e-3  # falls linearly to zero
+
+
+class ConfidenceTrainer:
+    """The heads that decide about exit and pruning, and their optimiser; `step` takes one batch."""
+
+    def __init__(self, model: Model, recipe: OptimiserRecipe, device: torch.device) -> None:
+        self.model, self.recipe, self.device = model, recipe, device
+        self.heads = nn.ModuleDict({"confidence": model.confidence, "prospect": model.prospect})
+        self.heads.requires_grad_(True)
+        self.optimiser = torch.optim.AdamW(self.heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self.done = 0  # steps
+
+    def step(self, batch: PairBatch) -> float:
+        """One update of the heads below the last layer; returns the loss."""
+        set_learning_rate([self.optimiser], LEARNING_RATE * (1 - self.done / self.recipe.confidence_steps))
+        with torch.no_grad():
+            states = paired_states(self.model, batch, self.device)
+            decided = [decisions(self._assigned(sides, depth)) for depth, sides in enumerate(states)]
+        losses = []
+        for depth, (sides, here) in enumerate(zip(states[:-1], decided[:-1], strict=True)):
+            x = torch.cat([side.x for side in sides], dim=1)
+            losses.append(confidence_loss(self.model.confidence[depth](x).squeeze(2), here, decided[-1]))
+            if self.model.config.adaptivity.prospects:
+                losses.append(prospect_loss(self.model.prospect[depth](x).squeeze(2), decided[-1]))
+        loss = torch.stack(losses).mean()
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        self.done += 1
+        return float(loss.detach())
+
+    def _assigned(self, sides: tuple[Side, Side], depth: int) -> Tensor:
+        rounds = self.model.config.assignment.consensus
+        return assignments(self.model, self.model.scores(*sides, depth), sides, self.recipe, rounds)[-1]
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint of this stage, whole or not at all.
+
+        Raises:
+            OSError: the disk is full; an earlier checkpoint is kept.
+        """
+        heads, optimiser = self.heads.state_dict(), self.optimiser.state_dict()
+        save_state(path, {"done": self.done, "heads": heads, "optimiser": optimiser})
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint of this stage.
+
+        Raises:
+            IntegrityError: the checkpoint is damaged or of another network.
+        """
+        state = load_state(path)
+        try:
+            self.heads.load_state_dict(state["heads"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.done = state["done"]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise IntegrityError(
+                f"{path} does not fit this network; delete it to repeat the stage"
+            ) from error

@@ -1,0 +1,105 @@
+"""What decides how the front end turns out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from matcher.lab.train.recipe import SceneRecipe
+
+
+@dataclass(frozen=True)
+class SmallScene(SceneRecipe):
+    """Scenes in smaller pictures, turned further."""
+
+    width: int = 320
+    height: int = 240
+    max_roll: float = 45.0
+
+
+@dataclass(frozen=True)
+class PictureRecipe:
+    """Pairs of pictures, rendered anew for every batch."""
+
+    pairs_per_batch: int = 8
+    min_overlap: float = 0.2  # share of a picture that the other one shows
+    least_crop: float = 0.5  # photos are cut to a window of this share of their sides, or larger
+    mixed_share: float = 0.6  # views whose grey is a mixture of the colours of its own
+    harsh_share: float = 0.25  # views changed as between day and night
+    # Pairs of which one picture is turned by 90, 180 or 270 degrees; without any, descriptors do not learn to
+    # turn, and matchers turn them all the same where that seems to fit better.
+    turned_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class KeypointRecipe:
+    """AdamW with warm-up, a plateau, then a line to zero; weights of the losses."""
+
+    steps: int = 6000
+    learning_rate: float = 2e-3
+    weight_decay: float = 1e-3
+    warmup_steps: int = 50
+    hold_share: float = 0.5
+    final_share: float = 0.01
+    gradient_clip: float = 5.0
+    average_decay: float = 0.998
+    points: int = 300  # of each picture, those that score highest
+    described: int = 192  # of them, to tell apart
+    match_distance: float = 2.0  # pixels; a point is found again if the other picture has one as near
+    refinement_weight: float = 1.0
+    reliability_weight: float = 1.0
+    description_weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class FrontEndRecipe:
+    """A front end, its pictures and its optimisation."""
+
+    trains: Literal["front end"]
+    name: str = "learned"
+    start: str = ""  # weights to continue from, the shipped "learned" or a file; none: random parameters
+    seed: int = 0
+    scene: SmallScene = SmallScene()
+    picture: PictureRecipe = PictureRecipe()
+    optimiser: KeypointRecipe = KeypointRecipe()
+    validate_every: int = 500  # steps
+    save_every: int = 100
+
+    def demands(self) -> list[tuple[bool, str]]:
+        """What must hold, each with what to tell a user of whom it does not."""
+        scene, picture, optimiser = self.scene, self.picture, self.optimiser
+        shares = {
+            "picture.min_overlap": picture.min_overlap,
+            "picture.mixed_share": picture.mixed_share,
+            "picture.harsh_share": picture.harsh_share,
+            "picture.turned_share": picture.turned_share,
+            "scene.spatial_share": scene.spatial_share,
+            "scene.full_rotation_share": scene.full_rotation_share,
+            "optimiser.hold_share": optimiser.hold_share,
+            "optimiser.final_share": optimiser.final_share,
+            "optimiser.average_decay": optimiser.average_decay,
+        }
+        return [
+            (min(scene.width, scene.height) >= 64, "scene.width, scene.height: at least 64"),
+            (
+                not (scene.width % 16 or scene.height % 16),
+                "scene.width, scene.height: multiples of 16",
+            ),
+            (
+                scene.width == scene.height or not picture.turned_share,
+                "picture.turned_share: only square scenes can be turned, scene.width = scene.height",
+            ),
+            (Path(self.name).name == self.name != "", "name: must be a plain file name"),
+            (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
+            (picture.pairs_per_batch >= 1, "picture.pairs_per_batch: at least 1"),
+            (0.1 <= picture.least_crop <= 1, "picture.least_crop: between 0.1 and 1"),
+            (1 <= optimiser.described <= optimiser.points, "optimiser.described: from 1 to optimiser.points"),
+            (
+                optimiser.points <= scene.width * scene.height // 100,
+                "optimiser.points: at most one to 100 pixels of the scene",
+            ),
+            (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
+            (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]

@@ -1,0 +1,106 @@
+"""From a folder of photos to the front end's weights file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from matcher.config import to_dict
+from matcher.extract.learned import folded
+from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.keypoints.pictures import PictureSampler
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe
+from matcher.lab.train.keypoints.trainer import FrontEndTrainer
+from matcher.lab.train.keypoints.validation import validate
+from matcher.lab.train.loop import Log, Loop, Row, RunOptions, Stopped
+from matcher.lab.train.memory import keep_memory
+from matcher.lab.train.photos import PhotoSet, split_photos
+from matcher.lab.train.state import load_state
+from matcher.weights.files import save_front_end
+
+VALIDATION_PAIRS = 40
+VALIDATION_POINTS = 1024
+VALIDATION_ENLARGED = 2  # sides of validation pictures, relative to those of training
+CUDA_FACTOR, CUDA_READERS = 4, 12
+
+
+def train_front_end(
+    recipe: FrontEndRecipe,
+    options: RunOptions,
+    log: Log,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    on_validation: Callable[[Sequence[Row]], None] = lambda rows: None,
+) -> Path | None:
+    """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
+
+    Arguments, result and errors are those of `matcher.lab.train.run.train`.
+    """
+    training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
+    log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
+    claim_folder(options.folder, recipe)
+    keep_memory()
+    trainer = FrontEndTrainer(recipe, torch.device(options.device))
+    pairs = _validation_sampler(recipe, held_out)
+    batches = [pairs.batch(number) for number in range(VALIDATION_PAIRS)]
+    album = PhotoSet(training, colour=True)
+    reported: set[int] = set()
+
+    def listen() -> None:
+        for number in album.unreadable - reported:
+            log(f"skipped {album.photos[number]}: it cannot be read")
+        reported.update(album.unreadable)
+
+    loop = Loop(
+        trainer,
+        lambda: validate(trainer.average.network, batches, VALIDATION_POINTS),
+        options.folder,
+        log,
+        stopped,
+        on_validation,
+        listen,
+    )
+    loop.resume()
+    cuda = options.device == "cuda"
+    sampler = PictureSampler(album, _enlarged(recipe, CUDA_FACTOR) if cuda else recipe)
+    try:
+        loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, CUDA_READERS if cuda else 1))
+    except Stopped:
+        return None
+    return _write(loop)
+
+
+def _enlarged(recipe: FrontEndRecipe, factor: int) -> FrontEndRecipe:
+    """The same with larger batches."""
+    picture = recipe.picture
+    return replace(recipe, picture=replace(picture, pairs_per_batch=factor * picture.pairs_per_batch))
+
+
+def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> PictureSampler:
+    """Single pairs of larger pictures."""
+    scene = replace(
+        recipe.scene,
+        width=VALIDATION_ENLARGED * recipe.scene.width,
+        height=VALIDATION_ENLARGED * recipe.scene.height,
+    )
+    ours = replace(
+        recipe, seed=recipe.seed + 1, scene=scene, picture=replace(recipe.picture, pairs_per_batch=1)
+    )
+    return PictureSampler(PhotoSet(photos, colour=True), ours)
+
+
+def _write(loop: Loop) -> Path:
+    """The best averaged parameters as a weights file, batch normalisation folded into the convolutions."""
+    trainer, recipe = loop.trainer, loop.trainer.recipe
+    trainer.average.load_state_dict(load_state(loop.folder / "best.pt"))
+    validations = [row for row in trainer.progress.history if "f1" in row]
+    summary = {"recipe": to_dict(recipe), "validation": loop.validate(), "history": validations}
+    path = loop.folder / f"{recipe.name}.safetensors"
+    network = folded(trainer.average.network).cpu()
+    save_front_end(network, "learned", path, {"training": json.dumps(summary)}, dtype=torch.float16)
+    loop.log(f"wrote {path}")
+    return path

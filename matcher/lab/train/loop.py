@@ -1,0 +1,128 @@
+"""The steps of a run, with its log, validations and checkpoints: the same for everything that is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matcher.errors import MatcherError
+from matcher.files import write_whole
+from matcher.lab.train.stage import Stage
+from matcher.lab.train.state import save_state
+
+MOST_SKIPPED = 50
+LOG_EVERY = 20  # steps
+
+Log = Callable[[str], None]
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run takes place."""
+
+    photos: Path
+    validation_photos: Path | None  # None: a tenth of the photos is held out
+    folder: Path  # checkpoint, log and weights; views lie beside it in `cache/`
+    device: str = "cpu"
+    view_workers: int = 1  # processes that render views beside the training
+
+
+class Stopped(Exception):
+    """The caller asked to stop; what was done is saved."""
+
+
+@dataclass
+class Loop:
+    """A trainer, its folder, and who listens."""
+
+    trainer: Stage
+    validate: Callable[[], Row]  # of the averaged parameters; "f1" says which are the best
+    folder: Path
+    log: Log
+    stopped: Callable[[], bool]
+    on_validation: Callable[[Sequence[Row]], None]
+    listen: Callable[[], None] = lambda: None  # called at every report
+
+    def resume(self) -> None:
+        """Continue from the folder's checkpoint, if there is one; the log is cut back to it."""
+        checkpoint = self.folder / "checkpoint.pt"
+        if checkpoint.exists():
+            self.trainer.resume(checkpoint)
+            self.log(f"resumed at step {self.trainer.progress.step}")
+        lines = "".join(json.dumps(row) + "\n" for row in self.trainer.progress.history)
+        write_whole(self.folder / "log.jsonl", lines.encode())
+
+    def run(self, batches: Iterable) -> None:
+        """One step a batch, with validations and checkpoints.
+
+        Raises:
+            Stopped: the caller asked for it.
+            MatcherError: the loss kept being infinite or NaN.
+            OSError: the disk is full; the last good checkpoint is kept.
+        """
+        recipe, progress = self.trainer.recipe, self.trainer.progress
+        losses: list[float] = []
+        started = time.perf_counter()
+        for batch in batches:
+            losses.append(self.trainer.step(batch))
+            progress.seconds += time.perf_counter() - started
+            if progress.skipped > MOST_SKIPPED:
+                raise MatcherError(
+                    f"the loss was not finite in {progress.skipped} steps; lower "
+                    "optimiser.learning_rate in the recipe and start in another --run folder"
+                )
+            last = progress.step == recipe.optimiser.steps
+            if progress.step % LOG_EVERY == 0 or last:
+                self._report(losses)
+                losses.clear()
+            if progress.step % recipe.validate_every == 0 or last:
+                self._validate()
+            stopping = self.stopped()
+            if progress.step % recipe.save_every == 0 or last or stopping:
+                self.trainer.save(self.folder / "checkpoint.pt")
+            if stopping:
+                self.log(f"stopped at step {progress.step}; the same command continues")
+                raise Stopped
+            started = time.perf_counter()
+
+    def _report(self, losses: Sequence[float]) -> None:
+        """Log the mean loss since the last report, and what the view workers found."""
+        progress = self.trainer.progress
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        mean = sum(finite) / len(finite) if finite else math.nan
+        skipped = f", {progress.skipped} steps skipped" if progress.skipped else ""
+        rate = progress.pairs / progress.seconds
+        self.log(f"step {progress.step} loss {mean:.4f} {rate:.1f} pairs/s{skipped}")
+        if finite:
+            self._note({"loss": mean})
+        self.listen()
+
+    def _validate(self) -> None:
+        """Note a validation; keep the averaged parameters if they are the best so far (F1 of the matches)."""
+        trainer, progress = self.trainer, self.trainer.progress
+        scores = self.validate()
+        self._note(scores)
+        words = " ".join(f"{name} {value:.3f}" for name, value in scores.items())
+        self.log(f"step {progress.step} validation: {words}")
+        if scores["f1"] > progress.best:
+            progress.best = scores["f1"]
+            save_state(self.folder / "best.pt", trainer.average.state_dict())
+        self.on_validation(progress.history)
+
+    def _note(self, values: Row) -> None:
+        """Append a row to the history and to its file."""
+        progress = self.trainer.progress
+        row = {
+            "step": progress.step,
+            "pairs": progress.pairs,
+            "seconds": round(progress.seconds, 1),
+            **values,
+        }
+        progress.history.append(row)
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")

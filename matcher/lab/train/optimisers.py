@@ -1,0 +1,75 @@
+"""What moves the parameters, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from matcher.errors import UsageError
+from matcher.lab.train.recipe import OptimiserRecipe
+from matcher.match.network.model import Model
+
+
+def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
+    """Muon (Jordan et al. 2024) for the layers' matrices if the recipe says so, AdamW for everything else.
+
+    The heads of exit and pruning are left out; they have a stage of their own.
+
+    Raises:
+        UsageError: the recipe wants Muon and this PyTorch has none.
+    """
+    if recipe.muon_rate and not hasattr(torch.optim, "Muon"):
+        raise UsageError(
+            f"optimiser.muon_rate needs PyTorch 2.9 or later, this is {torch.__version__}; set it to 0"
+        )
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon_rate else []
+    chosen = {id(p) for p in matrices}
+    trained = [p for name, p in model.named_parameters() if not name.startswith(("confidence", "prospect"))]
+    rest = [p for p in trained if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=recipe.learning_rate)]
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices,
+            lr=recipe.learning_rate * recipe.muon_rate,
+            weight_decay=recipe.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimisers.append(muon)
+    return optimisers
+
+
+class Schedule(Protocol):
+    """How fast parameters move, and how far back their average reaches; see `OptimiserRecipe`."""
+
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    hold_share: float
+    final_share: float
+    gradient_clip: float
+    average_decay: float
+
+
+def learning_rate_share(recipe: Schedule, step: int) -> float:
+    """Share of the learning rate at a step: linear warm-up, a plateau, a line down to `final_share`.
+
+    A run on the plateau can be prolonged at will and brought to its end from any of its checkpoints.
+    """
+    left = max(0.0, 1 - step / max(1, recipe.steps))
+    fall = min(1.0, left / max(1e-9, 1 - recipe.hold_share))
+    return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+
+
+def set_learning_rate(optimisers: Sequence[Optimizer], rate: float, muon_rate: float = 1.0) -> None:
+    """The same rate for every group; Muon's is `muon_rate` times as large."""
+    for optimiser in optimisers:
+        share = muon_rate if len(optimisers) > 1 and optimiser is optimisers[-1] else 1.0
+        for group in optimiser.param_groups:
+            group["lr"] = rate * share

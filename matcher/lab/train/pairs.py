@@ -1,0 +1,144 @@
+"""The true assignment of two views, by reprojection.
+
+The error of two points is the mean of their reprojection errors in either view, as evaluation measures it;
+points that do not see the same texture are infinitely far apart. Matched: the error is below
+`match_distance`, and each is the other's nearest. Unmatched: no point of the other view has an error within
+`unmatched_distance`. Between the two a point is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matcher.data.features import Features
+from matcher.lab.train.recipe import PairRecipe
+from matcher.lab.train.scenes import NOTHING
+from matcher.lab.train.views import CachedView, plane_of
+from matcher.match.steering import EXIF_TURNS, aligned, positions
+
+IGNORED, UNMATCHED = -2, -1
+QUARTER_TURNS = (1, 8, 3, 6)  # EXIF orientations without a mirror
+
+ViewPair = tuple[CachedView, CachedView]
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """The true partner of each point, or UNMATCHED, or IGNORED."""
+
+    partner0: np.ndarray  # (N,) int64
+    partner1: np.ndarray  # (M,)
+    place0: np.ndarray  # (N, 2) where each point of image 0 lies in image 1, pixels; NaN where out of sight
+    place1: np.ndarray  # (M, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch:
+    """B pairs with the same number of points in every picture."""
+
+    features0: Features
+    features1: Features
+    partner0: Tensor  # (B, N) int64
+    partner1: Tensor  # (B, M)
+    place0: Tensor  # (B, N, 2) float32
+    place1: Tensor  # (B, M, 2)
+
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.partner0)
+
+
+def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.ndarray:
+    """Where points (N, 2) of one view lie in another of the same scene; NaN where they are not to be seen."""
+    plane = plane_of(points, source.labels)
+    found = np.full((len(points), 2), np.nan)
+    for p in np.intersect1d(plane[plane != NOTHING], target.labels):
+        chosen = plane == p
+        H = target.homographies[p] @ np.linalg.inv(source.homographies[p])
+        lifted = np.column_stack([points[chosen], np.ones(chosen.sum())]) @ H.T
+        # Depths of both views are positive where the plane is seen, so the sign of their quotient decides.
+        front = lifted[:, 2] > 1e-9
+        moved = np.where(front[:, None], lifted[:, :2] / np.where(front, lifted[:, 2], 1)[:, None], np.nan)
+        moved[plane_of(moved, target.labels) != p] = np.nan
+        found[chosen] = moved
+    return found
+
+
+def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) -> Truth:
+    """Who matches whom, by reprojection; equally near candidates are told apart by descriptor."""
+    if not len(view0.keypoints) or not len(view1.keypoints):
+        alone = (np.full(len(view.keypoints), UNMATCHED, np.int64) for view in (view0, view1))
+        return Truth(*alone, *(np.full((len(view.keypoints), 2), np.nan) for view in (view0, view1)))
+    moved0 = reproject(view0.keypoints, view0, view1)
+    moved1 = reproject(view1.keypoints, view1, view0)
+    there = _distances(moved0, view1.keypoints)
+    back = _distances(moved1, view0.keypoints).T
+    error = (there + back) / 2
+    # SIFT puts several orientations on one point; the descriptor says which of them belong together.
+    alike = view0.unit_descriptors() @ view1.unit_descriptors().T
+    cost = np.where(error < recipe.match_distance, error + 2 * (1 - alike), np.inf)
+    rows, columns = np.arange(len(there)), cost.argmin(1)
+    mutual = (cost.argmin(0)[columns] == rows) & np.isfinite(cost[rows, columns])
+    partner0 = np.where(error.min(1) > recipe.unmatched_distance, UNMATCHED, IGNORED)
+    partner1 = np.where(error.min(0) > recipe.unmatched_distance, UNMATCHED, IGNORED)
+    partner0[mutual], partner1[columns[mutual]] = columns[mutual], rows[mutual]
+    return Truth(partner0, partner1, moved0, moved1)
+
+
+def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(N, M) distances; infinite from points that are NaN."""
+    x = points[:, :1] - others[:, 0]
+    y = points[:, 1:] - others[:, 1]
+    return np.nan_to_num(np.sqrt(x * x + y * y), nan=np.inf)
+
+
+def unrelated(view: CachedView) -> CachedView:
+    """The view as seen from another scene: it shows nothing of it."""
+    return replace(view, labels=np.full_like(view.labels, NOTHING))
+
+
+def to_features(view: CachedView, exif: int = 1) -> Features:
+    """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
+    turned = positions(view.unit_descriptors(), view.kind)
+    return Features(
+        keypoints=view.keypoints,
+        descriptors=turned[EXIF_TURNS[exif] % len(turned)],
+        size=np.asarray(view.size, dtype=np.float32),
+        scales=view.scales,
+        orientations=view.angles,
+        exif=np.asarray(exif),
+        kind=view.kind,
+    )
+
+
+def draw_turns(recipe: PairRecipe, rng: np.random.Generator) -> tuple[int, int]:
+    """EXIF orientations under which a pair is shown: SIFT's points and descriptors turn with the picture."""
+    turned = rng.random() < recipe.turned_share
+    first = int(rng.integers(4)) if turned else 0
+    second = int(rng.integers(4)) if turned and rng.random() < 0.3 else first
+    return QUARTER_TURNS[first], QUARTER_TURNS[second]
+
+
+def collate(pairs: Sequence[ViewPair], recipe: PairRecipe, rng: np.random.Generator) -> PairBatch:
+    """Pairs of views with equal point counts as one batch with its truth, some turned by quarter turns."""
+    truths = [true_assignment(view0, view1, recipe) for view0, view1 in pairs]
+    turns = [draw_turns(recipe, rng) for _ in pairs]
+    features0, features1 = (
+        Features.stack([to_features(pair[side], turn[side]) for pair, turn in zip(pairs, turns, strict=True)])
+        for side in (0, 1)
+    )
+    return PairBatch(
+        features0,
+        aligned(features0, features1, features0.kind),
+        *(_stacked(truths, name, torch.int64) for name in ("partner0", "partner1")),
+        *(_stacked(truths, name, torch.float32) for name in ("place0", "place1")),
+    )
+
+
+def _stacked(truths: Sequence[Truth], name: str, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.stack([getattr(truth, name) for truth in truths])).to(dtype)

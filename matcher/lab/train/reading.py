@@ -1,0 +1,55 @@
+"""Recipes from TOML files, checked."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from matcher.config import from_dict
+from matcher.errors import UsageError
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe
+from matcher.lab.train.recipe import Recipe
+from matcher.weights.files import FOLDERS
+
+
+def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
+    """A recipe from TOML: of the front end if it says `trains = "front end"`, else of a matcher.
+
+    Raises:
+        UsageError: unreadable, not TOML, an unknown key, a wrong type or an impossible value; the message
+            names the key.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        recipe = from_dict(FrontEndRecipe if "trains" in values else Recipe, values, where=path.name)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the recipe ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a TOML file ({error})") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    check_recipe(recipe, path.name)
+    return recipe
+
+
+def shipped_recipe(name: str) -> Path:
+    """The recipe of shipped weights, beside them.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    for folder in FOLDERS:
+        if (folder / f"{name}.toml").is_file():
+            return folder / f"{name}.toml"
+    raise UsageError(f"{FOLDERS[-1] / f'{name}.toml'} is absent; give a recipe with --recipe FILE.toml")
+
+
+def check_recipe(recipe: Recipe | FrontEndRecipe, where: str = "recipe") -> None:
+    """Refuse values of the right type that no training can use.
+
+    Raises:
+        UsageError: names the first such key and what it must be.
+    """
+    for kept, demand in recipe.demands():
+        if not kept:
+            raise UsageError(f"{where}: {demand}")

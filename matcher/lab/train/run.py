@@ -1,0 +1,170 @@
+"""From a folder of photos to a weights file: what `matcher train` does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from matcher.config import to_dict
+from matcher.errors import UsageError
+from matcher.lab.train.confidence import ConfidenceTrainer
+from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.loop import LOG_EVERY, Log, Loop, Row, RunOptions, Stopped
+from matcher.lab.train.memory import keep_memory
+from matcher.lab.train.pairs import ViewPair
+from matcher.lab.train.photos import PhotoSet, split_photos
+from matcher.lab.train.reading import check_recipe
+from matcher.lab.train.recipe import Recipe
+from matcher.lab.train.sampler import PairSampler
+from matcher.lab.train.state import load_state
+from matcher.lab.train.trainer import Trainer
+from matcher.lab.train.validation import validate, validation_pairs
+from matcher.lab.train.views import ViewCache
+from matcher.lab.train.workers import ViewWorkers
+from matcher.weights.files import save_model
+
+ENOUGH_SCENES = 64  # to begin with; the others are made while training goes on
+VALIDATION_SCENES = 48
+VALIDATION_PAIRS = 144
+VALIDATION_POINTS = 512
+CONFIDENCE_OFFSET = 10_000_000  # batches of the second stage are none of the first
+CUDA_FACTOR, CUDA_READERS = 4, 8  # a GPU takes larger batches, and more threads to prepare them
+
+
+def train(
+    recipe: Recipe,
+    options: RunOptions,
+    log: Log,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    on_validation: Callable[[Sequence[Row]], None] = lambda rows: None,
+) -> Path | None:
+    """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
+
+    Args:
+        recipe: what to train.
+        options: where.
+        log: takes lines for a person.
+        stopped: asked after every step; True saves and ends the run.
+        on_validation: takes all rows of the log so far, after every validation.
+
+    Returns:
+        The weights file of the best validated parameters, or None when it was stopped.
+
+    Raises:
+        UsageError: no photos, photos that cannot be used, or a folder that belongs to another recipe.
+        IntegrityError: a damaged checkpoint or view.
+        MatcherError: the loss kept being infinite or NaN.
+        OSError: the disk is full; the last good checkpoint is kept.
+    """
+    check_recipe(recipe)
+    training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
+    log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
+    claim_folder(options.folder, recipe)
+    keep_memory()
+    trainer = Trainer(recipe, torch.device(options.device))
+    try:
+        with _views(recipe, training, options, log, stopped) as workers:
+            pairs = _validation_pairs(recipe, held_out, options, log, stopped)
+            loop = Loop(
+                trainer,
+                lambda: validate(trainer.average, pairs, recipe.pair, options.device),
+                options.folder,
+                log,
+                stopped,
+                on_validation,
+                workers.listen,
+            )
+            loop.resume()
+            sampler, readers = _sampler(workers, recipe, options.device)
+            loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
+            return SecondStage(loop, sampler, readers).run()
+    except Stopped:
+        return None
+
+
+def _sampler(workers: ViewWorkers, recipe: Recipe, device: str) -> tuple[PairSampler, int]:
+    """Pairs of the views, and how many threads prepare them."""
+    cuda, pair = device == "cuda", recipe.pair
+    if cuda:
+        pair = replace(pair, points_per_batch=CUDA_FACTOR * pair.points_per_batch)
+    return PairSampler(workers.cache, pair, recipe.seed), CUDA_READERS if cuda else 1
+
+
+@dataclass(frozen=True)
+class SecondStage:
+    """Confidence heads on the best parameters of the first stage, then the weights file."""
+
+    first: Loop
+    sampler: PairSampler
+    readers: int
+
+    def run(self) -> Path:
+        """Train what is left to train; returns the weights file."""
+        trainer, recipe, folder = self.first.trainer, self.first.trainer.recipe, self.first.folder
+        trainer.average.load_state_dict(load_state(folder / "best.pt"))
+        if recipe.network.context.depth > 1 and recipe.optimiser.confidence_steps > 0:
+            heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)
+            if (folder / "confidence.pt").exists():
+                heads.resume(folder / "confidence.pt")
+            self._train_heads(heads, folder / "confidence.pt")
+        scores, path = self.first.validate(), folder / f"{recipe.name}.safetensors"
+        validations = [row for row in trainer.progress.history if "f1" in row]
+        summary = {"recipe": to_dict(recipe), "validation": scores, "history": validations}
+        save_model(trainer.average, path, {"training": json.dumps(summary)})
+        self.first.log(f"wrote {path}")
+        return path
+
+    def _train_heads(self, heads: ConfidenceTrainer, checkpoint: Path) -> None:
+        recipe = self.first.trainer.recipe
+        steps = recipe.optimiser.confidence_steps
+        first, last = CONFIDENCE_OFFSET + heads.done, CONFIDENCE_OFFSET + steps
+        for batch in self.sampler.batches(first, last, self.readers):
+            loss = heads.step(batch)
+            if heads.done % LOG_EVERY == 0:
+                self.first.log(f"confidence step {heads.done} of {steps} loss {loss:.4f}")
+            stopping = self.first.stopped()
+            if heads.done % recipe.save_every == 0 or heads.done == steps or stopping:
+                heads.save(checkpoint)
+            if stopping:
+                self.first.log(f"stopped at confidence step {heads.done}; the same command continues")
+                raise Stopped
+
+
+@contextmanager
+def _views(
+    recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
+) -> Iterator[ViewWorkers]:
+    """Workers that fill the cache of a run; entered once there are enough scenes to begin."""
+    cache = ViewCache(options.folder.parent / "cache", recipe, photos)
+    with ViewWorkers(cache, photos, options.view_workers, log) as workers:
+        enough = min(ENOUGH_SCENES, workers.wanted)
+        while len(cache.ready()) < enough:
+            working = workers.alive()
+            workers.listen()
+            if not working and len(cache.ready()) < enough:
+                raise UsageError(f"{options.photos}: the photos gave no views to train on")
+            if stopped():
+                raise Stopped
+            time.sleep(0.2)
+        log(f"{len(cache.ready())} of {workers.wanted} scenes ready in {cache.folder}")
+        yield workers
+
+
+def _validation_pairs(
+    recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
+) -> list[ViewPair]:
+    ours = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=VALIDATION_SCENES))
+    cache, album = ViewCache(options.folder.parent / "cache", ours, photos), PhotoSet(photos)
+    for _ in cache.make(album, range(VALIDATION_SCENES)):
+        if stopped():
+            raise Stopped
+    if album.unreadable:
+        log(f"skipped {len(album.unreadable)} validation photos that cannot be read")
+    return validation_pairs(PairSampler(cache, recipe.pair, 0), VALIDATION_PAIRS, VALIDATION_POINTS)

@@ -1,0 +1,153 @@
+"""The first stage: assignment at every layer, one batch a step, with a moving average of the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from matcher.errors import UsageError
+from matcher.lab.train.losses import (
+    assignment_loss,
+    log_assignment,
+    log_dual_softmax,
+    matchability_loss,
+    statement_loss,
+)
+from matcher.lab.train.optimisers import build_optimisers
+from matcher.lab.train.pairs import PairBatch
+from matcher.lab.train.recipe import OptimiserRecipe, Recipe
+from matcher.lab.train.stage import Stage, mixed_precision
+from matcher.match.network.adaptivity import Tokens
+from matcher.match.network.consensus import mutual_links
+from matcher.match.network.guidance import Side
+from matcher.match.network.model import Model
+from matcher.match.network.position import normalise_positions
+from matcher.weights.files import load_model
+
+
+class Trainer(Stage[Model, PairBatch]):
+    """Of the matcher's network: assignment at every layer."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            model = Model(recipe.network)
+        self._projects = bool(recipe.start) and continue_from(model, recipe.start)
+        model.to(device)
+        optimisers = build_optimisers(model, recipe.optimiser)
+        super().__init__(recipe, recipe.optimiser, model, optimisers, device, recipe.optimiser.muon_rate)
+
+    def step(self, batch: PairBatch) -> float:
+        """As `Stage.step`; the first one of a random projection looks at the descriptors before."""
+        if self.progress.step == 0 and not self._projects:
+            self._standardise(batch)
+        return super().step(batch)
+
+    def _standardise(self, batch: PairBatch) -> None:
+        """Begin with tokens of mean 0 and variance 1."""
+        descriptors = torch.cat([batch.features0.descriptors, batch.features1.descriptors], dim=1)
+        self.model.standardise(descriptors.to(self.device).flatten(0, 1))
+        self.average.load_state_dict(self.model.state_dict())
+
+    def loss(self, batch: PairBatch) -> Tensor:
+        """Mean over the last layer, which counts twice, and some inner ones, drawn anew at each step."""
+        recipe, states = self.recipe.optimiser, paired_states(self.model, batch, self.device)
+        rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
+        inner = torch.randperm(len(states) - 1, generator=rng)[: recipe.inner_layers].tolist()
+        partners = batch.partner0.to(self.device), batch.partner1.to(self.device)
+        losses = []
+        for depth in (*inner, len(states) - 1):
+            with mixed_precision(self.device):
+                scores = self.model.scores(*states[depth], depth)
+            matchability = recipe.matchability_weight * matchability_loss(scores, *partners)
+            rounds = 0 if depth in inner else self.model.config.assignment.consensus
+            found = assignments(self.model, scores, states[depth], recipe, rounds)
+            losses += [assignment_loss(log_p, *partners) + matchability for log_p in found]
+        loss = torch.stack(losses).mean() + losses[-1]
+        if self.model.guidance is None:
+            return loss
+        return loss + recipe.statement_weight * self._statement_loss(states, batch)
+
+    def _statement_loss(self, states: list[tuple[Side, Side]], batch: PairBatch) -> Tensor:
+        """Mean over all layers, of both sides."""
+        losses = []
+        for side, place, seer in ((0, batch.place0, batch.features1), (1, batch.place1, batch.features0)):
+            seen = place.isfinite().all(-1).to(self.device)
+            truth = normalise_positions(replace(seer, keypoints=place.nan_to_num(0.0))).to(self.device)
+            losses += [statement_loss(pair[side].stated, truth, seen) for pair in states]
+        return torch.stack(losses).mean()
+
+
+def continue_from(model: Model, start: str) -> bool:
+    """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are,
+    and what takes descriptors and places in, too, if the file is for another front end.
+
+    Args:
+        model: of the shape that the file has.
+        start: a shipped name or the path of a weights file.
+
+    Returns:
+        Whether the projection of descriptors is a trained one.
+
+    Raises:
+        IntegrityError: no such weights, or a damaged file.
+        UsageError: they are of a network of another shape.
+    """
+    trained, _, name = load_model(start)
+    wanted, found = model.state_dict(), trained.state_dict()
+    foreign = trained.config.kind != model.config.kind
+    if foreign:
+        found = _for_another_front_end(wanted, found)
+    odd = [key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "prospect"))]
+    odd += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+    if odd:
+        raise UsageError(
+            f"start: the weights {name} are of another network than the recipe's ({len(odd)} tensors differ, "
+            f"such as {min(odd)}); make [network] the same, or leave start away"
+        )
+    model.load_state_dict({**wanted, **found})
+    return not foreign
+
+
+def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Trained tensors with the projection of `wanted`, and of inputs the first, which both networks have."""
+    kept = {}
+    for key, value in found.items():
+        ours = wanted.get(key, value)
+        if key.startswith("project."):
+            kept[key] = ours
+        elif value.shape != ours.shape and value.shape[:-1] == ours.shape[:-1]:
+            kept[key] = value[..., : ours.shape[-1]]
+        else:
+            kept[key] = value
+    return kept
+
+
+def paired_states(model: Model, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:
+    """The points of image 0 and 1 after each layer, (B, N, …) float32."""
+    with mixed_precision(device):
+        tokens = model.tokens(batch.features0.to(device), batch.features1.to(device))
+        return [_paired(state) for state in model.states(tokens)]
+
+
+def _paired(tokens: Tokens) -> tuple[Side, Side]:
+    """Tokens of pictures with equally many points as (B, N, …)."""
+    columns = [x for x in (tokens.x, tokens.places, tokens.stated) if x is not None]
+    columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
+    return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
+
+
+def assignments(
+    model: Model, scores: Tensor, sides: tuple[Side, Side], recipe: OptimiserRecipe, rounds: int
+) -> list[Tensor]:
+    """Differentiable log P (B, N+1, M+1) of scores, and after each round of consensus."""
+    if model.config.assignment.kind == "dual_softmax":
+        return [log_dual_softmax(scores)]
+    found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
+    for _ in range(rounds):
+        links = mutual_links(found[-1][:, :-1, :-1])
+        heard = model.consensus(scores, *(side.places for side in sides), links)
+        found.append(log_assignment(heard, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
+    return found

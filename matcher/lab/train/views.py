@@ -1,0 +1,212 @@
+"""Photos → scenes → rendered views → features, detected once and kept on disk.
+
+One file a scene, about 0.6 MB with four views; the folder is bound to the part of the recipe that shapes it
+and to the photos.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from matcher.config import ExtractorConfig
+from matcher.data.geometry import inside
+from matcher.data.image import Image
+from matcher.data.protocols import Extractor
+from matcher.errors import IntegrityError
+from matcher.extract.sift import detect_sift, root_sift
+from matcher.lab.train.photometric import disturb
+from matcher.lab.train.photos import PhotoSet, photos_digest
+from matcher.lab.train.recipe import Recipe, fingerprint
+from matcher.lab.train.scenes import NOTHING, View, build_planes, place_camera, render
+from matcher.pipeline import build_extractor
+from matcher.weights.files import read_manifest
+
+ARRAYS = ("keypoints", "scales", "angles", "descriptors", "labels", "homographies")
+LABEL_STRIDE = 4  # visibility is kept at a quarter of the resolution
+ABANDONED_AFTER = 3600.0  # seconds after which an unfinished file belongs to no living process
+
+
+@dataclass(frozen=True, eq=False)
+class CachedView:
+    """Features of a rendered view and the geometry that ties it to the other views of its scene."""
+
+    keypoints: np.ndarray  # (N, 2) float32, strongest first
+    scales: np.ndarray  # (N,) float32
+    angles: np.ndarray  # (N,) float32
+    descriptors: np.ndarray  # (N, 128) uint8, raw SIFT; (N, D) int8, unit vectors times 127
+    labels: np.ndarray  # (H/4, W/4) uint8
+    homographies: np.ndarray  # (P, 3, 3) float64
+    size: tuple[int, int]
+    photos: frozenset[int] = frozenset()  # numbers of all photos of its scene
+    kind: str = "sift"  # the front end
+
+    def unit_descriptors(self) -> np.ndarray:
+        """(N, D) float32, as the front end gives them."""
+        if self.kind == "sift":
+            return root_sift(self.descriptors)
+        values = self.descriptors.astype(np.float32)
+        return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1)
+
+    def select(self, index: np.ndarray) -> CachedView:
+        """The same view with only some of its points."""
+        names = ("keypoints", "scales", "angles", "descriptors")
+        return replace(self, **{name: getattr(self, name)[index] for name in names})
+
+
+class ViewCache:
+    """A folder of scenes, made in order and each only once; several processes may make or read it at once."""
+
+    def __init__(self, root: Path, recipe: Recipe, photos: Sequence[Path]) -> None:
+        self.recipe = recipe
+        self.folder = _own_folder(root, recipe, photos_digest(photos))
+
+    def path(self, scene: int) -> Path:
+        """Where a scene is kept."""
+        return self.folder / f"{scene:06d}.npz"
+
+    def ready(self) -> list[int]:
+        """Scenes made so far."""
+        return sorted(int(p.stem) for p in self.folder.glob("??????.npz"))
+
+    def make(self, photos: PhotoSet, scenes: Sequence[int]) -> Iterator[int]:
+        """Make the scenes that are missing; yields each number as it is done.
+
+        Raises:
+            UsageError: not one photo can be read.
+            OSError: the disk is full.
+        """
+        for scene in scenes:
+            if not self.path(scene).exists():
+                self._write(scene, make_scene(photos, self.recipe, scene))
+            yield scene
+
+    def _write(self, scene: int, views: list[CachedView]) -> None:
+        columns = {f"{name}{v}": getattr(view, name) for v, view in enumerate(views) for name in ARRAYS}
+        sizes = json.dumps([view.size for view in views])
+        photos = np.array(sorted(views[0].photos), dtype=np.int64)
+        temporary = self.folder / f".{scene:06d}.{os.getpid()}.npz"
+        try:
+            np.savez(temporary, sizes=np.array(sizes), photos=photos, **columns)
+            temporary.replace(self.path(scene))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def read(self, scene: int, views: Sequence[int]) -> list[CachedView]:
+        """Some of the views of a scene.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        path = self.path(scene)
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                sizes = json.loads(str(stored["sizes"]))
+                # Older caches do not say which photos a scene shows.
+                photos = frozenset(stored["photos"].tolist() if "photos" in stored else ())
+                return [
+                    CachedView(
+                        **{name: stored[f"{name}{v}"] for name in ARRAYS},
+                        size=tuple(sizes[v]),
+                        photos=photos,
+                        kind=self.recipe.network.kind,
+                    )
+                    for v in views
+                ]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise IntegrityError(f"{path} is damaged ({error}): delete it, it will be made again") from error
+
+    def sweep(self) -> None:
+        """Remove what killed processes left unfinished."""
+        for leftover in self.folder.glob(".*.npz"):
+            if time.time() - leftover.stat().st_mtime > ABANDONED_AFTER:
+                leftover.unlink(missing_ok=True)
+
+
+def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
+    """The folder of these views: named after scene recipe, seed and front end, and photos if others came
+    first."""
+    kind, plain = recipe.network.kind, root / f"views-{fingerprint(recipe.scene)}-{recipe.seed}"
+    if kind != "sift":
+        plain = plain.with_name(f"{plain.name}-{kind}-{read_manifest()[kind].sha256[:8]}")
+    if plain.exists():
+        note = plain / "photos"
+        # A cache without a note comes from before there were notes; it is taken as it is.
+        if not note.exists() or note.read_text(encoding="utf-8") == digest:
+            return plain
+        plain = plain.with_name(f"{plain.name}-{digest}")
+    plain.mkdir(parents=True, exist_ok=True)
+    (plain / "photos").write_text(digest, encoding="utf-8")
+    return plain
+
+
+def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]:
+    """Render and describe the views of one scene; the same for the same photos, recipe and number.
+
+    Raises:
+        UsageError: not one photo can be read.
+    """
+    rng = np.random.default_rng([recipe.seed, scene])
+    spatial = rng.random() < recipe.scene.spatial_share
+    textures = photos.draw(int(rng.integers(3, 6)) if spatial else 1, rng)
+    planes = build_planes(list(textures.values()), recipe.scene, rng)
+    shown, views = set(textures), []
+    for _ in range(recipe.scene.views):
+        backdrop = _backdrop(photos, shown, recipe, rng)
+        camera = place_camera(recipe.scene, len(planes) > 1, rng)
+        views.append(_described(render(planes, camera, backdrop), recipe, rng))
+    return [replace(view, photos=frozenset(shown)) for view in views]
+
+
+def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
+    """The features of a rendered view after photometric change."""
+    kind, size = recipe.network.kind, (recipe.scene.width, recipe.scene.height)
+    pixels = disturb(view.pixels, rng)
+    if kind == "sift":
+        config = ExtractorConfig(max_keypoints=recipe.scene.max_keypoints)
+        points, scales, angles, _, descriptors = detect_sift(pixels, None, config)
+        descriptors = descriptors.clip(0, 255).astype(np.uint8)
+    else:
+        (features,) = _extractor(kind, recipe.scene.max_keypoints)([Image(pixels, size)])
+        points = features.keypoints.numpy()
+        scales = angles = np.zeros(len(points), np.float32)
+        descriptors = (features.descriptors * 127).round().numpy().astype(np.int8)
+    labels = view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy()
+    return CachedView(points, scales, angles, descriptors, labels, view.homographies, size, kind=kind)
+
+
+@cache
+def _extractor(kind: str, max_keypoints: int) -> Extractor:
+    return build_extractor(ExtractorConfig(kind=kind, max_keypoints=max_keypoints))
+
+
+def _backdrop(photos: PhotoSet, shown: set[int], recipe: Recipe, rng: np.random.Generator) -> np.ndarray:
+    """What is seen beside the scene: one grey, or a photo that is nowhere else in it, noted in `shown`."""
+    size = (recipe.scene.width, recipe.scene.height)
+    if rng.random() < 0.5:
+        for number, photo in photos.draw(1, rng, avoid=shown).items():
+            shown.add(number)
+            return cv2.resize(photo, size, interpolation=cv2.INTER_AREA)
+    return np.full(size[::-1], int(rng.integers(0, 256)), np.uint8)
+
+
+def plane_of(points: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """(N,) index of the plane seen at each point (N, 2), NOTHING outside the picture; NaN is outside."""
+    finite = np.nan_to_num(points, nan=-1e6).clip(-1e6, 1e6)
+    height, width = labels.shape
+    within = inside(finite, (width * LABEL_STRIDE, height * LABEL_STRIDE))
+    # Label (i, j) is that of pixel (i, j)·stride; the nearest one is taken.
+    cells = np.rint(finite[within] / LABEL_STRIDE).astype(np.int64).clip(0, (width - 1, height - 1))
+    found = np.full(len(points), NOTHING, np.uint8)
+    found[within] = labels[cells[:, 1], cells[:, 0]]
+    return found

@@ -1,0 +1,95 @@
+"""Processes that render views beside the training."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from types import TracebackType
+
+import cv2
+
+from matcher.errors import MatcherError
+from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.views import ViewCache
+
+
+class ViewWorkers:
+    """Worker processes that fill a cache, stopped when the `with` block ends."""
+
+    def __init__(
+        self, cache: ViewCache, photos: Sequence[Path], count: int, log: Callable[[str], None]
+    ) -> None:
+        self.cache, self._log = cache, log
+        self.wanted = cache.recipe.scene.scenes
+        self._unreadable: set[Path] = set()
+        spawn = multiprocessing.get_context("spawn")
+        self._reports: SimpleQueue = spawn.SimpleQueue()
+        missing = len(cache.ready()) < self.wanted
+        self._processes = [
+            spawn.Process(
+                target=make_views,
+                args=(cache, photos, range(number, self.wanted, count), self._reports),
+                daemon=True,
+            )
+            for number in range(count if missing else 0)
+        ]
+
+    def __enter__(self) -> ViewWorkers:
+        self.cache.sweep()
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+    def alive(self) -> bool:
+        """Whether any worker is still at work."""
+        return any(process.is_alive() for process in self._processes)
+
+    def listen(self) -> None:
+        """Log photos that were found unreadable since the last call.
+
+        Raises:
+            MatcherError, OSError: what made a worker give up, such as a full disk.
+        """
+        new: set[Path] = set()
+        while not self._reports.empty():
+            report = self._reports.get()
+            if isinstance(report, Exception):
+                raise report
+            new |= set(report)
+        new -= self._unreadable
+        if new:
+            self._unreadable |= new
+            names = ", ".join(path.name for path in sorted(new)[:5])
+            more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+            self._log(f"skipped {len(self._unreadable)} photos that cannot be read: {names}{more}")
+
+
+def make_views(cache: ViewCache, photos: Sequence[Path], scenes: Sequence[int], reports: SimpleQueue) -> None:
+    """Fill a cache; the body of a worker process.
+
+    Reports lists of unreadable photos, or the error that ended the work. Ends with the parent, even if that
+    was killed.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    cv2.setNumThreads(1)
+    parent, album, told = multiprocessing.parent_process(), PhotoSet(photos), 0
+    try:
+        for _ in cache.make(album, scenes):
+            if len(album.unreadable) > told:
+                told = len(album.unreadable)
+                reports.put([album.photos[number] for number in album.unreadable])
+            if parent is not None and not parent.is_alive():
+                return
+    except (MatcherError, OSError) as error:
+        reports.put(error)

@@ -1,0 +1,1 @@
+"""Features of two pictures → matches."""

@@ -1,0 +1,71 @@
+"""Reading matches off an assignment: entries that are the best of their row and of their column."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from matcher.match.prediction import Assignment
+
+
+def drop_unmatched(assignment: Assignment) -> Assignment:
+    """Points for which the dustbin is likelier than any partner are nobody's partner any more.
+
+    LoFTR's reading of a transport plan; others may then be mutual partners of whom they would have preferred.
+    """
+    log_scores = assignment.log_scores
+    if 0 in log_scores.shape[1:]:
+        return assignment
+    alone0 = assignment.log_unmatched0 > log_scores.amax(2)
+    alone1 = assignment.log_unmatched1 > log_scores.amax(1)
+    alone = alone0.unsqueeze(2) | alone1.unsqueeze(1)
+    return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
+
+
+def mutual_best(log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's best column, and whether that column has no better row; of equal rows the first wins.
+
+    Args:
+        log_scores: (B, N, M) with M > 0.
+
+    Returns:
+        best scores (B, N), their columns (B, N) int64, and mutual (B, N) bool.
+    """
+    best, partner = log_scores.max(dim=2)
+    # Along columns the values alone are several times as fast as the places.
+    top = best == log_scores.amax(dim=1).gather(1, partner)
+    rows = log_scores.shape[1]
+    here = torch.arange(rows, device=log_scores.device).expand_as(partner)
+    first = here.new_full((len(best), log_scores.shape[2]), rows)
+    first.scatter_reduce_(1, partner, torch.where(top, here, rows), "amin")
+    return best, partner, first.gather(1, partner) == here
+
+
+def mutual_matches(log_scores: Tensor, threshold: float, doubt: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Mutual best entries of (N, M) log probabilities above `threshold`, best first.
+
+    Args:
+        log_scores: (N, M) of one pair.
+        threshold: of the probability.
+        doubt: number of matches to be expected at which the threshold is twice as high; with S expected, the
+            sum of the probabilities above it, it is threshold · (1 + doubt / S). A lone match is less
+            credible than one among hundreds: pictures of different places give a few.
+
+    Returns:
+        indices (K, 2) int64 and probabilities (K,) float32.
+    """
+    if 0 in log_scores.shape:
+        return log_scores.new_zeros(0, 2, dtype=torch.int64), log_scores.new_zeros(0)
+    best, partner, mutual = (x[0] for x in mutual_best(log_scores.unsqueeze(0)))
+    keep = (mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf))).nonzero().squeeze(1)
+    indices = torch.stack([keep, partner[keep]], dim=1)
+    probabilities = best[keep].exp().clamp(max=1.0)
+    order = torch.argsort(probabilities, descending=True, stable=True)
+    indices, probabilities = indices[order], probabilities[order]
+    if doubt and len(probabilities):
+        credible = probabilities > threshold * (1 + doubt / probabilities.sum())
+        indices, probabilities = indices[credible], probabilities[credible]
+    return indices, probabilities

@@ -1,0 +1,62 @@
+"""Matching without a detector, as a front end: every cell of a regular grid is a keypoint.
+
+LoFTR (Sun et al. 2021). Pixel convention: cell i looks at pixel 8i and around it, and the published networks
+were trained with the point 8i in pixels whose centres lie at +0.5. In ours, where the first pixel's centre is
+(0, 0), that point is 8i − 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+import torch
+
+from matcher.data.features import Features
+from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
+from matcher.data.image import Image
+from matcher.match.network.backbone import Backbone
+
+
+class GridExtractor:
+    """Cells with their descriptors, place on the grid and a finer map; `frames` are the cells' sides."""
+
+    def __init__(self, backbone: Backbone, kind: str = "loftr") -> None:
+        """Keep the network, which runs where its parameters lie.
+
+        Args:
+            backbone: in evaluation mode; it belongs to the matcher, whose weights hold its parameters.
+            kind: what the features are called.
+        """
+        self.backbone = backbone
+        self.kind = kind
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image in stored pixels, on the CPU, cells row by row, within the mask only."""
+        return [self._extract(image) for image in images]
+
+    def _extract(self, image: Image) -> Features:
+        grey = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
+        pixels = torch.from_numpy(np.ascontiguousarray(grey)).to(self.backbone.stem.conv.weight.device)
+        coarse, fine = self.backbone(pixels[None, None].float() / 255)
+        rows, columns = coarse.shape[-2:]
+        stride, inverse = self.backbone.stride, (1 / image.scale[0], 1 / image.scale[1])
+        cells = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
+        points = resize_points(stride * cells - 0.5, inverse)
+        sides = stride * UPRIGHT[image.orientation].T @ np.diag(inverse)
+        features = Features(
+            keypoints=upright_to_stored(points, image.size, image.orientation),
+            descriptors=coarse[0].flatten(1).t().contiguous().cpu(),
+            size=np.asarray(image.size),
+            frames=np.broadcast_to(sides, (len(cells), 2, 2)),
+            cells=cells,
+            grid=np.array([columns, rows]),
+            maps=fine[0].cpu(),
+            exif=np.asarray(image.orientation),
+            kind=self.kind,
+        )
+        if image.mask is None:
+            return features
+        return features.select(torch.from_numpy(image.mask[stride * cells[:, 1], stride * cells[:, 0]]))

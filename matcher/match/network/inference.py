@@ -1,0 +1,96 @@
+"""The network behind the `Matcher` protocol: precision, device, and matches read off the assignment."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from matcher.config import Precision
+from matcher.data.features import Features
+from matcher.data.matches import Matches
+from matcher.errors import UsageError
+from matcher.match.mutual import mutual_matches
+from matcher.match.network.model import Model
+from matcher.match.prediction import PairPrediction
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_precision(precision: Precision, device: torch.device) -> str:
+    """What "auto" means on this device: bfloat16 where it is fast, float16 on GPUs without, else float32.
+
+    Raises:
+        UsageError: a precision that is none of these.
+    """
+    if precision in DTYPES:
+        return precision
+    if precision != "auto":
+        raise UsageError(f"precision {precision!r} is not one of auto, {', '.join(DTYPES)}")
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
+        return "bfloat16"
+    return "float32"
+
+
+class AttentionMatcher:
+    """A `Model` in inference: features of B pairs → mutual matches above the threshold, best first."""
+
+    def __init__(
+        self, model: Model, *, device: torch.device | str = "cpu", precision: Precision = "auto"
+    ) -> None:
+        self.device = torch.device(device)
+        self.precision = resolve_precision(precision, self.device)
+        self.model = copy.deepcopy(model).eval().requires_grad_(False).to(self.device, torch.float32)
+        dtype, backbone = DTYPES[self.precision], self.model.backbone
+        for part in (*self.model.layers, *(() if backbone is None else (backbone,))):
+            part.prepare(dtype)
+        # Phases, similarities and dustbins need more digits than half precision has: they stay in float32.
+        for part in (self.model.project, self.model.layers):
+            part.to(dtype)
+        if backbone is not None:  # convolutions are faster where the channels lie side by side
+            backbone.to(dtype=dtype, memory_format=torch.channels_last)
+
+    @torch.inference_mode()
+    def __call__(self, features0: Features, features1: Features) -> list[Matches]:
+        """Matches of every pair of the batch (features stacked along a leading axis B).
+
+        Raises:
+            UsageError: features of another front end or descriptor size.
+        """
+        moved = [f.to(self.device) for f in (features0, features1)]
+        prediction = self.model(*moved)
+        return [self._read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
+
+    def _read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
+        """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
+        config, sides = self.model.config, (features0, features1)
+        local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
+        index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
+        if config.assignment.border:
+            inner = [off_border(f, config.assignment.border)[entry][index[:, i]] for i, f in enumerate(sides)]
+            local, scores, index = (x[inner[0] & inner[1]] for x in (local, scores, index))
+        points0, points1 = (f.keypoints[entry][index[:, i]] for i, f in enumerate(sides))
+        if self.model.fine is not None:
+            cells = tuple(f.cells[entry][index[:, i]] for i, f in enumerate(sides))
+            states = (pair.states0[local[:, 0]], pair.states1[local[:, 1]])
+            offsets = self.model.fine(states, (features0.maps[entry], features1.maps[entry]), cells)
+            frames = features1.frames[entry][index[:, 1]]
+            points1 = points1 + (frames @ offsets.unsqueeze(-1)).squeeze(-1)
+        return Matches(
+            indices=index.cpu().numpy(),
+            points0=points0.cpu().numpy(),
+            points1=points1.cpu().numpy(),
+            scores=scores.cpu().numpy(),
+            layers_run=pair.layers_run,
+            kept0=len(pair.index0),
+            kept1=len(pair.index1),
+        )
+
+
+def off_border(features: Features, border: int) -> Tensor:
+    """(…, N) bool: points that lie at least `border` cells within the grid of their front end."""
+    far = features.grid.unsqueeze(-2) - border
+    return ((features.cells >= border) & (features.cells < far)).all(dim=-1)

@@ -1,0 +1,156 @@
+"""Attention over packed tokens: every point of every picture in one list, without padding.
+
+`Layout` says which tokens are of which picture, so that what happens point by point runs once over all and
+only attention looks at pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from matcher.attention import Kernel, scaled_dot_product
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Points (N, M) of every pair; tokens are ordered pair 0 image 0, pair 0 image 1, pair 1 image 0, …"""
+
+    counts: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Points of each picture in token order, 2·B of them."""
+        return [n for pair in self.counts for n in pair]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First token of each picture, and the total at the end."""
+        return [0, *accumulate(self.lengths)]
+
+    @cached_property
+    def uniform(self) -> int | None:
+        """The number of points of every picture if it is the same and not zero, else None."""
+        lengths = set(self.lengths)
+        return lengths.pop() if len(lengths) == 1 and 0 not in lengths else None
+
+    @cached_property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Which tokens (int64, on the CPU) are points of an image 0 and which of an image 1."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        side = (torch.arange(len(lengths)) % 2).repeat_interleave(lengths)
+        return (side == 0).nonzero().squeeze(1), (side == 1).nonzero().squeeze(1)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each token lies in a table of pictures, padded to the longest (int64, on the CPU)."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        first = torch.arange(len(lengths)) * int(lengths.max()) - torch.tensor(self.starts[:-1])
+        return torch.arange(self.starts[-1]) + first.repeat_interleave(lengths)
+
+    def split(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Tokens (T, …) as a list of pairs of views (N, …), (M, …)."""
+        parts = x.split(self.lengths)
+        return list(zip(parts[0::2], parts[1::2], strict=True))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: Kernel = scaled_dot_product, *, across: bool
+) -> Tensor:
+    """Attention of every picture to itself or, `across`, to the other picture of its pair.
+
+    Args:
+        q, k, v: (T, heads, head_dim).
+        layout: which tokens are which picture.
+        kernel: the score function, from `build_attention`.
+        across: False for self-, True for cross-attention.
+
+    Returns:
+        (T, heads · head_dim); zeros for points that have nothing to attend to.
+    """
+    if layout.uniform:
+        return _attend_uniform(q, k, v, layout, across, kernel)
+    if q.device.type != "cpu" and kernel is scaled_dot_product and len(q):
+        return _attend_padded(q, k, v, layout, across)
+    return _attend_ragged(q, k, v, layout, across, kernel)
+
+
+def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool, kernel: Kernel) -> Tensor:
+    heads, width = q.shape[1:]
+    q, k, v = (x.view(-1, layout.uniform, heads, width).transpose(1, 2) for x in (q, k, v))
+    if across:
+        k, v = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v))
+    return kernel(q, k, v).transpose(1, 2).reshape(-1, heads * width)
+
+
+def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool, kernel: Kernel) -> Tensor:
+    heads, width = q.shape[1:]
+    out = q.new_zeros(q.shape[0], heads * width)
+    for picture, count in enumerate(layout.lengths):
+        source = picture ^ 1 if across else picture
+        if not count or not layout.lengths[source]:
+            continue
+        here = slice(layout.starts[picture], layout.starts[picture + 1])
+        there = slice(layout.starts[source], layout.starts[source + 1])
+        message = kernel(*(x.transpose(0, 1).unsqueeze(0) for x in (q[here], k[there], v[there])))
+        out[here] = message[0].transpose(0, 1).reshape(count, heads * width)
+    return out
+
+
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool) -> Tensor:
+    """One masked call for all pictures: on a GPU many small calls cost more than padding does."""
+    pictures, longest = len(layout.lengths), max(layout.lengths)
+    slots = layout.slots.to(q.device)
+    q, k, v = (
+        x.new_zeros(pictures * longest, *x.shape[1:])
+        .index_copy(0, slots, x)
+        .unflatten(0, (pictures, longest))
+        for x in (q, k, v)
+    )
+    filled = torch.zeros(pictures * longest, dtype=torch.bool, device=q.device).index_fill(0, slots, True)
+    filled = filled.view(pictures, longest)
+    if across:
+        k, v, filled = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v, filled))
+    # Who has nothing to attend to may attend to the padding, which is zeros, and so hears zeros.
+    mask = (filled | ~filled.any(1, keepdim=True))[:, None, None]
+    message = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
+    return message.transpose(1, 2).flatten(0, 1)[slots].flatten(1)
+
+
+def attend_to(
+    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[tuple[int, int]], kernel: Kernel = scaled_dot_product
+) -> Tensor:
+    """Attention of the points of one side to those of the other.
+
+    Args:
+        q: (ΣN, heads, head_dim), pair after pair. k, v: (ΣM, heads, head_dim).
+        counts: (N, M) of every pair.
+        kernel: the score function, from `build_attention`.
+
+    Returns:
+        (ΣN, heads · head_dim); zeros for points that have nothing to attend to.
+    """
+    heads, width = q.shape[1:]
+    if len(set(counts)) == 1 and 0 not in counts[0]:
+        q, k, v = (x.reshape(len(counts), -1, heads, width).transpose(1, 2) for x in (q, k, v))
+        return kernel(q, k, v).transpose(1, 2).reshape(-1, heads * width)
+    messages = [q.new_zeros(0, heads * width)]
+    lengths, sources = ([pair[side] for pair in counts] for side in (0, 1))
+    for here, *there in zip(q.split(lengths), k.split(sources), v.split(sources), strict=True):
+        if len(here) and len(there[0]):
+            message = kernel(*(x.transpose(0, 1) for x in (here, *there)))
+            messages.append(message.transpose(0, 1).flatten(1))
+        else:
+            messages.append(here.new_zeros(len(here), heads * width))
+    return torch.cat(messages)
+
+
+def interleave(first: list[Tensor], second: list[Tensor]) -> Tensor:
+    """Per-pair tensors of image 0 and image 1 as one packed list in the order of `Layout`."""
+    return torch.cat([x for pair in zip(first, second, strict=True) for x in pair])

@@ -1,0 +1,220 @@
+"""Where a point lies: as rotations of its query and key channels, or as a code added to its descriptor."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from matcher.config import PositionConfig
+from matcher.data.features import Features
+from matcher.data.geometry import UPRIGHT
+from matcher.errors import UsageError
+
+CHANNELS = {
+    "xy": 2,
+    "scale": 1,
+    "orientation": 2,
+    "score": 1,
+    "raw_scale": 1,
+    "raw_sigma": 1,
+    "raw_orientation": 1,
+    "raw_counterclockwise": 1,
+    "frame": 4,
+}
+# Longer side of the pictures that LightGlue's networks were trained on, of which their raw scales are pixels.
+TRAINED_SIDE = 1024.0
+
+
+def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
+    """(…, N, 2) upright positions (p − size/2) / (extent · max(size)), in about [−1, 1], float32.
+
+    `features.size` is the stored size; EXIF turns both the points and the size.
+    """
+    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=features.keypoints.device)[features.exif]
+    size = features.size.unsqueeze(-2)
+    centred = (features.keypoints - (size - 1) / 2) @ turn.transpose(-1, -2)
+    return (centred - 0.5) / (size.amax(-1, keepdim=True) * extent)
+
+
+def position_inputs(features: Features, names: tuple[str, ...], extent: float = 0.5) -> Tensor:
+    """(…, N, C) what the encoding turns on.
+
+    `scale` is log2 of the keypoint's diameter relative to the picture, `orientation` is (cos, sin) so that it
+    has no seam at ±π; both are of order one. The others are what LightGlue's networks were trained with:
+
+    - `raw_scale`: OpenCV's diameter, in pixels of the picture resized to 1024 on its longer side, whatever
+      size the keypoints were found at; `raw_sigma` is COLMAP's scale, half of it.
+    - `raw_orientation`: radians from x towards y in (−π, π], as COLMAP has it; `raw_counterclockwise`: from x
+      towards −y in [0, 2π), as kornia's patches have it.
+    - `frame`: where the two axes of the described patch end, as positions.
+    """
+    return torch.cat([_column(features, name, extent) for name in names], dim=-1)
+
+
+def _column(features: Features, name: str, extent: float) -> Tensor:
+    if name == "xy":
+        return normalise_positions(features, extent)
+    if name == "score":
+        return features.scores.unsqueeze(-1)
+    if name == "frame":
+        return _axis_ends(features, extent)
+    if name == "orientation":
+        return _upright_directions(features)
+    if name in ("raw_orientation", "raw_counterclockwise"):
+        x, y = _upright_directions(features).split(1, dim=-1)
+        return torch.atan2(y, x) if name == "raw_orientation" else torch.atan2(-y, x) % (2 * math.pi)
+    side = features.size.amax(-1, keepdim=True)
+    scales = _required(features.scales, "scale")
+    if name in ("raw_scale", "raw_sigma"):
+        return (scales * TRAINED_SIDE / side).unsqueeze(-1) * (0.5 if name == "raw_sigma" else 1.0)
+    relative = scales.clamp_min(1e-3) / side
+    return (relative.log2().unsqueeze(-1) + 6) / 2
+
+
+def _axis_ends(features: Features, extent: float) -> Tensor:
+    """(…, N, 4) normalised ends of the x and of the y axis of the described patch."""
+    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=features.keypoints.device)[features.exif]
+    axes = turn.unsqueeze(-3) @ _required(features.frames, "frame")
+    reach = (features.size.amax(-1) * extent)[..., None, None, None]
+    ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
+    return ends.transpose(-1, -2).flatten(-2)
+
+
+def _upright_directions(features: Features) -> Tensor:
+    angles = _required(features.orientations, "orientation")
+    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=angles.device)[features.exif]
+    return torch.stack([angles.cos(), angles.sin()], dim=-1) @ turn.transpose(-1, -2)
+
+
+def _required(value: Tensor | None, name: str) -> Tensor:
+    if value is None:
+        raise UsageError(f"this matcher needs {name}s of the keypoints: Features({name}s=…)")
+    return value
+
+
+def check_inputs(config: PositionConfig) -> PositionConfig:
+    """The same configuration.
+
+    Raises:
+        UsageError: no inputs, or one that is not in `CHANNELS`.
+    """
+    unknown = set(config.inputs) - set(CHANNELS)
+    if unknown or not config.inputs:
+        what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
+        raise UsageError(f"{what}; known: {', '.join(CHANNELS)}")
+    return config
+
+
+def input_channels(config: PositionConfig) -> int:
+    """How many numbers describe where a point lies."""
+    return sum(CHANNELS[name] for name in config.inputs)
+
+
+class RotaryPosition(nn.Module):
+    """Learned frequencies: phases = W·inputs, which turn pairs of channels.
+
+    LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021. One table for all
+    layers and heads. Channel c of the first half of a head is paired with channel c of its second half.
+
+    Raises:
+        UsageError: no inputs, or one that is not in `CHANNELS`.
+    """
+
+    def __init__(self, config: PositionConfig, head_dim: int) -> None:
+        super().__init__()
+        self.config = check_inputs(config)
+        self.frequencies = nn.Linear(input_channels(config), head_dim // 2, bias=False)
+        # Wavelengths from the whole picture down to a few hundredths of it.
+        with torch.no_grad():
+            self.frequencies.weight.normal_()
+            spread = torch.logspace(math.log10(0.5), math.log10(12.0), head_dim // 2)
+            self.frequencies.weight[:, :2] *= spread[:, None]
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, 2, head_dim/2) cosines and sines, float32 whatever the rest runs in."""
+        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+        phases = inputs.float() @ self.frequencies.weight.float().t()
+        return torch.stack([phases.cos(), phases.sin()], dim=-2)
+
+
+class MlpPosition(nn.Module):
+    """A multilayer perceptron of position and score, added to the descriptor (SuperGlue, eq. 2)."""
+
+    def __init__(self, config: PositionConfig, dim: int) -> None:
+        super().__init__()
+        self.config = check_inputs(config)
+        widths = (input_channels(config), *config.hidden)
+        self.hidden = nn.ModuleList(
+            nn.ModuleDict({"linear": nn.Linear(a, b), "norm": nn.BatchNorm1d(b)}) for a, b in pairwise(widths)
+        )
+        self.out = nn.Linear(widths[-1], dim)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, dim), float32."""
+        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+        x = inputs.flatten(0, -2)
+        for block in self.hidden:
+            x = block["norm"](block["linear"](x)).relu()
+        return self.out(x).unflatten(0, inputs.shape[:-1])
+
+
+class SinePosition(nn.Module):
+    """Sines and cosines of a cell's column and row, added to the descriptor (Carion et al. 2020).
+
+    As LoFTR has it (Sun et al. 2021, section 3.2): channels 4k … 4k+3 are sin and cos of ω_k times the
+    column, then of ω_k times the row, both counted from 1. ω_k = 10000^(−4k/dim), or e^(−2k) ("steep"): a
+    slip of operators in the published code, with which the first indoor and outdoor networks were trained.
+    """
+
+    def __init__(self, config: PositionConfig, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.decay = 2.0 if config.frequencies == "steep" else 4 * math.log(10000.0) / dim
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, dim), float32; `UsageError` for features that lie on no grid."""
+        cells = _required(features.cells, "cell")
+        # Far cells have phases of many turns; Metal has no float64.
+        exact = torch.float32 if cells.device.type == "mps" else torch.float64
+        steps = torch.arange(self.dim // 4, device=cells.device, dtype=exact)
+        phases = (cells.to(exact) + 1).unsqueeze(-2) * torch.exp(-self.decay * steps).unsqueeze(-1)
+        return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3).float()
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of channel pairs whose gradient to the angles needs no more than what it returned."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, turns: Tensor) -> Tensor:
+        out = _rotated(x, turns[:, None, 0].to(x.dtype), turns[:, None, 1].to(x.dtype))
+        ctx.save_for_backward(out, turns)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        out, turns = ctx.saved_tensors
+        cos, sin = turns[:, None, 0].to(grad.dtype), turns[:, None, 1].to(grad.dtype)
+        # d(out)/d(angle) is `out` turned by a quarter; the angle's gradient goes back through (cos, sin).
+        first, second = out.chunk(2, dim=-1)
+        grad_first, grad_second = grad.chunk(2, dim=-1)
+        angle = (first * grad_second - second * grad_first).sum(1).to(turns.dtype)
+        grad_turns = torch.stack([-angle * turns[:, 1], angle * turns[:, 0]], dim=1)
+        return _rotated(grad, cos, -sin), grad_turns
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn the channel pairs of x (T, heads, head_dim) by `turns` (T, 2, head_dim/2) = (cos, sin)."""
+    return _Rotate.apply(x, turns)

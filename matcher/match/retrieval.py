@@ -1,0 +1,197 @@
+"""Which pictures look alike: one global descriptor a picture, aggregated from its local ones; no download.
+
+VLAD (Jégou et al., Aggregating local descriptors into a compact image representation, CVPR 2010) over a
+vocabulary learned from the collection itself, every word's residual normalised by itself (Arandjelović and
+Zisserman, All about VLAD, CVPR 2013), folded by signed hashing (Weinberger et al., Feature hashing for large
+scale multitask learning, ICML 2009) to a length that a million pictures can afford.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from matcher.data.features import Features
+from matcher.errors import UsageError
+from matcher.match.steering import STEERABLE, TURNS, positions
+
+WORDS = 512
+LENGTH = 8192  # of a global descriptor; WORDS · D where that is less
+STRONGEST = 1024  # keypoints of a picture that are looked at; more find fewer of the true pairs
+_SAMPLED_PICTURES, _SAMPLED_POINTS = 512, 65_536  # the vocabulary is learned from
+_POINTS_A_WORD = 16  # at least, or the words would be the points themselves
+_ROUNDS = 8  # of k-means
+_ROWS = 4096  # compared at once
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Words that local descriptors are assigned to, and how their residuals are folded."""
+
+    words: np.ndarray  # (W, D) float32
+    target: np.ndarray  # (W · D,) int64 where each residual is added
+    sign: np.ndarray  # (W · D,) float32, +1 or −1
+    length: int
+
+    def describe(self, descriptors: np.ndarray) -> np.ndarray:
+        """Local descriptors (N, D) → a global one (length,) of unit length; zeros without any.
+
+        Raises:
+            UsageError: descriptors of another size.
+        """
+        count, size = self.words.shape
+        if descriptors.ndim != 2 or descriptors.shape[1] != size:
+            raise UsageError(f"descriptors of size {size} are needed, not of shape {descriptors.shape}")
+        local = _unit_rows(descriptors)
+        nearest = _nearest_word(local, self.words)
+        residuals = _sum_by(local - self.words[nearest], nearest, count)
+        residuals = _unit_rows(residuals).ravel() * self.sign
+        folded = np.bincount(self.target, weights=residuals, minlength=self.length)
+        return (folded / max(float(np.linalg.norm(folded)), 1e-12)).astype(np.float32)
+
+
+def learn_vocabulary(
+    sample: np.ndarray, *, words: int = WORDS, length: int = LENGTH, seed: int = 0
+) -> Vocabulary:
+    """A vocabulary by k-means on a sample (S, D) of local descriptors.
+
+    Raises:
+        UsageError: an empty sample, or one that is not a table.
+    """
+    if sample.ndim != 2 or len(sample) == 0:
+        raise UsageError(f"a vocabulary is learned from local descriptors (S, D), not from {sample.shape}")
+    rng = np.random.default_rng(seed)
+    local = _unit_rows(sample)
+    words = min(words, max(1, len(local) // _POINTS_A_WORD))
+    centres = local[rng.choice(len(local), words, replace=False)]
+    for _ in range(_ROUNDS):
+        nearest = _nearest_word(local, centres)
+        counts = np.bincount(nearest, minlength=len(centres))
+        means = _sum_by(local, nearest, len(centres)) / np.maximum(counts, 1)[:, None]
+        centres = np.where(counts[:, None] > 0, means, local[rng.choice(len(local), len(centres))])
+        centres = centres.astype(np.float32)
+    length = min(length, centres.size)
+    if length == centres.size:
+        target, sign = np.arange(length), np.ones(length, np.float32)
+    else:
+        target = rng.integers(0, length, centres.size)
+        sign = rng.choice(np.array([-1, 1], np.float32), centres.size)
+    return Vocabulary(centres, target, sign, length)
+
+
+def similar_pairs(
+    names: Sequence[str], features: Callable[[str], Features], k: int, *, seed: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Each picture with the `k` that look most like it, every pair once, in the order of `names`.
+
+    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB a picture are, or
+    64 kB where descriptors can be turned: then pictures are compared in all four positions. A picture without
+    keypoints is in no pair.
+
+    Args:
+        names: pictures.
+        features: the features of a picture, unbatched.
+        k: neighbours; a picture may be in more pairs, as the neighbour of others.
+        seed: of the vocabulary.
+
+    Raises:
+        UsageError: k below 1, or descriptors of several sizes.
+    """
+    if k < 1:
+        raise UsageError(f"similar pairs need at least 1 neighbour, not {k}")
+    names = list(dict.fromkeys(names))
+    rng = np.random.default_rng(seed)
+    chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_PICTURES)).astype(int)
+    share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
+    samples, kinds = [], set()
+    for index in chosen.tolist():
+        described = features(names[index])
+        kinds.add(described.kind)
+        local = _strongest(described)
+        samples.append(local[rng.permutation(len(local))[:share]])
+    samples = [sample for sample in samples if len(sample)]
+    if len({sample.shape[1] for sample in samples}) > 1:
+        raise UsageError("the pictures have descriptors of several sizes; extract them with one front end")
+    if not samples:
+        return
+    vocabulary = learn_vocabulary(np.concatenate(samples), seed=seed)
+    kind = kinds.pop() if len(kinds) == 1 else "any"
+    tables = np.zeros((TURNS if kind == STEERABLE else 1, len(names), vocabulary.length), np.float16)
+    for index, name in enumerate(names):
+        local = _strongest(features(name))
+        for table, position in zip(tables, positions(local, kind), strict=True):
+            if len(local):
+                table[index] = vocabulary.describe(position)
+    for first, second in neighbour_pairs(tables[0], k, tables[1:]).tolist():
+        yield names[first], names[second]
+
+
+def neighbour_pairs(table: np.ndarray, k: int, turned: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """(P, 2) int64 pairs i < j of rows where one is among the `k` most similar of the other, sorted.
+
+    Args:
+        table: (I, G) global descriptors of unit length; rows of zeros are in no pair.
+        k: neighbours of a row.
+        turned: (I, G) each, the same pictures in other positions; a pair is as similar as in the best one.
+    """
+    usable = np.flatnonzero(np.any(table != 0, axis=1))
+    k = min(k, len(usable) - 1)
+    if k < 1:
+        return np.zeros((0, 2), np.int64)
+    keys = []
+    for start in range(0, len(usable), _ROWS):
+        rows = usable[start : start + _ROWS]
+        best = _most_similar(table, rows, usable, k, turned)
+        ends = np.stack([np.repeat(rows, k), best.ravel()])
+        keys.append(ends.min(axis=0) * len(table) + ends.max(axis=0))
+    unique = np.unique(np.concatenate(keys))
+    return np.column_stack(np.divmod(unique, len(table)))
+
+
+def _most_similar(
+    table: np.ndarray, rows: np.ndarray, usable: np.ndarray, k: int, turned: Sequence[np.ndarray]
+) -> np.ndarray:
+    """(R, k) the rows most similar to each of `rows`, itself left out, block by block."""
+    queries = [position[rows].astype(np.float32) for position in (table, *turned)]
+    similarity = np.zeros((len(rows), 0), np.float32)
+    index = np.zeros((len(rows), 0), np.int64)
+    for start in range(0, len(usable), _ROWS):
+        columns = usable[start : start + _ROWS]
+        others = table[columns].astype(np.float32).T
+        block = np.maximum.reduce([query @ others for query in queries])
+        block[rows[:, None] == columns] = -np.inf
+        similarity = np.concatenate([similarity, block], axis=1)
+        index = np.concatenate([index, np.broadcast_to(columns, block.shape)], axis=1)
+        kept = np.argpartition(-similarity, min(k, similarity.shape[1]) - 1, axis=1)[:, :k]
+        similarity, index = np.take_along_axis(similarity, kept, 1), np.take_along_axis(index, kept, 1)
+    return index
+
+
+def _strongest(features: Features) -> np.ndarray:
+    """(n, D) float32 descriptors of the strongest keypoints."""
+    scores, mask = features.scores.cpu().numpy(), features.mask.cpu().numpy()
+    order = np.argsort(-np.where(mask, scores, -np.inf), kind="stable")[: min(STRONGEST, int(mask.sum()))]
+    return features.descriptors.cpu().float().numpy()[order]
+
+
+def _unit_rows(rows: np.ndarray) -> np.ndarray:
+    rows = np.asarray(rows, dtype=np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def _nearest_word(local: np.ndarray, words: np.ndarray) -> np.ndarray:
+    half = np.square(words).sum(axis=1) / 2
+    parts = [local[start : start + _ROWS] @ words.T - half for start in range(0, len(local), _ROWS)]
+    return np.concatenate([part.argmax(axis=1) for part in parts]) if parts else np.zeros(0, np.int64)
+
+
+def _sum_by(rows: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
+    """(groups, D) sums of the rows of each group."""
+    order = np.argsort(group, kind="stable")
+    used, first = np.unique(group[order], return_index=True)
+    sums = np.zeros((groups, rows.shape[1]), np.float32)
+    if len(used):
+        sums[used] = np.add.reduceat(rows[order], first, axis=0)
+    return sums

@@ -1,0 +1,212 @@
+"""Log-domain optimal transport with dustbins, a pair at a time.
+
+SuperGlue (Sarlin et al. 2020), section 3.2; stabilised scaling after Schmitzer 2019, "Stabilized sparse
+scaling algorithms for entropy regularized transport problems", section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matcher.kernels import absorb_compiled
+from matcher.match.network.blocks import LEAST_EXPONENT, exponentials, row_blocks
+
+# Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.
+SCALING_LIMIT = 1e12
+
+
+@dataclass(frozen=True, eq=False)
+class Potentials:
+    """Dual potentials of a transport problem: log P = scores + u + v."""
+
+    u: Tensor  # (B, N+1)
+    v: Tensor  # (B, M+1)
+    iterations: Tensor  # (B,) int64
+    converged: Tensor  # (B,) bool
+
+
+def log_masses(
+    scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log masses of rows (B, N+1) and columns (B, M+1).
+
+    A valid point has mass 1, a masked one 0, each dustbin the number of valid points of the other image.
+    """
+    batch, rows, columns = scores.shape
+    valid0 = scores.new_ones(batch, rows - 1) if mask0 is None else mask0.to(scores.dtype)
+    valid1 = scores.new_ones(batch, columns - 1) if mask1 is None else mask1.to(scores.dtype)
+    mu = torch.cat([valid0, valid1.sum(1, keepdim=True)], dim=1)
+    nu = torch.cat([valid1, valid0.sum(1, keepdim=True)], dim=1)
+    return mu.log(), nu.log()
+
+
+def sinkhorn(
+    scores: Tensor,
+    mask0: Tensor | None = None,
+    mask1: Tensor | None = None,
+    *,
+    max_iterations: int = 100,
+    tolerance: float | None = 1e-2,
+    start: Potentials | None = None,
+) -> Potentials:
+    """Scale exp(scores) until its rows and columns have their masses.
+
+    Args:
+        scores: (B, N+1, M+1) with the dustbins last.
+        mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
+        max_iterations: row and column updates at most, one at least.
+        tolerance: stop a pair once its rows are right to this, see `row_error`; None runs all iterations,
+            rows first. With a tolerance the side of fewer points comes first (between equals the one of
+            lower dustbins), so that swapping the images transposes the plan to rounding.
+        start: of similar scores under the same masks; none: rows of maximum 0.
+
+    Returns:
+        Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
+    """
+    scores = scores.detach().float()
+    log_mu, log_nu = log_masses(scores, mask0, mask1)
+    solve = _solve if mask0 is None and mask1 is None else _solve_valid
+    starts = [None] * len(scores) if start is None else zip(start.u, start.v, strict=True)
+    problems = map(Problem, scores, log_mu, log_nu, starts)
+    u, v, iterations, converged = zip(
+        *(solve(problem, max_iterations, tolerance) for problem in problems), strict=True
+    )
+    device = scores.device
+    return Potentials(
+        torch.stack(u),
+        torch.stack(v),
+        torch.tensor(iterations, device=device),
+        torch.tensor(converged, device=device),
+    )
+
+
+class Problem(NamedTuple):
+    """One pair."""
+
+    scores: Tensor  # (N+1, M+1)
+    log_mu: Tensor  # (N+1,)
+    log_nu: Tensor  # (M+1,)
+    start: tuple[Tensor, Tensor] | None  # potentials (N+1,), (M+1,) to begin with
+
+
+Solution = tuple[Tensor, Tensor, int, bool]  # potentials (N+1,), (M+1,), iterations, converged
+
+
+def _solve_valid(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+    """`_solve` for the points and dustbins of one pair that have mass; the others' potentials are −inf."""
+    scores, log_mu, log_nu, start = problem
+    u, v = torch.full_like(log_mu, -math.inf), torch.full_like(log_nu, -math.inf)
+    rows, columns = (x.isfinite().nonzero().squeeze(1) for x in (log_mu, log_nu))
+    if not len(rows) or not len(columns):
+        return u, v, 1, True
+    start = start and (start[0][rows], start[1][columns])
+    inner = Problem(scores[rows[:, None], columns], log_mu[rows], log_nu[columns], start)
+    u[rows], v[columns], iterations, converged = _solve(inner, max_iterations, tolerance)
+    return u, v, iterations, converged
+
+
+def _solve(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+    scores, log_mu, log_nu, start = problem
+    if tolerance is not None and columns_first(scores, log_mu, log_nu):
+        turned = Problem(scores.t(), log_nu, log_mu, start and start[::-1])
+        v, u, iterations, converged = _sinkhorn_pair(turned, max_iterations, tolerance)
+        return u, v, iterations, converged
+    return _sinkhorn_pair(problem, max_iterations, tolerance)
+
+
+def columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
+    """Whether the columns come first, in a way that does not depend on which image is called 0."""
+    if log_mu[-1] != log_nu[-1]:
+        return bool(log_mu[-1] < log_nu[-1])  # a dustbin counts the points of the other side
+    return bool(scores[-1, :-1].sum() < scores[:-1, -1].sum())
+
+
+def row_error(ratios: Tensor) -> float:
+    """How wrong the rows of a plan are, from the ratios (N+1,) of their sums to their masses.
+
+    The relative error of the points' rows as a vector, ‖sums − 1‖ / ‖1‖, or that of the dustbin's row if it
+    is greater. Single points between two partners take several times the iterations of all others, and would
+    alone decide if the greatest error counted.
+    """
+    errors = (ratios - 1).abs_()
+    points = errors[:-1]
+    return max(float(points.norm()) / max(len(points), 1) ** 0.5, float(errors[-1]))
+
+
+def _sinkhorn_pair(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+    """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
+
+    Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
+    """
+    scores, log_mu, log_nu, start = problem
+    masses = torch.cat([log_mu, log_nu]).exp_()
+    ones = torch.ones_like(masses)
+    u, v = start or (-scores.amax(1), torch.zeros_like(log_nu))
+    rows = len(log_mu)
+    kernel, iterations = ScaledKernel(scores, u, v), 1
+    scales = kernel.update(ones, masses)
+    while True:
+        low, high = scales.aminmax()
+        if not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT):
+            # Redo this update in the log domain from the last absorbed potentials, then absorb.
+            safe = scales.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0).log_()
+            u, v = _log_iteration(scores, u + safe[:rows], v + safe[rows:], log_mu, log_nu)
+            kernel, scales = ScaledKernel(scores, u, v), ones
+        if tolerance is None and iterations >= max_iterations:
+            converged = False
+            break
+        following = kernel.update(scales, masses)
+        # A row's next scale is its mass over its sum, so this is how much too large its sum is.
+        converged = tolerance is not None and row_error(scales[:rows] / following[:rows]) <= tolerance
+        if converged or iterations >= max_iterations:
+            break
+        scales = following
+        iterations += 1
+    return u + scales[:rows].log(), v + scales[rows:].log(), iterations, converged
+
+
+class ScaledKernel:
+    """exp(scores + u + v), whose rows and columns are then scaled."""
+
+    def __init__(self, scores: Tensor, u: Tensor, v: Tensor) -> None:
+        kernel = absorbed(scores, u, v)
+        self.rows = len(kernel)
+        self.blocks = [
+            (part, kernel[part], kernel[part].t()) for part in row_blocks(*kernel.shape, kernel.device)
+        ]
+
+    def update(self, scales: Tensor, masses: Tensor) -> Tensor:
+        """The next scales of rows and columns (N+M,) for masses (N+M,); the kernel is read once."""
+        out = torch.empty_like(masses)
+        old, row_scales, row_masses = scales[self.rows :], out[: self.rows], masses[: self.rows]
+        columns = torch.zeros_like(old)
+        for part, block, turned in self.blocks:
+            scale = row_scales[part]
+            torch.div(row_masses[part], torch.mv(block, old), out=scale)
+            columns.addmv_(turned, scale)
+        torch.div(masses[self.rows :], columns, out=out[self.rows :])
+        return out
+
+
+def absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """exp(scores + u + v) of (N, M), (N,), (M,), at least e⁻⁸⁰."""
+    if (kernel := absorb_compiled(scores, u, v, LEAST_EXPONENT)) is not None:
+        return kernel
+    kernel = torch.empty_like(scores)
+    for part in row_blocks(*scores.shape, scores.device):
+        torch.add(scores[part], u[part, None], out=kernel[part])
+        exponentials(kernel[part].add_(v))
+    return kernel
+
+
+def _log_iteration(
+    scores: Tensor, u: Tensor, v: Tensor, log_mu: Tensor, log_nu: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One row and one column update in the log domain."""
+    u = log_mu - torch.logsumexp(scores + v, dim=1)
+    return u, log_nu - torch.logsumexp(scores + u[:, None], dim=0)

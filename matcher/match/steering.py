@@ -1,0 +1,90 @@
+"""Descriptors that can be turned: which quarter turn brings a picture to the other one.
+
+A descriptor of the front end `learned` is trained to have four groups of values that move on by one when its
+picture is turned by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle between
+two pictures, turning one's descriptors by the right quarter leaves 45 degrees or less, and the picture need
+not be looked at again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matcher.data.features import Features
+
+TURNS = 4  # quarter turns of a full one; a descriptor has a group of values for each
+STEERABLE = "learned"  # the front end whose descriptors these are
+# Clockwise quarter turns that EXIF orientations without a mirror ask for.
+EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}
+
+_LOOKED_AT = 256  # points of each picture, the best ones when they come from their front end
+_DOUBT = 1.15  # a turn must have so many times the evidence of no turn
+# What EXIF calls a picture that needs one turn more than orientation 1 … 8; 0 is unused.
+_TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
+
+
+def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
+    """Descriptors (B, N, D) as they would be after turns[b] (B,) clockwise quarter turns of picture b."""
+    groups = descriptors.unflatten(-1, (TURNS, -1))
+    order = (torch.arange(TURNS, device=turns.device) - turns[:, None]) % TURNS
+    return groups.gather(2, order[:, None, :, None].expand_as(groups)).flatten(-2)
+
+
+def positions(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
+    """Descriptors (N, D) of a picture as it is and, where the front end's can be turned, after each quarter
+    turn."""
+    count, size = descriptors.shape
+    turns = TURNS if kind == STEERABLE else 1
+    groups = descriptors.reshape(count, turns, size // turns)
+    return [np.roll(groups, turn, axis=1).reshape(count, size) for turn in range(turns)]
+
+
+def aligned(features0: Features, features1: Features, kind: str) -> Features:
+    """`features1` of B pairs turned by quarters to fit `features0` best.
+
+    Points stay where they are; their EXIF orientation says the turn.
+
+    Args:
+        features0, features1: batches.
+        kind: the front end that made them; features of one whose descriptors do not turn are returned as
+            they are.
+    """
+    if kind != STEERABLE or 0 in (len(features0), len(features1)):
+        return features1
+    turns = quarter_turns(features0, features1)
+    if not bool(turns.any()):
+        return features1
+    exif, further = features1.exif, torch.tensor(_TURNED_EXIF, device=turns.device)
+    for count in range(1, TURNS):
+        exif = torch.where(turns >= count, further[exif], exif)
+    return replace(features1, descriptors=steered(features1.descriptors, turns), exif=exif)
+
+
+@torch.no_grad()
+def quarter_turns(features0: Features, features1: Features) -> Tensor:
+    """(B,) clockwise quarter turns of picture 1 after which its descriptors are most like those of picture 0.
+
+    The evidence for a turn is the sum of the similarities of mutually nearest descriptors.
+    """
+    own, others = (f.descriptors[:, :_LOOKED_AT].float() for f in (features0, features1))
+    held, there = (f.mask[:, :_LOOKED_AT] for f in (features0, features1))
+    barred = ~(held[:, :, None] & there[:, None])
+    every = torch.arange(TURNS, device=others.device)
+    with torch.autocast(own.device.type, enabled=False):
+        evidence = torch.stack(
+            [_evidence(own @ steered(others, turn.expand(len(own))).mT, barred) for turn in every]
+        )
+    evidence[0] *= _DOUBT
+    return evidence.argmax(0)
+
+
+def _evidence(similarity: Tensor, barred: Tensor) -> Tensor:
+    """(B,) of similarities (B, N, M), of which those barred do not count."""
+    similarity = similarity.masked_fill(barred, -1.0)
+    best, chosen = similarity.max(2)
+    mutual = similarity.amax(1).gather(1, chosen) == best
+    return (best.clamp(min=0) * mutual).sum(1)

@@ -1,0 +1,124 @@
+"""What the page does with two photos, apart from how it looks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from matcher.config import GeometryKind
+from matcher.data.result import Result
+from matcher.drawing.canvas import figure_pixels
+from matcher.drawing.matches import draw_matches
+from matcher.errors import UsageError
+from matcher.explain.report.report import report_page
+from matcher.match.network.inference import AttentionMatcher
+from matcher.pipeline import Pipeline, load
+from matcher.presets import DEFAULT_PRESET
+from matcher.verify.estimation import RobustEstimator
+
+_KEPT = 2  # pipelines in memory; each holds a network
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user may set."""
+
+    preset: str = DEFAULT_PRESET
+    threshold: float | None = None  # least score of a match; this and what follows: None is the preset's own
+    max_keypoints: int | None = None  # a picture
+    resize: int | None = None  # pixels, longer side
+    geometry: GeometryKind = "fundamental"
+    max_error: float | None = None  # pixels of the resized picture, of an inlier
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the page shows."""
+
+    pipeline: Pipeline
+    result: Result
+    picture: np.ndarray  # (H, W, 3) uint8, the matches drawn
+    report: bytes | None  # HTML; None where the preset has no network to explain
+
+
+@dataclass(eq=False)
+class Matching:
+    """Pipelines by what was chosen; one pair is matched at a time."""
+
+    device: str = "auto"
+    max_pixels: int | None = None
+    _pipelines: OrderedDict[Choices, Pipeline] = field(default_factory=OrderedDict)
+    _busy: Lock = field(default_factory=Lock)
+
+    def answer(self, image0: Path, image1: Path, choices: Choices, *, explained: bool = True) -> Answer:
+        """Match two photos.
+
+        Raises:
+            ImageError: a picture cannot be read.
+            UsageError: choices that do not fit each other.
+            IntegrityError: weights that are not here; the message says how to get them.
+        """
+        with self._busy:
+            pipeline = self._pipeline(choices)
+            images = pipeline.read(image0), pipeline.read(image1)
+            result = pipeline.match(image0, image1)
+            told = explained and isinstance(pipeline.matcher, AttentionMatcher)
+            report = report_page(pipeline, images, result) if told else None
+        verified = result.geometry.status != "not_estimated"
+        figure = draw_matches(
+            *images,
+            result.points0,
+            result.points1,
+            scores=result.scores,
+            inliers=result.geometry.inliers if verified else None,
+            keypoints0=result.features0.keypoints.cpu().numpy(),
+            keypoints1=result.features1.keypoints.cpu().numpy(),
+        )
+        return Answer(pipeline, result, figure_pixels(figure), report)
+
+    def _pipeline(self, choices: Choices) -> Pipeline:
+        if choices not in self._pipelines:
+            self._pipelines[choices] = self._load(choices)
+        self._pipelines.move_to_end(choices)
+        while len(self._pipelines) > _KEPT:
+            self._pipelines.popitem(last=False)
+        return self._pipelines[choices]
+
+    def _load(self, choices: Choices) -> Pipeline:
+        pipeline = load(
+            choices.preset,
+            device=self.device,
+            match_threshold=choices.threshold,
+            max_keypoints=choices.max_keypoints,
+            resize=choices.resize,
+            geometry=choices.geometry,
+            max_pixels=self.max_pixels,
+        )
+        if choices.max_error is None:
+            return pipeline
+        if not choices.max_error > 0:
+            raise UsageError(
+                f"the largest error of an inlier must be above 0 pixels, not {choices.max_error:g}"
+            )
+        name = "max_reprojection_error" if choices.geometry == "homography" else "max_epipolar_error"
+        estimation = replace(pipeline.config.estimation, **{name: choices.max_error})
+        config = replace(pipeline.config, estimation=estimation)
+        return replace(pipeline, config=config, estimator=RobustEstimator(estimation))
+
+
+def geometry_rows(result: Result) -> list[list[Any]]:
+    """What and value, for a table: status, inliers and the matrix row by row."""
+    geometry = result.geometry
+    rows: list[list[Any]] = [
+        ["geometry", geometry.kind],
+        ["status", geometry.status],
+        ["inliers", int(geometry.inliers.sum())],
+    ]
+    for number, line in enumerate([] if geometry.matrix is None else geometry.matrix, 1):
+        rows.append([f"matrix, row {number}", "  ".join(f"{value:.6g}" for value in line)])
+    return rows

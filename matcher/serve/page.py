@@ -1,0 +1,151 @@
+"""How the page looks: gradio's parts, put together. Nothing is fetched or told elsewhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gradio as gr
+
+from matcher.data.result import Result
+from matcher.errors import MatcherError
+from matcher.files import write_whole
+from matcher.pipeline import Pipeline
+from matcher.presets import DEFAULT_PRESET, PRESETS
+from matcher.serve.matching import Choices, Matching, geometry_rows
+
+if TYPE_CHECKING:
+    from gradio.themes import Base
+
+# What turns a result into the bytes of a file with this suffix, and what says it in a few lines.
+Export = Callable[[Result, Pipeline, str], bytes]
+Summary = Callable[[Result, Pipeline], str]
+_GEOMETRIES = ["fundamental", "homography", "none"]  # essential needs cameras
+
+
+def build_page(matching: Matching, folder: Path, export: Export, summarise: Summary) -> gr.Blocks:
+    """The page.
+
+    Args:
+        matching: what does the work.
+        folder: where files to be downloaded are kept while the page runs.
+        export, summarise: see `Export` and `Summary`.
+    """
+
+    def press(file0: str | None, file1: str | None, *values: Any) -> tuple:
+        if not (file0 and file1):
+            raise _refusal("Choose two photos first.")
+        *numbers, explained = values
+        try:
+            answer = matching.answer(Path(file0), Path(file1), _choices(*numbers), explained=explained)
+        except MatcherError as error:
+            raise _refusal(html.escape(str(error))) from None
+        result, pipeline = answer.result, answer.pipeline
+        arrays, report = folder / "matches.npz", folder / "report.html"
+        write_whole(arrays, export(result, pipeline, ".npz"))
+        if answer.report is not None:
+            write_whole(report, answer.report)
+        return (
+            _without_folders(summarise(result, pipeline), file0, file1),
+            answer.picture,
+            geometry_rows(result),
+            str(arrays),
+            None if answer.report is None else str(report),
+            _frame(answer.report),
+        )
+
+    with gr.Blocks(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        gr.Markdown("## matcher\nDrop two photos, press the button. They stay on this machine.")
+        with gr.Row():
+            files = [
+                gr.File(label=f"photo {side}", type="filepath", height=120, elem_id=f"photo{side}")
+                for side in (0, 1)
+            ]
+        inputs = _inputs()
+        button = gr.Button("Match", variant="primary", elem_id="match")
+        shown = _outputs()
+        button.click(
+            press,
+            [*files, *inputs],
+            shown,
+            concurrency_limit=1,
+            api_visibility="private",
+            show_progress="full",
+        )
+    return page
+
+
+def _inputs() -> list:
+    with gr.Row():
+        preset = gr.Dropdown(list(PRESETS), value=DEFAULT_PRESET, label="preset")
+        geometry = gr.Dropdown(_GEOMETRIES, value="fundamental", label="geometry")
+    with gr.Row():
+        own = "0: the preset's own"
+        threshold = gr.Number(
+            0, minimum=0, label="least score of a match, 0 to 1", info=own, elem_id="threshold"
+        )
+        error = gr.Number(0, minimum=0, label="largest error of an inlier, px", info=own, elem_id="error")
+        keypoints = gr.Number(
+            0, minimum=0, label="keypoints a picture", info=own, precision=0, elem_id="keypoints"
+        )
+        resize = gr.Number(0, minimum=0, label="longer side, px", info=own, precision=0, elem_id="resize")
+    explained = gr.Checkbox(True, label="make the report (attention, exit, pruning)")
+    return [preset, geometry, threshold, error, keypoints, resize, explained]
+
+
+def _outputs() -> list:
+    summary = gr.Textbox(label="counts", lines=5, elem_id="counts", interactive=False)
+    picture = gr.Image(
+        show_label=False,
+        format="png",
+        interactive=False,
+        buttons=["download", "fullscreen"],
+        elem_id="picture",
+    )
+    with gr.Row():
+        geometry = gr.Dataframe(
+            headers=["what", "value"], label="geometry", interactive=False, elem_id="geometry", wrap=True
+        )
+        with gr.Column():
+            arrays = gr.File(label="keypoints, matches and geometry (npz)", elem_id="npz", interactive=False)
+            report = gr.File(label="report (HTML)", elem_id="report", interactive=False)
+    return [summary, picture, geometry, arrays, report, gr.HTML(elem_id="told")]
+
+
+def _choices(
+    preset: str,
+    geometry: str,
+    threshold: float | None,
+    error: float | None,
+    keypoints: int | None,
+    resize: int | None,
+) -> Choices:
+    return Choices(preset, threshold or None, keypoints or None, resize or None, geometry, error or None)
+
+
+def _without_folders(text: str, *files: str) -> str:
+    """Names as the user gave them: where uploads lie means nothing to anyone."""
+    for file in files:
+        text = text.replace(file, Path(file).name)
+    return text
+
+
+def _refusal(text: str) -> gr.Error:
+    """A message that can be read at leisure."""
+    return gr.Error(text, duration=20, print_exception=False)
+
+
+def _frame(report: bytes | None) -> str:
+    """The report inside the page, in a frame that may run its own script and do nothing else."""
+    if report is None:
+        return "<p>No report: it was not asked for, or this preset has no network to explain.</p>"
+    text = html.escape(report.decode())
+    style = "width: 100%; height: 1400px; border: 1px solid #ccc"
+    return f'<iframe title="report" sandbox="allow-scripts" style="{style}" srcdoc="{text}"></iframe>'
+
+
+def plain_theme() -> Base:
+    """A theme with the fonts that the machine has."""
+    return gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])

@@ -1,0 +1,146 @@
+"""The page as a server of this machine: bound to 127.0.0.1, closed to other sites, without telemetry."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from matcher.errors import UsageError
+from matcher.serve.matching import Matching
+
+HOST = "127.0.0.1"
+MAX_MEGABYTES = 50  # of an upload
+_PORTS = 20  # tried, from the wanted one on
+# Whatever the page's own code may want, the browser asks nobody but this server.
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "connect-src 'self'; worker-src 'self' blob:; frame-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
+)
+
+
+def serve(
+    export: Callable,
+    summarise: Callable,
+    *,
+    port: int = 7860,
+    device: str = "auto",
+    max_megabytes: int = MAX_MEGABYTES,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Run the page until it is interrupted.
+
+    Args:
+        export, summarise: see `page.build_page`.
+        port: the first that is tried; 0 takes any.
+        device: where networks run.
+        max_megabytes: larger uploads are refused.
+        tell: is given the address once it is known.
+
+    Raises:
+        UsageError: gradio is not installed, or no port is free.
+    """
+    listening = _listen(port)
+    with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
+        # gradio reads these when it is imported.
+        os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
+        app = build_app(Path(scratch), export, summarise, device, max_megabytes)
+        import uvicorn
+
+        tell(f"http://{HOST}:{listening.getsockname()[1]}")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        server.run(sockets=[listening])
+
+
+# Nothing that gradio adds by itself: no server of its own, no monitoring, no history, no installable page.
+_PLAIN = {
+    "ssr_mode": False,
+    "show_error": True,
+    "enable_monitoring": False,
+    "run_history": False,
+    "footer_links": [],
+    "pwa": False,
+}
+
+
+def build_app(
+    folder: Path,
+    export: Callable,
+    summarise: Callable,
+    device: str = "auto",
+    max_megabytes: int = MAX_MEGABYTES,
+) -> Callable:
+    """The page as an ASGI application.
+
+    Args:
+        folder: of files that are made for download; it should be of this page alone.
+        export, summarise: see `page.build_page`.
+        device: where networks run.
+        max_megabytes: larger uploads are refused.
+
+    Raises:
+        UsageError: gradio is not installed.
+    """
+    try:
+        import fastapi
+        import gradio
+        import uvicorn  # noqa: F401
+        from fastapi.middleware.trustedhost import TrustedHostMiddleware
+
+        from matcher.serve.page import build_page, plain_theme
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("matcher"):
+            raise
+        raise UsageError(
+            f"the page needs gradio and what it runs on ({error.name} is absent): pip install 'matcher[app]'"
+        ) from None
+    made = folder / "made"
+    made.mkdir(exist_ok=True)
+    app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    page = build_page(Matching(device), made, export, summarise)
+    page.queue(max_size=20, api_open=False)
+    limits = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
+    gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **limits, **_PLAIN)
+    # A name that another site points at this machine is not ours (DNS rebinding).
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    return _with_policy(app)
+
+
+def _with_policy(app: Callable) -> Callable:
+    """Every answer carries the content-security policy."""
+    headers = [(b"content-security-policy", _POLICY.encode()), (b"referrer-policy", b"no-referrer")]
+
+    async def answer(scope: dict, receive: Callable, send: Callable) -> None:
+        async def marked(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            await send(message)
+
+        await app(scope, receive, marked if scope["type"] == "http" else send)
+
+    return answer
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket on the first free port.
+
+    Raises:
+        UsageError: none of them is free.
+    """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"a port is a number from 0 to 65535, not {port}")
+    for candidate in [port] if port == 0 else range(port, min(port + _PORTS, 65536)):
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((HOST, candidate))
+            listening.listen()  # only now is the port taken
+        except OSError:
+            listening.close()
+            continue
+        return listening
+    raise UsageError(f"no port from {port} to {port + _PORTS - 1} can be used; name another one (--port)")

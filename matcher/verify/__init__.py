@@ -1,0 +1,1 @@
+"""Matches → two-view geometry."""

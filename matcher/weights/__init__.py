@@ -1,0 +1,1 @@
+"""Weights files: those shipped, and the published ones of others."""

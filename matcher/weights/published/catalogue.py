@@ -1,0 +1,152 @@
+"""The field's published weights by name, and where they lie on this machine."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from torch import nn
+
+from matcher.config import ExtractorConfig, from_dict
+from matcher.errors import IntegrityError, UsageError
+from matcher.files import cache_folder
+from matcher.match.network.model import Model
+from matcher.presets import unknown_name
+from matcher.weights.files import fill_front_end, load_model, read_manifest, verify
+
+CATALOGUE = Path(__file__).with_name("catalogue.toml")
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """One file, wherever it lies."""
+
+    urls: tuple[str, ...]  # the source first, then its mirrors
+    sha256: str = ""  # empty where it is not known
+    bytes: int = 0  # 0 where it is not known
+    part: str = ""  # what our names have before the file's
+
+    @property
+    def name(self) -> str:
+        """As it is published."""
+        return PurePosixPath(urlsplit(self.urls[0]).path).name
+
+
+@dataclass(frozen=True)
+class Published:
+    """Published weights of one preset's network or one front end."""
+
+    name: str
+    files: tuple[PublishedFile, ...]
+    megabytes: float  # about
+    licence: str
+    commercial: bool  # whether the licence allows commercial use
+    source: str
+    paper: str
+    preset: str = ""  # whose network it is, or
+    frontend: str = ""  # which front end
+    variant: str = ""  # of the front end
+    note: str = ""
+    constants: tuple[str, ...] = ()  # beginnings of names of ours that are not trained and in no file
+
+    @property
+    def folder(self) -> Path:
+        """Where the file and what is made of it lie on this machine."""
+        return cache_folder() / "weights" / self.name
+
+    @property
+    def command(self) -> str:
+        """What a user types to get it."""
+        return f"matcher weights fetch {self.name}{'' if self.commercial else ' --accept-licence'}"
+
+
+def read_catalogue(path: Path | None = None) -> dict[str, Published]:
+    """All published weights by name; `path` is another catalogue than the package's."""
+    tables = tomllib.loads((path or CATALOGUE).read_text(encoding="utf-8"))["published"]
+    rows = [from_dict(Published, table) for table in tables]
+    return {row.name: row for row in rows}
+
+
+def find_published(name: str) -> Published:
+    """The row of that name.
+
+    Raises:
+        UsageError: there is none; the message lists those that exist.
+    """
+    rows = read_catalogue()
+    if name not in rows:
+        raise UsageError(unknown_name("published weights", name, rows))
+    return rows[name]
+
+
+def locate(row: Published) -> Path:
+    """The checked weights file on this machine that was made of published weights.
+
+    Raises:
+        IntegrityError: absent or damaged; the message names the command to get it.
+    """
+    _check_presence(row)
+    manifest = read_manifest(row.folder, remedy=_remedy(row))
+    if row.name not in manifest:
+        raise IntegrityError(f"{row.folder / 'manifest.toml'} is damaged: {_remedy(row)}")
+    return verify(manifest[row.name], row.folder, remedy=_remedy(row))
+
+
+def load_weights(weights: str | Path) -> tuple[Model, str, str]:
+    """A trained network, of ours or published: as `matcher.weights.files.load_model`, which it extends.
+
+    Args:
+        weights: a name in our manifest or in the catalogue, or the path of a weights file.
+
+    Raises:
+        IntegrityError: absent or damaged; the message names the command to get it.
+    """
+    rows = read_catalogue()
+    if isinstance(weights, Path) or weights not in rows:
+        return load_model(weights)
+    row = rows[weights]
+    if not row.preset:
+        raise UsageError(f"{row.name} is a front end, not a matcher's network")
+    _check_presence(row)
+    return load_model(row.name, row.folder, remedy=_remedy(row))
+
+
+def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
+    """Put a front end's trained parameters into its network: as `fill_front_end`, which it extends.
+
+    Args:
+        network: on the CPU, in float32.
+        config: of the front end; its kind and variant say which parameters.
+        path: a converted file; None is the shipped one, or the one that `matcher weights fetch` made.
+
+    Raises:
+        IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
+    """
+    fill_front_end(network, config.kind, locate_front_end(config) if path is None else path)
+
+
+def locate_front_end(config: ExtractorConfig) -> Path:
+    """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`.
+
+    Raises:
+        IntegrityError: absent or damaged; the message names the command to get it.
+    """
+    rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
+    if not rows:
+        return verify(read_manifest()[config.kind])
+    return locate(next(row for row in rows if config.variant in (None, row.variant)))
+
+
+def _check_presence(row: Published) -> None:
+    if not (row.folder / "manifest.toml").is_file():
+        raise IntegrityError(
+            f"the published weights {row.name} are not on this machine: run `{row.command}`, or"
+            f" `matcher weights import FILE --preset {row.name}` with a file that you have"
+            f" ({row.licence}; {row.source})"
+        )
+
+
+def _remedy(row: Published) -> str:
+    return f"run `{row.command}` again"

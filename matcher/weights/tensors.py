@@ -1,0 +1,80 @@
+"""Safetensors files in memory: their header, and their tensors, checked against those that a network has.
+
+Errors are `IntegrityError` and read on after the file's name.
+"""
+
+from __future__ import annotations
+
+import json
+
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from torch import Tensor
+
+from matcher.errors import IntegrityError
+
+
+def read_header(data: bytes) -> dict[str, str]:
+    """The metadata in the header, which is 8 bytes of length (little endian), then JSON.
+
+    Raises:
+        IntegrityError: the bytes are not those of a safetensors file.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length]) if 2 <= length <= len(data) - 8 else None
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        pickle = data[:2] == b"PK" or data[:1] == b"\x80"
+        what = (
+            "is a PyTorch pickle, not a safetensors file"
+            if pickle
+            else "is not a safetensors file, or is cut short"
+        )
+        raise IntegrityError(what)
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
+    """Exactly the expected tensors, by name, numbers with a fraction as float32.
+
+    Args:
+        data: of a safetensors file.
+        expected: names and shapes.
+        owner: whose tensors they are, for the message.
+
+    Raises:
+        IntegrityError: the bytes are damaged, or tensors are missing, extra, misshaped or not finite.
+    """
+    try:
+        tensors = parse_tensors(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise IntegrityError(f"is not an intact safetensors file ({error})") from error
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    if problems := list_differences(expected, tensors):
+        raise IntegrityError(f"does not hold the tensors that {owner} asks for ({'; '.join(problems)})")
+    return tensors
+
+
+def list_differences(expected: dict[str, Tensor], found: dict[str, Tensor], limit: int = 8) -> list[str]:
+    """Missing, extra, misshaped and not finite tensors in words, `limit` of each; empty when all is well."""
+    common = [name for name in expected if name in found]
+    fitting = [name for name in common if found[name].shape == expected[name].shape]
+    shapes = [
+        f"{name} is {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
+        for name in common
+        if found[name].shape != expected[name].shape
+    ]
+    cases = {
+        "missing": [name for name in expected if name not in found],
+        "extra": [name for name in found if name not in expected],
+        "misshaped": shapes,
+        "not finite": [name for name in fitting if not bool(found[name].isfinite().all())],
+    }
+    return [
+        f"{case}: {', '.join(names[:limit])}{f' and {len(names) - limit} more' if len(names) > limit else ''}"
+        for case, names in cases.items()
+        if names
+    ]
