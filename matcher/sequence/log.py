@@ -71,7 +71,8 @@ class Log:
         """An .npz file: a row a frame, and a row for each time that a track was seen.
 
         frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam (F, 4, 4), NaN
-        there is none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth (O,).
+        where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
+        observation_depth (O,).
         """
         columns = list(zip(*self._frames, strict=True)) or [()] * 5
         points = np.concatenate(self._points) if self._points else np.zeros((0, 3), np.float32)

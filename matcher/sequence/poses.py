@@ -85,7 +85,7 @@ class Poses:
     def relative(
         self, keyframe: KeptFrame, frame: KeptFrame, links: Links
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Pose from keyframe to frame, and world_from_cam, of a frame outside the sequence; nothing is changed.
+        """Pose from keyframe to frame, and world_from_cam, of a frame outside the sequence; nothing changes.
 
         Where the keyframe's depths are not known, the first has a translation of length 1 and the second is
         None; where no pose is found, both are None.
