@@ -1,5 +1,8 @@
 """Failures whose messages are for the user; `exit_code` is what the command line returns."""
 
+# What `pip` calls this project. `matcher` on the package index is a project of somebody else.
+DISTRIBUTION = "matcher-vision"
+
 
 class MatcherError(Exception):
     """A failure whose message is for the user; `exit_code` is what the command line returns."""
@@ -23,3 +26,8 @@ class IntegrityError(MatcherError):
     """Weights or stored data that are absent or damaged."""
 
     exit_code = 5
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an optional part of this package, such as `app`; for messages."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"

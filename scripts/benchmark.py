@@ -2,8 +2,8 @@
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
-Needs `pip install 'matcher[benchmark]'`. Times are wall-clock seconds of calls that alternate in one process;
-every figure of speed in the README was made by this script. It takes about six minutes on two cores.
+Needs `pip install 'matcher-vision[benchmark]'`. Times are wall-clock seconds of calls that alternate in one
+process; every figure of speed in the README was made by this script, in about six minutes on two cores.
 """
 
 import argparse

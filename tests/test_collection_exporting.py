@@ -312,7 +312,7 @@ def test_an_absent_library_is_named_with_the_remedy(store, tmp_path, monkeypatch
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"pip install 'matcher\[sfm\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'matcher-vision\[sfm\]'"):
         export(store, form, tmp_path / OUTPUTS[form])
 
 

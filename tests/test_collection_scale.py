@@ -154,7 +154,7 @@ def test_ray_that_is_absent_is_said(tmp_path, monkeypatch, capfd):
     photos(tmp_path / "photos", 2)
     command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", *QUICK, "--engine", "ray"]
     assert main([str(part) for part in (*command, "--exhaustive")]) == 2
-    assert "pip install 'matcher[ray]'" in capfd.readouterr().err
+    assert "pip install 'matcher-vision[ray]'" in capfd.readouterr().err
 
 
 def test_similar_pictures_are_paired(tmp_path):

@@ -64,7 +64,7 @@ def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, 
     for name in [name for name in sys.modules if name.startswith("matcher.serve.page")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"pip install 'matcher\[app\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'matcher-vision\[app\]'"):
         build_app(tmp_path, as_bytes, summary)
     assert main(["serve", "--port", "0"]) == 2
     assert "gradio" in capsys.readouterr().err

@@ -222,7 +222,7 @@ def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "rerun", None)
         assert track(folders[0], "--output", tmp_path / "r.rrd") == 2
-        assert "pip install 'matcher[rerun]'" in capfd.readouterr().err
+        assert "pip install 'matcher-vision[rerun]'" in capfd.readouterr().err
     pytest.importorskip("rerun")
     if sys.platform.startswith("linux"):
         for name in ("DISPLAY", "WAYLAND_DISPLAY"):

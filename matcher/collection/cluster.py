@@ -21,7 +21,7 @@ from matcher.collection.store import Store
 from matcher.collection.workbench import Job, MatchJob, Outcome, Picture, Workbench
 from matcher.collection.workers import THREAD_VARIABLES
 from matcher.data.features import Features
-from matcher.errors import UsageError
+from matcher.errors import UsageError, install_command
 
 _QUEUED = 2  # jobs that an actor has before it
 _TICK = 0.5  # seconds after which the caller may do something else
@@ -152,7 +152,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise UsageError("--engine ray needs Ray: pip install 'matcher[ray]'") from None
+        raise UsageError(f"--engine ray needs Ray: {install_command('ray')}") from None
     return ray
 
 

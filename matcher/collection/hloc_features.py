@@ -20,7 +20,7 @@ from matcher.collection.sources import Extracted, is_text, stamp_of
 from matcher.config import NetworkConfig
 from matcher.data.features import Features
 from matcher.data.geometry import resized
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, UsageError, install_command
 from matcher.pipeline import Pipeline
 
 _OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}
@@ -116,7 +116,7 @@ class HlocFeatures:
         try:
             import h5py
         except ModuleNotFoundError:
-            raise UsageError("--features needs h5py: pip install 'matcher[sfm]'") from None
+            raise UsageError(f"--features needs h5py: {install_command('sfm')}") from None
         if not self.file.is_file():
             raise UsageError(f"{self.file} is not a file; check the path of --features")
         try:

@@ -28,7 +28,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from matcher.data.geometry import UPRIGHT, resized, upright_size
 from matcher.data.image import Image
-from matcher.errors import ImageError, MatcherError, UsageError
+from matcher.errors import ImageError, MatcherError, UsageError, install_command
 
 PathLike = str | os.PathLike[str]
 MAX_PIXELS = 178_000_000
@@ -124,7 +124,7 @@ def _open_heif(file: BinaryIO) -> PIL.Image.Image:
         from pillow_heif import HeifImageFile
     except ModuleNotFoundError:
         raise ImageError(
-            f"{file.name}: HEIC needs pillow-heif; run pip install 'matcher[heif]' or convert it to JPEG"
+            f"{file.name}: HEIC needs pillow-heif; run {install_command('heif')} or convert it to JPEG"
         ) from None
     return HeifImageFile(file)
 

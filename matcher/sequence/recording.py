@@ -12,7 +12,7 @@ import numpy as np
 
 from matcher.data.camera import Camera
 from matcher.data.image import Image
-from matcher.errors import UsageError
+from matcher.errors import UsageError, install_command
 from matcher.sequence.frames import FrameResult
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _rerun() -> ModuleType:
     try:
         import rerun
     except ModuleNotFoundError as error:
-        raise UsageError("recordings and --show need rerun: pip install 'matcher[rerun]'") from error
+        raise UsageError(f"recordings and --show need rerun: {install_command('rerun')}") from error
     return rerun
 
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from matcher.errors import UsageError
+from matcher.errors import UsageError, install_command
 from matcher.serve.matching import Matching
 
 HOST = "127.0.0.1"
@@ -96,7 +96,7 @@ def build_app(
         if (error.name or "").startswith("matcher"):
             raise
         raise UsageError(
-            f"the page needs gradio and what it runs on ({error.name} is absent): pip install 'matcher[app]'"
+            f"the page needs gradio and what it runs on ({error.name} is absent): {install_command('app')}"
         ) from None
     made = folder / "made"
     made.mkdir(exist_ok=True)

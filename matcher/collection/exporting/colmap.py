@@ -18,7 +18,7 @@ from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intri
 from matcher.collection.exporting.output import ExportReport, whole_file
 from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
 from matcher.data.matches import TwoViewGeometry
-from matcher.errors import UsageError
+from matcher.errors import UsageError, install_command
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
@@ -36,7 +36,7 @@ def import_pycolmap() -> Any:
     try:
         import pycolmap
     except ImportError as error:
-        raise UsageError("this needs pycolmap: pip install 'matcher[sfm]'") from error
+        raise UsageError(f"this needs pycolmap: {install_command('sfm')}") from error
     return pycolmap
 
 

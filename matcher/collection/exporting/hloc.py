@@ -20,7 +20,7 @@ from matcher.collection.exporting.soundness import (
     sound_pairs,
 )
 from matcher.data.features import Features
-from matcher.errors import IntegrityError, UsageError
+from matcher.errors import IntegrityError, UsageError, install_command
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage, StoredPair
@@ -40,7 +40,7 @@ def import_h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise UsageError("this needs h5py: pip install 'matcher[sfm]'") from error
+        raise UsageError(f"this needs h5py: {install_command('sfm')}") from error
     return h5py
 
 

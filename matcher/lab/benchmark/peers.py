@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from matcher.config import Precision
 from matcher.data.features import Features
-from matcher.errors import UsageError
+from matcher.errors import UsageError, install_command
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import Model
 from matcher.presets import find_preset
@@ -58,7 +58,7 @@ def transformers_superglue() -> nn.Module:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
         raise UsageError(
-            "SuperGlue is measured against transformers: pip install 'matcher[benchmark]'"
+            f"SuperGlue is measured against transformers: {install_command('benchmark')}"
         ) from error
     return seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0)))
 

@@ -1,0 +1,78 @@
+"""What the project is called where it is installed, and how its tests are started."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from matcher.errors import DISTRIBUTION, install_command
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = ("*.py", "*.md", "*.toml", "*.txt", "*.js", "*.html")
+# `matcher` on the package index is somebody else's project.
+FOREIGN = re.compile(
+    r"(pip3?|uv|pipx|uvx|poetry)\s+(install|add|run)\b[^\n`]*?[\s'\"=]matcher(?=[\s'\"\[`,;)]|$)"
+)
+
+
+def texts() -> list[Path]:
+    folders = [ROOT / name for name in ("matcher", "scripts", "tests", "weights", ".ci")]
+    found = [path for folder in folders for kind in TEXTS for path in folder.rglob(kind)]
+    return [*found, *(path for kind in TEXTS for path in ROOT.glob(kind))]
+
+
+def test_no_text_advises_to_install_the_foreign_project():
+    assert len(texts()) > 200
+    advice = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in texts()
+        if path != Path(__file__)
+        for match in FOREIGN.finditer(path.read_text("utf-8"))
+    ]
+    assert advice == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pip install matcher", "pip install 'matcher[app]'", 'uv add "matcher"', "pip install -U matcher[sfm]"],
+)
+def test_advice_of_the_foreign_project_is_seen(text):
+    assert FOREIGN.search(text)
+
+
+def test_our_own_name_is_not_taken_for_it():
+    assert not FOREIGN.search(install_command("app"))
+    assert not FOREIGN.search("pip install ./matcher-0.1.0-py3-none-any.whl")
+
+
+def test_hints_name_this_project_and_extras_that_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION != "matcher"
+    assert project["scripts"] == {"matcher": "matcher.cli:main"}
+    named = {
+        extra
+        for path in (ROOT / "matcher").rglob("*.py")
+        for extra in re.findall(r"install_command\(['\"](\w+)['\"]\)", path.read_text("utf-8"))
+    }
+    assert named == {"app", "benchmark", "heif", "ray", "rerun", "sfm"}
+    assert named < set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cores", "expected"),
+    [
+        ([], 2, ["-n", "2", "--dist", "loadfile"]),
+        (["tests/test_cli.py", "-k", "help"], 4, ["-n", "4", "--dist", "loadfile"]),
+        ([], 1, []),
+        (["-n", "0"], 8, []),
+        (["-n3"], 8, []),
+        (["--pdb"], 8, []),
+        (["--version"], 8, []),
+    ],
+)
+def test_tests_run_on_all_cores_unless_told_otherwise(arguments, cores, expected, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from run_tests import parallel
+
+    assert parallel(arguments, cores) == expected
