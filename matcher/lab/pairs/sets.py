@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matcher.errors import UsageError
-from matcher.lab.evaluate import folders, published
+from matcher.lab.pairs import folders, published
 from matcher.lab.pairs.protocols import PairSet
 from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
 
