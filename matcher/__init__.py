@@ -20,7 +20,7 @@ _PUBLIC = {
     "Image": "matcher.data.image",
     "Matches": "matcher.data.matches",
     "Result": "matcher.data.result",
-    "Sequence": "matcher.sequence.tracker",
+    "Tracker": "matcher.sequence.tracker",
     "FrameResult": "matcher.sequence.frames",
     "TwoViewGeometry": "matcher.data.matches",
     "read_image": "matcher.data.images",
@@ -31,11 +31,19 @@ _PUBLIC = {
     "IntegrityError": "matcher.errors",
 }
 
+_RENAMED = {"Sequence": "Tracker"}  # old → new; the old name goes with the next version
+
 __version__ = "0.1.0"
 __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
+    if name in _RENAMED:
+        from warnings import warn
+
+        new = _RENAMED[name]
+        warn(f"matcher.{name} is now matcher.{new}; use that name", DeprecationWarning, stacklevel=2)
+        name = new
     if name not in _PUBLIC:
         raise AttributeError(
             f"module 'matcher' has no attribute {name!r}; public names: {', '.join(_PUBLIC)}"

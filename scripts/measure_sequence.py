@@ -29,8 +29,8 @@ def main() -> None:
             os.environ[name] = str(args.threads)
 
     import matcher
-    from matcher.sequence import figures
-    from matcher.sequence.opening import MATCH_THRESHOLD as threshold
+    from matcher.lab.benchmark import sequences
+    from matcher.sequence.pipelines import MATCH_THRESHOLD as threshold
 
     network = {} if args.preset == "nearest" else {"weights": args.weights, "precision": args.precision}
     bench = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench"
@@ -45,16 +45,16 @@ def main() -> None:
     for name, pipeline in pipelines(args.max_keypoints, 1280).items():
         if "driving" in args.what:
             folder = bench / "kitti_mini" / "KITTI_sequence_1"
-            say(f"driving {name}", figures.measure_driving(folder, pipeline, frames=args.frames))
-            say(f"driving {name}, bare", figures.measure_bare(folder, pipeline, frames=args.frames))
+            say(f"driving {name}", sequences.measure_driving(folder, pipeline, frames=args.frames))
+            say(f"driving {name}, bare", sequences.measure_bare(folder, pipeline, frames=args.frames))
         if "stereo" in args.what:
             for folder in sorted((bench / "middlebury2003").glob("*/")):
-                say(f"stereo {folder.name} {name}", figures.measure_disparity(folder, pipeline))
+                say(f"stereo {folder.name} {name}", sequences.measure_disparity(folder, pipeline))
     if "latency" in args.what:
         picture = matcher.read_image(ROOT / "assets" / "view0.jpg").pixels
         for name, pipeline in pipelines(512).items():
             options = {"frames": args.frames or 200, "budget_ms": args.budget_ms}
-            say(f"latency {name}", figures.measure_latency(picture, pipeline, **options))
+            say(f"latency {name}", sequences.measure_latency(picture, pipeline, **options))
 
 
 def say(title: str, found: dict) -> None:

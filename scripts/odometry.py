@@ -55,10 +55,10 @@ parser.add_argument("--preset", default="hybrid-learned")
 args = parser.parse_args()
 camera = matcher.Camera(*map(float, args.camera.split(",")))
 K = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
-sequence = matcher.Sequence(args.preset, camera, baseline=args.baseline, max_keypoints=1024, resize=1280)
+tracker = matcher.Tracker(args.preset, camera, baseline=args.baseline, max_keypoints=1024, resize=1280)
 landmarks, views, seen = {}, {}, {}  # by track: place in the world, first view, last frame
 for frame, path in enumerate(sorted(args.left.glob("*.png"))):
-    result = sequence.push_stereo(path, args.right / path.name) if args.right else sequence.push(path)
+    result = tracker.push_stereo(path, args.right / path.name) if args.right else tracker.push(path)
     ids, points = result.track_ids.tolist(), result.keypoints
     # One camera knows no scale: until there is a map, its pose is the one that the sequence starts with.
     pose = pose_from(landmarks, ids, points, K) if landmarks else result.world_from_cam

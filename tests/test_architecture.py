@@ -39,7 +39,7 @@ PUBLIC_NAMES = [
     "MatcherError",
     "Pipeline",
     "Result",
-    "Sequence",
+    "Tracker",
     "TwoViewGeometry",
     "UsageError",
     "__version__",

@@ -79,8 +79,8 @@ def test_a_matcher_with_fewer_layers_is_the_first_part_of_the_whole(network, vie
 def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
     near = for_neighbours(network).matcher.model
     assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
-    sequence = matcher.Sequence(network)
-    assert len(sequence.pipeline.matcher.model.layers) == 3
+    tracker = matcher.Tracker(network)
+    assert len(tracker.pipeline.matcher.model.layers) == 3
     nearest = matcher.load("nearest")
     assert for_neighbours(nearest).matcher is nearest.matcher
 
@@ -96,14 +96,14 @@ def test_the_choice_is_applied(network, views):
 
 def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(small_weights, views, made_up_costs):
     picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
-    sequence = matcher.Sequence(
+    tracker = matcher.Tracker(
         "hybrid", budget_ms=60.0, weights=small_weights, max_keypoints=300, device="cpu", precision="float32"
     )
-    assert sequence.push(np.zeros_like(picture)).status == "blank"
-    assert sequence.choice is None
-    first = sequence.push(picture)
-    assert sequence.choice.budget_ms == 60.0 and sequence.choice.fits
-    assert len(first.keypoints) <= sequence.choice.max_keypoints
-    again = sequence.push(picture)
+    assert tracker.push(np.zeros_like(picture)).status == "blank"
+    assert tracker.choice is None
+    first = tracker.push(picture)
+    assert tracker.choice.budget_ms == 60.0 and tracker.choice.fits
+    assert len(first.keypoints) <= tracker.choice.max_keypoints
+    again = tracker.push(picture)
     assert again.status == "tracked"
     assert np.isin(again.track_ids, first.track_ids).mean() > 0.9

@@ -11,17 +11,17 @@ from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.steering import STEERABLE, positions
 from matcher.sequence.clock import Clock
-from matcher.sequence.contrast import Contrast
-from matcher.sequence.frames import Links
+from matcher.sequence.contrast import AdaptiveContrast
+from matcher.sequence.frames import FrameLinks
 from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeyframeRule
 from matcher.sequence.latency import Latency
 from matcher.sequence.log import nearest_rows
 from matcher.sequence.odometry import carry_depths, move, project, rays, solve_pose, triangulate
-from matcher.sequence.places import Places
 from matcher.sequence.recording import track_colours
+from matcher.sequence.relocalisation import KeyframeIndex
 from matcher.sequence.stereo import depths_of, partners, within
-from matcher.sequence.tracks import Tracks
+from matcher.sequence.tracks import TrackIds
 from matcher.sequence.trajectory import (
     align,
     as_quaternion,
@@ -39,7 +39,7 @@ def rotation(axis: tuple[float, float, float], degrees: float) -> np.ndarray:
 
 
 def test_ids_go_to_one_point_each_and_the_first_offer_counts():
-    tracks = Tracks()
+    tracks = TrackIds()
     first, lengths = tracks.extend(4, [])
     assert first.tolist() == [0, 1, 2, 3] and lengths.tolist() == [1, 1, 1, 1]
     offers = [
@@ -101,7 +101,7 @@ def test_the_search_stays_near_the_prediction_and_the_epipolar_line(scattered):
 def test_without_links_nothing_is_predicted(scattered):
     points, moved, descriptors = scattered
     empty = Guide(points[:3], moved[:3], 1.0, 10.0)
-    assert not empty.knows
+    assert not empty.usable
     assert search_guided(points, descriptors, moved, descriptors, empty)[0].shape == (0, 2)
     full = guide_of(points, moved, descriptors)
     assert search_guided(points[:0], descriptors[:0], moved, descriptors, full)[0].shape == (0, 2)
@@ -125,7 +125,11 @@ def points_of(features) -> set[tuple[float, ...]]:
 
 
 def test_a_threshold_carried_on_finds_the_same_points_and_falls_where_they_are_few(views, monkeypatch):
-    extractor, contrast, thresholds = SiftExtractor(ExtractorConfig(max_keypoints=300)), Contrast(), []
+    extractor, contrast, thresholds = (
+        SiftExtractor(ExtractorConfig(max_keypoints=300)),
+        AdaptiveContrast(),
+        [],
+    )
     make = cv2.SIFT_create
     monkeypatch.setattr(
         cv2, "SIFT_create", lambda **given: thresholds.append(given["contrastThreshold"]) or make(**given)
@@ -163,7 +167,7 @@ def test_depth_comes_from_disparity_and_rows_must_agree():
     points = np.array([[100, 50], [100, 60], [100, 70], [100, 80], [100, 90]], np.float32)
     others = np.array([[90, 50.5], [90, 65], [110, 70], [99.9, 80]], np.float32)
     indices = np.column_stack([np.arange(4), np.arange(4)])
-    links = Links(0, indices, np.ones(4, np.float32), np.ones(4, bool))
+    links = FrameLinks(0, indices, np.ones(4, np.float32), np.ones(4, bool))
     right = partners(points, others, links)
     np.testing.assert_array_equal(right[:4], others)
     assert np.isnan(right[4]).all()
@@ -172,7 +176,7 @@ def test_depth_comes_from_disparity_and_rows_must_agree():
     assert np.isnan(depths[1:]).all()
     windowed = within(points, right, 2.0)
     assert np.isfinite(windowed[:, 0]).tolist() == [True, False, False, True, False]
-    doubtful = Links(0, indices, links.scores, np.array([False, True, True, True]))
+    doubtful = FrameLinks(0, indices, links.scores, np.array([False, True, True, True]))
     assert np.isnan(partners(points, others, doubtful)[0]).all()
 
 
@@ -283,16 +287,16 @@ def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
 
     scenes = [rng.normal(size=(150, 32)).astype(np.float32) for _ in range(8)]
     keyframes = [Kept(10 * i, scene) for i, scene in enumerate(scenes)]
-    places = Places()
+    index = KeyframeIndex()
     for i in (2, 5, 7):
         seen = scenes[i] + 0.1 * rng.normal(size=(150, 32)).astype(np.float32)
         query = Kept(99, positions(seen, kind)[-1])  # turned, where descriptors turn
-        likely = places.likely(query, keyframes, 3)
+        likely = index.candidates(query, keyframes, 3)
         assert likely[0].index == 10 * i and len(likely) == 3
     moved_on = [Kept(100 + i, scene) for i, scene in enumerate(scenes[:3])]
-    assert places.likely(Kept(0, scenes[1]), moved_on, 1)[0].index == 101
-    assert places.likely(Kept(0, scenes[1][:0]), keyframes, 3) == []
-    assert places.likely(Kept(0, scenes[1]), [], 3) == []
+    assert index.candidates(Kept(0, scenes[1]), moved_on, 1)[0].index == 101
+    assert index.candidates(Kept(0, scenes[1][:0]), keyframes, 3) == []
+    assert index.candidates(Kept(0, scenes[1]), [], 3) == []
 
 
 def test_neighbouring_tracks_have_different_colours():

@@ -9,7 +9,7 @@ from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pa
 
 from matcher.cli import main
 from matcher.errors import ImageError, UsageError
-from matcher.sequence.capture import open_source
+from matcher.sequence.capture import open_frames
 from matcher.sequence.trajectory import read_poses
 
 
@@ -187,25 +187,25 @@ def test_a_truth_of_another_kind_is_refused(folders, tmp_path, capfd):
 def test_sources_are_ordered_named_and_timed(tmp_path):
     for name in ("frame10.png", "frame9.png", "notes.txt"):
         (tmp_path / name).write_bytes(b"x")
-    shots = list(open_source(str(tmp_path), rate=4))
+    shots = list(open_frames(str(tmp_path), rate=4))
     assert [(shot.name, shot.timestamp) for shot in shots] == [("frame9.png", 0.0), ("frame10.png", 0.25)]
     stamped = tmp_path / "stamped"
     stamped.mkdir()
     for name in ("1305031102.175304.png", "1305031102.211214.png"):
         (stamped / name).write_bytes(b"x")
-    assert [shot.timestamp for shot in open_source(str(stamped))] == [1305031102.175304, 1305031102.211214]
+    assert [shot.timestamp for shot in open_frames(str(stamped))] == [1305031102.175304, 1305031102.211214]
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UsageError, match="no pictures"):
-        open_source(str(empty))
+        open_frames(str(empty))
     with pytest.raises(UsageError, match="equal names"):
-        open_source(str(tmp_path), stamped)
+        open_frames(str(tmp_path), stamped)
     with pytest.raises(UsageError, match="two folders"):
-        open_source("0", tmp_path)
+        open_frames("0", tmp_path)
     with pytest.raises(ImageError, match="no such"):
-        open_source(str(tmp_path / "absent.mp4"))
+        open_frames(str(tmp_path / "absent.mp4"))
     with pytest.raises(UsageError, match="one picture"):
-        open_source(str(tmp_path / "frame9.png"))
+        open_frames(str(tmp_path / "frame9.png"))
 
 
 def test_a_recording_is_written_whole(folders, tmp_path, capfd):

@@ -15,10 +15,10 @@ from matcher.cli.loading import GivenWithoutGeometry
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
-    from matcher.sequence.capture import Shot, Source
-    from matcher.sequence.log import Log
+    from matcher.sequence.capture import FrameSource, SourceFrame
+    from matcher.sequence.log import TrackingLog
     from matcher.sequence.recording import Recording
-    from matcher.sequence.tracker import Sequence
+    from matcher.sequence.tracker import Tracker
 
 SUFFIXES = (".npz", ".tum", ".rrd")
 
@@ -63,14 +63,14 @@ def track(
 
     Trajectories are camera to world, a line a frame: t x y z qx qy qz qw. A camera goes on until Ctrl-C.
     """
-    from matcher.sequence.capture import open_source
-    from matcher.sequence.tracker import Sequence
+    from matcher.sequence.capture import open_frames
+    from matcher.sequence.tracker import Tracker
 
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline)
     truth = _read_truth(ground_truth)
-    frames_in = open_source(source, right, rate)
-    sequence = Sequence(
+    frames_in = open_frames(source, right, rate)
+    tracker = Tracker(
         camera=pinhole,
         baseline=baseline,
         budget_ms=budget_ms,
@@ -78,8 +78,8 @@ def track(
         **given,
     )
     with _recordings(output or [], show, pinhole) as recordings:
-        log, failures = _follow(frames_in, sequence, frames, right is not None, recordings)
-    return _finish(log, sequence, failures, truth, right is not None, output or [], plot, as_json)
+        log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
+    return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
 
 
 def _check(
@@ -138,46 +138,46 @@ def _recordings(outputs: list[Path], show: bool, camera: Camera | None) -> Itera
 
 
 def _follow(
-    source: Source, sequence: Sequence, limit: int | None, stereo: bool, recordings: list[Recording]
-) -> tuple[Log, int]:
+    source: FrameSource, tracker: Tracker, limit: int | None, stereo: bool, recordings: list[Recording]
+) -> tuple[TrackingLog, int]:
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run."""
     from matcher.errors import ImageError
-    from matcher.sequence.log import Log
+    from matcher.sequence.log import TrackingLog
 
-    log, failures = Log(), 0
+    log, failures = TrackingLog(), 0
     try:
         for shot in source:
             try:
-                result = _push(sequence, shot, stereo)
+                result = _push(tracker, shot, stereo)
             except ImageError as error:
                 typer.echo(f"matcher: {error}; the frame is left out", err=True)
                 failures += 1
-                result = sequence.push(None, shot.timestamp)
+                result = tracker.push(None, shot.timestamp)
             log.add(result)
             for recording in recordings:
-                image = None if result.passed_over else sequence.pipeline.read(shot.picture)
+                image = None if result.passed_over else tracker.pipeline.read(shot.picture)
                 recording.add(result, image)
             if limit is not None and len(log) >= limit:
                 break
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
-    if source.complaint is not None:
-        typer.echo(f"matcher: {source.complaint}", err=True)
+    if source.problem is not None:
+        typer.echo(f"matcher: {source.problem}", err=True)
         failures += 1
     if not any(log.counts().get(status) for status in ("first", "tracked", "lost", "blank")):
         raise ImageError(f"{source.name}: no frame could be read")
     return log, failures
 
 
-def _push(sequence: Sequence, shot: Shot, stereo: bool) -> Any:
+def _push(tracker: Tracker, shot: SourceFrame, stereo: bool) -> Any:
     if stereo:
-        return sequence.push_stereo(shot.picture, shot.right, shot.timestamp)
-    return sequence.push(shot.picture, shot.timestamp)
+        return tracker.push_stereo(shot.picture, shot.right, shot.timestamp)
+    return tracker.push(shot.picture, shot.timestamp)
 
 
 def _finish(
-    log: Log,
-    sequence: Sequence,
+    log: TrackingLog,
+    tracker: Tracker,
     failures: int,
     truth: tuple[Any, Any] | None,
     stereo: bool,
@@ -199,7 +199,7 @@ def _finish(
         elif path.suffix.lower() == ".tum":
             _need_poses(poses)
             write_tum(path, stamps, poses)
-    found = _as_object(log, sequence, len(rows), compared)
+    found = _as_object(log, tracker, len(rows), compared)
     if plot is not None:
         _draw(plot, log, compared, poses, stereo, _title(found))
     if as_json:
@@ -212,7 +212,7 @@ def _finish(
 
 
 def _draw(
-    path: Path, log: Log, compared: tuple[Any, Any, Any] | None, poses: Any, stereo: bool, title: str
+    path: Path, log: TrackingLog, compared: tuple[Any, Any, Any] | None, poses: Any, stereo: bool, title: str
 ) -> None:
     from matcher.sequence.plot import plot_trajectory
 
@@ -231,12 +231,12 @@ def _need_poses(poses: Any) -> None:
 
 
 def _as_object(
-    log: Log, sequence: Sequence, poses: int, compared: tuple[Any, Any, Any] | None
+    log: TrackingLog, tracker: Tracker, poses: int, compared: tuple[Any, Any, Any] | None
 ) -> dict[str, Any]:
     """What `--json` prints."""
-    choice = sequence.choice
+    choice = tracker.choice
     return {
-        "preset": sequence.pipeline.preset,
+        "preset": tracker.pipeline.preset,
         "frames": len(log),
         "statuses": log.counts(),
         "poses": poses,
@@ -244,7 +244,7 @@ def _as_object(
         "choice": None if choice is None else {**vars(choice), "text": str(choice)},
         "milliseconds": {
             stage: {name: round(value, 2) for name, value in row.items()}
-            for stage, row in sequence.latency().items()
+            for stage, row in tracker.latency().items()
         },
         "segments": None if compared is None else [vars(error) for error in compared[2]],
     }

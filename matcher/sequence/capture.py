@@ -18,7 +18,7 @@ _PATIENCE = 30  # frames in a row that a camera may fail to give
 
 
 @dataclass(frozen=True, eq=False)
-class Shot:
+class SourceFrame:
     """What a source gives at one time."""
 
     name: str  # for messages
@@ -28,19 +28,19 @@ class Shot:
 
 
 @dataclass(eq=False)
-class Source:
-    """Frames in order; `complaint` says afterwards what was wrong with the end, if anything."""
+class FrameSource:
+    """Frames in order; `problem` says afterwards what was wrong with the end, if anything."""
 
     name: str
     count: int | None  # frames that are announced
-    shots: Callable[[], Iterator[Shot]]
-    complaint: str | None = None
+    shots: Callable[[], Iterator[SourceFrame]]
+    problem: str | None = None
 
-    def __iter__(self) -> Iterator[Shot]:
+    def __iter__(self) -> Iterator[SourceFrame]:
         return self.shots()
 
 
-def open_source(source: str, right: str | Path | None = None, rate: float | None = None) -> Source:
+def open_frames(source: str, right: str | Path | None = None, rate: float | None = None) -> FrameSource:
     """A folder, a video file or, by its number, a camera.
 
     Args:
@@ -69,7 +69,7 @@ def natural_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def _folder(folder: Path, right: Path | None, rate: float | None) -> Source:
+def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource:
     pictures = _pictures(folder)
     partners: list[Path | None] = [None] * len(pictures)
     if right is not None:
@@ -83,12 +83,12 @@ def _folder(folder: Path, right: Path | None, rate: float | None) -> Source:
             )
     times = _times(pictures, rate)
 
-    def shots() -> Iterator[Shot]:
+    def shots() -> Iterator[SourceFrame]:
         for path, time_, partner in zip(pictures, times, partners, strict=True):
             missing = right is not None and partner is None
-            yield Shot(path.name, time_, None if missing else path, partner)
+            yield SourceFrame(path.name, time_, None if missing else path, partner)
 
-    return Source(str(folder), len(pictures), shots)
+    return FrameSource(str(folder), len(pictures), shots)
 
 
 def _pictures(folder: Path) -> list[Path]:
@@ -108,7 +108,7 @@ def _times(pictures: list[Path], rate: float | None) -> list[float]:
     return [index / rate for index in range(len(pictures))]
 
 
-def _video(path: Path) -> Source:
+def _video(path: Path) -> FrameSource:
     import cv2
 
     if not path.is_file():
@@ -122,11 +122,11 @@ def _video(path: Path) -> Source:
             f"{path}: cannot be read as a video; it is damaged, cut short or of an unknown kind: convert it, "
             "for example with ffmpeg, to MP4"
         )
-    source = Source(str(path), announced if announced > 0 else None, lambda: iter(()))
+    source = FrameSource(str(path), announced if announced > 0 else None, lambda: iter(()))
 
-    def shots() -> Iterator[Shot]:
+    def shots() -> Iterator[SourceFrame]:
         capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
-        held: Shot | None = None
+        held: SourceFrame | None = None
         number = 0
         while True:
             good, pixels = capture.read()
@@ -135,14 +135,12 @@ def _video(path: Path) -> Source:
             if held is not None:
                 yield held
             seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
-            held = Shot(f"frame {number}", seconds, np.ascontiguousarray(pixels[..., ::-1]))
+            held = SourceFrame(f"frame {number}", seconds, np.ascontiguousarray(pixels[..., ::-1]))
             number += 1
         capture.release()
         if held is not None and source.count is not None and number < source.count:
-            source.complaint = (
-                f"{path}: ends after {number} of {source.count} frames; the last one is left out"
-            )
-            held = Shot(held.name, held.timestamp, None)  # the decoder fills what is cut off with grey
+            source.problem = f"{path}: ends after {number} of {source.count} frames; the last one is left out"
+            held = SourceFrame(held.name, held.timestamp, None)  # the decoder fills what is cut off with grey
         if held is not None:
             yield held
 
@@ -150,24 +148,24 @@ def _video(path: Path) -> Source:
     return source
 
 
-def _camera(number: int) -> Source:
+def _camera(number: int) -> FrameSource:
     import cv2
 
     capture = cv2.VideoCapture(number)
     if not capture.isOpened():
         raise ImageError(f"camera {number} is not there or is in use; connect it, or try another number")
-    source = Source(f"camera {number}", None, lambda: iter(()))
+    source = FrameSource(f"camera {number}", None, lambda: iter(()))
 
-    def shots() -> Iterator[Shot]:
+    def shots() -> Iterator[SourceFrame]:
         index = failures = 0
         try:
             while failures < _PATIENCE:
                 good, pixels = capture.read()
                 failures = 0 if good else failures + 1
                 picture = np.ascontiguousarray(pixels[..., ::-1]) if good else None
-                yield Shot(f"frame {index}", time.time(), picture)
+                yield SourceFrame(f"frame {index}", time.time(), picture)
                 index += 1
-            source.complaint = f"camera {number} gave no picture {_PATIENCE} times in a row"
+            source.problem = f"camera {number} gave no picture {_PATIENCE} times in a row"
         finally:
             capture.release()
 

@@ -13,7 +13,7 @@ _SHARE = 0.6  # of the weakest point's response; a frame rarely has that much le
 _INTERVALS = 3  # of an octave, into which OpenCV divides its threshold
 
 
-class Contrast:
+class AdaptiveContrast:
     """Extracts frames that come in order; their points are those that the front end alone would give.
 
     SIFT keeps the strongest of its points. Which they are does not depend on its threshold as long as enough

@@ -30,7 +30,7 @@ _LIKE_LINK, _LIKE_NEW = 0.8, 0.9  # least correlation of a link, and of a point 
 _CLEAR = 0.1  # by which a point without a link must be better than its rival
 
 
-class Rows(NamedTuple):
+class RowMatches(NamedTuple):
     """The best place on a stretch of row for each of N points."""
 
     x: np.ndarray  # (N,) pixels
@@ -58,7 +58,7 @@ def complete_partners(
     Returns:
         (N, 2) float32.
     """
-    if any(image.orientation != 1 for image in images) or not guide.knows or len(points) == 0:
+    if any(image.orientation != 1 for image in images) or not guide.usable or len(points) == 0:
         return right
     left_grey, right_grey = (_grey(image) for image in images)
     there, back = images[1].scale, (1 / images[1].scale[0], 1 / images[1].scale[1])
@@ -98,8 +98,8 @@ def _both_ways(
     y: np.ndarray,
     start: np.ndarray,
     stop: np.ndarray,
-) -> Rows:
-    """Places of left points (N, 2) on rows `y` (N,) of the right picture, `start` to `stop` (N,)."""
+) -> RowMatches:
+    """KeyframeIndex of left points (N, 2) on rows `y` (N,) of the right picture, `start` to `stop` (N,)."""
     there = _along_rows(left, right, points, y, start, stop)
     # The same disparities, seen from the places found.
     offset = there.x + points[:, 0]
@@ -117,10 +117,10 @@ def _along_rows(
     y: np.ndarray,
     start: np.ndarray,
     stop: np.ndarray,
-) -> Rows:
+) -> RowMatches:
     if len(points) == 0:
         nothing = np.zeros(0)
-        return Rows(nothing, nothing, nothing, nothing > 0, nothing > 0)
+        return RowMatches(nothing, nothing, nothing, nothing > 0, nothing > 0)
     steps = np.ceil(stop - start).astype(int) + 1
     most = int(steps.max())
     windows = _cut(picture, points, _WINDOW)
@@ -131,7 +131,9 @@ def _along_rows(
     best = scores.argmax(axis=1)
     rival = np.where(np.abs(step - best[:, None]) >= _APART, scores, -1.0).max(axis=1)
     inside = (best > 0) & (best < steps - 1)
-    return Rows(start + _peaks(scores), scores.max(axis=1), rival, inside, _deviation(windows) >= _TEXTURE)
+    return RowMatches(
+        start + _peaks(scores), scores.max(axis=1), rival, inside, _deviation(windows) >= _TEXTURE
+    )
 
 
 def _of_one_depth(left: np.ndarray, right: np.ndarray, points: np.ndarray, places: np.ndarray) -> np.ndarray:

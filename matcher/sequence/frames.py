@@ -31,7 +31,7 @@ PoseStatus = Literal[
 
 
 @dataclass(frozen=True, eq=False)
-class Links:
+class FrameLinks:
     """Which keypoints of an earlier frame are which of this one."""
 
     frame: int  # index of the earlier frame
@@ -55,14 +55,14 @@ class FrameResult:
     keypoints: np.ndarray  # (N, 2) float32 xy pixels
     track_ids: np.ndarray  # (N,) int64, the same number as long as a point is seen; never used again
     track_lengths: np.ndarray  # (N,) int64 frames that the track has been seen in, this one included
-    to_previous: Links | None = None  # the last frame that was not passed over
-    to_keyframe: Links | None = None
+    to_previous: FrameLinks | None = None  # the last frame that was not passed over
+    to_keyframe: FrameLinks | None = None
     is_keyframe: bool = False
     keyframe: int | None = None  # index of the keyframe that it was compared with; None for the first
     parallax: float | None = None  # median way of the points since the keyframe, in pixels
     kept: float | None = None  # share of the keyframe's tracks that are still seen
     pose_status: PoseStatus = "none"
-    T_keyframe_to_frame: np.ndarray | None = None  # (4, 4) float64
+    cam_from_keyframe: np.ndarray | None = None  # (4, 4) float64
     world_from_cam: np.ndarray | None = None  # (4, 4) float64, camera to world
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right picture of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
@@ -80,7 +80,7 @@ class Relocalisation:
 
     keyframe: int | None  # index of the frame it agrees with best; None: of none
     candidates: tuple[int, ...]  # frames that were tried, the likeliest first
-    links: Links | None = None  # keyframe → picture
+    links: FrameLinks | None = None  # keyframe → picture
     keypoints: np.ndarray | None = None  # (N, 2) float32, of the picture
-    T_keyframe_to_frame: np.ndarray | None = None  # (4, 4); unit translation where no depths are known
+    cam_from_keyframe: np.ndarray | None = None  # (4, 4); unit translation where no depths are known
     world_from_cam: np.ndarray | None = None  # (4, 4); None where no depths are known

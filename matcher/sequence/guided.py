@@ -25,7 +25,7 @@ class Guide:
     tolerance: float = 1.5  # pixels to the epipolar line in the later frame
 
     @property
-    def knows(self) -> bool:
+    def usable(self) -> bool:
         """Whether there are links enough to predict anything."""
         return len(self.start) >= _NEIGHBOURS
 
@@ -69,7 +69,7 @@ def search_guided(
     Returns:
         (L, 2) int64 rows of the two sides and (L,) float32 scores, 1 − distance / distance of the second.
     """
-    if not guide.knows or 0 in (len(points0), len(points1)):
+    if not guide.usable or 0 in (len(points0), len(points1)):
         return np.zeros((0, 2), np.int64), np.zeros(0, np.float32)
     near = _squares(points0 + guide.motion(points0), points1) <= guide.radius**2
     rows, columns = np.nonzero(near)

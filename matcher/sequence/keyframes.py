@@ -8,7 +8,7 @@ import numpy as np
 
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.sequence.frames import Links
+from matcher.sequence.frames import FrameLinks
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class KeyframeRule:
         return kept < self.kept or parallax > self.parallax * float(np.hypot(*size))
 
 
-def through(keyframe: KeptFrame, previous: KeptFrame, links: Links) -> np.ndarray:
+def through(keyframe: KeptFrame, previous: KeptFrame, links: FrameLinks) -> np.ndarray:
     """(K, 2) int64 points of the keyframe and of a frame that `links` joins to the previous one.
 
     They are joined where the previous frame's point of a consistent link is on a track of the keyframe.
@@ -51,7 +51,7 @@ def through(keyframe: KeptFrame, previous: KeptFrame, links: Links) -> np.ndarra
     return np.stack([here, indices[there, 1]], axis=1).astype(np.int64)
 
 
-def median_parallax(earlier: KeptFrame, keypoints: np.ndarray, links: Links) -> float:
+def median_parallax(earlier: KeptFrame, keypoints: np.ndarray, links: FrameLinks) -> float:
     """Median way in pixels of the points of consistent links; 0 without any."""
     indices = links.indices[links.consistent]
     if len(indices) == 0:

@@ -8,7 +8,7 @@ import numpy as np
 
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.pipeline import threshold_scale
-from matcher.sequence.frames import Links
+from matcher.sequence.frames import FrameLinks
 from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeptFrame
 from matcher.verify.estimation import RobustEstimator
@@ -24,7 +24,7 @@ class Linker:
     estimator: RobustEstimator  # of kind "fundamental"
     guided: bool = True
 
-    def verify(self, frame0: KeptFrame, frame1: KeptFrame, matches: Matches) -> tuple[Links, Guide]:
+    def verify(self, frame0: KeptFrame, frame1: KeptFrame, matches: Matches) -> tuple[FrameLinks, Guide]:
         """Links of two frames from the matches of their features, and what they say of other points.
 
         Points of a scene that does not move, and of what moves with it, are consistent. Where fewer than
@@ -32,17 +32,17 @@ class Linker:
         """
         return self._link(frame0, frame1, matches.indices, matches.scores)
 
-    def complete(self, frame0: KeptFrame, frame1: KeptFrame, common: np.ndarray) -> Links:
-        """Links to a frame further back, from the tracks (K, 2) that both see; their score is 1."""
+    def complete(self, frame0: KeptFrame, frame1: KeptFrame, common: np.ndarray) -> FrameLinks:
+        """FrameLinks to a frame further back, from the tracks (K, 2) that both see; their score is 1."""
         return self._link(frame0, frame1, common, np.ones(len(common), np.float32))[0]
 
     def _link(
         self, frame0: KeptFrame, frame1: KeptFrame, indices: np.ndarray, scores: np.ndarray
-    ) -> tuple[Links, Guide]:
+    ) -> tuple[FrameLinks, Guide]:
         scale = threshold_scale(frame0.image, frame1.image, "fundamental")
         points = [f.keypoints[indices[:, side]] for side, f in enumerate((frame0, frame1))]
         geometry = self.estimator(*points, thresholds_scale=scale)
-        links = Links(frame0.index, indices, scores, _agreeing(geometry))
+        links = FrameLinks(frame0.index, indices, scores, _agreeing(geometry))
         good = indices[links.consistent]
         descriptors = [f.descriptors[good[:, side]] for side, f in enumerate((frame0, frame1))]
         guide = Guide(
@@ -55,7 +55,7 @@ class Linker:
         )
         return self._search(frame0, frame1, links, guide) if self.guided else links, guide
 
-    def _search(self, frame0: KeptFrame, frame1: KeptFrame, links: Links, guide: Guide) -> Links:
+    def _search(self, frame0: KeptFrame, frame1: KeptFrame, links: FrameLinks, guide: Guide) -> FrameLinks:
         """The links and those that the guide finds, which take the place of matches that did not agree."""
         good = links.indices[links.consistent]
         free = [np.setdiff1d(np.arange(len(f.keypoints)), good[:, i]) for i, f in enumerate((frame0, frame1))]
@@ -66,7 +66,7 @@ class Linker:
         found = np.stack([free[0][pairs[:, 0]], free[1][pairs[:, 1]]], axis=1)
         replaced = np.isin(links.indices[:, 0], found[:, 0]) | np.isin(links.indices[:, 1], found[:, 1])
         kept = links.consistent | ~replaced
-        return Links(
+        return FrameLinks(
             links.frame,
             np.concatenate([links.indices[kept], found]),
             np.concatenate([links.scores[kept], scores]),

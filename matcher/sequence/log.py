@@ -15,7 +15,7 @@ from matcher.sequence.trajectory import SegmentError, align, path_length, segmen
 _SAME_TIME = 0.02  # seconds between a frame and the true pose it is compared with
 
 
-class Log:
+class TrackingLog:
     """Collects results frame by frame; 40 bytes a keypoint."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Log:
         return known, times[known], poses
 
     def keyframe_rows(self) -> list[int]:
-        """Rows of the trajectory that are keyframes."""
+        """RowMatches of the trajectory that are keyframes."""
         known, _, _ = self.trajectory()
         return [row for row, index in enumerate(known.tolist()) if self._frames[index][4]]
 
@@ -96,7 +96,7 @@ class Log:
     def against(
         self, times: np.ndarray | None, truth: np.ndarray, *, with_scale: bool
     ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
-        """Poses found and true of the frames that have both, in one frame, and the errors of segments.
+        """PoseTracker found and true of the frames that have both, in one frame, and the errors of segments.
 
         Args:
             times: (T,) of the true poses; None: they are of the frames in order.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from matcher.sequence.frames import Links
+from matcher.sequence.frames import FrameLinks
 
 MAX_ROW_ERROR = 2.0  # pixels between the rows of two points that depth is taken from
 _MIN_DISPARITY = 0.5  # pixels; below it a depth says little more than "far"
 
 
-def partners(points0: np.ndarray, points1: np.ndarray, links: Links) -> np.ndarray:
+def partners(points0: np.ndarray, points1: np.ndarray, links: FrameLinks) -> np.ndarray:
     """(N, 2) float32 pixels in the right picture of the left one's points, NaN where there is none.
 
     Args:

@@ -19,24 +19,24 @@ from matcher.pipeline import Picture, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.sequence.budget import Choice, choose, for_neighbours, limited
 from matcher.sequence.clock import Clock
-from matcher.sequence.contrast import Contrast
+from matcher.sequence.contrast import AdaptiveContrast
 from matcher.sequence.disparity import complete_partners
 from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency
-from matcher.sequence.memory import CANDIDATES, Memory
-from matcher.sequence.opening import open_pipeline
-from matcher.sequence.places import find_place
-from matcher.sequence.poses import Poses
+from matcher.sequence.local_map import CANDIDATES, LocalMap
+from matcher.sequence.pipelines import open_pipeline
+from matcher.sequence.pose_tracking import PoseTracker
+from matcher.sequence.relocalisation import verify_candidates
 from matcher.sequence.stereo import depths_of, partners, within
 
 
-class Sequence:
+class Tracker:
     """Follows points through frames that come in order; what it says of each is NumPy.
 
-        sequence = matcher.Sequence(camera=matcher.Camera(fx, fy, cx, cy), max_keypoints=512)
+        tracker = matcher.Tracker(camera=matcher.Camera(fx, fy, cx, cy), max_keypoints=512)
         for picture, time in frames:
-            result = sequence.push(picture, time)
+            result = tracker.push(picture, time)
             result.keypoints, result.track_ids, result.world_from_cam
 
     A frame's features are extracted once and matched to the last one by the first half of the layers, which
@@ -82,16 +82,16 @@ class Sequence:
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
         self.choice: Choice | None = None
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
-        self._contrast = Contrast()
-        poses = Poses(camera, measured=baseline is not None)
-        self._memory = Memory(poses, window, guided, rule)
+        self._contrast = AdaptiveContrast()
+        poses = PoseTracker(camera, measured=baseline is not None)
+        self._map = LocalMap(poses, window, guided, rule)
         self._count = 0
         self._spent: dict[str, float] = {}
 
     @property
     def keyframes(self) -> tuple[int, ...]:
         """Indices of the frames that are kept as keyframes, oldest first."""
-        return tuple(keyframe.index for keyframe in self._memory.keyframes)
+        return tuple(keyframe.index for keyframe in self._map.keyframes)
 
     def latency(self) -> dict[str, dict[str, float]]:
         """Stage → p50, p95, p99 and max in milliseconds, of the last 512 frames that were not passed over."""
@@ -141,13 +141,13 @@ class Sequence:
         """
         image = self.pipeline.read(frame)
         kept = self._kept(image, self._extract([image])[0])
-        likely = self._memory.places.likely(kept, self._memory.keyframes, candidates)
+        likely = self._map.index.candidates(kept, self._map.keyframes, candidates)
         tried = tuple(keyframe.index for keyframe in likely)
-        found = find_place(self.pipeline.match_features_batch, self._memory.linker, kept, likely)
+        found = verify_candidates(self.pipeline.match_features_batch, self._map.linker, kept, likely)
         if found is None:
             return Relocalisation(None, tried, keypoints=kept.keypoints)
         keyframe, links = found
-        T, world = self._memory.poses.relative(keyframe, kept, links)
+        T, world = self._map.poses.relative(keyframe, kept, links)
         return Relocalisation(keyframe.index, tried, links, kept.keypoints, T, world)
 
     def _push(self, frame: Picture | None, right: Picture | None, timestamp: float | None) -> FrameResult:
@@ -166,14 +166,14 @@ class Sequence:
             earlier, pair = self._match(features)
         with self._timed("verify"):
             match = self.pipeline.match_features_batch
-            status, to_previous, to_keyframe = self._memory.link(current, earlier, match)
-            lengths = self._memory.identify(current, to_previous, to_keyframe)
+            status, to_previous, to_keyframe = self._map.link(current, earlier, match)
+            lengths = self._map.identify(current, to_previous, to_keyframe)
             partner = self._look_right(current, others, images, pair)
         with self._timed("pose"):
-            found = self._memory.place(current, status, to_keyframe)
+            found = self._map.place(current, status, to_keyframe)
         milliseconds = {**self._spent, "total": sum(self._spent.values())}
         self._latency.add(milliseconds)
-        self._memory.close(current)
+        self._map.close(current)
         self._count += 1
         return FrameResult(
             index=current.index,
@@ -231,7 +231,7 @@ class Sequence:
 
     def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
         """Matches previous → this and left → right, in one batch."""
-        previous, has_right = self._memory.previous, len(features) > 1 and len(features[1]) > 0
+        previous, has_right = self._map.previous, len(features) > 1 and len(features[1]) > 0
         pairs = [] if previous is None else [(previous.features, features[0])]
         pairs += [(features[0], features[1])] if has_right else []
         found = self._near.match_features_batch(pairs)
@@ -243,9 +243,9 @@ class Sequence:
         """The points in the right picture of a pair, verified and searched; sets the depths."""
         if pair is None:
             return None
-        links, guide = self._memory.linker.verify(current, others[0], pair)
+        links, guide = self._map.linker.verify(current, others[0], pair)
         right = partners(current.keypoints, others[0].keypoints, links)
-        if self._memory.linker.guided:
+        if self._map.linker.guided:
             right = complete_partners((images[0], images[1]), current.keypoints, right, guide)
         if self._window is not None:
             right = within(current.keypoints, right, self._window)

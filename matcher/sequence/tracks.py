@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Tracks:
+class TrackIds:
     """Hands out track ids: a linked point has the id of its partner, any other a number never used before.
 
     Only the tracks of the frames that the caller still names are remembered, so memory is bounded.

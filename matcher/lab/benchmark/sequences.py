@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.pipeline import Pipeline
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.log import Log
-from matcher.sequence.tracker import Sequence
-from matcher.sequence.tracks import Tracks
+from matcher.sequence.log import TrackingLog
+from matcher.sequence.tracker import Tracker
+from matcher.sequence.tracks import TrackIds
 from matcher.sequence.trajectory import read_poses
 from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 
@@ -63,9 +63,9 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
     if len(left) < 2 or len(left) != len(right) or len(left) > len(truth):
         raise UsageError(f"{folder}: image_l and image_r need pictures alike in number, and a pose for each")
-    stereo = Sequence(pipeline, camera, baseline=baseline)
+    stereo = Tracker(pipeline, camera, baseline=baseline)
     pairs = [stereo.push_stereo(*names) for names in zip(left, right, strict=True)]
-    mono = Sequence(pipeline, camera)
+    mono = Tracker(pipeline, camera)
     singles = [mono.push(name) for name in left]
     rows = np.concatenate([_row_errors(result) for result in pairs])
     return {
@@ -88,7 +88,7 @@ def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None)
         explains.
     """
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
-    tracks, lengths, rows, agreeing = Tracks(), Counter(), [], []
+    tracks, lengths, rows, agreeing = TrackIds(), Counter(), [], []
     previous, ids = None, np.zeros(0, np.int64)
     for index, name in enumerate(left):
         features = pipeline.extract(name)
@@ -123,14 +123,14 @@ def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
 
     Returns:
         `bare_matches`, `bare_right`: matches whose left point has a true disparity, and the share of them
-        within 2 px of it; `points`, `points_right`: the same of what `Sequence.push_stereo` says.
+        within 2 px of it; `points`, `points_right`: the same of what `Tracker.push_stereo` says.
     """
     truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE)
     if truth is None:
         raise UsageError(f"{folder / 'disp2.pgm'}: cannot be read")
     left, right = folder / "im2.png", folder / "im6.png"
     bare = pipeline.match(left, right)
-    result = Sequence(pipeline).push_stereo(left, right)
+    result = Tracker(pipeline).push_stereo(left, right)
     seen = np.isfinite(result.right[:, 0])
     table = {}
     for names, points0, points1 in (
@@ -161,7 +161,7 @@ def measure_latency(
         pipeline: what is measured.
         frames: how many; ten more are run first and not counted.
         size: (width, height) of a frame.
-        budget_ms: as `Sequence` takes it.
+        budget_ms: as `Tracker` takes it.
 
     Returns:
         stage → p50, p95, p99, max; under "choice" what the budget led to.
@@ -171,26 +171,26 @@ def measure_latency(
         raise UsageError(f"the picture must be larger than a frame of {size[0]} x {size[1]} pixels")
     focal = float(size[0])
     camera = Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2)
-    sequence = Sequence(pipeline, camera, budget_ms=budget_ms)
+    tracker = Tracker(pipeline, camera, budget_ms=budget_ms)
     room = np.array([picture.shape[1] - size[0], picture.shape[0] - size[1]])
     for index in range(warm + frames):
         if index == warm:
-            sequence.forget_latency()
+            tracker.forget_latency()
         phase = np.array([np.sin(index / 17), np.sin(index / 23)])
         x, y = np.rint((phase + 1) / 2 * room).astype(int)
-        sequence.push(np.ascontiguousarray(picture[y : y + size[1], x : x + size[0]]))
-    choice = sequence.choice
-    return {**sequence.latency(), "choice": None if choice is None else str(choice)}
+        tracker.push(np.ascontiguousarray(picture[y : y + size[1], x : x + size[0]]))
+    choice = tracker.choice
+    return {**tracker.latency(), "choice": None if choice is None else str(choice)}
 
 
-def _logged(results: Items[FrameResult]) -> Log:
-    log = Log()
+def _logged(results: Sequence[FrameResult]) -> TrackingLog:
+    log = TrackingLog()
     for result in results:
         log.add(result)
     return log
 
 
-def _odometry(results: Items[FrameResult], truth: np.ndarray, *, with_scale: bool) -> dict[str, Any]:
+def _odometry(results: Sequence[FrameResult], truth: np.ndarray, *, with_scale: bool) -> dict[str, Any]:
     log = _logged(results)
     _, _, segments = log.against(None, truth, with_scale=with_scale)
     return {
@@ -200,7 +200,7 @@ def _odometry(results: Items[FrameResult], truth: np.ndarray, *, with_scale: boo
     }
 
 
-def _links_right(results: Items[FrameResult], truth: np.ndarray, camera: Camera) -> float:
+def _links_right(results: Sequence[FrameResult], truth: np.ndarray, camera: Camera) -> float:
     K = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
     errors = []
     for result in results:
@@ -225,7 +225,7 @@ def _row_errors(result: FrameResult) -> np.ndarray:
 
 
 def _against_sgbm(
-    results: Items[FrameResult], left: Items[Path], right: Items[Path], focal_baseline: float
+    results: Sequence[FrameResult], left: Sequence[Path], right: Sequence[Path], focal_baseline: float
 ) -> float:
     """Median |z / z_SGBM − 1| of every fifth frame's points nearer than 30 m that both know."""
     block = 5

@@ -7,7 +7,7 @@ import numpy as np
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
 from matcher.data.geometry import resize_points
-from matcher.sequence.frames import Links, PoseStatus
+from matcher.sequence.frames import FrameLinks, PoseStatus
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.odometry import MIN_POINTS, carry_depths, solve_pose, triangulate
 from matcher.verify.estimation import RobustEstimator
@@ -17,7 +17,7 @@ _START_SHARE = 0.3  # of the points that must have it
 _SAME_SHAPE = 0.01  # relative difference of the sides' ratio up to which a frame counts as resized
 
 
-class Poses:
+class PoseTracker:
     """Follows the pose from keyframe to frame and fills in the depths of keyframes.
 
     With two cameras depths are measured. With one, the first keyframe's are triangulated once enough parallax
@@ -39,9 +39,9 @@ class Poses:
         return self._settle(frame, np.eye(4))
 
     def locate(
-        self, keyframe: KeptFrame, frame: KeptFrame, links: Links
+        self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks
     ) -> tuple[PoseStatus, np.ndarray | None]:
-        """Status and T_keyframe_to_frame of a frame that is linked to a keyframe; sets its pose.
+        """Status and cam_from_keyframe of a frame that is linked to a keyframe; sets its pose.
 
         Depths of the keyframe that one camera could not know before may be filled in.
         """
@@ -71,7 +71,7 @@ class Poses:
             self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T))
         return status, T
 
-    def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: Links, T: np.ndarray | None) -> None:
+    def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks, T: np.ndarray | None) -> None:
         """Give a frame that becomes a keyframe the depths that the keyframe before it knows."""
         places = [self._pixels(f) for f in (keyframe, frame)]
         if T is None or any(place is None for place in places):
@@ -83,7 +83,7 @@ class Poses:
         frame.depths[indices[unknown, 1]] = carried[unknown]
 
     def relative(
-        self, keyframe: KeptFrame, frame: KeptFrame, links: Links
+        self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Pose from keyframe to frame, and world_from_cam, of a frame outside the sequence; nothing changes.
 

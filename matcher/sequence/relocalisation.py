@@ -11,7 +11,7 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.retrieval import Vocabulary, learn_vocabulary
 from matcher.match.steering import aligned, positions
-from matcher.sequence.frames import Links
+from matcher.sequence.frames import FrameLinks
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.linking import MIN_LINKS, Linker
 
@@ -19,7 +19,7 @@ MatchPairs = Callable[[Sequence[tuple[Features, Features]]], list[Matches]]
 _WORDS, _SAMPLE = 64, 4096  # enough for the few dozen keyframes of a window, and learned in milliseconds
 
 
-class Places:
+class KeyframeIndex:
     """Global descriptors (VLAD) of keyframes, over a vocabulary learned from those that are kept.
 
     The vocabulary is learned when it is first asked for, and again when half of what it came from is gone.
@@ -30,7 +30,7 @@ class Places:
         self._learned_from: frozenset[int] = frozenset()
         self._described: dict[int, np.ndarray] = {}  # keyframe → global descriptor
 
-    def likely(self, frame: KeptFrame, keyframes: Sequence[KeptFrame], count: int) -> list[KeptFrame]:
+    def candidates(self, frame: KeptFrame, keyframes: Sequence[KeptFrame], count: int) -> list[KeptFrame]:
         """At most `count` of the keyframes, the one that looks most like the frame first."""
         keyframes = [keyframe for keyframe in keyframes if len(keyframe.descriptors)]
         if not keyframes or len(frame.descriptors) == 0:
@@ -57,9 +57,9 @@ class Places:
         self._learned_from, self._described = present, {}
 
 
-def find_place(
+def verify_candidates(
     match: MatchPairs, linker: Linker, frame: KeptFrame, candidates: Sequence[KeptFrame]
-) -> tuple[KeptFrame, Links] | None:
+) -> tuple[KeptFrame, FrameLinks] | None:
     """The candidate that most points of the frame agree with in one epipolar geometry, and the links to it.
 
     None where no candidate has `MIN_LINKS` consistent ones.
@@ -67,7 +67,7 @@ def find_place(
     if not candidates or len(frame.keypoints) == 0:
         return None
     pairs = [(candidate.features, frame.features) for candidate in candidates]
-    best: tuple[KeptFrame, Links] | None = None
+    best: tuple[KeptFrame, FrameLinks] | None = None
     most = MIN_LINKS - 1
     for candidate, matches in zip(candidates, match(pairs), strict=True):
         links, _ = linker.verify(candidate, _facing(candidate, frame), matches)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from matcher.sequence.frames import Links
+from matcher.sequence.frames import FrameLinks
 from matcher.sequence.guided import Guide, search_guided
 from matcher.sequence.keyframes import KeptFrame
 
 
-class Missing:
+class LostTracks:
     """Points seen up to `patience` frames ago, moved along with what is still seen around them."""
 
     def __init__(self, patience: int = 6) -> None:
@@ -31,9 +31,9 @@ class Missing:
         )
         return np.stack([pairs[:, 0], free[pairs[:, 1]]], axis=1)
 
-    def update(self, previous: KeptFrame, current: KeptFrame, links: Links, guide: Guide) -> None:
+    def update(self, previous: KeptFrame, current: KeptFrame, links: FrameLinks, guide: Guide) -> None:
         """Take in what the previous frame had and the current one, whose ids are known, has not."""
-        if not guide.knows or not links.consistent.any():
+        if not guide.usable or not links.consistent.any():
             self.clear()
             return
         young = self._ages < self._patience

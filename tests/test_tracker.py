@@ -13,17 +13,17 @@ from matcher.errors import ImageError, UsageError
 from matcher.sequence.frames import FrameResult
 
 
-def session(world: World, **options) -> matcher.Sequence:
-    return matcher.Sequence(world.pipeline(), **options)
+def make_tracker(world: World, **options) -> matcher.Tracker:
+    return matcher.Tracker(world.pipeline(), **options)
 
 
-def drive(sequence: matcher.Sequence, world: World, frames, *, stereo: bool = False) -> list[FrameResult]:
+def drive(tracker: matcher.Tracker, world: World, frames, *, stereo: bool = False) -> list[FrameResult]:
     results = []
     for frame in frames:
         if stereo:
-            results.append(sequence.push_stereo(world.picture(frame), world.picture(frame + RIGHT), frame))
+            results.append(tracker.push_stereo(world.picture(frame), world.picture(frame + RIGHT), frame))
         else:
-            results.append(sequence.push(world.picture(frame), frame))
+            results.append(tracker.push(world.picture(frame), frame))
     return results
 
 
@@ -39,7 +39,7 @@ def names(world: World, results: list[FrameResult], frames) -> dict[int, set[int
 
 def test_a_track_is_one_point_and_a_point_seen_on_and_on_is_one_track():
     world = World()
-    results = drive(session(world), world, range(25))
+    results = drive(make_tracker(world), world, range(25))
     carried = names(world, results, range(25))
     assert np.mean([len(points) == 1 for points in carried.values()]) > 0.995
     last, before = results[-1], results[-2]
@@ -57,7 +57,7 @@ def test_a_track_is_one_point_and_a_point_seen_on_and_on_is_one_track():
 
 def test_lengths_count_the_frames_that_a_track_was_seen_in():
     world = World(flicker=0.0)
-    results = drive(session(world), world, range(8))
+    results = drive(make_tracker(world), world, range(8))
     count = {}
     for result in results:
         for track, length in zip(result.track_ids.tolist(), result.track_lengths.tolist(), strict=True):
@@ -67,7 +67,7 @@ def test_lengths_count_the_frames_that_a_track_was_seen_in():
 
 def test_links_are_true_and_point_at_the_frames_they_name():
     world = World()
-    results = drive(session(world), world, range(12))
+    results = drive(make_tracker(world), world, range(12))
     for frame, result in enumerate(results[1:], start=1):
         for links in (result.to_previous, result.to_keyframe):
             assert links.indices.shape == (len(links), 2)
@@ -81,10 +81,10 @@ def test_links_are_true_and_point_at_the_frames_they_name():
 
 def test_everything_at_the_boundary_is_contiguous_numpy():
     world = World()
-    result = drive(session(world, camera=CAMERA, baseline=BASELINE), world, range(3), stereo=True)[-1]
+    result = drive(make_tracker(world, camera=CAMERA, baseline=BASELINE), world, range(3), stereo=True)[-1]
     wanted = {
         "keypoints": np.float32, "track_ids": np.int64, "track_lengths": np.int64, "depths": np.float64,
-        "world_from_cam": np.float64, "T_keyframe_to_frame": np.float64,
+        "world_from_cam": np.float64, "cam_from_keyframe": np.float64,
     }  # fmt: skip
     for name, dtype in wanted.items():
         value = getattr(result, name)
@@ -97,20 +97,26 @@ def test_everything_at_the_boundary_is_contiguous_numpy():
     assert sum(parts[:-1]) == pytest.approx(parts[-1])
 
 
+def test_the_old_name_still_works_and_names_the_new_one():
+    with pytest.warns(DeprecationWarning, match="matcher.Tracker") as caught:
+        assert matcher.Sequence is matcher.Tracker
+    assert caught[0].filename == __file__
+
+
 def test_changing_a_result_does_not_change_what_follows():
     world = World()
-    sequence = session(world)
-    first = drive(sequence, world, [0])[0]
+    tracker = make_tracker(world)
+    first = drive(tracker, world, [0])[0]
     first.keypoints[:] = 0
     first.track_ids[:] = 0
-    second = drive(sequence, world, [1])[0]
+    second = drive(tracker, world, [1])[0]
     assert second.to_previous.consistent.sum() > 80
     assert len(np.unique(second.track_ids)) == len(second.track_ids)
 
 
 def test_pairs_give_metric_poses_and_depths():
     world = World()
-    results = drive(session(world, camera=CAMERA, baseline=BASELINE), world, range(30), stereo=True)
+    results = drive(make_tracker(world, camera=CAMERA, baseline=BASELINE), world, range(30), stereo=True)
     found, truth = np.array([r.world_from_cam for r in results]), truth_of(world, range(30))
     assert {r.pose_status for r in results} == {"ok"}
     assert np.linalg.norm(found[-1, :3, 3] - truth[-1, :3, 3]) < 0.02 * 0.12 * 29
@@ -126,7 +132,7 @@ def test_pairs_give_metric_poses_and_depths():
 
 def test_one_camera_gives_the_path_up_to_scale():
     world = World()
-    results = drive(session(world, camera=CAMERA), world, range(40))
+    results = drive(make_tracker(world, camera=CAMERA), world, range(40))
     known = [i for i, r in enumerate(results) if r.world_from_cam is not None]
     assert known[-30:] == list(range(10, 40))
     found = np.array([results[i].world_from_cam for i in known])[:, :3, 3]
@@ -137,33 +143,33 @@ def test_one_camera_gives_the_path_up_to_scale():
 
 def test_without_a_camera_there_are_tracks_and_no_poses():
     world = World()
-    result = drive(session(world), world, range(3))[-1]
+    result = drive(make_tracker(world), world, range(3))[-1]
     assert (result.pose_status, result.world_from_cam, result.depths) == ("no_camera", None, None)
 
 
 def test_identical_frames_are_one_place_and_one_keyframe():
     world = World(flicker=0.0, noise=0.0)
-    results = drive(session(world, camera=CAMERA, baseline=BASELINE), world, [3] * 6, stereo=True)
+    results = drive(make_tracker(world, camera=CAMERA, baseline=BASELINE), world, [3] * 6, stereo=True)
     assert [r.is_keyframe for r in results] == [True] + [False] * 5
     for result in results[1:]:
         np.testing.assert_array_equal(result.track_ids, results[0].track_ids)
         np.testing.assert_allclose(result.world_from_cam, np.eye(4), atol=1e-3)
         assert result.parallax == 0.0 and result.kept == 1.0
-    mono = drive(session(world, camera=CAMERA), world, [3] * 4)
+    mono = drive(make_tracker(world, camera=CAMERA), world, [3] * 4)
     assert [r.pose_status for r in mono] == ["ok", "starting", "starting", "starting"]
 
 
 def test_a_black_and_a_dropped_frame_are_passed_over():
     world = World()
-    sequence = session(world, camera=CAMERA, baseline=BASELINE)
-    drive(sequence, world, range(5), stereo=True)
-    black = sequence.push_stereo(world.picture(BLACK), world.picture(BLACK), 5)
-    dropped = [sequence.push(None, 6), sequence.push_stereo(None, world.picture(RIGHT), 7)]
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    drive(tracker, world, range(5), stereo=True)
+    black = tracker.push_stereo(world.picture(BLACK), world.picture(BLACK), 5)
+    dropped = [tracker.push(None, 6), tracker.push_stereo(None, world.picture(RIGHT), 7)]
     assert [r.status for r in (black, *dropped)] == ["blank", "dropped", "dropped"]
     assert all(
         r.passed_over and len(r.keypoints) == 0 and r.world_from_cam is None for r in (black, *dropped)
     )
-    after = drive(sequence, world, [8], stereo=True)[0]
+    after = drive(tracker, world, [8], stereo=True)[0]
     assert (after.index, after.status, after.pose_status, after.to_previous.frame) == (8, "tracked", "ok", 4)
     assert np.linalg.norm(after.world_from_cam[:3, 3] - truth_of(world, range(9))[-1, :3, 3]) < 0.05
     assert (after.track_lengths > 3).sum() > 50
@@ -171,46 +177,46 @@ def test_a_black_and_a_dropped_frame_are_passed_over():
 
 def test_a_black_right_picture_leaves_tracks_without_depth():
     world = World()
-    sequence = session(world, camera=CAMERA, baseline=BASELINE)
-    drive(sequence, world, range(2), stereo=True)
-    result = sequence.push_stereo(world.picture(2), world.picture(BLACK), 2)
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    drive(tracker, world, range(2), stereo=True)
+    result = tracker.push_stereo(world.picture(2), world.picture(BLACK), 2)
     assert result.status == "tracked" and result.pose_status == "ok"
 
 
 def test_frames_of_another_size_are_tracked_and_have_a_pose_if_only_resized():
     world = World()
-    sequence = session(world, camera=CAMERA, baseline=BASELINE)
-    drive(sequence, world, range(3), stereo=True)
-    smaller = sequence.push(world.picture(3, (320, 240)), 3)
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    drive(tracker, world, range(3), stereo=True)
+    smaller = tracker.push(world.picture(3, (320, 240)), 3)
     assert (smaller.size, smaller.status, smaller.pose_status) == ((320, 240), "tracked", "ok")
     truth = truth_of(world, range(6))
     assert np.linalg.norm(smaller.world_from_cam[:3, 3] - truth[3, :3, 3]) < 0.05
-    other = sequence.push(world.picture(4, (640, 240)), 4)
+    other = tracker.push(world.picture(4, (640, 240)), 4)
     assert (other.status, other.pose_status, other.world_from_cam) == ("tracked", "other_size", None)
-    back = drive(sequence, world, [5], stereo=True)[0]
+    back = drive(tracker, world, [5], stereo=True)[0]
     assert back.pose_status == "ok"
     assert np.linalg.norm(back.world_from_cam[:3, 3] - truth[5, :3, 3]) < 0.05
 
 
 def test_late_frames_are_passed_over_and_a_clock_set_back_is_followed():
     world = World()
-    sequence = session(world)
-    drive(sequence, world, range(4))
-    late = sequence.push(world.picture(2), 1.5)
+    tracker = make_tracker(world)
+    drive(tracker, world, range(4))
+    late = tracker.push(world.picture(2), 1.5)
     assert late.status == "out_of_order" and len(late.keypoints) == 0
-    assert sequence.push(world.picture(4), 4.0).to_previous.frame == 3
-    statuses = [sequence.push(world.picture(5 + i), 0.1 * i).status for i in range(3)]
+    assert tracker.push(world.picture(4), 4.0).to_previous.frame == 3
+    statuses = [tracker.push(world.picture(5 + i), 0.1 * i).status for i in range(3)]
     assert statuses == ["out_of_order", "tracked", "tracked"]
     for bad in (float("nan"), float("inf"), "noon"):
         with pytest.raises(UsageError, match="timestamp"):
-            sequence.push(world.picture(8), bad)
-    assert sequence.push(world.picture(8), 0.9).status == "tracked"
+            tracker.push(world.picture(8), bad)
+    assert tracker.push(world.picture(8), 0.9).status == "tracked"
 
 
 def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on():
     world = World(jump={10: 15.0})
-    sequence = session(world, camera=CAMERA, baseline=BASELINE)
-    results = drive(sequence, world, range(20), stereo=True)
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    results = drive(tracker, world, range(20), stereo=True)
     assert [r.status for r in results[9:12]] == ["tracked", "lost", "tracked"]
     assert (results[10].pose_status, results[10].is_keyframe) == ("bridged", True)
     assert not np.isin(results[10].track_ids, np.concatenate([r.track_ids for r in results[:10]])).any()
@@ -221,10 +227,10 @@ def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on():
 
 def test_a_place_seen_before_is_found_again_after_a_loss():
     world = World()
-    sequence = session(world, camera=CAMERA, baseline=BASELINE)
-    before = drive(sequence, world, range(12), stereo=True)
-    drive(sequence, world, range(200, 203), stereo=True)
-    again = sequence.push_stereo(world.picture(4), world.picture(4 + RIGHT))
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    before = drive(tracker, world, range(12), stereo=True)
+    drive(tracker, world, range(200, 203), stereo=True)
+    again = tracker.push_stereo(world.picture(4), world.picture(4 + RIGHT))
     assert again.status == "tracked" and again.keyframe <= 11
     np.testing.assert_allclose(again.world_from_cam, before[4].world_from_cam, atol=0.05)
     assert np.isin(again.track_ids, before[4].track_ids).mean() > 0.5
@@ -232,18 +238,18 @@ def test_a_place_seen_before_is_found_again_after_a_loss():
 
 def test_relocalise_names_the_keyframe_and_the_pose_and_changes_nothing():
     world = World()
-    sequence = session(world, camera=CAMERA, baseline=BASELINE)
-    results = drive(sequence, world, range(40), stereo=True)
-    kept = sequence.keyframes
-    found = sequence.relocalise(world.picture(20))
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    results = drive(tracker, world, range(40), stereo=True)
+    kept = tracker.keyframes
+    found = tracker.relocalise(world.picture(20))
     assert found.keyframe in kept and abs(found.keyframe - 20) < 10
     assert found.candidates[0] in kept and len(found.candidates) == 3
     assert found.links.frame == found.keyframe and found.links.consistent.sum() > 50
     np.testing.assert_allclose(found.world_from_cam, results[20].world_from_cam, atol=0.08)
-    assert sequence.keyframes == kept
-    assert drive(sequence, world, [40], stereo=True)[0].index == 40
+    assert tracker.keyframes == kept
+    assert drive(tracker, world, [40], stereo=True)[0].index == 40
     nowhere = World(seed=9)
-    elsewhere = matcher.Sequence(nowhere.pipeline(), camera=CAMERA)
+    elsewhere = matcher.Tracker(nowhere.pipeline(), camera=CAMERA)
     drive(elsewhere, nowhere, range(3))
     assert elsewhere.relocalise(nowhere.picture(150)).keyframe is None
     assert elsewhere.relocalise(nowhere.picture(BLACK)).keyframe is None
@@ -251,12 +257,12 @@ def test_relocalise_names_the_keyframe_and_the_pose_and_changes_nothing():
 
 def test_a_picture_that_cannot_be_read_leaves_the_sequence_as_it_was(tmp_path):
     world = World()
-    sequence = session(world)
-    drive(sequence, world, range(2))
+    tracker = make_tracker(world)
+    drive(tracker, world, range(2))
     with pytest.raises(ImageError, match="absent"):
-        sequence.push(tmp_path / "absent.png", 2)
-    assert sequence.push(None, 2).index == 2
-    assert sequence.push(world.picture(3), 3).to_previous.frame == 1
+        tracker.push(tmp_path / "absent.png", 2)
+    assert tracker.push(None, 2).index == 2
+    assert tracker.push(world.picture(3), 3).to_previous.frame == 1
 
 
 @pytest.mark.parametrize(
@@ -271,7 +277,7 @@ def test_a_picture_that_cannot_be_read_leaves_the_sequence_as_it_was(tmp_path):
 )
 def test_values_that_cannot_be_used_are_refused(options, word):
     with pytest.raises(UsageError, match=word):
-        session(World(), **options)
+        make_tracker(World(), **options)
 
 
 def test_cells_of_a_grid_and_unequal_pairs_are_refused():
@@ -281,26 +287,26 @@ def test_cells_of_a_grid_and_unequal_pairs_are_refused():
     pipeline = world.pipeline()
     grid = replace(pipeline.config, extractor=replace(pipeline.config.extractor, kind="loftr"))
     with pytest.raises(UsageError, match="grid"):
-        matcher.Sequence(replace(pipeline, config=grid))
-    sequence = session(world)
+        matcher.Tracker(replace(pipeline, config=grid))
+    tracker = make_tracker(world)
     with pytest.raises(ImageError, match="one size"):
-        sequence.push_stereo(world.picture(0), world.picture(RIGHT, (320, 240)))
-    assert drive(sequence, world, range(2), stereo=True)[-1].status == "tracked"
+        tracker.push_stereo(world.picture(0), world.picture(RIGHT, (320, 240)))
+    assert drive(tracker, world, range(2), stereo=True)[-1].status == "tracked"
 
 
 def test_memory_is_bounded_and_latency_is_kept():
     world = World(points_a_metre=8)
-    sequence = session(world, window=5)
+    tracker = make_tracker(world, window=5)
     sizes = []
     tracemalloc.start()
     for start in range(0, 160, 40):
-        drive(sequence, world, range(start, start + 40))
+        drive(tracker, world, range(start, start + 40))
         world.seen.clear()
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert abs(sizes[-1] - sizes[1]) < 200_000
-    assert len(sequence.keyframes) == 5
-    table = sequence.latency()
+    assert len(tracker.keyframes) == 5
+    table = tracker.latency()
     assert list(table) == ["read", "extract", "match", "verify", "pose", "total"]
     assert table["total"]["p50"] <= table["total"]["p95"] <= table["total"]["p99"] <= table["total"]["max"]
 
@@ -310,10 +316,10 @@ def test_memory_is_bounded_and_latency_is_kept():
 def test_ten_thousand_frames(capsys):
     small, camera = (160, 120), Camera(125.0, 125.0, 79.5, 59.5)
     world = World(points_a_metre=8, noise=0.2)
-    sequence = session(world, camera=camera, window=10)
+    tracker = make_tracker(world, camera=camera, window=10)
     previous, wrong, total, megabytes = {}, 0, 0, {}
     for frame in range(10_000):
-        result = sequence.push(world.picture(frame, small), frame / 30)
+        result = tracker.push(world.picture(frame, small), frame / 30)
         assert result.status in ("first", "tracked")
         now = dict(zip(world.seen[frame].tolist(), result.track_ids.tolist(), strict=True))
         shared = now.keys() & previous.keys()

@@ -8,35 +8,35 @@ import numpy as np
 
 from matcher.config import EstimationConfig
 from matcher.data.matches import Matches
-from matcher.sequence.frames import FrameStatus, Links
+from matcher.sequence.frames import FrameLinks, FrameStatus
 from matcher.sequence.guided import Guide
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule, median_parallax, through
 from matcher.sequence.linking import Linker
-from matcher.sequence.missing import Missing
-from matcher.sequence.places import MatchPairs, Places, find_place
-from matcher.sequence.poses import Poses
-from matcher.sequence.tracks import Tracks
+from matcher.sequence.lost_tracks import LostTracks
+from matcher.sequence.pose_tracking import PoseTracker
+from matcher.sequence.relocalisation import KeyframeIndex, MatchPairs, verify_candidates
+from matcher.sequence.tracks import TrackIds
 from matcher.verify.estimation import RobustEstimator
 
 CANDIDATES = 3  # keyframes that a lost frame is compared with
 
 
-class Memory:
+class LocalMap:
     """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
 
-    def __init__(self, poses: Poses, window: int, guided: bool, rule: KeyframeRule) -> None:
+    def __init__(self, poses: PoseTracker, window: int, guided: bool, rule: KeyframeRule) -> None:
         self.linker = Linker(RobustEstimator(EstimationConfig(kind="fundamental")), guided)
-        self.poses, self.places = poses, Places()
+        self.poses, self.index = poses, KeyframeIndex()
         self.keyframes: deque[KeptFrame] = deque(maxlen=window)
         self.previous: KeptFrame | None = None
         self._keyframe: KeptFrame | None = None
-        self._rule, self._tracks, self._missing = rule, Tracks(), Missing()
+        self._rule, self._tracks, self._missing = rule, TrackIds(), LostTracks()
         self._guide: Guide | None = None
 
     def link(
         self, current: KeptFrame, matches: Matches | None, match: MatchPairs
-    ) -> tuple[FrameStatus, Links | None, Links | None]:
-        """Links to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
+    ) -> tuple[FrameStatus, FrameLinks | None, FrameLinks | None]:
+        """FrameLinks to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
         previous, keyframe = self.previous, self._keyframe
         if previous is None:
             return "first", None, None
@@ -54,14 +54,14 @@ class Memory:
             self._keep(previous)
             return "tracked", to_previous, to_previous
         others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
-        likely = self.places.likely(current, others, CANDIDATES)
-        if (found := find_place(match, self.linker, current, likely)) is not None:
+        likely = self.index.candidates(current, others, CANDIDATES)
+        if (found := verify_candidates(match, self.linker, current, likely)) is not None:
             self._keyframe = found[0]
             return "tracked", to_previous, found[1]
         return "lost", to_previous, None
 
     def identify(
-        self, current: KeptFrame, to_previous: Links | None, to_keyframe: Links | None
+        self, current: KeptFrame, to_previous: FrameLinks | None, to_keyframe: FrameLinks | None
     ) -> np.ndarray:
         """Give the points their track ids; returns their lengths."""
         offers = [
@@ -77,7 +77,7 @@ class Memory:
             self._missing.update(self.previous, current, to_previous, self._guide)
         return lengths
 
-    def place(self, current: KeptFrame, status: FrameStatus, links: Links | None) -> dict[str, object]:
+    def place(self, current: KeptFrame, status: FrameStatus, links: FrameLinks | None) -> dict[str, object]:
         """Pose of the frame and whether it becomes a keyframe: fields of its result."""
         keyframe = self._keyframe
         if links is None:
@@ -101,7 +101,7 @@ class Memory:
             "parallax": parallax,
             "kept": kept,
             "pose_status": pose_status,
-            "T_keyframe_to_frame": T,
+            "cam_from_keyframe": T,
         }
 
     def close(self, current: KeptFrame) -> None:
