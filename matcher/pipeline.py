@@ -235,7 +235,7 @@ def build_extractor(
         return SiftExtractor(config)
     dtype = DTYPES[resolve_precision(precision, torch.device(device))]
     fill = partial(fill_extractor, path=weights)
-    return LearnedExtractor(config, find_front_end(config.kind), fill, device, dtype)
+    return LearnedExtractor(config, find_front_end(config.kind), fill, device, dtype, weights)
 
 
 def _refuse_for_grid(given: Mapping[str, Any]) -> None:

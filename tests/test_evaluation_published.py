@@ -157,3 +157,24 @@ def test_scene_files_with_holes(tmp_path, picture):
     np.savez(tmp_path / "0015.npz", **broken)
     with pytest.raises(UsageError, match=r"0015\.npz"):
         find_sets(str(tmp_path), SetOptions())
+
+
+def test_wxbs(tmp_path, picture, entrants):
+    folder = tmp_path / "v1.1" / "WGBS" / "wall"
+    folder.mkdir(parents=True)
+    H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
+    cv2.imwrite(str(folder / "01.png"), picture)
+    cv2.imwrite(str(folder / "02.png"), warp(picture, H))
+    labels = np.random.default_rng(0).uniform(40, 200, (12, 2))
+    moved = np.column_stack([labels, np.ones(12)]) @ H.T
+    rows = np.column_stack([labels, moved[:, :2] / moved[:, 2:]])
+    (folder / "corrs.txt").write_text("\n".join(words(row) for row in rows) + "\n")
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    assert (found.name, found.protocol, len(found)) == ("wxbs", "correspondences", 1)
+    assert found.pairs[0].group == "WGBS" and found.pairs[0].name == "WGBS/wall"
+    values = evaluate(found, entrants).values
+    assert list(values) == ["nearest"]
+    assert values["nearest"]["labels10"][0, 0] > 0.8 and np.isnan(values["nearest"]["precision3"]).all()
+    (folder / "corrs.txt").write_text("1 2 3\n")
+    with pytest.raises(UsageError, match="corrs"):
+        find_sets(str(tmp_path), SetOptions())

@@ -6,15 +6,17 @@ import os
 import cv2
 import numpy as np
 import pytest
+from random_front_end import build
 
 import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
-from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.evaluate.run import Entrant, FrontEndKey, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
 from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
 from matcher.verify.estimation import RobustEstimator
+from matcher.weights.files import save_front_end
 
 
 def run(*arguments):
@@ -41,7 +43,7 @@ def found(photos):
 
 def test_rows_and_bounds(found):
     assert list(found.values) == ["nearest", "oracle"]
-    assert found.groups == ("level 1", "level 4") * 6
+    assert found.groups == (("level 1",), ("level 4",)) * 6
     oracle, nearest = found.values["oracle"], found.values["nearest"]
     assert np.all(oracle["precision3"] == 1) and np.all(oracle["recall3"] == 1)
     assert np.all((nearest["precision3"] >= 0) & (nearest["precision3"] <= 1))
@@ -123,6 +125,36 @@ def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, cap
     assert len(full["weights"]["sha256"]) == 64
     assert (tmp_path / "out" / "synthetic.md").read_text() in printed
     assert "synthetic: 4 of 4 pairs" in said
+
+
+def test_two_front_end_files_are_measured_apart(photos, tmp_path, capsys):
+    other = tmp_path / "other.safetensors"
+    network = build("learned").network
+    save_front_end(network, "learned", other)
+    code = run(
+        "evaluate", photos, "--preset", "nearest-learned", "--frontend-weights", "shipped",
+        "--frontend-weights", other, "--pairs", 2, "--max-keypoints", 200, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0
+    rows = {r["name"]: r for r in json.loads((tmp_path / "out" / "synthetic.json").read_text())["rows"]}
+    shipped, ours = (rows[f"nearest-learned with {x}"] for x in ("the shipped front end", "other"))
+    assert shipped["all"]["repeatability@3 px"]["value"] > ours["all"]["repeatability@3 px"]["value"]
+    assert {"oracle (sift)", "oracle (learned shipped)", f"oracle (learned {other})"} < rows.keys()
+
+
+def test_features_are_kept_by_file_and_precision(tmp_path):
+    pipes = [
+        matcher.load("hybrid-learned", **options)
+        for options in (
+            {"precision": "float32"},
+            {"precision": "bfloat16"},
+            {"precision": "float32", "frontend_weights": tmp_path / "a.safetensors"},
+            {"precision": "float32", "max_keypoints": 7},
+        )
+    ]
+    assert len({FrontEndKey.of(pipe) for pipe in pipes}) == 4
+    again = matcher.load("hybrid-learned", precision="float32")
+    assert FrontEndKey.of(again) == FrontEndKey.of(pipes[0])
 
 
 def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):

@@ -33,6 +33,14 @@ Presets = Annotated[
 WeightsFiles = Annotated[
     list[Path] | None, typer.Option(metavar="FILE", help="Weights file; may be repeated, a row each.")
 ]
+FrontEnds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--frontend-weights",
+        metavar="FILE",
+        help="Of the front end `learned`; may be repeated, rows for each. `shipped` is the usual file.",
+    ),
+]
 FullDepth = Annotated[
     bool, typer.Option("--full-depth", help="Add a row for each network without early exit and pruning.")
 ]
@@ -49,6 +57,7 @@ def evaluate(
     where: Where,
     preset: Presets = None,
     weights: WeightsFiles = None,
+    frontend_weights: FrontEnds = None,
     full_depth: FullDepth = False,
     max_keypoints: options.MaxKeypoints = None,
     resize: options.Resize = None,
@@ -66,9 +75,9 @@ def evaluate(
     """Measure presets side by side on pairs with a known truth.
 
     SET_OR_DIR: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu, multimodal, middlebury2003,
-    kitti_mini, sceaux_castle or bench (all of these folders), found in the folder named by MATCHER_DATA; or a
-    folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500 or one of the above; or any folder of
-    photos, which are warped into synthetic pairs.
+    kitti_mini, sceaux_castle or bench (all of these folders), kitchen, bookstore or multiview (both), found
+    in the folder named by MATCHER_DATA; or a folder with the layout of HPatches, MegaDepth-1500,
+    ScanNet-1500, WxBS or one of the above; or any folder of photos, which are warped into synthetic pairs.
     """
     _limit(threads)
     from matcher.lab.pairs.sets import SetOptions, find_sets
@@ -77,7 +86,8 @@ def evaluate(
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
     network = {"match_threshold": threshold, "precision": precision}
-    entrants = _entrants(preset or [options.DEFAULT_PRESET], weights or [], full_depth, common, network)
+    chosen = preset or [options.DEFAULT_PRESET]
+    entrants = _entrants(chosen, weights or [], frontend_weights or [], full_depth, common, network)
     skipped = sum(_measure(pair_set, entrants, seed, estimator_seeds, output) for pair_set in sets)
     if skipped:
         typer.echo(f"matcher: {skipped} pairs were skipped; the tables say why", err=True)
@@ -112,12 +122,13 @@ def _levels(text: str) -> tuple[int, ...]:
 def _entrants(
     presets: list[str],
     weights: list[Path],
+    front_ends: list[str],
     full_depth: bool,
     common: dict[str, object],
     network: dict[str, object],
 ) -> list[Entrant]:
-    """A row for every preset and weights file, full-depth rows where asked for; before them `nearest`, and
-    nearest neighbours of the same keypoints."""
+    """A row for every preset, weights file and front-end file, full-depth rows where asked for; before them
+    `nearest`, and nearest neighbours of the same keypoints."""
     from matcher.config import NearestConfig
     from matcher.lab.evaluate.run import Entrant
     from matcher.pipeline import load
@@ -129,18 +140,36 @@ def _entrants(
         for name, config in PRESETS.items()
         if isinstance(config.matcher, NearestConfig) and config.extractor.kind in kinds
     ]
-    rows = {name: Entrant(name, load(name, **common)) for name in plain}
+    rows = {}
+
+    def add(name: str, words: str = "", **given: object) -> None:
+        for front_end, title in _front_ends(find_preset(name).extractor.kind, front_ends):
+            row = " ".join(filter(None, (name, words, title)))
+            for ending, more in _DEPTHS[: 1 + (full_depth and name not in plain)]:
+                pipeline = load(name, frontend_weights=front_end, **given, **more, **common)
+                rows[row + ending] = Entrant(row + ending, pipeline)
+
+    for name in plain:
+        add(name)
     for name in presets:
-        if name in rows:
-            continue
-        for file in weights or [None]:
-            title = name if file is None else f"{name} {_short(file, weights)}"
-            rows[title] = Entrant(title, load(name, weights=file, **common, **network))
-            if full_depth:
-                title += ", full depth"
-                pipeline = load(name, weights=file, early_exit=False, pruning=False, **common, **network)
-                rows[title] = Entrant(title, pipeline)
+        if name not in plain:
+            for file in weights or [None]:
+                add(name, "" if file is None else _short(file, weights), weights=file, **network)
     return list(rows.values())
+
+
+_DEPTHS = (("", {}), (", full depth", {"early_exit": False, "pruning": False}))
+
+
+def _front_ends(kind: str, files: list[str]) -> list[tuple[str | None, str]]:
+    """The weights files of a preset's front end, each with what its row is called."""
+    if kind != "learned" or not files:
+        return [(None, "")]
+    paths = [Path(file) for file in files]
+    return [
+        (None, "with the shipped front end") if file == "shipped" else (file, f"with {_short(path, paths)}")
+        for file, path in zip(files, paths, strict=True)
+    ]
 
 
 def _short(file: Path, weights: list[Path]) -> str:

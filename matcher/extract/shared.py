@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
@@ -63,6 +64,7 @@ class LearnedExtractor:
         fill: Fill,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        weights: str | Path | None = None,
     ) -> None:
         """Keep what is needed; nothing is built or read yet.
 
@@ -72,13 +74,14 @@ class LearnedExtractor:
             fill: puts the trained parameters into the network, which is on the CPU then.
             device: where the network runs.
             dtype: of the network, if it is one that runs in half precision.
+            weights: the file that `fill` reads, None if it is the usual one; what tells extractors apart.
 
         Raises:
             UsageError: a setting that this front end does not have, or a value out of range.
         """
         self.config = resolve(config, front_end.published)
         self.front_end = front_end
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.weights = torch.device(device), dtype, weights
         self._fill = fill
 
     @cached_property

@@ -25,13 +25,15 @@ from matcher.lab.evaluate.metrics import (
     reprojection_errors,
     reprojection_matrix,
 )
-from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, Pair, PosePair
+from matcher.lab.pairs.depth import reproject
+from matcher.lab.pairs.protocols import CorrespondencePair, DepthPair, HomographyPair, Pair, PosePair
 from matcher.pipeline import threshold_scale
 from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 from matcher.verify.estimation import RobustEstimator
 
 THRESHOLDS = (1, 3)  # pixels of the pictures as matched
 ORACLE_THRESHOLD = 3
+LOOSE = 10  # pixels; where poses or labels are coarse
 _MAX_LABELS = 2000  # a disparity map has a label a pixel; evenly chosen ones say as much
 
 
@@ -71,7 +73,12 @@ def true_matches(pair: Pair, side0: Observation, side1: Observation) -> Truth | 
         seen1 = inside(warp_points(points1, np.linalg.inv(pair.H_1_from_0)), side0.image.size)
         again = repeatability(errors, seen0, seen1, max(THRESHOLDS))
     elif isinstance(pair, CorrespondencePair):
+        if not pair.dense:
+            return None
         errors = distances(partners(pair, points0), points1) * side1.scale
+    elif isinstance(pair, DepthPair):
+        moved0, _ = reproject(points0, pair.view0, pair.view1)
+        errors = distances(moved0, points1) * side1.scale
     else:
         return None
     widest = possible_matches(errors, max(THRESHOLDS))  # a smaller threshold keeps the nearer ones of these
@@ -123,6 +130,10 @@ def judge(
     geometries = [_estimate(estimator, side0, side1, matches, cameras) for estimator in estimators]
     if isinstance(pair, HomographyPair):
         return found | _homography(pair, side0, side1, matches, truth, geometries)
+    if isinstance(pair, DepthPair):
+        by_pose = _pose(pair, side0, side1, matches, geometries)
+        by_pose = {key: value for key, value in by_pose.items() if not key.startswith("precision")}
+        return found | by_pose | _depth(pair, side0, side1, matches, truth)
     if isinstance(pair, PosePair):
         return found | _pose(pair, side0, side1, matches, geometries)
     if isinstance(pair, CorrespondencePair):
@@ -188,20 +199,37 @@ def _correspondences(
     truth: Truth,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
-    """Matches of pixels without a label are not judged."""
+    """Matches of pixels without a label are not judged, and with sparse labels none is."""
+    step = max(1, len(pair.points0) // _MAX_LABELS)
+    labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
+    agreeing = np.zeros((len(geometries), LOOSE))
+    for row, geometry in zip(agreeing, geometries, strict=True):
+        if geometry.matrix is not None:
+            distance = epipolar_distance(labels0, labels1, geometry.matrix) * side1.scale
+            row[:] = (distance[:, None] < np.arange(1, LOOSE + 1)).mean(axis=0)
+    found = {"labels3": agreeing[:, ORACLE_THRESHOLD - 1], f"labels{LOOSE}": agreeing.mean(axis=1)}
+    if truth is None:
+        return found | {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
     expected = partners(pair, matches.points0.astype(np.float64))
     errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
     judged = errors[np.isfinite(errors)]
-    step = max(1, len(pair.points0) // _MAX_LABELS)
-    labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
-    agreeing = [
-        0.0
-        if g.matrix is None
-        else precision(epipolar_distance(labels0, labels1, g.matrix) * side1.scale, ORACLE_THRESHOLD)
-        for g in geometries
-    ]
     known = np.nan_to_num(errors, nan=np.inf)
-    return {"labels3": np.array(agreeing)} | _precision_and_recall(matches, judged, known, truth)
+    return found | _precision_and_recall(matches, judged, known, truth)
+
+
+def _depth(
+    pair: DepthPair, side0: Observation, side1: Observation, matches: Matches, truth: Truth
+) -> dict[str, float]:
+    """Matches are judged by the depth of picture 0; those of unknown depth, and at edges, are not."""
+    expected, _ = reproject(matches.points0.astype(np.float64), pair.view0, pair.view1)
+    errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
+    judged = errors[~np.isnan(errors)]
+    loose = {
+        f"precision{LOOSE}": precision(judged, LOOSE),
+        "right": float((judged < max(THRESHOLDS)).sum()),
+        f"right{LOOSE}": float((judged < LOOSE).sum()),
+    }
+    return loose | _precision_and_recall(matches, judged, np.nan_to_num(errors, nan=np.inf), truth)
 
 
 def _precision_and_recall(

@@ -113,7 +113,8 @@ def reprojection_matrix(
 def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     """(N, M) float32 Euclidean distances of (N, 2) and (M, 2); infinite where a point of one side is NaN."""
     far0, far1 = (np.nan_to_num(points.astype(np.float32), nan=np.inf) for points in (points0, points1))
-    return np.hypot(far0[:, None, 0] - far1[None, :, 0], far0[:, None, 1] - far1[None, :, 1])
+    with np.errstate(over="ignore"):
+        return np.hypot(far0[:, None, 0] - far1[None, :, 0], far0[:, None, 1] - far1[None, :, 1])
 
 
 def possible_matches(errors: np.ndarray, threshold: float) -> np.ndarray:

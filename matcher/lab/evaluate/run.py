@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -19,9 +19,10 @@ from matcher.verify.estimation import RobustEstimator
 
 ORACLE = "oracle"
 _KEPT = 64  # pictures whose features are kept for the pairs to come
-_GEOMETRY: dict[str, GeometryKind] = {
+GEOMETRY: dict[str, GeometryKind] = {
     "homography": "homography",
     "pose": "essential",
+    "depth": "essential",
     "correspondences": "fundamental",
     "unrelated": "fundamental",
 }
@@ -44,7 +45,7 @@ class Evaluation:
     rows: tuple[Entrant, ...]
     seeds: tuple[int, ...]  # of the estimator
     names: tuple[str, ...]  # of the pairs that were measured
-    groups: tuple[str, ...]  # of the same pairs
+    groups: tuple[tuple[str, ...], ...]  # of the same pairs, each all that it is in
     values: dict[str, dict[str, np.ndarray]]  # row → measure → (S, n)
     skipped: tuple[str, ...]  # why, a message a pair
 
@@ -52,9 +53,29 @@ class Evaluation:
 @dataclass(eq=False)
 class _Tally:
     names: list[str] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
+    groups: list[tuple[str, ...]] = field(default_factory=list)
     found: dict[str, list[dict[str, float | np.ndarray]]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FrontEndKey:
+    """What decides a picture's features: features of two pipelines are the same where these are."""
+
+    config: ExtractorConfig
+    weights: str | None  # file; None: the shipped or fetched ones, or none
+    precision: str
+
+    @staticmethod
+    def of(pipeline: Pipeline) -> FrontEndKey:
+        """Of a pipeline's front end."""
+        extractor = pipeline.extractor
+        weights = getattr(extractor, "weights", None)
+        return FrontEndKey(
+            pipeline.config.extractor,
+            None if weights is None else str(weights),
+            str(getattr(extractor, "dtype", "")),
+        )
 
 
 class _Observer:
@@ -62,10 +83,10 @@ class _Observer:
 
     def __init__(self, shorter_side: int | None) -> None:
         self.shorter_side = shorter_side
-        self.kept: OrderedDict[tuple[ExtractorConfig, str], Observation] = OrderedDict()
+        self.kept: OrderedDict[tuple[FrontEndKey, str], Observation] = OrderedDict()
 
     def __call__(self, picture: Picture, pipeline: Pipeline) -> Observation:
-        key = (pipeline.config.extractor, str(picture.path))
+        key = (FrontEndKey.of(pipeline), str(picture.path))
         if picture.pixels is None and key in self.kept:
             self.kept.move_to_end(key)
             return self.kept[key]
@@ -96,7 +117,7 @@ def evaluate(
     Raises:
         ImageError: no pair could be read; the message is the first pair's.
     """
-    used = tuple(range(seeds)) if pair_set.protocol == "pose" else (0,)
+    used = tuple(range(seeds)) if GEOMETRY[pair_set.protocol] == "essential" else (0,)
     tally, observe = _Tally(), _Observer(pair_set.shorter_side)
     for position in range(len(pair_set)):
         try:
@@ -109,7 +130,7 @@ def evaluate(
             for name, found in _measure(pair, pair_set, entrants, sides, used, warm_up=first).items():
                 tally.found.setdefault(name, []).append(found)
             tally.names.append(pair.name)
-            tally.groups.append(pair.group)
+            tally.groups.append(pair.groups)
         if progress is not None:
             progress(position + 1, len(pair_set))
     if not tally.names:
@@ -137,7 +158,7 @@ def _measure(
 ) -> dict[str, dict[str, float | np.ndarray]]:
     found, truths = {}, _truths(pair, entrants, sides)
     for entrant, (side0, side1) in zip(entrants, sides, strict=True):
-        front_end = entrant.pipeline.config.extractor
+        front_end = FrontEndKey.of(entrant.pipeline)
         estimators = _estimators(entrant.pipeline, pair_set, seeds)
         if warm_up:  # the first call of a process pays for things that the others do not
             entrant.pipeline.match_features(side0.features, side1.features)
@@ -151,10 +172,10 @@ def _measure(
 
 def _truths(
     pair: Pair, entrants: Sequence[Entrant], sides: Sequence[tuple[Observation, Observation]]
-) -> dict[ExtractorConfig, Truth | None]:
-    truths: dict[ExtractorConfig, Truth | None] = {}
+) -> dict[FrontEndKey, Truth | None]:
+    truths: dict[FrontEndKey, Truth | None] = {}
     for entrant, (side0, side1) in zip(entrants, sides, strict=True):
-        front_end = entrant.pipeline.config.extractor
+        front_end = FrontEndKey.of(entrant.pipeline)
         if front_end not in truths:
             truths[front_end] = true_matches(pair, side0, side1)
     return truths
@@ -165,14 +186,14 @@ def _oracles(
     pair_set: PairSet,
     entrants: Sequence[Entrant],
     sides: Sequence[tuple[Observation, Observation]],
-    truths: dict[ExtractorConfig, Truth | None],
+    truths: dict[FrontEndKey, Truth | None],
     seeds: Sequence[int],
 ) -> dict[str, dict[str, float | np.ndarray]]:
     """A row for every front end; the estimator is the one of the last entrant that has it."""
     found = {}
     for entrant, (side0, side1) in zip(entrants, sides, strict=True):
-        front_end = entrant.pipeline.config.extractor
-        name = ORACLE if len(truths) == 1 else f"{ORACLE} ({front_end.kind})"
+        front_end = FrontEndKey.of(entrant.pipeline)
+        name = ORACLE if len(truths) == 1 else f"{ORACLE} ({_title(front_end, truths)})"
         truth = truths[front_end]
         matches = oracle(truth, side0, side1)
         estimators = _estimators(entrant.pipeline, pair_set, seeds)
@@ -181,8 +202,19 @@ def _oracles(
     return found
 
 
+def _title(front_end: FrontEndKey, all_of_them: Iterable[FrontEndKey]) -> str:
+    """What tells a front end from the others: its kind, and of several of one kind their files, precision."""
+    alike = [other for other in all_of_them if other.config.kind == front_end.config.kind]
+    words = [front_end.config.kind]
+    if len({other.weights for other in alike}) > 1:
+        words.append("shipped" if front_end.weights is None else front_end.weights)
+    if len({other.precision for other in alike}) > 1:
+        words.append(front_end.precision.removeprefix("torch."))
+    return " ".join(words)
+
+
 def _estimators(pipeline: Pipeline, pair_set: PairSet, seeds: Sequence[int]) -> list[RobustEstimator]:
-    config = replace(pipeline.config.estimation, kind=_GEOMETRY[pair_set.protocol])
+    config = replace(pipeline.config.estimation, kind=GEOMETRY[pair_set.protocol])
     return [RobustEstimator(replace(config, seed=seed)) for seed in seeds]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from matcher.lab.evaluate.bootstrap import (
     resample,
 )
 from matcher.lab.evaluate.metrics import auc
-from matcher.lab.evaluate.run import Evaluation
+from matcher.lab.evaluate.run import GEOMETRY, Evaluation
 from matcher.presets import depth
 
 NEAREST = "nearest"
@@ -79,7 +80,23 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         Measure("epipolar precision@3 px", "precision3", headline=True),
         *_COST,
     ),
-    "correspondences": (*_MATCHES, Measure("labels@3 px", "labels3", headline=True), *_COST),
+    "depth": (
+        Measure("AUC@5°", "error", _Below(5), headline=True),
+        Measure("AUC@10°", "error", _Below(10), headline=True),
+        Measure("AUC@20°", "error", _Below(20), headline=True),
+        Measure("precision@3 px", "precision3", headline=True),
+        Measure("recall@3 px", "recall3", headline=True),
+        Measure("right@3 px", "right", digits=0),
+        Measure("precision@10 px", "precision10"),
+        Measure("right@10 px", "right10", digits=0),
+        *_COST,
+    ),
+    "correspondences": (
+        *_MATCHES,
+        Measure("labels@3 px", "labels3", headline=True),
+        Measure("labels@1…10 px", "labels10", headline=True),
+        *_COST,
+    ),
     "unrelated": (
         Measure("matches, median", "matches", median, digits=1, headline=True),
         Measure("accepted", "accepted", headline=True),
@@ -94,8 +111,12 @@ _MEANING = {
     "them within 3 px, so a matcher that keeps only the exact ones may pass it where views are easy",
     "pose": "AUC of max(rotation, translation angle), the translation's sign free; precision by the "
     "symmetric epipolar distance",
-    "correspondences": "matches of unlabelled pixels are not judged; labels: share of the labelled points "
-    "within 3 px of the epipolar lines of the estimated fundamental matrix",
+    "depth": "AUC of max(rotation, translation angle), the translation's sign free; precision and recall by "
+    "the reprojection error in image 1, matches of unknown depth and at the edges of surfaces not judged, "
+    "matches of what image 1 does not show being wrong; right: such matches",
+    "correspondences": "matches of unlabelled pixels are not judged, and none is where labels are few; "
+    "labels: share of the labelled points within 3 px of the epipolar lines of the estimated fundamental "
+    "matrix, and the mean of that share over 1, 2, … 10 px (mAA@10 of WxBS)",
     "unrelated": "every match is wrong; accepted: share of pairs whose estimated geometry has status ok",
 }
 _ESTIMATORS = {
@@ -112,10 +133,10 @@ def as_object(evaluation: Evaluation, *, seed: int = 0) -> dict[str, Any]:
         evaluation: what was measured.
         seed: of the bootstrap.
     """
-    groups = np.array(evaluation.groups)
-    named = [g for g in dict.fromkeys(evaluation.groups)]
-    everything = np.arange(len(groups))
-    by_group = {group: np.flatnonzero(groups == group) for group in named} if len(named) > 1 else {}
+    named = sorted({group for groups in evaluation.groups for group in groups}, key=_group_order)
+    everything = np.arange(len(evaluation.groups))
+    by_group = {g: np.flatnonzero([g in groups for groups in evaluation.groups]) for g in named}
+    by_group = by_group if len(named) > 1 else {}
     rows = []
     for name in evaluation.values:
         row = {"name": name, **_source(evaluation, name), "all": _figures(evaluation, name, everything, seed)}
@@ -128,6 +149,11 @@ def as_object(evaluation: Evaluation, *, seed: int = 0) -> dict[str, Any]:
         "pairs_by_group": {g: len(at) for g, at in by_group.items()},
         "rows": rows,
     }
+
+
+def _group_order(group: str) -> tuple[str | int, ...]:
+    """Numbers in a name count as numbers."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", group))
 
 
 def as_markdown(found: dict[str, Any]) -> str:
@@ -157,7 +183,7 @@ def as_markdown(found: dict[str, Any]) -> str:
 def _header(evaluation: Evaluation, seed: int) -> dict[str, Any]:
     pipeline = evaluation.rows[0].pipeline
     extractor, config = pipeline.config.extractor, pipeline.config.estimation
-    kind = {"homography": "homography", "pose": "essential"}.get(evaluation.set.protocol, "fundamental")
+    kind = GEOMETRY[evaluation.set.protocol]
     threshold = config.max_reprojection_error if kind == "homography" else config.max_epipolar_error
     counts = [row["keypoints"] for row in evaluation.values.values()]
     return {

@@ -71,13 +71,13 @@ def read_multimodal(folder: Path) -> PairSet:
     """Remote-sensing pairs; homographies fitted to hand-set landmarks, coarse and non-rigid ones left out."""
     pairs, left_out = [], 0
     keys = ("pair", "category", "image_fix", "image_mov", "landmark_median_residual_px", "nonrigid")
-    for row in _read_rows(folder / "pairs.json", keys):
+    for row in read_rows(folder / "pairs.json", keys):
         if not row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL or row["nonrigid"]:
             left_out += 1
             continue
         path = folder / f"{row['pair']}_gt.json"
-        (truth,) = _read_rows(path, ("H_mov_to_fix_0based",))
-        matrix = _array(truth["H_mov_to_fix_0based"], (3, 3), path)
+        (truth,) = read_rows(path, ("H_mov_to_fix_0based",))
+        matrix = read_array(truth["H_mov_to_fix_0based"], (3, 3), path)
         sides = (Picture(folder / row["image_mov"]), Picture(folder / row["image_fix"]))
         pairs.append(HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix))
     note = (
@@ -109,7 +109,7 @@ def read_kitti(folder: Path) -> PairSet:
 def read_posed(folder: Path) -> PairSet:
     """All pairs of the photos in poses.json: image, K, R (world to camera), C (centre); scale arbitrary."""
     path = folder / "poses.json"
-    rows = _read_rows(path, ("image", "K", "R", "C"))
+    rows = read_rows(path, ("image", "K", "R", "C"))
     present = [view for view in rows if (folder / view["image"]).is_file()]
     pairs = []
     for view0, view1 in combinations(present, 2):
@@ -139,8 +139,12 @@ def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
     return matrix
 
 
-def _read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The JSON objects in a file, one or a list, which must have these keys."""
+def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON objects in a file, one or a list, which must have these keys.
+
+    Raises:
+        UsageError: the file cannot be read, or an object lacks a key.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -151,7 +155,12 @@ def _read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
+def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
+    """Values of a file as float64 of that shape.
+
+    Raises:
+        UsageError: they are something else.
+    """
     try:
         return np.array(values, dtype=np.float64).reshape(shape)
     except (TypeError, ValueError) as error:
@@ -180,6 +189,6 @@ def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray
 def _camera(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
     """K (3, 3), and the pose (4, 4) that takes points of the world to the camera."""
     T = np.eye(4)
-    T[:3, :3] = _array(view["R"], (3, 3), path)
-    T[:3, 3] = -T[:3, :3] @ _array(view["C"], (3,), path)
-    return _array(view["K"], (3, 3), path), T
+    T[:3, :3] = read_array(view["R"], (3, 3), path)
+    T[:3, 3] = -T[:3, :3] @ read_array(view["C"], (3,), path)
+    return read_array(view["K"], (3, 3), path), T

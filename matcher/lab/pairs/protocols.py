@@ -12,8 +12,9 @@ import numpy as np
 from matcher.data.image import Image
 from matcher.data.images import image_from_array, read_image
 from matcher.errors import UsageError
+from matcher.lab.pairs.depth import DepthCamera
 
-ProtocolName = Literal["homography", "pose", "correspondences", "unrelated"]
+ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,11 @@ class _Pair:
     image0: Picture
     image1: Picture
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """All groups that the pair is reported in."""
+        return (self.group,)
+
 
 @dataclass(frozen=True, eq=False)
 class HomographyPair(_Pair):
@@ -69,11 +75,26 @@ class PosePair(_Pair):
 
 
 @dataclass(frozen=True, eq=False)
+class DepthPair(PosePair):
+    """Two calibrated pictures with depth."""
+
+    view0: DepthCamera
+    view1: DepthCamera
+    more_groups: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Of overlap, angle, light."""
+        return (self.group, *self.more_groups)
+
+
+@dataclass(frozen=True, eq=False)
 class CorrespondencePair(_Pair):
     """Two pictures with points known to correspond: set by hand, or one a pixel from a disparity map."""
 
     points0: np.ndarray  # (K, 2) stored pixels
     points1: np.ndarray  # (K, 2)
+    dense: bool = True  # whether a label is near every keypoint, so that matches can be judged one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +102,11 @@ class UnrelatedPair(_Pair):
     """Two pictures of different things: every match is wrong."""
 
 
-Pair = HomographyPair | PosePair | CorrespondencePair | UnrelatedPair
+Pair = HomographyPair | PosePair | DepthPair | CorrespondencePair | UnrelatedPair
 _PROTOCOLS: dict[type, ProtocolName] = {
     HomographyPair: "homography",
     PosePair: "pose",
+    DepthPair: "depth",
     CorrespondencePair: "correspondences",
     UnrelatedPair: "unrelated",
 }

@@ -1,7 +1,7 @@
 """Readers of the field's published benchmarks, in the layouts they are distributed in.
 
 HPatches: `hpatches-sequences-release` (Balntas et al. 2017). ScanNet-1500 and MegaDepth-1500: text lists of
-pairs with intrinsics and pose (SuperGlue, glue-factory), or LoFTR's scene files `*.npz`.
+pairs with intrinsics and pose (SuperGlue, glue-factory), or LoFTR's scene files `*.npz`. WxBS: version 1.1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.errors import UsageError
 from matcher.lab.pairs.folders import read_matrix
-from matcher.lab.pairs.protocols import HomographyPair, PairSet, Picture, PosePair
+from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, PairSet, Picture, PosePair
 
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
 _LARGE = (
@@ -44,6 +44,28 @@ def read_hpatches(folder: Path) -> PairSet:
         pairs.append(HomographyPair(f"{sequence.name} 1-{number}", group, *sides, read_matrix(truth, (3, 3))))
     note = f"the {len(_LARGE)} large sequences are left out; shorter side {_SHORTER_SIDE} px"
     return PairSet("hpatches", "homography", tuple(pairs), shorter_side=_SHORTER_SIDE, oracle=True, note=note)
+
+
+def is_wxbs(folder: Path) -> bool:
+    """Whether pairs with landmarks lie in a folder or in its `v1.1`."""
+    return any(_wxbs_root(folder).glob("*/*/corrs.txt"))
+
+
+def read_wxbs(folder: Path) -> PairSet:
+    """Mishkin et al. 2015, version 1.1: CATEGORY/PAIR/01.png, 02.png, corrs.txt (a line x0 y0 x1 y1)."""
+    pairs, root = [], _wxbs_root(folder)
+    for path in sorted(root.glob("*/*/corrs.txt")):
+        labels = read_matrix(path, (-1, 4))
+        sides = (Picture(path.parent / "01.png"), Picture(path.parent / "02.png"))
+        name = f"{path.parent.parent.name}/{path.parent.name}"
+        both = labels[:, :2], labels[:, 2:]
+        pairs.append(CorrespondencePair(name, path.parent.parent.name, *sides, *both, dense=False))
+    note = "a few dozen correspondences a pair are set by hand; labels@1…10 px is what is published"
+    return PairSet("wxbs", "correspondences", tuple(pairs), note=note)
+
+
+def _wxbs_root(folder: Path) -> Path:
+    return next((root for root in (folder / "v1.1", folder) if root.is_dir()), folder)
 
 
 def is_pair_list(path: Path) -> bool:

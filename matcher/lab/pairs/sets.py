@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matcher.errors import UsageError
-from matcher.lab.pairs import folders, published
+from matcher.lab.pairs import folders, multiview, published
 from matcher.lab.pairs.protocols import PairSet
 from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
 
@@ -23,7 +23,12 @@ _BENCH = (
     "kitti_mini",
     "sceaux_castle",
 )
-NAMES = ("synthetic", "unrelated", *_BENCH, "bench")
+# Where the real and the rendered room lie; "multiview" is both.
+_ROOMS = {
+    "kitchen": Path("multiview") / "val" / "kitchen",
+    "bookstore": Path("multiview") / "val" / "bookstore_rendered",
+}
+NAMES = ("synthetic", "unrelated", *_BENCH, "bench", *_ROOMS, "multiview")
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,22 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
         )
     if path.is_file():
         if not published.is_pair_list(path):
-            raise UsageError(
-                f"{path}: not a pair list (a line a pair: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
-            )
+            raise UsageError(f"{path}: not a pair list (one pair per line: name0 name1 [rot0 rot1] K0 K1 T)")
         return list(_narrowed([published.read_pair_list(path, options.images)], options))
     return list(_narrowed(_of_folder(path, options), options))
 
 
 def _named(name: str, options: SetOptions) -> list[PairSet]:
     root = data_folder()
-    names = _BENCH if name == "bench" else (name,)
+    names = {"bench": _BENCH, "multiview": tuple(_ROOMS)}.get(name, (name,))
     found = []
     for each in names:
-        folder = root / (_PHOTOS if each in ("synthetic", "unrelated") else Path("bench") / each)
+        below = _PHOTOS if each in ("synthetic", "unrelated") else Path("bench") / each
+        folder = root / _ROOMS.get(each, below)
         if not folder.is_dir():
             raise UsageError(
                 f"set {each!r} should lie in {folder}, which is absent; set {DATA_VARIABLE} to the folder "
-                "that holds photos/ and bench/, or name a folder of your own"
+                "that holds photos/, bench/ and multiview/, or name a folder of your own"
             )
         if each == "synthetic":
             found.append(_synthetic(find_photos(folder), options))
@@ -95,8 +99,9 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
         photos = find_photos(folder)
     except UsageError as error:
         raise UsageError(
-            f"{folder}: no layout that is known here (HPatches, MegaDepth-1500, ScanNet-1500, pair lists, "
-            "H1toNp sequences, KITTI-like sequences, Middlebury stereo) and no photos to make pairs of"
+            f"{folder}: no layout that is known here (HPatches, MegaDepth-1500, ScanNet-1500, WxBS, pair "
+            "lists, views with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo) and "
+            "no photos to make pairs of"
         ) from error
     return [_synthetic(photos, options)]
 
@@ -125,6 +130,10 @@ def _hpatches_root(folder: Path) -> Path | None:
     return None
 
 
+def _landmarks(folder: Path) -> bool:
+    return (folder / "pairs.json").is_file() and not (folder / "cameras.json").exists()
+
+
 def _lists(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.txt")) if published.is_pair_list(path)]
 
@@ -144,7 +153,10 @@ def _layouts(options: SetOptions) -> list[tuple[_Fits, _Reader]]:
         (lambda f: (f / "H1to3p.xml").is_file(), lambda f: [folders.read_opencv_homography(f)]),
         (lambda f: (f / "aloeGT.png").is_file(), lambda f: [folders.read_opencv_stereo(f)]),
         (lambda f: [*f.glob("*/disp2.pgm")], lambda f: [folders.read_middlebury(f)]),
-        (lambda f: (f / "pairs.json").is_file(), lambda f: [folders.read_multimodal(f)]),
+        (multiview.is_recorded, multiview.read_recorded),
+        (multiview.is_rendered, multiview.read_rendered),
+        (published.is_wxbs, lambda f: [published.read_wxbs(f)]),
+        (_landmarks, lambda f: [folders.read_multimodal(f)]),
         (lambda f: [*f.glob("poses.txt"), *f.glob("*/poses.txt")], lambda f: [folders.read_kitti(f)]),
         (lambda f: (f / "poses.json").is_file(), lambda f: [folders.read_posed(f)]),
     ]

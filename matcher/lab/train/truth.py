@@ -1,0 +1,114 @@
+"""Two pictures of one place and what is known of where each pixel lies in the other one.
+
+The one interface between sources of training pairs and what learns from them. A pixel of a picture is
+
+- seen: its position in the other picture is known, exact to a fraction of a pixel, and the other picture
+  shows it there;
+- hidden: it is known that the other picture does not show it: covered, behind the camera, out of the
+  picture, or no part of the scene at all (black borders);
+- unknown: depth or pose say nothing about it. No loss may count such a pixel, neither as matched nor as
+  unmatched. Planes and relief leave hardly any, rendered rooms the rims of things, real places a lot.
+
+Dense truth is one array of positions (2, H, W) a picture, xy in pixels of the other picture (the centre of
+the first pixel is (0, 0)); pixels that are not seen hold `HIDDEN` or `UNKNOWN`, both negative, so that
+`positions[0] >= 0` is "seen" and `positions[0] == UNKNOWN` is "ignore me". Points between pixels are carried
+by `carry`. A source is anything that has
+
+    pair(rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth
+
+and gives pictures of `size` (width, height), the same for the same state of `rng`; `sources.Mixture` draws
+from several by the shares that a recipe names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import cv2
+import numpy as np
+
+HIDDEN, UNKNOWN = -1e4, -2e4  # positions of pixels that are not seen, and of those of which nothing is known
+SEEN_STATE, HIDDEN_STATE, UNKNOWN_STATE = 1, 0, -1
+
+
+@dataclass(frozen=True, eq=False)
+class PairWithTruth:
+    """Two pictures (grey, uint8) and the position of every pixel of each in the other."""
+
+    pixels0: np.ndarray  # (H, W) uint8
+    pixels1: np.ndarray
+    positions0: np.ndarray  # (2, H, W) float32: where pixels of picture 0 lie in picture 1, HIDDEN or UNKNOWN
+    positions1: np.ndarray  # the same from picture 1 to picture 0
+    source: str = "planes"
+    photos: frozenset[str] = frozenset()  # what it shows; pairs without anything in common are unrelated
+
+    @property
+    def overlap(self) -> float:
+        """Share of the pixels of known state of either picture, the smaller one, that the other shows."""
+        shares = []
+        for positions in (self.positions0, self.positions1):
+            known = (positions[0] != UNKNOWN).sum()
+            shares.append(float((positions[0] >= 0).sum() / max(known, 1)))
+        return min(shares)
+
+    @property
+    def seen(self) -> float:
+        """Share of all pixels of picture 0 whose position in picture 1 is known and visible."""
+        return float((self.positions0[0] >= 0).mean())
+
+    def swapped(self) -> PairWithTruth:
+        """The same pair with picture 1 first."""
+        return PairWithTruth(
+            self.pixels1, self.pixels0, self.positions1, self.positions0, self.source, self.photos
+        )
+
+
+class PairSource(Protocol):
+    """What gives pairs to train on."""
+
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
+        """A pair of pictures of `size` (width, height), the same for the same state of `rng`."""
+        ...
+
+
+def carry(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points of one picture in the other one.
+
+    Args:
+        points: (N, 2) xy in pixels.
+        positions: (2, H, W) as in `PairWithTruth`.
+
+    Returns:
+        (N, 2) float32 positions, NaN where not seen, interpolated between four pixels that are all seen and
+        lie together in the other picture too; and (N,) int8 states: `SEEN_STATE`, `HIDDEN_STATE` where the
+        nearest pixel is hidden, else `UNKNOWN_STATE`.
+    """
+    height, width = positions.shape[1:]
+    points = np.asarray(points, np.float32).reshape(-1, 2)
+    base = np.floor(points).astype(np.int64).clip(0, (width - 2, height - 2))
+    part = (points - base)[..., None].clip(0, 1)  # (N, 2, 1)
+    corners = [positions[:, base[:, 1] + dy, base[:, 0] + dx].T for dy in (0, 1) for dx in (0, 1)]
+    stack = np.stack(corners)  # (4, N, 2)
+    together = (stack[..., 0] >= 0).all(0) & (np.ptp(stack, axis=0).max(-1) < 8)
+    upper = corners[0] * (1 - part[:, 0]) + corners[1] * part[:, 0]
+    lower = corners[2] * (1 - part[:, 0]) + corners[3] * part[:, 0]
+    moved = upper * (1 - part[:, 1]) + lower * part[:, 1]
+    nearest = np.rint(points).astype(np.int64).clip(0, (width - 1, height - 1))
+    hidden = positions[0, nearest[:, 1], nearest[:, 0]] == HIDDEN
+    moved[~together] = np.nan
+    state = np.where(together, SEEN_STATE, np.where(hidden, HIDDEN_STATE, UNKNOWN_STATE)).astype(np.int8)
+    return moved.astype(np.float32), state
+
+
+def quarter_turned(pair: PairWithTruth, turns: int) -> PairWithTruth:
+    """The pair with picture 1 turned clockwise by `turns` quarter turns; its truth turns with it."""
+    positions0, positions1, pixels1 = pair.positions0, pair.positions1, pair.pixels1
+    for _ in range(turns % 4):
+        height = pixels1.shape[0]
+        seen = positions0[0] >= 0
+        x, y = positions0
+        positions0 = np.stack([np.where(seen, height - 1 - y, x), np.where(seen, x, y)])
+        positions1 = np.ascontiguousarray(np.rot90(positions1, -1, axes=(1, 2)))
+        pixels1 = cv2.rotate(pixels1, cv2.ROTATE_90_CLOCKWISE)
+    return PairWithTruth(pair.pixels0, pixels1, positions0, positions1, pair.source, pair.photos)

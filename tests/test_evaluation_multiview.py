@@ -1,0 +1,214 @@
+"""Sets of several calibrated views with depth, on a made-up room of one slanted wall."""
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.config import EstimationConfig
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.errors import ImageError, UsageError
+from matcher.lab.evaluate.judge import Observation, judge, true_matches
+from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.evaluate.tables import as_markdown, as_object
+from matcher.lab.pairs.depth import DepthCamera, depth_at, reproject
+from matcher.lab.pairs.multiview import overlap_of
+from matcher.lab.pairs.protocols import protocol_of
+from matcher.lab.pairs.sets import SetOptions, data_folder, find_sets
+from matcher.verify.estimation import RobustEstimator
+
+SIZE = (320, 240)
+K = np.array([[280.0, 0, 159.5], [0, 280, 119.5], [0, 0, 1]])
+PLANE = np.array([0.2, 0.0, 1.0, -2.5])  # n · X + d = 0 in the world, metres
+needs_rooms = pytest.mark.skipif(
+    not (data_folder() / "multiview").is_dir(), reason="MATCHER_DATA has no multiview/"
+)
+
+
+def pose(turn, centre):
+    R = cv2.Rodrigues(np.array([0.0, turn, 0.0]))[0]
+    return np.vstack([np.column_stack([R, -R @ np.array(centre)]), [0, 0, 0, 1]])
+
+
+POSES = [pose(0, [0, 0, 0]), pose(-0.08, [0.25, 0, 0]), pose(-0.08, [0.25, 0, 0])]
+
+
+def plane_in(camera):
+    return np.linalg.inv(camera).T @ PLANE
+
+
+def depth_map(camera, step):
+    xs, ys = np.meshgrid(*(np.arange(0, side, step) for side in SIZE))
+    rays = np.stack([xs, ys, np.ones_like(xs)], -1) @ np.linalg.inv(K).T
+    n = plane_in(camera)
+    return -n[3] / (rays @ n[:3])
+
+
+def picture_of(camera, texture):
+    """The wall seen by a camera: a homography from the first one, whose picture is the texture."""
+    first, pose = plane_in(POSES[0]), camera @ np.linalg.inv(POSES[0])
+    H = K @ (pose[:3, :3] - np.outer(pose[:3, 3], first[:3]) / first[3]) @ np.linalg.inv(K)
+    return cv2.warpPerspective(texture, H, SIZE, flags=cv2.INTER_LINEAR), H
+
+
+@pytest.fixture
+def texture(rng):
+    noise = rng.integers(0, 256, (60, 80)).astype(np.uint8)
+    return cv2.resize(noise, SIZE, interpolation=cv2.INTER_CUBIC)
+
+
+@pytest.fixture
+def rendered(tmp_path, texture):
+    folder, views = tmp_path / "shop", []
+    folder.mkdir()
+    for number, camera in enumerate(POSES):
+        cv2.imwrite(str(folder / f"{number}.png"), picture_of(camera, texture)[0])
+        depth = np.rint(depth_map(camera, 2) * 1000).astype(np.uint16)
+        cv2.imwrite(str(folder / f"{number}_depth.png"), depth)
+        row = {"image": f"{number}.png", "depth": f"{number}_depth.png", "group": 0, "pose": min(number, 1)}
+        views.append({**row, "light": int(number > 1), "K": K.tolist(), "E": camera.tolist()})
+    scene = {"views": views, "lights": [{"kind": "day"}, {"kind": "night"}], "depth_step": 2}
+    (folder / "cameras.json").write_text(json.dumps(scene))
+    return folder
+
+
+@pytest.fixture
+def recorded(rendered, tmp_path):
+    folder = tmp_path / "room"
+    (folder / "images").mkdir(parents=True)
+    (folder / "depth").mkdir()
+    frames = []
+    for number, camera in enumerate(POSES[:2]):
+        (rendered / f"{number}.png").rename(folder / "images" / f"{number}.png")
+        (rendered / f"{number}_depth.png").rename(folder / "depth" / f"{number}.png")
+        frames.append({"image": f"{number}.png", "world_from_camera": np.linalg.inv(camera).tolist()})
+    (folder / "cameras.json").write_text(json.dumps({"K": K.tolist(), "frames": frames}))
+    pairs = [{"image0": "0.png", "image1": "1.png", "overlap": 0.8, "angle_deg": 3, "baseline_m": 0.25}]
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    return folder
+
+
+def cameras(folder):
+    return [DepthCamera(folder / f"{n}_depth.png", 2, K, POSES[n]) for n in (0, 1)]
+
+
+def test_depth_between_its_samples_is_that_of_the_wall(rendered):
+    camera, _ = cameras(rendered)
+    points = np.array([[10.3, 20.7], [200.5, 99.25], [-3, 5], [5, 239.4], [np.nan, 1]])
+    n = plane_in(POSES[0])
+    rays = np.column_stack([points, np.ones(5)]) @ np.linalg.inv(K).T
+    expected = -n[3] / (rays @ n[:3])
+    found = depth_at(points, camera)
+    assert found[:2] == pytest.approx(expected[:2], abs=1e-3)
+    assert np.isnan(found[2:]).all()
+
+
+def test_reprojection_follows_the_wall_and_knows_what_is_hidden(rendered, rng):
+    view0, view1 = cameras(rendered)
+    points = np.column_stack([rng.uniform(2, side - 4, 200) for side in SIZE])
+    _, H = picture_of(POSES[1], np.zeros(SIZE[::-1], np.uint8))
+    lifted = np.column_stack([points, np.ones(200)]) @ H.T
+    expected = lifted[:, :2] / lifted[:, 2:]
+    moved, seen = reproject(points, view0, view1)
+    assert 0.6 < seen.mean() < 1
+    assert np.abs(moved - expected)[seen].max() < 0.3
+    beside = ~((expected >= 0) & (expected <= np.array(SIZE) - 1)).all(1)
+    assert beside.any() and not seen[beside].any()
+    assert 0.6 < overlap_of(view0, view1) < 1
+
+
+def test_what_stands_before_the_wall_hides_it(rendered):
+    view0, view1 = cameras(rendered)
+    depth = cv2.imread(str(view1.path), cv2.IMREAD_UNCHANGED)
+    depth[40:80, 60:100] //= 2
+    cv2.imwrite(str(rendered / "box_depth.png"), depth)
+    boxed = DepthCamera(rendered / "box_depth.png", 2, K, POSES[1])
+    moved, seen = reproject(np.array([[180.0, 120.0], [60.0, 40.0]]), view0, boxed)
+    assert seen.tolist() == [False, True] and np.isinf(moved[0]).all()
+
+
+def test_rendered_views_are_two_sets(rendered):
+    moved, relit = find_sets(str(rendered), SetOptions())
+    assert (moved.protocol, len(moved), relit.protocol, len(relit)) == ("depth", 2, "homography", 1)
+    assert all(protocol_of(pair) == "depth" for pair in moved.pairs)
+    assert moved.pairs[0].groups == ("overlap 50–100 %", "angle 0–15°", "same light")
+    assert moved.pairs[1].groups[2] == "another light" and relit.pairs[0].group == "day and night"
+    found = evaluate(moved, [Entrant("nearest", matcher.load("nearest", max_keypoints=400))], seeds=2)
+    values = found.values["nearest"]
+    assert values["error"].shape == (2, 2) and values["precision3"].mean() > 0.9
+    assert values["recall3"].mean() > 0.3 and (values["right"] <= values["right10"]).all()
+    assert found.values["oracle"]["precision3"].mean() == 1
+    text = as_markdown(as_object(found))
+    assert "| another light | 1 | nearest |" in text and "essential by PoseLib" in text
+
+
+def test_recorded_views_have_their_pairs(recorded):
+    (found,) = find_sets(str(recorded), SetOptions())
+    (pair,) = found.pairs
+    assert pair.groups == ("overlap 50–100 %", "angle 0–15°") and pair.name == "0-1"
+    assert pair.cam1_from_cam0 == pytest.approx(POSES[1] @ np.linalg.inv(POSES[0]))
+    measured = evaluate(found, [Entrant("nearest", matcher.load("nearest", max_keypoints=400))])
+    assert measured.values["nearest"]["precision3"][0, 0] > 0.9
+
+
+def test_matches_are_judged_by_what_depth_tells(rendered):
+    pair = find_sets(str(rendered), SetOptions())[0].pairs[0]
+    points0 = np.array([[160.0, 120.0], [100.0, 60.0], [2.0, 100.0], [319.0, 239.0]])
+    moved, seen = reproject(points0, pair.view0, pair.view1)
+    points1 = np.where(seen[:, None], moved, 50.0) + np.array([[0.5, 0], [6, 0], [0, 0], [0, 0]])
+    indices = np.repeat(np.arange(4)[:, None], 2, axis=1)
+    sides = [
+        Observation(
+            Features(points.astype(np.float32), np.zeros((4, 128), np.float32), size=SIZE),
+            Image(np.zeros((0, 0), np.uint8), SIZE),
+        )
+        for points in (points0, points1)
+    ]
+    truth = true_matches(pair, *sides)
+    matches = Matches(indices, *(side.features.keypoints.numpy() for side in sides), np.ones(4, np.float32))
+    found = judge(pair, *sides, matches, truth, [RobustEstimator(EstimationConfig(kind="essential"))])
+    # One within 3 px, one within 10, one that the other picture does not show; the last has no depth.
+    assert (found["precision3"], found["precision10"]) == pytest.approx((1 / 3, 2 / 3))
+    assert (found["right"], found["right10"]) == (1, 2)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"views": []}'])
+def test_damaged_cameras_are_a_message(rendered, text):
+    (rendered / "cameras.json").write_text(text)
+    with pytest.raises(UsageError, match="cameras"):
+        find_sets(str(rendered), SetOptions())
+
+
+def test_damaged_depth_is_a_message(rendered):
+    (rendered / "0_depth.png").write_bytes(b"no picture")
+    with pytest.raises(ImageError, match="no depth"):
+        find_sets(str(rendered), SetOptions())
+
+
+def test_pairs_of_unknown_frames_are_a_message(recorded):
+    (recorded / "pairs.json").write_text('[{"image0": "7.png", "image1": "1.png", "overlap": 0.5}]')
+    with pytest.raises(UsageError, match="both among"):
+        find_sets(str(recorded), SetOptions())
+
+
+@needs_rooms
+def test_both_rooms_are_read_whole():
+    kitchen, bookstore, light = find_sets("multiview", SetOptions())
+    assert (kitchen.name, len(kitchen), len(light)) == ("kitchen", 73, 4)
+    assert len(bookstore) > 60
+    assert find_sets("kitchen", SetOptions(pairs=3))[0].name == "kitchen"
+
+
+@needs_rooms
+def test_command_takes_the_name(tmp_path, capsys):
+    code = main(["evaluate", "bookstore", "--preset", "nearest", "--pairs", "1", "--output", str(tmp_path)])
+    assert code == 0 and "precision@3 px" in capsys.readouterr().out
+    assert {path.stem for path in tmp_path.glob("*.json")} == {
+        "bookstore_rendered",
+        "bookstore_rendered-light",
+    }
