@@ -82,6 +82,7 @@ def reconstruct(
     min_images: int = 3,
     threads: int = -1,
     seed: int = 0,
+    overwrite: bool = False,
 ) -> Reconstruction:
     """Cameras and points from a run's verified matches.
 
@@ -96,6 +97,7 @@ def reconstruct(
         min_images: smaller models are left out.
         threads: of COLMAP; −1 takes all processors. One thread gives the same model every time.
         seed: of COLMAP's random choices.
+        overwrite: write into a folder that holds files: see `exporting.output.whole_folder`.
 
     Raises:
         UsageError: pycolmap is absent, the output exists, or the run has nothing to map.
@@ -105,7 +107,7 @@ def reconstruct(
     _check_options(mapper, min_images, threads)
     import_pycolmap()
     out = Path(out)
-    with whole_folder(out) as part:
+    with whole_folder(out, overwrite=overwrite) as part:
         report = write_colmap(store, part / DATABASE, choice)
         if report.matches == 0:
             raise UsageError("the run has no matches; a reconstruction needs some")
