@@ -269,8 +269,8 @@ def clear(run_dir: Path) -> None:
     """
     if not schema.is_store(run_dir / schema.DATABASE):
         raise UsageError(
-            f"{run_dir / schema.DATABASE} is no store of a matcher run, so --restart does not delete it: move "
-            "it away, or name another folder (--run)"
+            f"{run_dir / schema.DATABASE} is no store of a matcher run, so --restart does not delete it: "
+            "move it away, or name another folder (--run)"
         )
     lock = StoreLock(run_dir)
     try:
