@@ -112,19 +112,26 @@ def reconstruct(
         if report.matches == 0:
             raise UsageError("the run has no matches; a reconstruction needs some")
         job = {
-            "database": str(part / DATABASE),
-            "images": str(store.image_folder),
-            "output": str(part),
+            **_job(store, report, part),
             "mapper": mapper,
-            "fixed_cameras": report.given_cameras,
             "min_images": min_images,
             "threads": threads,
             "seed": seed,
-            "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
         }
         _run_child(job)
         models = _described_models(part, report)
     return Reconstruction(out, models, report.images, report)
+
+
+def _job(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
+    """What the child process reads and writes; it verifies the pairs only where the run did not."""
+    return {
+        "database": str(part / DATABASE),
+        "images": str(store.image_folder),
+        "output": str(part),
+        "fixed_cameras": report.given_cameras,
+        "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
+    }
 
 
 def _check_options(mapper: str, min_images: int, threads: int) -> None:
