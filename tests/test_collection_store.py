@@ -113,7 +113,7 @@ def test_a_store_gives_back_what_was_written(rng, tmp_path):
         assert all(same_pair(a, b) for a, b in zip(pairs, written, strict=True))
         kept = store.features("im 001.jpg")
         assert kept.keypoints.numpy() == pytest.approx(store.keypoints("im 001.jpg"))
-        assert (kept.kind, int(kept.exif)) == ("sift", 6)
+        assert (kept.kind, int(kept.exif_orientation)) == ("sift", 6)
         assert store.check() == []
         with pytest.raises(UsageError, match="absent"):
             store.keypoints("absent.jpg")
