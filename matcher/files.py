@@ -1,14 +1,19 @@
-"""Files that appear whole or not at all, and where the user keeps what can be made again."""
+"""Files that appear whole or not at all, outputs that replace nothing of others, and the cache folder."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import struct
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matcher.errors import UsageError
+
+MARK = b"written by matcher"
+_LOOKED_AT = 4096  # bytes at either end of a file in which the mark is looked for
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -33,26 +38,90 @@ def write_whole(path: str | Path, data: bytes) -> None:
         raise
 
 
-def check_output(path: str | Path, suffixes: Sequence[str]) -> Path:
-    """Refuse, before any work is done, an output that could not be written.
-
-    Args:
-        path: the file to be written; an existing file will be replaced.
-        suffixes: the endings that are understood, such as ".json".
+def write_output(path: str | Path, data: bytes) -> None:
+    """As `write_whole`, with our mark in the formats that have room for one (see `marked`).
 
     Raises:
-        UsageError: another suffix, a folder that is absent or cannot be written, or a path that is a folder.
+        OSError: the folder cannot be written or the disk is full.
+    """
+    write_whole(path, marked(data, Path(path).suffix.lower()))
+
+
+def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool = True) -> Path:
+    """Refuse, before any work is done, an output that could not or must not be written.
+
+    Args:
+        path: the file to be written.
+        suffixes: the endings that are understood, such as ".json".
+        overwrite: whether any existing file may be replaced; without it only one that carries our mark. Every
+            command passes False unless it was given --overwrite.
+
+    Raises:
+        UsageError: another suffix, a folder that is absent or cannot be written, a path that is a folder, or
+            an existing file that is not to be replaced.
     """
     path = Path(path)
     if path.suffix.lower() not in suffixes:
-        raise UsageError(f"{path}: an output must end in {' or '.join(suffixes)}")
+        raise UsageError(f"{path}: the name of this output must end in {' or '.join(suffixes)}")
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: the folder {path.parent} cannot be written")
+    refuse_foreign(path, overwrite=overwrite)
     return path
+
+
+def refuse_foreign(path: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a file that does not carry our mark, unless `overwrite` allows it.
+
+    Raises:
+        UsageError: there is such a file.
+    """
+    if not overwrite and (path.exists() or path.is_symlink()) and not is_ours(path):
+        raise UsageError(
+            f"{path} exists and was not written by this command: name another file, or replace it with "
+            "--overwrite"
+        )
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file carries the mark that `write_output` leaves; False where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_LOOKED_AT)
+            file.seek(max(0, path.stat().st_size - _LOOKED_AT))
+            return MARK in start or MARK in file.read(_LOOKED_AT)
+    except OSError:
+        return False
+
+
+def marked(data: bytes, suffix: str) -> bytes:
+    """The bytes of a file with our mark in a comment of its format, which readers of the format pass over.
+
+    Args:
+        data: the file; one that is not of its format is returned as it is.
+        suffix: .html, .svg, .md, .pdf, .png, .jpg, .jpeg, .npz, or .json (an object gets a member
+            "software"). Other formats have no place for a mark and stay as they are.
+    """
+    if suffix in (".html", ".svg", ".md"):
+        return data + b"\n<!-- " + MARK + b" -->\n"
+    if suffix == ".pdf":
+        return data + b"%" + MARK + b"\n"
+    if suffix == ".json" and data[:1] == b"{" and data[1:].strip() != b"}":
+        return b'{"software": "' + MARK + b'",' + data[1:]
+    if suffix == ".png" and data[-8:-4] == b"IEND":
+        text = b"tEXtComment\0" + MARK
+        chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+        return data[:-12] + chunk + data[-12:]
+    if suffix in (".jpg", ".jpeg") and data[:4] == b"\xff\xd8\xff\xe0":
+        behind_header = 4 + int.from_bytes(data[4:6], "big")
+        comment = b"\xff\xfe" + struct.pack(">H", len(MARK) + 2) + MARK
+        return data[:behind_header] + comment + data[behind_header:]
+    if suffix == ".npz" and data[-22:-18] == b"PK\5\6":  # a zip archive that has no comment yet
+        return data[:-2] + struct.pack("<H", len(MARK)) + MARK
+    return data
 
 
 def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:

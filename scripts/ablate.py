@@ -10,7 +10,6 @@ threshold with the best F1, at full depth.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,12 +20,13 @@ from pathlib import Path
 import torch
 
 from matcher.config import NetworkConfig, PositionConfig
+from matcher.data.photos import data_folder, find_pictures
 from matcher.errors import MatcherError
 from matcher.files import write_whole
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.pairs import ViewPair
-from matcher.lab.train.photos import PhotoSet, find_photos
+from matcher.lab.train.photos import PhotoSet
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import PairSampler
@@ -137,11 +137,11 @@ def simplest(net: NetworkConfig) -> NetworkConfig:
 
 def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]]:
     """Training pairs and fixed validation pairs; the views are rendered now if they are not there."""
-    photos = Path(os.environ.get("MATCHER_DATA", "../shared")) / "photos"
+    photos = data_folder() / "photos"
     held_out = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=VALIDATION_SCENES))
     samplers = []
     for part, ours in (("train", recipe), ("val", held_out)):
-        found = find_photos(photos / part)
+        found = find_pictures(photos / part)
         views = ViewCache(cache, ours, found)
         for _ in views.make(PhotoSet(found), range(ours.scene.scenes)):
             pass

@@ -8,7 +8,6 @@ work folder, so new weights need a new one; retrieval takes the castle's pairs f
 
 import argparse
 import json
-import os
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
@@ -37,8 +36,9 @@ def main() -> None:
     args = parser.parse_args()
 
     from matcher.collection import figures
+    from matcher.data.photos import data_folder
 
-    data = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared"))
+    data = data_folder()
     options = {"preset": args.preset, "device": "cpu"}
     if args.weights:
         options["weights"] = str(args.weights.absolute())
@@ -65,12 +65,13 @@ def retrieval(data: Path, work: Path, preset: str) -> Iterable[tuple[str, dict[s
 
     from matcher.collection.store import Store
     from matcher.data.images import image_from_array, read_image
-    from matcher.lab.pairs.synthetic import LEVELS, draw_homography, find_photos, warp
+    from matcher.data.photos import find_pictures
+    from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
     from matcher.match.retrieval import similar_pairs
     from matcher.pipeline import load
 
     extractor, table, truth = load(preset, device="cpu").extractor, {}, set()
-    for number, path in enumerate(find_photos(data / "photos" / "val")):
+    for number, path in enumerate(find_pictures(data / "photos" / "val")):
         pixels = read_image(path, resize=640, upright=False).pixels
         for view in LEVELS:  # 0 is the photo itself
             shown = pixels

@@ -29,11 +29,12 @@ def main() -> None:
             os.environ[name] = str(args.threads)
 
     import matcher
+    from matcher.data.photos import data_folder
     from matcher.lab.benchmark import sequences
     from matcher.sequence.pipelines import MATCH_THRESHOLD as threshold
 
     network = {} if args.preset == "nearest" else {"weights": args.weights, "precision": args.precision}
-    bench = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench"
+    bench = data_folder() / "bench"
 
     def pipelines(points: int, resize: int | None = None) -> dict[str, matcher.Pipeline]:
         common = {"max_keypoints": points, "resize": resize, "device": "cpu", "match_threshold": threshold}

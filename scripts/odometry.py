@@ -54,7 +54,7 @@ parser.add_argument("--baseline", type=float)
 parser.add_argument("--preset", default="hybrid-learned")
 args = parser.parse_args()
 camera = matcher.Camera(*map(float, args.camera.split(",")))
-K = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
+K = camera.K
 tracker = matcher.Tracker(args.preset, camera, baseline=args.baseline, max_keypoints=1024, resize=1280)
 landmarks, views, seen = {}, {}, {}  # by track: place in the world, first view, last frame
 for frame, path in enumerate(sorted(args.left.glob("*.png"))):

@@ -34,7 +34,7 @@ except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
 known = result.geometry.matrix if args.homography is None else np.loadtxt(args.homography)
 if args.pose is not None:
-    matrix = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
+    matrix = camera.K
     known = fundamental_from_pose(matrix, matrix, np.loadtxt(args.pose))
 if known is None and (args.picture != "matches" or args.colour_by == "error"):
     parser.exit(4, f"no geometry was found ({result.geometry.status})\n")

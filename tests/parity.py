@@ -37,7 +37,7 @@ def random_features(count: int, seed: int, kind: str, width: int, like: Features
         size=np.array(SIZE, np.float32),
         scales=scales.astype(np.float32),
         orientations=angles.astype(np.float32),
-        frames=(6 * scales[:, None, None] * rng.normal(size=(count, 2, 2))).astype(np.float32),
+        affine_frames=(6 * scales[:, None, None] * rng.normal(size=(count, 2, 2))).astype(np.float32),
         kind=kind,
     )
 
@@ -119,7 +119,7 @@ def as_lightglue(features: Features, patch: float = 1.0) -> dict[str, torch.Tens
     if features.kind == "doghardnet":
         found |= {"scales": diameters * patch, "oris": (2 * torch.pi - angles) % (2 * torch.pi)}
     if features.kind == "keynet":
-        found["lafs"] = torch.cat([features.frames, features.keypoints.unsqueeze(-1)], dim=-1)[None]
+        found["lafs"] = torch.cat([features.affine_frames, features.keypoints.unsqueeze(-1)], dim=-1)[None]
     return found
 
 

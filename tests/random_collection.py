@@ -28,7 +28,7 @@ def features(rng: np.random.Generator, count: int = 400, kind: str = "sift", dim
         size=(640, 480),
         scales=rng.uniform(2, 20, count).astype(np.float32),
         orientations=rng.uniform(-3, 3, count).astype(np.float32),
-        exif=6,
+        exif_orientation=6,
         kind=kind,
     )
 

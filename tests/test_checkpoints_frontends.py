@@ -122,7 +122,9 @@ def test_patches_are_what_kornia_makes_of_the_files(kind, kornia_reads, tmp_path
     (features,) = extractor([whole(pixels)])
     with torch.no_grad():
         frames, _, descriptors = (x[0] for x in peer(torch.from_numpy(pixels)[None, None].float() / 255))
-    near, index = (frames[:, :, :2].flatten(1) - features.frames.flatten(1)[:, None]).norm(dim=-1).min(dim=1)
+    near, index = (
+        (frames[:, :, :2].flatten(1) - features.affine_frames.flatten(1)[:, None]).norm(dim=-1).min(dim=1)
+    )
     assert len(features) == 60
     assert (near < 1e-2).float().mean() > 0.95  # kornia cuts to a number at another place
     torch.testing.assert_close(

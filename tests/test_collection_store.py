@@ -85,7 +85,7 @@ def test_descriptors_take_the_bits_that_their_kind_needs(rng, kind, dim, per_num
     found = decode_features(record, wanted.keypoints.numpy(), (640, 480), 6, kind)
     error = (found.descriptors - wanted.descriptors).abs() / wanted.descriptors.abs().clamp(min=1e-3)
     assert float(error.max()) <= (0 if kind == "sift" else 2**-11)
-    for name in ("keypoints", "scores", "scales", "orientations", "size", "exif"):
+    for name in ("keypoints", "scores", "scales", "orientations", "size", "exif_orientation"):
         assert (getattr(found, name) == getattr(wanted, name)).all(), name
     with pytest.raises(DamagedError):
         decode_features(record[:-1], wanted.keypoints.numpy(), (640, 480), 6, kind)
@@ -113,7 +113,7 @@ def test_a_store_gives_back_what_was_written(rng, tmp_path):
         assert all(same_pair(a, b) for a, b in zip(pairs, written, strict=True))
         kept = store.features("im 001.jpg")
         assert kept.keypoints.numpy() == pytest.approx(store.keypoints("im 001.jpg"))
-        assert (kept.kind, int(kept.exif)) == ("sift", 6)
+        assert (kept.kind, int(kept.exif_orientation)) == ("sift", 6)
         assert store.check() == []
         with pytest.raises(UsageError, match="absent"):
             store.keypoints("absent.jpg")

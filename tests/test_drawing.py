@@ -44,7 +44,7 @@ def make_result(points0, points1, size0, size1, status="ok", inliers=None, exif=
     count = len(points0)
 
     def features(points, size, orientation):
-        return Features(points, np.zeros((count, 4)), size=size, exif=np.asarray(orientation))
+        return Features(points, np.zeros((count, 4)), size=size, exif_orientation=np.asarray(orientation))
 
     matches = Matches(np.stack([np.arange(count)] * 2, 1), points0, points1, np.linspace(1, 0.2, count))
     inliers = np.ones(count, bool) if inliers is None else inliers

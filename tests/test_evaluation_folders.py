@@ -10,11 +10,12 @@ import matcher
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
+from matcher.data.photos import data_folder
 from matcher.errors import UsageError
 from matcher.lab.evaluate.judge import Observation, judge, true_matches
 from matcher.lab.evaluate.run import Entrant, evaluate
 from matcher.lab.pairs.protocols import protocol_of
-from matcher.lab.pairs.sets import SetOptions, data_folder, find_sets
+from matcher.lab.pairs.sets import SetOptions, find_sets
 
 needs_bench = pytest.mark.skipif(not (data_folder() / "bench").is_dir(), reason="MATCHER_DATA has no bench/")
 COUNTS = {

@@ -12,9 +12,10 @@ import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
+from matcher.data.photos import find_pictures
 from matcher.lab.evaluate.run import Entrant, FrontEndKey, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
-from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
+from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.files import save_front_end
 
@@ -38,7 +39,7 @@ def photos(tmp_path, rng):
 @pytest.fixture
 def found(photos):
     entrants = [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
-    return evaluate(synthetic_set(find_photos(photos), count=12, levels=(1, 4)), entrants)
+    return evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), entrants)
 
 
 def test_rows_and_bounds(found):
@@ -55,7 +56,7 @@ def test_rows_and_bounds(found):
 
 def test_evaluation_is_deterministic(photos, found):
     entrants = [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
-    again = evaluate(synthetic_set(find_photos(photos), count=12, levels=(1, 4)), entrants)
+    again = evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), entrants)
     for name, measures in found.values.items():
         for key, values in measures.items():
             if key != "milliseconds":
@@ -86,7 +87,7 @@ def test_tables_say_how_they_were_made(found):
 
 def test_unrelated_pairs_count_what_is_kept(photos):
     found = evaluate(
-        unrelated_set(find_photos(photos), count=4), [Entrant("nearest", matcher.load("nearest"))]
+        unrelated_set(find_pictures(photos), count=4), [Entrant("nearest", matcher.load("nearest"))]
     )
     assert list(found.values) == ["nearest"]
     assert set(found.values["nearest"]) >= {"matches", "accepted"}

@@ -1,9 +1,16 @@
+import io
+import json
 import os
+from xml.etree import ElementTree
 
+import cv2
+import numpy as np
+import PIL.Image
 import pytest
+from matplotlib.figure import Figure
 
 from matcher.errors import UsageError
-from matcher.files import check_output, write_whole
+from matcher.files import check_output, is_ours, refuse_foreign, write_output, write_whole
 
 
 def test_it_writes_and_replaces(tmp_path):
@@ -50,3 +57,57 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UsageError, match="cannot be written"):
         check_output(tmp_path / "a.json", (".json",))
+
+
+def encoded(suffix: str) -> bytes:
+    """A small file of that format."""
+    figure = Figure(figsize=(1, 1))
+    buffer = io.BytesIO()
+    if suffix == ".npz":
+        np.savez_compressed(buffer, numbers=np.arange(5))
+    elif suffix == ".json":
+        return b'{"numbers": [0, 1]}'
+    elif suffix in (".html", ".md"):
+        return b"<p>text</p>"
+    else:
+        figure.savefig(buffer, format=suffix[1:])
+    return buffer.getvalue()
+
+
+def readable(path, suffix: str) -> bool:
+    """Whether the usual readers of that format still read the file."""
+    if suffix == ".npz":
+        return np.load(path)["numbers"].tolist() == [0, 1, 2, 3, 4]
+    if suffix == ".json":
+        return json.loads(path.read_text())["numbers"] == [0, 1]
+    if suffix == ".svg":
+        return ElementTree.parse(path).getroot().tag.endswith("svg")
+    if suffix in (".png", ".jpg"):
+        PIL.Image.open(path).verify()
+        return cv2.imread(str(path)) is not None
+    return path.read_bytes().startswith((b"<p>text</p>", b"%PDF"))
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md", ".svg", ".pdf", ".png", ".jpg", ".npz", ".json"])
+def test_only_what_carries_our_mark_is_replaced(tmp_path, suffix):
+    path, data = tmp_path / f"a{suffix}", encoded(suffix)
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="--overwrite"):
+        check_output(path, (suffix,), overwrite=False)
+    assert path.read_bytes() == data
+    assert check_output(path, (suffix,), overwrite=True) == path
+    write_output(path, data)
+    assert is_ours(path) and readable(path, suffix)
+    assert check_output(path, (suffix,), overwrite=False) == path
+
+
+def test_formats_without_room_for_a_mark_are_never_taken_for_ours(tmp_path):
+    for name, data in (("a.tum", b"0 1 2 3 0 0 0 1\n"), ("b.json", b"[1]"), ("c.png", b"no png"), ("d", b"")):
+        write_output(tmp_path / name, data)
+        assert (tmp_path / name).read_bytes() == data
+        with pytest.raises(UsageError, match="exists"):
+            refuse_foreign(tmp_path / name, overwrite=False)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="exists"):
+        refuse_foreign(tmp_path / "link", overwrite=False)
+    refuse_foreign(tmp_path / "absent", overwrite=False)

@@ -103,11 +103,13 @@ def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, 
     expected = upright_to_stored(resize_points(plain.keypoints.double().numpy(), (2, 3)), stored, orientation)
     np.testing.assert_allclose(found.keypoints, expected, atol=1e-3)
     assert found.size.tolist() == list(stored)
-    assert int(found.exif) == orientation
+    assert int(found.exif_orientation) == orientation
     assert torch.equal(found.descriptors, plain.descriptors)
     if kind in ORIENTED:
         turn = UPRIGHT[orientation].T @ np.diag([2, 3])
-        np.testing.assert_allclose(found.frames, turn @ plain.frames.double().numpy(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            found.affine_frames, turn @ plain.affine_frames.double().numpy(), rtol=1e-4, atol=1e-4
+        )
         np.testing.assert_allclose(found.scales, plain.scales * 6**0.5, rtol=1e-4)
         turned = turn_angles(plain.orientations.double().numpy(), turn)
         difference = np.angle(np.exp(1j * (found.orientations.numpy() - turned)))

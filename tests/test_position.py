@@ -51,7 +51,7 @@ def test_a_turned_picture_has_the_inputs_of_the_upright_one(rng: np.random.Gener
         size=stored_size,
         scales=upright.scales,
         orientations=turn_angles(upright.orientations.double().numpy(), UPRIGHT[exif].T),
-        exif=exif,
+        exif_orientation=exif,
     )
     expected = position_inputs(upright, NAMES)
     torch.testing.assert_close(position_inputs(turned, NAMES), expected, atol=1e-5, rtol=0)
@@ -62,7 +62,7 @@ def test_a_turned_picture_has_the_inputs_of_the_upright_one(rng: np.random.Gener
 def test_a_batch_mixes_orientations(rng: np.random.Generator) -> None:
     items = [make_features(rng, count=n) for n in (3, 5, 4)]
     turned = [
-        Features(f.keypoints, f.descriptors, size=f.size, exif=e)
+        Features(f.keypoints, f.descriptors, size=f.size, exif_orientation=e)
         for f, e in zip(items, (1, 6, 3), strict=True)
     ]
     batch = normalise_positions(Features.stack(turned))
@@ -200,10 +200,10 @@ def test_frames_are_the_ends_of_the_axes_in_the_upright_picture(rng: np.random.G
         keypoints=rng.uniform(0, size, (9, 2)),
         descriptors=np.zeros((9, 4)),
         size=size,
-        frames=rng.normal(0, 20, (9, 2, 2)),
+        affine_frames=rng.normal(0, 20, (9, 2, 2)),
     )
     expected = [
-        (upright.keypoints.numpy() + upright.frames.numpy()[..., i] - np.array(size) / 2) / 320
+        (upright.keypoints.numpy() + upright.affine_frames.numpy()[..., i] - np.array(size) / 2) / 320
         for i in (0, 1)
     ]
     stored_size = size if exif < 5 else size[::-1]
@@ -212,11 +212,11 @@ def test_frames_are_the_ends_of_the_axes_in_the_upright_picture(rng: np.random.G
         keypoints=points,
         descriptors=np.zeros((9, 4)),
         size=stored_size,
-        frames=UPRIGHT[exif].T @ upright.frames.double().numpy(),
-        exif=exif,
+        affine_frames=UPRIGHT[exif].T @ upright.affine_frames.double().numpy(),
+        exif_orientation=exif,
     )
     found = position_inputs(turned, ("xy", "frame"))
     assert found.shape == (9, 6)
     np.testing.assert_allclose(found[:, 2:], np.concatenate(expected, axis=1), atol=1e-5)
-    with pytest.raises(UsageError, match=r"needs frames of the keypoints: Features\(frames="):
+    with pytest.raises(UsageError, match=r"needs affine_frames of the keypoints: Features\(affine_frames="):
         position_inputs(make_features(rng), ("frame",))

@@ -1,8 +1,6 @@
 """Pictures that look alike: on made-up descriptors, and on warped views of photos."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +9,15 @@ import torch
 from matcher.config import ExtractorConfig
 from matcher.data.features import Features
 from matcher.data.images import image_from_array, read_image
+from matcher.data.photos import data_folder, find_pictures
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
-from matcher.lab.pairs.synthetic import LEVELS, draw_homography, find_photos, warp
+from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
 from matcher.match import retrieval
 from matcher.match.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
 from matcher.match.steering import STEERABLE, steered
 
-PHOTOS = Path(os.environ.get("MATCHER_DATA", Path(__file__).parents[2] / "shared")) / "photos" / "val"
+PHOTOS = data_folder() / "photos" / "val"
 
 
 def made_up(rng, scenes, views, points=120, shown=0.6, noise=0.25):
@@ -57,7 +56,7 @@ def test_photos_and_their_warped_views_find_each_other():
     if not PHOTOS.is_dir():
         pytest.skip("no photos/val in MATCHER_DATA")
     extractor, table = SiftExtractor(ExtractorConfig(max_keypoints=512)), {}
-    for number, path in enumerate(find_photos(PHOTOS)[::12]):
+    for number, path in enumerate(find_pictures(PHOTOS)[::12]):
         pixels = read_image(path, resize=400, upright=False).pixels
         views = [pixels]
         for level in (1, 2):

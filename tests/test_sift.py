@@ -92,7 +92,7 @@ def test_a_turned_picture_gives_stored_pixels(exif: int) -> None:
     upright = blobs(size, centres)
     features = extract(upright, stored_size, orientation=exif)
     assert nearest(features, CENTRES)[0].max() < 0.1
-    assert int(features.exif) == exif
+    assert int(features.exif_orientation) == exif
     assert features.size.tolist() == [240, 160]
 
     # The same picture taken as it lies: directions turn with it.
@@ -190,7 +190,7 @@ def test_types_and_norms() -> None:
     features = extract(texture((200, 200)))
     for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "size"):
         assert getattr(features, name).dtype == torch.float32, name
-    assert features.exif.dtype == torch.int64
+    assert features.exif_orientation.dtype == torch.int64
     assert features.mask.all()
     torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)), atol=1e-4, rtol=0)
     assert features.descriptors.ge(0).all()

@@ -49,13 +49,13 @@ def test_the_turn_between_pictures_is_found_for_each_pair_alone(features, turn):
     assert quarter_turns(features, other).tolist() == [turn, 0]
     found = aligned(features, other, STEERABLE)
     torch.testing.assert_close(found.descriptors, features.descriptors)
-    assert found.exif.tolist() == [(1, 6, 3, 8)[turn], 1]
+    assert found.matched_orientation.tolist() == [(1, 6, 3, 8)[turn], 1]
     torch.testing.assert_close(found.keypoints, features.keypoints)
 
 
 @pytest.mark.parametrize("exif", range(1, 9))
 def test_exif_says_the_turn(features, exif):
-    upright = replace(features, exif=torch.full((2,), exif))
+    upright = replace(features, exif_orientation=torch.full((2,), exif))
     found = aligned(upright, turned(upright, -1, -1), STEERABLE)
     quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # clockwise, y points down
     before, after = (normalise_positions(f) for f in (upright, found))
@@ -96,7 +96,7 @@ def test_descriptors_of_several_precisions_go_together(features):
     for dtype in (torch.float16, torch.float64):
         other = turned(features, -1, 0)
         other = replace(other, descriptors=other.descriptors.to(dtype))
-        assert aligned(features, other, STEERABLE).exif.tolist() == [6, 1]
+        assert aligned(features, other, STEERABLE).matched_orientation.tolist() == [6, 1]
 
 
 def test_all_positions_of_a_picture(features):

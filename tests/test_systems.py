@@ -79,11 +79,11 @@ def test_keynets_network_looks_at_the_shapes_of_its_patches(tmp_path, pictures):
     first, second = (pipeline.extract(picture) for picture in pictures)
     tokens = [
         pipeline.matcher.model.position(matcher.Features.stack([f]))
-        for f in (first, replace(first, frames=1.5 * first.frames))
+        for f in (first, replace(first, affine_frames=1.5 * first.affine_frames))
     ]
     assert not torch.allclose(*tokens, atol=1e-2)
-    with pytest.raises(UsageError, match="needs frames of the keypoints"):
-        pipeline.match_features(replace(first, frames=None), second)
+    with pytest.raises(UsageError, match="needs affine_frames of the keypoints"):
+        pipeline.match_features(replace(first, affine_frames=None), second)
 
 
 @pytest.mark.parametrize("kind", ["disk", "xfeat", "superpoint-open", "keynet"])

@@ -13,6 +13,7 @@ from matcher.cli import main
 from matcher.config import ExtractorConfig
 from matcher.data.geometry import warp_points
 from matcher.data.image import Image
+from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
 from matcher.lab.train.keypoints import losses
@@ -21,7 +22,7 @@ from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe, P
 from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
 from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.photos import PhotoSet, find_photos
+from matcher.lab.train.photos import PhotoSet
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.scenes import NOTHING, View
 from matcher.pipeline import build_extractor
@@ -59,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampler(folder) -> PictureSampler:
-    return PictureSampler(PhotoSet(find_photos(folder / "photos"), colour=True), TINY)
+    return PictureSampler(PhotoSet(find_pictures(folder / "photos"), colour=True), TINY)
 
 
 def flat(homography: np.ndarray, height: int = 60, width: int = 80) -> View:
@@ -97,7 +98,7 @@ def test_a_turned_view_shows_the_same_in_other_places(rng, turns):
 def test_some_pairs_are_turned(folder):
     scene, picture = SmallScene(width=64, height=64), PictureRecipe(pairs_per_batch=8, turned_share=0.7)
     recipe = replace(TINY, scene=scene, picture=picture)
-    batch = PictureSampler(PhotoSet(find_photos(folder / "photos"), colour=True), recipe).batch(0)
+    batch = PictureSampler(PhotoSet(find_pictures(folder / "photos"), colour=True), recipe).batch(0)
     assert batch.turns[::2].tolist() == [0] * 8
     assert 0 < int((batch.turns[1::2] > 0).sum()) < 8
 

@@ -188,10 +188,10 @@ def test_collate_keeps_pairs_and_truth_together(rng):
 
 def test_turned_views_whose_descriptors_turn_are_brought_together(rng):
     view = replace(flat_view(rng.uniform(0, (150, 110), (8, 2)), np.eye(3), rng), kind=STEERABLE)
-    sideways = to_features(view, exif=6)
+    sideways = to_features(view, orientation=6)
     assert not sideways.descriptors.equal(to_features(view).descriptors)
     pairs = [(view, view)] * 12
     batch = collate(pairs, PairRecipe(turned_share=1.0), rng)
-    assert len(batch.features0.exif.unique()) > 1
-    assert batch.features1.exif.equal(batch.features0.exif)
+    assert len(batch.features0.matched_orientation.unique()) > 1
+    assert batch.features1.matched_orientation.equal(batch.features0.matched_orientation)
     assert batch.features1.descriptors.equal(batch.features0.descriptors)

@@ -1,11 +1,17 @@
 """Features from users' arrays: what is taken, how it is kept, and what is refused."""
 
+from dataclasses import replace
+
+import cv2
 import numpy as np
 import pytest
 import torch
 
+from matcher.config import ExtractorConfig
 from matcher.data.features import Features
+from matcher.data.image import Image
 from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError
+from matcher.extract.sift import SiftExtractor
 
 
 def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
@@ -22,7 +28,16 @@ def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]
 
 
 def assert_same(first: Features, second: Features) -> None:
-    for name in ("keypoints", "descriptors", "scores", "size", "scales", "orientations", "mask", "exif"):
+    for name in (
+        "keypoints",
+        "descriptors",
+        "scores",
+        "size",
+        "scales",
+        "orientations",
+        "mask",
+        "exif_orientation",
+    ):
         a, b = getattr(first, name), getattr(second, name)
         assert (a is None) == (b is None), name
         assert a is None or a.equal(b), name
@@ -39,8 +54,8 @@ def test_defaults() -> None:
     assert features.keypoints.dtype == features.descriptors.dtype == features.size.dtype == torch.float32
     assert features.scores.tolist() == [1, 1]
     assert features.mask.tolist() == [True, True]
-    assert features.exif.shape == ()
-    assert features.exif == 1
+    assert features.exif_orientation.shape == ()
+    assert features.exif_orientation == 1
     assert features.scales is None
     assert features.orientations is None
     assert len(features) == 2
@@ -104,7 +119,7 @@ def test_number_types_of_descriptors(dtype) -> None:
         ("mask", np.ones(5, bool)),
         ("size", np.ones(3)),
         ("size", np.ones((6, 2))),
-        ("exif", np.ones(1)),
+        ("exif_orientation", np.ones(1)),
     ],
 )
 def test_wrong_shapes_are_refused(name: str, value: np.ndarray) -> None:
@@ -126,8 +141,8 @@ def test_values_that_are_not_finite_are_refused(name: str, bad: float) -> None:
     [
         ("size", (0, 80), "size"),
         ("size", (100, -1), "size"),
-        ("exif", 0, "exif"),
-        ("exif", 9, "exif"),
+        ("exif_orientation", 0, "exif_orientation"),
+        ("exif_orientation", 9, "exif_orientation"),
         ("scores", ["a"] * 6, "scores must hold numbers"),
         ("descriptors", np.zeros((6, 8), complex), "descriptors must hold numbers"),
         ("scores", np.zeros(6, np.longdouble), "scores must hold numbers of at most 64 bits"),
@@ -144,10 +159,10 @@ def test_size_is_never_guessed() -> None:
 
 
 def test_stack_and_unstack_round_trip() -> None:
-    items = [Features(**arrays(n, seed=n), exif=1 + n % 8, kind="sift") for n in (4, 0, 7, 1)]
+    items = [Features(**arrays(n, seed=n), exif_orientation=1 + n % 8, kind="sift") for n in (4, 0, 7, 1)]
     batch = Features.stack(items)
     assert batch.keypoints.shape == (4, 7, 2)
-    assert batch.exif.tolist() == [5, 1, 8, 2]
+    assert batch.exif_orientation.tolist() == [5, 1, 8, 2]
     assert batch.mask.sum(1).tolist() == [4, 0, 7, 1]
     assert batch.descriptors[~batch.mask].eq(0).all()
     for item, back in zip(items, batch.unstack(), strict=True):
@@ -180,11 +195,11 @@ def test_stack_refuses_what_does_not_belong_together() -> None:
 
 
 def test_select_takes_points_and_keeps_the_picture() -> None:
-    features = Features(**arrays(), exif=6, kind="sift")
+    features = Features(**arrays(), exif_orientation=6, kind="sift")
     chosen = features.select(torch.tensor([4, 1]))
     assert chosen.keypoints.equal(features.keypoints[[4, 1]])
     assert chosen.scales.equal(features.scales[[4, 1]])
-    assert (chosen.size.tolist(), int(chosen.exif), chosen.kind) == ([100, 80], 6, "sift")
+    assert (chosen.size.tolist(), int(chosen.exif_orientation), chosen.kind) == ([100, 80], 6, "sift")
     flags = features.keypoints[:, 0] > features.keypoints[:, 0].median()
     assert features.select(flags).keypoints.equal(features.keypoints[flags])
 
@@ -198,3 +213,28 @@ def test_exit_codes_of_errors() -> None:
     codes = {kind: kind.exit_code for kind in (MatcherError, UsageError, ImageError, IntegrityError)}
     assert list(codes.values()) == [1, 2, 3, 5]
     assert all(issubclass(kind, MatcherError) for kind in codes)
+
+
+def test_scale_and_view() -> None:
+    features = Features(**arrays(), exif_orientation=6, scale=(0.5, 0.25))
+    assert features.scale.tolist() == [0.5, 0.25]
+    assert features.view_orientation is None and features.matched_orientation == 6
+    turned = replace(features, view_orientation=3)
+    assert turned.matched_orientation == 3 and turned.exif_orientation == 6
+    assert Features(**arrays()).scale.tolist() == [1, 1]
+    batch = Features.stack([features, turned])
+    assert batch.view_orientation.tolist() == [6, 3]
+    assert batch.scale.tolist() == [[0.5, 0.25]] * 2
+    assert Features.stack([features, features]).view_orientation is None
+    with pytest.raises(UsageError, match="scale must be positive"):
+        Features(**arrays(), scale=(1, 0))
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_front_ends_say_the_scale(orientation: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (150, 200), dtype=np.uint8)
+    pixels = cv2.resize(noise, (100, 60)) if orientation == 1 else cv2.resize(noise, (75, 100))
+    image = Image(pixels, (200, 150), (0.5, 0.4) if orientation == 1 else (0.5, 0.5), orientation)
+    features = SiftExtractor(ExtractorConfig(max_keypoints=20))([image])[0]
+    assert features.scale.tolist() == pytest.approx(image.stored_scale.tolist())
+    assert Image(pixels, (200, 150), (0.5, 0.4), 6).stored_scale.tolist() == pytest.approx([0.4, 0.5])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matcher.files import write_whole
+from matcher.files import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def write_curve(rows: Sequence[dict[str, float]], path: Path, title: str) -> Non
     axes[1, 0].set_ylabel("validation")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    write_whole(path, buffer.getvalue())
+    write_output(path, buffer.getvalue())
 
 
 def _lines(axes: Axes, rows: Sequence[dict[str, float]], key: str, unit: float, names: Sequence[str]) -> None:

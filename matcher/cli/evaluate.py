@@ -191,7 +191,7 @@ def _check_output(folder: Path | None) -> None:
 def _write(folder: Path, name: str, table: dict[str, object]) -> None:
     import json
 
-    from matcher.files import check_output, write_whole
+    from matcher.files import check_output, write_output
     from matcher.lab.evaluate.tables import as_markdown
 
     for suffix, text in (
@@ -199,7 +199,7 @@ def _write(folder: Path, name: str, table: dict[str, object]) -> None:
         (".json", json.dumps(table, indent=1, allow_nan=False)),
     ):
         path = check_output(folder / f"{name}{suffix}", (suffix,))
-        write_whole(path, text.encode())
+        write_output(path, text.encode())
         typer.echo(f"wrote {path}", err=True)
 
 

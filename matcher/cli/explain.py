@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from matcher.cli import options
 from matcher.cli.loading import Given
 
 Picture = Annotated[Path, typer.Argument(show_default=False)]
@@ -20,6 +21,7 @@ def explain(
     point: Annotated[
         str | None, typer.Option(metavar="x,y", help="Of image0, in pixels; its keypoint is shown first.")
     ] = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Match two pictures and write why: one HTML file with attention, exit and pruning of every keypoint."""
     from matcher.errors import UsageError
@@ -37,5 +39,5 @@ def explain(
         if output.exists() and image.exists() and output.samefile(image):
             raise UsageError(f"{output} is an input; name another file for the output")
     pipeline = load(**given)
-    result = write_report(pipeline, image0, image1, output, place)
+    result = write_report(pipeline, image0, image1, output, place, overwrite=overwrite)
     typer.echo(f"{len(result.matches)} matches, {int(result.geometry.inliers.sum())} inliers; wrote {output}")

@@ -40,6 +40,7 @@ def export(
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
+    overwrite: options.Overwrite = False,
 ) -> int:
     """Write a run for another program: COLMAP, hloc, NumPy, OpenMVG or kapture."""
     from matcher.collection.exporting.formats import FORMATS
@@ -52,7 +53,7 @@ def export(
     elif camera is not None:
         raise typer.BadParameter(f"{to} has no cameras", param_hint="--camera")
     with Store.open(run) as store:
-        report = write(store, to, out, choice)
+        report = write(store, to, out, choice, overwrite=overwrite)
     for line in report.lines():
         typer.echo(line)
     typer.echo(f"wrote {out}")

@@ -47,6 +47,9 @@ NoUpright = Annotated[
 MaxPixels = Annotated[
     int | None, typer.Option("--max-pixels", help="Refuse larger pictures before decoding them.")
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing output that this program did not write.")
+]
 
 
 def parse_camera(text: str | None, option: str) -> Camera | None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from matcher.cli import options
+
 _SHOWN = 5
 
 
@@ -18,11 +20,12 @@ def report(
     pages: Annotated[
         int, typer.Option(metavar="N", min=0, help="Pairs with a page of their own, the worst first.")
     ] = 20,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Show a run as a page: pair graph, match counts, failures, worst pairs; also while it is going on."""
     from matcher.explain.report.run import write_run_report
 
-    written = write_run_report(run, output, pages=pages)
+    written = write_run_report(run, output, pages=pages, overwrite=overwrite)
     typer.echo(f"wrote {written.index} and {written.pages} pages of pairs")
     for text in written.left_out[:_SHOWN]:
         typer.echo(f"matcher: no page for {text}", err=True)

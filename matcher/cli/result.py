@@ -13,7 +13,7 @@ import numpy as np
 from matcher.data.features import Features
 from matcher.data.result import Result
 from matcher.errors import UsageError
-from matcher.files import check_output, write_whole
+from matcher.files import check_output, write_output
 from matcher.pipeline import Pipeline
 
 DATA_SUFFIXES = (".npz", ".json")
@@ -41,7 +41,7 @@ def check_outputs(output: Path | None, plot: Path | None, inputs: Sequence[Path 
 def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | None) -> None:
     """Write the files asked for, each whole or not at all; the pictures are read again to be drawn."""
     if output is not None:
-        write_whole(output, as_bytes(result, pipeline, output.suffix.lower()))
+        write_output(output, as_bytes(result, pipeline, output.suffix.lower()))
     if plot is not None:
         from matcher.drawing.matches import plot_result
 

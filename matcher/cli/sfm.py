@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from matcher.cli import options
 from matcher.cli.collection import (
     Exhaustive,
     PairFile,
@@ -64,6 +65,7 @@ def sfm(
     min_images: MinImages = 3,
     threads: Threads = -1,
     seed: Seed = 0,
+    overwrite: options.Overwrite = False,
 ) -> int:
     """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
 
@@ -71,7 +73,7 @@ def sfm(
     largest, which more pictures share; up to 100 are matched each with each, of more each with the 30 that
     look most like it. What is matched stays in the run, so the same command goes on after an interruption.
     """
-    _check_first(out)
+    _check_first(out, overwrite)
     choice = camera_choice(camera, camera_model, cameras)
     wanted = choose_pairs(pairs, exhaustive, sequential, similar)
     if is_run(source):
@@ -81,18 +83,17 @@ def sfm(
     else:
         run = run or out.with_name(f"{out.name}-run")
         code = _match(source, run, given, wanted, workers)
-    mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed)
+    mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, overwrite=overwrite)
     return max(code, _reconstruct(run, out, choice, mapping))
 
 
-def _check_first(out: Path) -> None:
+def _check_first(out: Path, overwrite: bool) -> None:
     """Refuse before hours of matching what could not be finished."""
     from matcher.collection.exporting.colmap import import_pycolmap
-    from matcher.collection.exporting.output import check_empty, check_place
+    from matcher.collection.exporting.output import check_folder
 
     import_pycolmap()
-    check_place(out)
-    check_empty(out)
+    check_folder(out, overwrite=overwrite)
 
 
 def _match(

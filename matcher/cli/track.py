@@ -188,14 +188,14 @@ def _finish(
     """Measure, write and print; the exit code."""
     import json
 
-    from matcher.files import write_whole
+    from matcher.files import write_output
     from matcher.sequence.trajectory import write_tum
 
     rows, stamps, poses = log.trajectory()
     compared = None if truth is None else log.against(*truth, with_scale=not stereo)
     for path in outputs:
         if path.suffix.lower() == ".npz":
-            write_whole(path, log.as_npz())
+            write_output(path, log.as_npz())
         elif path.suffix.lower() == ".tum":
             _need_poses(poses)
             write_tum(path, stamps, poses)

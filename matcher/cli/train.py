@@ -89,7 +89,9 @@ def _folders(photos: Path | None, validation: Path | None) -> tuple[Path, Path |
     """The user's folders; without them the shared photos, which come split into `train` and `val`."""
     if photos is not None:
         return photos, validation
-    shared = Path(os.environ.get("MATCHER_DATA", "../shared")) / "photos"
+    from matcher.data.photos import data_folder
+
+    shared = data_folder() / "photos"
     return shared / "train", validation or shared / "val"
 
 

@@ -265,8 +265,13 @@ def clear(run_dir: Path) -> None:
     """Delete a store's own files and leave all others.
 
     Raises:
-        UsageError: a run is writing it.
+        UsageError: a run is writing it, or `run.db` is a database of something else.
     """
+    if not schema.is_store(run_dir / schema.DATABASE):
+        raise UsageError(
+            f"{run_dir / schema.DATABASE} is no store of a matcher run, so --restart does not delete it: "
+            "move it away, or name another folder (--run)"
+        )
     lock = StoreLock(run_dir)
     try:
         for suffix in ("-wal", "-shm", "-journal", ""):

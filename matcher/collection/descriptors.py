@@ -22,7 +22,7 @@ from matcher.data.features import Features
 from matcher.extract.sift import root_sift
 
 MAX_BYTES = 1 << 30  # of one file; a record that begins before it may end behind it
-_OPTIONAL = ("scales", "orientations", "frames")
+_OPTIONAL = ("scales", "orientations", "affine_frames")
 _SIFT_STEPS = 8  # the smallest number of a SIFT descriptor that is not 0 is hardly ever larger
 
 
@@ -132,7 +132,9 @@ def decode_features(
         arrays = parse(record)
         numbers = arrays.pop("sift", None)
         found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
-        return Features(keypoints, found, size=size, exif=exif, kind=kind, **arrays)
+        if "frames" in arrays:  # the name in stores made before
+            arrays["affine_frames"] = arrays.pop("frames")
+        return Features(keypoints, found, size=size, exif_orientation=exif, kind=kind, **arrays)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"a descriptor record cannot be decoded ({error})") from error
 

@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from matcher.data.photos import natural_key
 from matcher.errors import UsageError
 
 _CHUNK = 16_384  # lines looked at together
@@ -237,9 +238,3 @@ def _neighbours(ordered: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
     for index, name in enumerate(ordered):
         for other in ordered[index + 1 : index + 1 + k]:
             yield name, other
-
-
-def natural_key(name: str) -> tuple[list[tuple[int, int, str]], str]:
-    """A sort key that compares runs of digits as numbers; the name itself breaks ties."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", name)
-    return [(0, int(p), "") if p[0] in "0123456789" else (1, 0, p) for p in parts], name

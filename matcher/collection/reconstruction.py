@@ -82,6 +82,7 @@ def reconstruct(
     min_images: int = 3,
     threads: int = -1,
     seed: int = 0,
+    overwrite: bool = False,
 ) -> Reconstruction:
     """Cameras and points from a run's verified matches.
 
@@ -96,6 +97,7 @@ def reconstruct(
         min_images: smaller models are left out.
         threads: of COLMAP; −1 takes all processors. One thread gives the same model every time.
         seed: of COLMAP's random choices.
+        overwrite: write into a folder that holds files: see `exporting.output.whole_folder`.
 
     Raises:
         UsageError: pycolmap is absent, the output exists, or the run has nothing to map.
@@ -105,24 +107,31 @@ def reconstruct(
     _check_options(mapper, min_images, threads)
     import_pycolmap()
     out = Path(out)
-    with whole_folder(out) as part:
+    with whole_folder(out, overwrite=overwrite) as part:
         report = write_colmap(store, part / DATABASE, choice)
         if report.matches == 0:
             raise UsageError("the run has no matches; a reconstruction needs some")
         job = {
-            "database": str(part / DATABASE),
-            "images": str(store.image_folder),
-            "output": str(part),
+            **_job(store, report, part),
             "mapper": mapper,
-            "fixed_cameras": report.given_cameras,
             "min_images": min_images,
             "threads": threads,
             "seed": seed,
-            "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
         }
         _run_child(job)
         models = _described_models(part, report)
     return Reconstruction(out, models, report.images, report)
+
+
+def _job(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
+    """What the child process reads and writes; it verifies the pairs only where the run did not."""
+    return {
+        "database": str(part / DATABASE),
+        "images": str(store.image_folder),
+        "output": str(part),
+        "fixed_cameras": report.given_cameras,
+        "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
+    }
 
 
 def _check_options(mapper: str, min_images: int, threads: int) -> None:

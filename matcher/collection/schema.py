@@ -95,6 +95,16 @@ def open_reading(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def is_store(path: Path) -> bool:
+    """Whether a file may be deleted as a store of ours: it is absent, or its header carries our mark."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(72)
+    except FileNotFoundError:
+        return True
+    return header[68:72] == APPLICATION.to_bytes(4, "big")  # the application_id of SQLite's file format
+
+
 def _uri(path: Path, mode: str) -> str:
     return f"{path.absolute().as_uri()}?mode={mode}"
 

@@ -7,19 +7,15 @@ features of a picture.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from matcher.data.features import Features
+from matcher.data.photos import list_pictures
 from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
 
-SUFFIXES = {
-    ".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp", ".pgm", ".ppm", ".heic", ".heif",
-}  # fmt: skip
 _BLOCK = 1 << 20  # bytes read at once
 
 
@@ -114,15 +110,6 @@ class Photos:
             choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
             files += [mask for mask in choices if mask.is_file()][:1]
         return files
-
-
-def list_pictures(folder: Path) -> Iterator[str]:
-    """Names of picture files below a folder, with forward slashes; hidden ones are left out."""
-    for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for file in files:
-            if not file.startswith(".") and os.path.splitext(file)[1].lower() in SUFFIXES:  # noqa: PTH122
-                yield (Path(where) / file).relative_to(folder).as_posix()
 
 
 def is_text(name: str) -> bool:

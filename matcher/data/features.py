@@ -15,6 +15,8 @@ from torch import Tensor
 
 from matcher.errors import UsageError
 
+_ORIENTATIONS = ("exif_orientation", "view_orientation")
+
 
 @dataclass(frozen=True, eq=False)
 class Features:
@@ -32,14 +34,19 @@ class Features:
     size: Tensor | None = None  # (..., 2) stored (width, height); required
     scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
     orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
-    frames: Tensor | None = None  # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
+    # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
+    affine_frames: Tensor | None = None
     cells: Tensor | None = None  # (..., N, 2) column and row of the point on the grid of its front end
     grid: Tensor | None = None  # (..., 2) columns and rows of that grid
     maps: Tensor | None = None  # (..., C, h, w) finer map of the picture, to refine matches on
     mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
-    exif: Tensor | None = None  # (...) int64 EXIF orientation 1-8 of the stored pixels; 1 when absent
+    exif_orientation: Tensor | None = None  # (...) int64 EXIF code 1-8 of the stored pixels; 1 when absent
+    # (...) int64 EXIF code of the view in which positions are normalised, where a matcher turned the picture
+    view_orientation: Tensor | None = None
+    # (..., 2) size that the front end saw / stored size, along the stored x and y axes; 1 when absent
+    scale: Tensor | None = None
     kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
-    _PER_IMAGE = ("size", "exif", "grid", "maps")
+    _PER_IMAGE = ("size", "scale", "exif_orientation", "view_orientation", "grid", "maps")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -57,16 +64,20 @@ class Features:
             object.__setattr__(self, "scores", points.new_ones(points.shape[:-1]))
         if self.mask is None:
             object.__setattr__(self, "mask", points.new_ones(points.shape[:-1], dtype=torch.bool))
-        if self.exif is None:
-            object.__setattr__(self, "exif", points.new_ones(points.shape[:-2], dtype=torch.int64))
+        if self.exif_orientation is None:
+            upright = points.new_ones(points.shape[:-2], dtype=torch.int64)
+            object.__setattr__(self, "exif_orientation", upright)
+        if self.scale is None:
+            object.__setattr__(self, "scale", torch.ones_like(self.size))
 
     def _check(self) -> None:
         shape = self.keypoints.shape
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
         wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
-        wanted |= dict.fromkeys(("size", "grid"), (*shape[:-2], 2))
-        wanted |= {"exif": tuple(shape[:-2]), "frames": (*shape, 2), "cells": tuple(shape)}
+        wanted |= dict.fromkeys(("size", "scale", "grid"), (*shape[:-2], 2))
+        wanted |= dict.fromkeys(_ORIENTATIONS, tuple(shape[:-2]))
+        wanted |= {"affine_frames": (*shape, 2), "cells": tuple(shape)}
         wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
         wanted["maps"] = () if self.maps is None else (*shape[:-2], *self.maps.shape[-3:])
         for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
@@ -75,8 +86,20 @@ class Features:
             # The sum tells at a tenth of the cost, unless it overflows.
             if not (value is None or value.sum().isfinite() or value.isfinite().all()):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
-        if not bool((self.size > 0).all() & (self.exif >= 1).all() & (self.exif <= 8).all()):
-            raise UsageError("Features.size must be positive, Features.exif an EXIF orientation 1-8")
+        if not bool((self.size > 0).all() & (self.scale > 0).all()):
+            raise UsageError("Features.size and Features.scale must be positive")
+        for name in _ORIENTATIONS:
+            codes = getattr(self, name)
+            if codes is not None and not bool(((codes >= 1) & (codes <= 8)).all()):
+                raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
+
+    @property
+    def matched_orientation(self) -> Tensor:
+        """(...) int64 EXIF code of the view in which positions are normalised for matching.
+
+        It is `view_orientation` where a matcher turned the picture, else the file's `exif_orientation`.
+        """
+        return self.exif_orientation if self.view_orientation is None else self.view_orientation
 
     def __len__(self) -> int:
         """Points per image, padding included."""
@@ -109,6 +132,8 @@ class Features:
         columns = {}
         for name in (f.name for f in fields(Features) if f.name != "kind"):
             values = [getattr(item, name) for item in items]
+            if name == "view_orientation" and any(value is not None for value in values):
+                values = [item.matched_orientation for item in items]
             columns[name] = None if any(value is None for value in values) else _stack_padded(values)
         return Features(**columns, kind=items[0].kind)
 
@@ -122,7 +147,7 @@ def _as_tensor(value, name: str) -> Tensor:
         value = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     if name == "mask":
         return value.bool()
-    if name == "exif":
+    if name in _ORIENTATIONS:
         return value.to(torch.int64)
     return value if name == "descriptors" and value.is_floating_point() else value.to(torch.float32)
 

@@ -18,3 +18,9 @@ class Image:
     orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become upright
     path: Path | None = None
     mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
+
+    @property
+    def stored_scale(self) -> np.ndarray:
+        """(2,) float32: `scale` along the stored picture's x and y axes, as `Features.scale` holds it."""
+        turned = self.orientation >= 5
+        return np.asarray(self.scale[::-1] if turned else self.scale, dtype=np.float32)

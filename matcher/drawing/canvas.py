@@ -21,7 +21,7 @@ from matcher.data.geometry import resize_points, stored_to_upright
 from matcher.data.image import Image
 from matcher.data.images import image_from_array, read_image
 from matcher.errors import UsageError
-from matcher.files import check_output, write_whole
+from matcher.files import check_output, write_output
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
 VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette
@@ -71,7 +71,7 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
         UsageError: another suffix, or a folder that is absent.
     """
     path = check_output(path, PLOT_SUFFIXES)
-    write_whole(path, _encoded(figure, path.suffix.lower()[1:]))
+    write_output(path, _encoded(figure, path.suffix.lower()[1:]))
     return path
 
 

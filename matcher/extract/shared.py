@@ -40,7 +40,9 @@ class Found:
     points: Tensor  # (N, 2) xy in its pixels
     scores: Tensor  # (N,)
     descriptors: Tensor  # (N, D)
-    frames: Tensor | None = None  # (N, 2, 2) columns are the axes of the described patch, in its pixels
+    affine_frames: Tensor | None = (
+        None  # (N, 2, 2) columns are the axes of the described patch, in its pixels
+    )
 
 
 class FrontEnd(NamedTuple):
@@ -183,29 +185,30 @@ def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tenso
 
 
 def to_features(found: Found, image: Image, kind: str) -> Features:
-    """Carry points, and frames where there are any, from the upright, resized picture to stored pixels."""
+    """Carry points and affine frames from the upright, resized picture to stored pixels."""
     points = found.points.double().cpu().numpy()
     upright = resize_points(points, (1 / image.scale[0], 1 / image.scale[1]))
     stored = upright_to_stored(upright, image.size, image.orientation)
-    shape = {} if found.frames is None else _shapes(found.frames.double().cpu().numpy(), image)
+    shape = {} if found.affine_frames is None else _shapes(found.affine_frames.double().cpu().numpy(), image)
     return Features(
         keypoints=stored.astype(np.float32),
         descriptors=found.descriptors.float().cpu(),
         scores=found.scores.float().cpu(),
         size=np.asarray(image.size, dtype=np.float32),
-        exif=np.asarray(image.orientation),
+        exif_orientation=np.asarray(image.orientation),
+        scale=image.stored_scale,
         kind=kind,
         **shape,
     )
 
 
-def _shapes(frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
-    """Frames (N, 2, 2) in stored pixels, keypoint diameters and the directions of the patches' x axes."""
+def _shapes(affine_frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
+    """Affine frames (N, 2, 2) in stored pixels, keypoint diameters, directions of the patches' x axes."""
     to_stored = UPRIGHT[image.orientation].T @ np.diag([1 / image.scale[0], 1 / image.scale[1]])
-    stored = to_stored @ frames
+    stored = to_stored @ affine_frames
     determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
     return {
-        "frames": stored.astype(np.float32),
+        "affine_frames": stored.astype(np.float32),
         "scales": (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32),
         "orientations": np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32),
     }

@@ -36,7 +36,8 @@ class SiftExtractor:
             size=np.asarray(image.size, dtype=np.float32),
             scales=scales / np.float32(np.sqrt(image.scale[0] * image.scale[1])),
             orientations=turn_angles(angles, turn_back).astype(np.float32),
-            exif=np.asarray(image.orientation),
+            exif_orientation=np.asarray(image.orientation),
+            scale=image.stored_scale,
             kind="sift",
         )
 

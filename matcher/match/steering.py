@@ -46,7 +46,7 @@ def positions(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
 def aligned(features0: Features, features1: Features, kind: str) -> Features:
     """`features1` of B pairs turned by quarters to fit `features0` best.
 
-    Points stay where they are; their EXIF orientation says the turn.
+    Points stay where they are; `view_orientation` says the turn.
 
     Args:
         features0, features1: batches.
@@ -58,10 +58,10 @@ def aligned(features0: Features, features1: Features, kind: str) -> Features:
     turns = quarter_turns(features0, features1)
     if not bool(turns.any()):
         return features1
-    exif, further = features1.exif, torch.tensor(_TURNED_EXIF, device=turns.device)
+    view, further = features1.matched_orientation, torch.tensor(_TURNED_EXIF, device=turns.device)
     for count in range(1, TURNS):
-        exif = torch.where(turns >= count, further[exif], exif)
-    return replace(features1, descriptors=steered(features1.descriptors, turns), exif=exif)
+        view = torch.where(turns >= count, further[view], view)
+    return replace(features1, descriptors=steered(features1.descriptors, turns), view_orientation=view)
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from matcher.data.photos import PICTURE_SUFFIXES, is_picture, natural_key
 from matcher.errors import ImageError, UsageError
 
-PICTURES = (".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 DEFAULT_RATE = 10.0  # frames a second, of folders whose files are not named by their time
 _PATIENCE = 30  # frames in a row that a camera may fail to give
 
@@ -64,11 +64,6 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
     return _video(path)
 
 
-def natural_order(path: Path) -> list[tuple[int, str]]:
-    """A key that sorts frame10 after frame9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
-
-
 def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource:
     pictures = _pictures(folder)
     partners: list[Path | None] = [None] * len(pictures)
@@ -92,10 +87,10 @@ def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource
 
 
 def _pictures(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES]
+    found = [path for path in folder.iterdir() if is_picture(path) and not path.name.startswith(".")]
     if not found:
-        raise UsageError(f"{folder}: no pictures there ({', '.join(PICTURES)})")
-    return sorted(found, key=natural_order)
+        raise UsageError(f"{folder}: no pictures there ({', '.join(PICTURE_SUFFIXES)})")
+    return sorted(found, key=lambda path: natural_key(path.name))
 
 
 def _times(pictures: list[Path], rate: float | None) -> list[float]:
@@ -113,7 +108,7 @@ def _video(path: Path) -> FrameSource:
 
     if not path.is_file():
         raise ImageError(f"{path}: no such video, folder or camera; check the path")
-    if path.suffix.lower() in PICTURES:
+    if is_picture(path):
         raise UsageError(f"{path}: one picture is no sequence; name its folder, or use `matcher match`")
     capture = cv2.VideoCapture(str(path))
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))

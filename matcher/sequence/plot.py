@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from matcher.files import check_output, write_whole
+from matcher.files import check_output, write_output
 from matcher.sequence.trajectory import path_length
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf")
@@ -62,7 +62,7 @@ def plot_trajectory(
     buffer = io.BytesIO()
     kind = path.suffix.lower()[1:]
     figure.savefig(buffer, format=kind, **({"metadata": {"CreationDate": None}} if kind == "pdf" else {}))
-    write_whole(path, buffer.getvalue())
+    write_output(path, buffer.getvalue())
     return path
 
 

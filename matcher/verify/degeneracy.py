@@ -43,7 +43,7 @@ def only_rotates(
     holds, the translation is noise.
     """
     points0, points1 = points0[inliers], points1[inliers]
-    K0, K1 = (np.array([[c.fx, 0, c.cx], [0, c.fy, c.cy], [0, 0, 1.0]]) for c in cameras)
+    K0, K1 = (camera.K for camera in cameras)
     rays0, rays1 = (
         np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(K).T
         for points, K in ((points0, K0), (points1, K1))

@@ -146,10 +146,6 @@ def _pairs(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
 def _scaled(cameras: tuple[Camera, Camera] | None, scale: float) -> tuple[Camera, Camera]:
     if cameras is None:
         raise UsageError("the essential matrix needs the cameras of both images: cameras=(Camera, Camera)")
-    for camera in cameras:
-        values = (camera.fx, camera.fy, camera.cx, camera.cy)
-        if not np.isfinite(values).all() or min(camera.fx, camera.fy) <= 0:
-            raise UsageError(f"a camera needs finite values and positive focal lengths, not {camera}")
     first, second = (Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)
     return first, second
 

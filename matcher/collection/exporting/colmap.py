@@ -48,7 +48,7 @@ def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) ->
 
     Args:
         store: the run.
-        out: the database file; one that exists is replaced.
+        out: the database file; one that exists is replaced (`export` and the command line refuse to).
         choice: the cameras.
 
     Raises:

@@ -13,7 +13,7 @@ from matcher.collection.exporting.hloc import write_hloc
 from matcher.collection.exporting.kapture import write_kapture
 from matcher.collection.exporting.npz import write_npz
 from matcher.collection.exporting.openmvg import write_openmvg
-from matcher.collection.exporting.output import ExportReport, check_empty, check_place
+from matcher.collection.exporting.output import ExportReport, check_folder
 from matcher.errors import UsageError
 from matcher.files import check_output
 
@@ -39,18 +39,27 @@ FORMATS = {
 }
 
 
-def export(store: Store, form: str, out: str | Path, choice: CameraChoice | None = None) -> ExportReport:
+def export(
+    store: Store,
+    form: str,
+    out: str | Path,
+    choice: CameraChoice | None = None,
+    *,
+    overwrite: bool = False,
+) -> ExportReport:
     """Write a run for another program; indices are checked first, and the output is whole or absent.
 
     Args:
         store: the run, opened.
         form: a name in `FORMATS`.
-        out: a file (colmap: `.db`, npz: `.npz`; replaced where it exists) or a folder (the others).
+        out: a file (colmap: `.db`, npz: `.npz`) or a folder (the others).
         choice: the cameras, for formats that have some.
+        overwrite: replace an existing file, or write into a folder that holds files; without it only an
+            `.npz` that an earlier export wrote is replaced. A database never is, since COLMAP adds to it.
 
     Raises:
-        UsageError: an unknown format, an output of another kind, names that the format cannot hold, cameras
-            for a format without, or a library that is not installed.
+        UsageError: an unknown format, an output that exists or is of another kind, names that the format
+            cannot hold, cameras for a format without, or a library that is not installed.
         IntegrityError: the store is damaged.
         OSError: the disk is full.
     """
@@ -61,8 +70,8 @@ def export(store: Store, form: str, out: str | Path, choice: CameraChoice | None
     if choice is not None and not kind.has_cameras:
         raise UsageError(f"{form} has no cameras, so none can be given")
     if kind.suffixes:
-        check_output(out, kind.suffixes)
-    else:
-        check_place(out)
-        check_empty(out)
-    return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)
+        check_output(out, kind.suffixes, overwrite=overwrite)
+        return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)
+    check_folder(out, overwrite=overwrite)
+    cameras = [choice] if kind.has_cameras else []
+    return kind.write(store, out, *cameras, overwrite=overwrite)

@@ -53,12 +53,13 @@ def _flat(name: str) -> str:
     return name.replace("/", "-")
 
 
-def write_hloc(store: Store, out: Path) -> ExportReport:
+def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportReport:
     """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself.
 
     Args:
         store: the run.
         out: the folder; it must not exist, or be empty.
+        overwrite: see `output.whole_folder`.
 
     Raises:
         UsageError: h5py is absent, nothing to write, names with spaces (pairs.txt is split at them) or names
@@ -71,7 +72,7 @@ def write_hloc(store: Store, out: Path) -> ExportReport:
     refuse_names(names, lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")
     refuse_collisions(names, _flat, "in matches.h5, where / becomes -")
     counts = {image.name: image.count for image in images}
-    with whole_folder(out) as part:
+    with whole_folder(out, overwrite=overwrite) as part:
         with h5py.File(part / FEATURES, "w", libver="latest") as file:
             for image in images:
                 _write_features(file.create_group(image.name), store, image, features_of(store, report))

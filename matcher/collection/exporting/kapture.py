@@ -25,7 +25,9 @@ _VERSION = "# kapture format: 1.1"
 _BREAKING = frozenset(",\n\r#")
 
 
-def write_kapture(store: Store, out: Path, choice: CameraChoice | None = None) -> ExportReport:
+def write_kapture(
+    store: Store, out: Path, choice: CameraChoice | None = None, *, overwrite: bool = False
+) -> ExportReport:
     """A kapture folder with sensors, records, keypoints, descriptors and all matches with their scores.
 
     The photos themselves are not copied: link the image folder as `sensors/records_data`.
@@ -34,6 +36,7 @@ def write_kapture(store: Store, out: Path, choice: CameraChoice | None = None) -
         store: the run.
         out: the folder; it must not exist, or be empty.
         choice: the cameras.
+        overwrite: see `output.whole_folder`.
 
     Raises:
         UsageError: nothing to write, or names with a comma, a line break or `#`, which tables cannot hold.
@@ -42,7 +45,7 @@ def write_kapture(store: Store, out: Path, choice: CameraChoice | None = None) -
     report, images = begin_export(store, out, utf8="kapture")
     names = [image.name for image in images]
     refuse_names(names, lambda name: bool(_BREAKING & set(name)), "hold a comma, a line break or #")
-    with whole_folder(out) as part:
+    with whole_folder(out, overwrite=overwrite) as part:
         _write_sensors(part / "sensors", images, choice)
         kind = _write_features(part / "reconstruction", store, images, report)
         folder = part / "reconstruction" / "matches" / kind

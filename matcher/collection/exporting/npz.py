@@ -15,6 +15,7 @@ import numpy as np
 
 from matcher.collection.exporting.output import ExportReport, whole_file
 from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
+from matcher.files import MARK
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredPair
@@ -50,6 +51,7 @@ def write_npz(store: Store, out: Path) -> ExportReport:
             **pairs.small(),
         }
         with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            archive.comment = MARK
             for name, rows in {"keypoints": keypoints, **pairs.columns}.items():
                 rows.write(archive, name)
             for name, array in small.items():

@@ -30,7 +30,9 @@ _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
 _MATCH_FILES = {"fundamental": "f", "essential": "e", "homography": "h"}
 
 
-def write_openmvg(store: Store, out: Path, choice: CameraChoice | None = None) -> ExportReport:
+def write_openmvg(
+    store: Store, out: Path, choice: CameraChoice | None = None, *, overwrite: bool = False
+) -> ExportReport:
     """A folder with `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches.
 
     Descriptors are not written: its SfM needs none. Cameras are pinhole with three radial terms.
@@ -39,6 +41,7 @@ def write_openmvg(store: Store, out: Path, choice: CameraChoice | None = None) -
         store: the run.
         out: the folder; it must not exist, or be empty.
         choice: the cameras.
+        overwrite: see `output.whole_folder`.
 
     Raises:
         UsageError: nothing to write, or photos of one name in several folders: OpenMVG names their regions by
@@ -49,7 +52,7 @@ def write_openmvg(store: Store, out: Path, choice: CameraChoice | None = None) -
     names = [image.name for image in images]
     refuse_collisions(names, _stem, "file of regions, which OpenMVG names without folder and ending")
     numbers = {name: number for number, name in enumerate(names)}
-    with whole_folder(out) as part:
+    with whole_folder(out, overwrite=overwrite) as part:
         cameras = group_cameras(images, choice)
         scene = _scene(store.image_folder, images, cameras)
         (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")

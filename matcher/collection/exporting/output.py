@@ -1,7 +1,8 @@
-"""Outputs that appear whole or not at all, and what an export tells of itself."""
+"""Outputs that appear whole or not at all and replace nothing unasked, and what an export reports."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from matcher.errors import UsageError
+
+_WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
 
 
 @dataclass
@@ -23,12 +26,12 @@ class ExportReport:
     pairs: int = 0
     verified: int = 0  # pairs with a geometry
     matches: int = 0
-    given_cameras: list[int] = field(default_factory=list)  # numbers of those that are not to be refined
-    left_out: list[str] = field(default_factory=list)  # what is damaged or cannot be said in the format
+    given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
+    left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report, ready to print."""
         first = (
             f"{self.images} images with {self.keypoints} keypoints, {self.pairs} pairs "
             f"({self.verified} verified) with {self.matches} matches"
@@ -38,7 +41,9 @@ class ExportReport:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary file's name beside `path`; what is written there takes the name when the block ends well.
+    """Yield a temporary name beside `path`; the file written there takes the name when the block ends well.
+
+    Whether an existing file may be replaced is for the caller to check first.
 
     Raises:
         UsageError: the folder is absent or cannot be written, or `path` is a folder.
@@ -59,18 +64,28 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name when the block ends well; errors as `whole_file`.
+def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path` that takes its name when the block ends well.
+
+    Args:
+        path: the folder to be made; it must not exist, or be empty.
+        overwrite: the folder may hold files. What an earlier export wrote there is deleted, files of the same
+            name as a new one are replaced, and all others stay.
 
     Raises:
-        UsageError: `path` exists and is not an empty folder.
+        UsageError: the parent folder is absent or cannot be written, or `path` must not be written.
+        OSError: the disk is full.
     """
-    check_place(path)
-    check_empty(path)
+    check_folder(path, overwrite=overwrite)
     part = _part(path)
     try:
         part.mkdir()
         yield part
+        names = sorted(file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file())
+        (part / _WRITTEN).write_text(json.dumps(names), encoding="utf-8")
+        if path.exists() and any(path.iterdir()):
+            _move_into(part, path, names)
+            return
         if path.exists():
             path.rmdir()
         part.replace(path)
@@ -91,14 +106,42 @@ def check_place(path: Path) -> None:
         raise UsageError(f"{path}: the folder {parent} cannot be written")
 
 
-def check_empty(path: Path) -> None:
-    """Refuse, before any work, a folder that holds something.
+def check_folder(path: Path, *, overwrite: bool = False) -> None:
+    """Refuse, before any work, a folder that cannot be made, or that holds something (see `whole_folder`).
 
     Raises:
-        UsageError: it does, or `path` is a file.
+        UsageError: it is so, or `path` is a file.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path} exists and is not an empty folder; name another, or delete it")
+    check_place(path)
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path} is a link to nothing; name another folder")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a folder")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise UsageError(
+            f"{path} exists and is not an empty folder: name another, or write into it with --overwrite "
+            "(files of the same names are replaced, others stay)"
+        )
+
+
+def _move_into(part: Path, path: Path, names: list[str]) -> None:
+    """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
+    for old in _written_before(path):
+        if old not in names and (path / old).is_file():
+            (path / old).unlink()
+    for name in (*names, _WRITTEN):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (part / name).replace(path / name)
+
+
+def _written_before(path: Path) -> list[str]:
+    """Names of the files that an earlier export wrote into this folder; none where that is not known."""
+    try:
+        names = json.loads((path / _WRITTEN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    safe = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return [name for name in safe if not Path(name).is_absolute() and ".." not in Path(name).parts]
 
 
 def _part(path: Path) -> Path:

@@ -10,7 +10,7 @@ from matcher.data.result import Result
 from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.explain.report.page import build_page
 from matcher.explain.report.pair import BODY, SCRIPTS, SOURCES, STRONGEST, add_reasons, pair_data
-from matcher.files import check_output, write_whole
+from matcher.files import check_output, write_output
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Picture, Pipeline
 
@@ -24,23 +24,26 @@ def write_report(
     image1: Picture,
     path: str | Path,
     point: tuple[float, float] | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Result:
     """Match two pictures and write the report; the file appears whole or not at all.
 
     Args:
         pipeline: one with a network.
         image0, image1: pictures.
-        path: .html; an existing file is replaced.
+        path: .html.
         point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
+        overwrite: replace an existing file that is no report; an earlier report is replaced in any case.
 
     Raises:
-        UsageError: no network, another suffix, a folder that is absent, a point outside image 0.
+        UsageError: no network, a file that cannot or must not be written, a point outside image 0.
         ImageError: a picture cannot be read.
     """
-    path = check_output(path, (".html",))
+    path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
     result = pipeline.match(image0, image1)
-    write_whole(path, report_page(pipeline, images, result, point))
+    write_output(path, report_page(pipeline, images, result, point))
     return result
 
 

@@ -19,7 +19,7 @@ from matcher.explain.report.graph import lay_out
 from matcher.explain.report.page import build_page
 from matcher.explain.report.pair import BODY, SCRIPTS, pair_data
 from matcher.explain.report.tally import BINS, PairRow, Tally, tally
-from matcher.files import check_output, write_whole
+from matcher.files import check_output, refuse_foreign, write_output
 
 PAGES = 20  # pages of pairs made when nothing else is said
 _ROWS = 500  # of a table
@@ -41,13 +41,16 @@ class RunPages:
     left_out: tuple[str, ...]  # pairs that have no page, and why
 
 
-def write_run_report(run_dir: str | Path, path: str | Path | None = None, *, pages: int = PAGES) -> RunPages:
+def write_run_report(
+    run_dir: str | Path, path: str | Path | None = None, *, pages: int = PAGES, overwrite: bool = False
+) -> RunPages:
     """Write the page of a run and, in a folder beside it, pages of its worst pairs; each whole or not at all.
 
     Args:
         run_dir: of the store, which is only read.
-        path: .html; `report.html` in the run's folder when absent. Existing files are replaced.
+        path: .html; `report.html` in the run's folder when absent.
         pages: pairs that get a page of their own, the worst first; their pictures are read again.
+        overwrite: replace files that no earlier report wrote.
 
     Raises:
         UsageError: no run there, an output that cannot be written, or a negative number of pages.
@@ -57,17 +60,18 @@ def write_run_report(run_dir: str | Path, path: str | Path | None = None, *, pag
     if pages < 0:
         raise UsageError(f"the number of pages must not be negative, got {pages}")
     with Store.open(run_dir) as store:
-        path = check_output(run_dir / "report.html" if path is None else path, (".html",))
+        path = run_dir / "report.html" if path is None else path
+        path = check_output(path, (".html",), overwrite=overwrite)
         found = tally(store.pairs(), max(_ROWS, pages), _EDGES)
         folder = path.with_name(f"{path.stem}_pairs")
-        links, left_out = _write_pairs(store, found.worst[:pages], folder, path.name)
+        links, left_out = _write_pairs(store, found.worst[:pages], folder, path.name, overwrite)
         data = _run_data(store, found, links, left_out)
-    write_whole(path, build_page(f"matcher run {run_dir.name}", ("elements.js", "run.js"), _RUN_BODY, data))
+    write_output(path, build_page(f"matcher run {run_dir.name}", ("elements.js", "run.js"), _RUN_BODY, data))
     return RunPages(path, len(links), tuple(left_out))
 
 
 def _write_pairs(
-    store: Store, rows: Sequence[PairRow], folder: Path, index: str
+    store: Store, rows: Sequence[PairRow], folder: Path, index: str, overwrite: bool
 ) -> tuple[dict[tuple[str, str], str], list[str]]:
     """A page for each of these pairs: links to them from the index, and what has no page and why."""
     links: dict[tuple[str, str], str] = {}
@@ -84,8 +88,9 @@ def _write_pairs(
         if names not in wanted:
             continue
         page = folder / f"{wanted[names]:05d}.html"
+        refuse_foreign(page, overwrite=overwrite)
         try:
-            write_whole(page, _pair_page(store, pair, [images[name] for name in names], index))
+            write_output(page, _pair_page(store, pair, [images[name] for name in names], index))
             links[names] = f"{quote(folder.name)}/{page.name}"
         except ImageError as error:
             left_out.append(f"{pair.name0} and {pair.name1}: {error}")

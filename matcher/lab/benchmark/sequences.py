@@ -36,7 +36,7 @@ def read_calibration(path: Path) -> tuple[Camera, float]:
         left, right = np.loadtxt(path).reshape(2, 3, 4)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not two projection matrices of 12 numbers ({error})") from error
-    camera = Camera(float(left[0, 0]), float(left[1, 1]), float(left[0, 2]), float(left[1, 2]))
+    camera = Camera.from_K(left[:, :3])
     return camera, float(-right[0, 3] / right[0, 0])
 
 
@@ -201,7 +201,7 @@ def _odometry(results: Sequence[FrameResult], truth: np.ndarray, *, with_scale: 
 
 
 def _links_right(results: Sequence[FrameResult], truth: np.ndarray, camera: Camera) -> float:
-    K = np.array([[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]])
+    K = camera.K
     errors = []
     for result in results:
         links = result.to_previous

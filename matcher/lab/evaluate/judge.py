@@ -267,5 +267,5 @@ def _cameras(pair: PosePair, side0: Observation, side1: Observation) -> tuple[Ca
                 f"{side.image.path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside {width} x "
                 f"{height} pixels; the intrinsics belong to pictures of another size"
             )
-        cameras.append(Camera(*(float(v) for v in (K[0, 0], K[1, 1], K[0, 2], K[1, 2]))))
+        cameras.append(Camera.from_K(K, size=(width, height)))
     return cameras[0], cameras[1]

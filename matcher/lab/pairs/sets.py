@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from matcher.data.photos import DATA_VARIABLE, data_folder, find_pictures
 from matcher.errors import UsageError
 from matcher.lab.pairs import folders, multiview, published
 from matcher.lab.pairs.protocols import PairSet
-from matcher.lab.pairs.synthetic import find_photos, synthetic_set, unrelated_set
+from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
 
-DATA_VARIABLE = "MATCHER_DATA"
 _PHOTOS = Path("photos") / "val"
 _BENCH = (
     "oxford_graf",
@@ -39,12 +38,6 @@ class SetOptions:
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
     seed: int = 0  # of synthetic and unrelated pairs
     images: Path | None = None  # where the names in a pair list refer to
-
-
-def data_folder() -> Path:
-    """The folder of the named sets: `$MATCHER_DATA`, or `shared` beside the checkout."""
-    named = os.environ.get(DATA_VARIABLE)
-    return Path(named) if named else Path(__file__).parents[4] / "shared"
 
 
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
@@ -81,7 +74,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
                 "that holds photos/, bench/ and multiview/, or name a folder of your own"
             )
         if each == "synthetic":
-            found.append(_synthetic(find_photos(folder), options))
+            found.append(_synthetic(find_pictures(folder), options))
         elif each == "unrelated":
             found.append(_unrelated(folder, options))
         else:
@@ -96,7 +89,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     if not any(folder.iterdir()):
         raise UsageError(f"{folder} is empty")
     try:
-        photos = find_photos(folder)
+        photos = find_pictures(folder)
     except UsageError as error:
         raise UsageError(
             f"{folder}: no layout that is known here (HPatches, MegaDepth-1500, ScanNet-1500, WxBS, pair "
@@ -120,7 +113,7 @@ def _synthetic(photos: list[Path], options: SetOptions) -> PairSet:
 
 def _unrelated(folder: Path, options: SetOptions) -> PairSet:
     count = 200 if options.pairs is None else options.pairs
-    return unrelated_set(find_photos(folder), count=count, seed=options.seed)
+    return unrelated_set(find_pictures(folder), count=count, seed=options.seed)
 
 
 def _hpatches_root(folder: Path) -> Path | None:

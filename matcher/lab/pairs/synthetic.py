@@ -21,7 +21,6 @@ from matcher.lab.pairs.protocols import HomographyPair, PairSet, Picture, Unrela
 LONGER_SIDE = 640  # larger photos are shrunk to it, so that a level means the same on every folder
 _LEAST_OVERLAP = 0.4  # share of the photo that the view still shows
 _LEAST_SIDE = 32
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".heic", ".ppm", ".pgm"}
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,6 @@ LEVELS = {
     3: Level(rotation=35, perspective=0.22, scale=1.8, shift=0.10, light=1.1),
     4: Level(rotation=180, perspective=0.26, scale=2.0, shift=0.10, light=1.4),
 }
-
-
-def find_photos(folder: Path) -> list[Path]:
-    """All picture files below a folder, sorted; whether they can be read shows when they are opened.
-
-    Raises:
-        UsageError: there are none.
-    """
-    photos = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
-    if not photos:
-        raise UsageError(f"{folder}: no pictures here (looked for {', '.join(sorted(_SUFFIXES))})")
-    return photos
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,16 +102,16 @@ def unrelated(view: CachedView) -> CachedView:
     return replace(view, labels=np.full_like(view.labels, NOTHING))
 
 
-def to_features(view: CachedView, exif: int = 1) -> Features:
+def to_features(view: CachedView, orientation: int = 1) -> Features:
     """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
     turned = positions(view.unit_descriptors(), view.kind)
     return Features(
         keypoints=view.keypoints,
-        descriptors=turned[EXIF_TURNS[exif] % len(turned)],
+        descriptors=turned[EXIF_TURNS[orientation] % len(turned)],
         size=np.asarray(view.size, dtype=np.float32),
         scales=view.scales,
         orientations=view.angles,
-        exif=np.asarray(exif),
+        view_orientation=np.asarray(orientation),
         kind=view.kind,
     )
 

@@ -9,32 +9,32 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from matcher.errors import UsageError
+from matcher.data.images import read_image
+from matcher.data.photos import find_pictures
+from matcher.errors import ImageError, UsageError
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 SMALLEST_SIDE = 32  # pixels; a smaller picture has nothing to match
 HELD_OUT_SHARE = 0.1
 KEPT_BYTES = 1 << 30  # of decoded photos in memory
 
 
-def find_photos(folder: Path) -> list[Path]:
-    """All pictures below `folder`, sorted.
-
-    Raises:
-        UsageError: there is no such folder, or no picture in it.
-    """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: there is no such folder of photos; name one that exists")
-    photos = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-    if not photos:
-        raise UsageError(f"{folder}: no photos here (looked for {', '.join(sorted(SUFFIXES))})")
-    return photos
-
-
 def read_texture(photo: Path, *, colour: bool = False) -> np.ndarray | None:
     """(h, w) uint8 grey or (h, w, 3) BGR; None where the file cannot be read or the picture is too small."""
     texture = cv2.imread(str(photo), cv2.IMREAD_COLOR if colour else cv2.IMREAD_GRAYSCALE)
+    if texture is None:
+        texture = _read_with_pillow(photo, colour=colour)
     return None if texture is None or min(texture.shape[:2]) < SMALLEST_SIDE else texture
+
+
+def _read_with_pillow(photo: Path, *, colour: bool) -> np.ndarray | None:
+    """As `read_texture`, for what OpenCV cannot read, such as HEIC."""
+    try:
+        pixels = read_image(photo, resize=None).pixels
+    except ImageError:
+        return None
+    if pixels.ndim == 2:
+        return cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR) if colour else pixels
+    return cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR if colour else cv2.COLOR_RGB2GRAY)
 
 
 def hold_out(photos: Sequence[Path], seed: int) -> tuple[list[Path], list[Path]]:
@@ -64,10 +64,10 @@ def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list
     Raises:
         UsageError: a folder without photos, or nothing left to train on.
     """
-    photos = find_photos(folder)
+    photos = find_pictures(folder)
     if validation is None:
         return hold_out(photos, seed)
-    held_out = find_photos(validation)
+    held_out = find_pictures(validation)
     taken = {photo.resolve() for photo in held_out}
     training = [photo for photo in photos if photo.resolve() not in taken]
     if not training:

@@ -20,7 +20,7 @@ from matcher.match.network.backbone import Backbone
 
 
 class GridExtractor:
-    """Cells with their descriptors, place on the grid and a finer map; `frames` are the cells' sides."""
+    """Cells with descriptors, position on the grid and a finer map; `affine_frames` are their sides."""
 
     def __init__(self, backbone: Backbone, kind: str = "loftr") -> None:
         """Keep the network, which runs where its parameters lie.
@@ -50,11 +50,12 @@ class GridExtractor:
             keypoints=upright_to_stored(points, image.size, image.orientation),
             descriptors=coarse[0].flatten(1).t().contiguous().cpu(),
             size=np.asarray(image.size),
-            frames=np.broadcast_to(sides, (len(cells), 2, 2)),
+            affine_frames=np.broadcast_to(sides, (len(cells), 2, 2)),
             cells=cells,
             grid=np.array([columns, rows]),
             maps=fine[0].cpu(),
-            exif=np.asarray(image.orientation),
+            exif_orientation=np.asarray(image.orientation),
+            scale=image.stored_scale,
             kind=self.kind,
         )
         if image.mask is None:

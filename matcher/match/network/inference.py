@@ -77,7 +77,7 @@ class AttentionMatcher:
             cells = tuple(f.cells[entry][index[:, i]] for i, f in enumerate(sides))
             states = (pair.states0[local[:, 0]], pair.states1[local[:, 1]])
             offsets = self.model.fine(states, (features0.maps[entry], features1.maps[entry]), cells)
-            frames = features1.frames[entry][index[:, 1]]
+            frames = features1.affine_frames[entry][index[:, 1]]
             points1 = points1 + (frames @ offsets.unsqueeze(-1)).squeeze(-1)
         return Matches(
             indices=index.cpu().numpy(),

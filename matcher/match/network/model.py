@@ -106,7 +106,7 @@ class Model(nn.Module):
         if size != config.descriptor_dim:
             raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
         needed = ["cells", "grid"] if config.assignment.border else []
-        needed += ["cells", "frames", "maps"] if config.refinement else []
+        needed += ["cells", "affine_frames", "maps"] if config.refinement else []
         if absent := [name for name in needed if getattr(features, name) is None]:
             raise UsageError(f"this matcher needs Features.{absent[0]}, which its own front end gives")
 

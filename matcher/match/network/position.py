@@ -31,9 +31,9 @@ TRAINED_SIDE = 1024.0
 def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
     """(…, N, 2) upright positions (p − size/2) / (extent · max(size)), in about [−1, 1], float32.
 
-    `features.size` is the stored size; EXIF turns both the points and the size.
+    `features.size` is the stored size; the view matched (EXIF) turns both the points and the size.
     """
-    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=features.keypoints.device)[features.exif]
+    turn = _turn(features)
     size = features.size.unsqueeze(-2)
     centred = (features.keypoints - (size - 1) / 2) @ turn.transpose(-1, -2)
     return (centred - 0.5) / (size.amax(-1, keepdim=True) * extent)
@@ -76,8 +76,8 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
 
 def _axis_ends(features: Features, extent: float) -> Tensor:
     """(…, N, 4) normalised ends of the x and of the y axis of the described patch."""
-    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=features.keypoints.device)[features.exif]
-    axes = turn.unsqueeze(-3) @ _required(features.frames, "frame")
+    turn = _turn(features)
+    axes = turn.unsqueeze(-3) @ _required(features.affine_frames, "affine_frame")
     reach = (features.size.amax(-1) * extent)[..., None, None, None]
     ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
     return ends.transpose(-1, -2).flatten(-2)
@@ -85,8 +85,14 @@ def _axis_ends(features: Features, extent: float) -> Tensor:
 
 def _upright_directions(features: Features) -> Tensor:
     angles = _required(features.orientations, "orientation")
-    turn = torch.as_tensor(UPRIGHT, dtype=torch.float32, device=angles.device)[features.exif]
+    turn = _turn(features)
     return torch.stack([angles.cos(), angles.sin()], dim=-1) @ turn.transpose(-1, -2)
+
+
+def _turn(features: Features) -> Tensor:
+    """(…, 2, 2) the map from stored directions to those of the view that is matched."""
+    codes = features.matched_orientation
+    return torch.as_tensor(UPRIGHT, dtype=torch.float32, device=codes.device)[codes]
 
 
 def _required(value: Tensor | None, name: str) -> Tensor:

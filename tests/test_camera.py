@@ -1,0 +1,98 @@
+"""Cameras: what is accepted, COLMAP's parameters and pixel origin."""
+
+import numpy as np
+import pytest
+
+from matcher.data.camera import CAMERA_MODELS, Camera, as_camera
+from matcher.errors import UsageError
+
+K = np.array([[800.0, 0, 511.5], [0, 820.0, 383.5], [0, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (0, 0, 0, 0),
+        (-1, 800, 1, 1),
+        (800, np.nan, 1, 1),
+        (800, 800, np.inf, 1),
+        ("a", 800, 1, 1),
+        (None, 1, 1, 1),
+    ],
+)
+def test_impossible_cameras_are_refused(values):
+    with pytest.raises(UsageError, match="camera"):
+        Camera(*values)
+
+
+def test_k_and_back():
+    camera = Camera.from_K(K, size=(1024, 768))
+    np.testing.assert_array_equal(camera.K, K)
+    assert camera == Camera(800, 820, 511.5, 383.5, size=(1024, 768))
+    assert all(type(value) is float for value in camera.params)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Camera(800, 820, 511.5, 383.5),
+        [800, 820, 511.5, 383.5],
+        np.array([800, 820, 511.5, 383.5]),
+        K,
+        K.tolist(),
+    ],
+)
+def test_lists_arrays_and_matrices_become_cameras(given):
+    assert as_camera(given, "camera0") == Camera(800, 820, 511.5, 383.5)
+
+
+@pytest.mark.parametrize(
+    "given", [[800, 800, 1], "800,800,1,1", {"fx": 3}, np.zeros((3, 4)), np.zeros((3, 3)), None]
+)
+def test_other_things_are_refused_at_once(given):
+    with pytest.raises(UsageError, match=r"camera0 must be a Camera|K must be|focal"):
+        as_camera(given, "camera0")
+
+
+@pytest.mark.parametrize("bad", [K + np.eye(3)[:, [1, 0, 2]], K[:2], K.T, "K", np.full((3, 3), np.nan), -K])
+def test_matrices_that_are_no_calibration(bad):
+    with pytest.raises(UsageError):
+        Camera.from_K(bad)
+
+
+@pytest.mark.parametrize("model", CAMERA_MODELS)
+def test_parameters_in_colmaps_order(model):
+    focals, more = CAMERA_MODELS[model]
+    params = [900.0, 950.0][:focals] + [512.0, 384.0] + [0.01 * (i + 1) for i in range(more)]
+    camera = Camera.from_colmap(model, params, (1024, 768))
+    assert (camera.fx, camera.fy) == (900.0, 950.0 if focals == 2 else 900.0)
+    assert (camera.cx, camera.cy) == (511.5, 383.5)
+    assert camera.to_colmap() == (model, tuple(params))
+    pycolmap = pytest.importorskip("pycolmap")
+    reference = pycolmap.Camera(model=model, width=1024, height=768, params=params)
+    np.testing.assert_allclose(
+        reference.calibration_matrix() - camera.K, [[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "LENS"}, "unknown camera model 'LENS'"),
+        ({"model": "OPENCV"}, "4 distortion"),
+        ({"model": "RADIAL", "distortion": (0.1, 0.1), "fy": 801}, "one focal length"),
+        ({"model": "FOV", "distortion": (np.nan,)}, "distortion must be finite"),
+        ({"size": (0, 3)}, "size"),
+        ({"size": 3}, "size"),
+    ],
+)
+def test_what_does_not_fit_the_model(options, message):
+    with pytest.raises(UsageError, match=message):
+        Camera(**({"fx": 800, "fy": 800, "cx": 1, "cy": 1} | options))
+
+
+def test_wrong_numbers_of_colmap_parameters():
+    with pytest.raises(UsageError, match="4 parameters"):
+        Camera.from_colmap("PINHOLE", [1, 2, 3])
+    with pytest.raises(UsageError, match="unknown camera model"):
+        Camera.from_colmap("LENS", [1, 2, 3])

@@ -1,0 +1,61 @@
+"""Pictures in folders: which files, in which order, and where shared data lie."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from matcher.data.photos import data_folder, find_pictures, is_picture, list_pictures, natural_key
+from matcher.errors import UsageError
+from matcher.lab.train.photos import read_texture
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+
+
+def test_pictures_below_a_folder(tmp_path):
+    touch(tmp_path, "b.JPG", "a/c.heic", "a/d.txt", ".hidden.jpg", ".cache/e.png", "a/f.pbm")
+    assert sorted(list_pictures(tmp_path)) == ["a/c.heic", "a/f.pbm", "b.JPG"]
+    assert find_pictures(tmp_path) == [tmp_path / "a/c.heic", tmp_path / "a/f.pbm", tmp_path / "b.JPG"]
+
+
+def test_no_pictures_are_an_error(tmp_path):
+    with pytest.raises(UsageError, match=r"no pictures here \(looked for \.jpg"):
+        find_pictures(tmp_path)
+    with pytest.raises(UsageError, match="no such folder"):
+        find_pictures(tmp_path / "absent")
+
+
+def test_names_that_are_pictures():
+    assert all(map(is_picture, ("a.HEIF", Path("b.webp"), "c.d.tiff")))
+    assert not any(map(is_picture, ("jpg", "a.jpg.txt", "a.mp4", "")))
+
+
+def test_numbers_sort_as_numbers():
+    names = ["f10", "f9", "f1", "f", "10", "9", "f2b3", "f2b20", "f2a"]
+    assert sorted(names, key=natural_key) == ["9", "10", "f", "f1", "f2a", "f2b3", "f2b20", "f9", "f10"]
+
+
+def test_the_data_folder(monkeypatch):
+    monkeypatch.setenv("MATCHER_DATA", "/somewhere")
+    assert data_folder() == Path("/somewhere")
+    monkeypatch.delenv("MATCHER_DATA")
+    assert data_folder() == Path(__file__).resolve().parents[2] / "shared"
+
+
+def test_training_reads_heic(tmp_path, views):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pixels = cv2.resize(cv2.imread(str(views[0]))[..., ::-1], (160, 120))
+    path = tmp_path / "a.heic"
+    pillow_heif.from_bytes("RGB", (160, 120), np.ascontiguousarray(pixels).tobytes()).save(path)
+    assert find_pictures(tmp_path) == [path]
+    grey, colour = read_texture(path), read_texture(path, colour=True)
+    assert grey.shape == (120, 160)
+    assert np.abs(colour.astype(int) - pixels[..., ::-1]).mean() < 6
+    (tmp_path / "b.heic").write_bytes(path.read_bytes()[:200])
+    assert read_texture(tmp_path / "b.heic") is None
