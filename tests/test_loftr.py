@@ -339,7 +339,7 @@ def test_weights_of_a_matcher_with_a_detector_are_refused(small_weights) -> None
 def test_features_that_lack_what_refinement_needs_are_refused() -> None:
     extractor, matcher = ours()
     features = Features.stack(extractor([whole(texture((96, 80), 0))]))
-    for name in ("maps", "cells", "grid", "frames"):
+    for name in ("maps", "cells", "grid", "affine_frames"):
         with pytest.raises(UsageError, match=f"Features.{name}"):
             matcher(features, replace(features, **{name: None}))
     with pytest.raises(UsageError, match="takes loftr features, not sift"):
