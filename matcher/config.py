@@ -38,7 +38,9 @@ class ContextConfig:
     norm: Literal["layer", "batch", "output"] = "layer"
     activation: Literal["gelu", "relu"] = "gelu"
     bias: bool = True  # linear maps add a vector
-    in_turn: bool = False  # across, image 1 listens to what image 0 has just become, not to what it was
+    sequential_cross: bool = (
+        False  # across, image 1 listens to what image 0 has just become, not to what it was
+    )
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class AdaptivityConfig:
     pruning: bool = True
     prune_matchability: float = 0.01  # points below it are dropped
     prune_confident_only: bool = True  # if they are confident
-    least_pruned: float = 0.0  # share of a pair's live points; fewer are not worth the change of shapes
+    min_pruned_share: float = 0.0  # share of a pair's live points; fewer are not worth the change of shapes
     # Heads of their own foresee who will be matched: they say who is dropped, and for how much who counts.
-    prospects: bool = False
+    match_probability: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class RefinementConfig:
         norm="output",
         activation="relu",
         bias=False,
-        in_turn=True,
+        sequential_cross=True,
     )
 
 
@@ -117,7 +119,9 @@ class NetworkConfig:
     assignment: AssignmentConfig = AssignmentConfig()
     adaptivity: AdaptivityConfig = AdaptivityConfig()
     match_threshold: float = 0.1
-    doubt: float = 0.0  # expected matches at which the threshold doubles: few matches must be surer than many
+    threshold_doubles_at: float = (
+        0.0  # expected matches at which the threshold doubles: few matches must be surer than many
+    )
     backbone: BackboneConfig | None = None  # makes the features itself, of the cells of a grid
     refinement: RefinementConfig | None = None  # moves the points of image 1
 

@@ -27,7 +27,7 @@ from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.published.catalogue import fill_extractor, load_weights
@@ -270,13 +270,13 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[Model, WeightsSource]:
+def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[MatchingNetwork, WeightsSource]:
     """The trained model with the options applied; its file has the say on its shape."""
     model, digest, name = load_weights(options.get("weights") or config.weights)
     wanted = configure(replace(config, matcher=model.config), options).matcher
     if wanted != model.config:
         with torch.random.fork_rng(devices=[]):
-            changed = Model(wanted)
+            changed = MatchingNetwork(wanted)
         changed.load_state_dict(model.state_dict())
         model = changed
     return model, WeightsSource(name, digest)

@@ -131,7 +131,7 @@ def chosen(only: str | None) -> dict[str, Change]:
 
 def simplest(net: NetworkConfig) -> NetworkConfig:
     """Always all layers and points: nothing here trains the heads that decide about them."""
-    adaptivity = replace(net.adaptivity, early_exit=False, pruning=False, prospects=False)
+    adaptivity = replace(net.adaptivity, early_exit=False, pruning=False, match_probability=False)
     return replace(net, adaptivity=adaptivity)
 
 
@@ -200,7 +200,7 @@ def build(name: str, recipe: Recipe, device: str) -> Trainer:
     if name == "no cross-attention":
         for network in (trainer.model, trainer.average):
             for layer in network.layers:
-                layer.across.forward = lambda x, layout: x
+                layer.cross_block.forward = lambda x, layout: x
     return trainer
 
 

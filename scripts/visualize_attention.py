@@ -44,7 +44,10 @@ number = args.layer or len(told.layers)
 if not 1 <= number <= len(told.layers):
     parser.error(f"layers 1 to {len(told.layers)} ran")
 if args.picture == "entropy":
-    tables = [[getattr(layer, kind)[0].entropy[0] for layer in told.layers] for kind in ("within", "across")]
+    tables = [
+        [getattr(layer, kind)[0].entropy[0] for layer in told.layers]
+        for kind in ("self_attention", "cross_attention")
+    ]
     limit = float(np.log(max(2, *map(len, features))))
     save_figure(draw_entropies(*tables, limit=limit, title=f"entropy of attention: {title}"), args.output)
     parser.exit()
@@ -56,7 +59,7 @@ if args.picture == "rollout":
     names, title = ["share of what it knows"], f"attention rollout over {len(told.layers)} layers: {title}"
 else:
     layer, heads, names = told.layers[number - 1], [], None
-    for attention, side in ((layer.within[0], places[0]), (layer.across[0], places[1])):
+    for attention, side in ((layer.self_attention[0], places[0]), (layer.cross_attention[0], places[1])):
         pairs = zip(attention.points[0], attention.weights[0], strict=True)
         heads.append([(side[points[points >= 0]], weights[points >= 0]) for points, weights in pairs])
     title = f"attention at layer {number} of {pipeline.layers}: {title}"

@@ -10,7 +10,7 @@ from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.data.images import read_image
 from matcher.extract.sift import SiftExtractor
 from matcher.kernels import SWITCH
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.weights.files import FOLDERS, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,11 +34,11 @@ def views() -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def small_model(views) -> Model:
+def small_model(views) -> MatchingNetwork:
     """An untrained network, which matches like nearest neighbours."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = Model(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
+        model = MatchingNetwork(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
     model.standardise(
         SiftExtractor(ExtractorConfig(max_keypoints=512))([read_image(views[0])])[0].descriptors
     )

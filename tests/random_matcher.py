@@ -9,7 +9,7 @@ from torch import nn
 from matcher.config import AdaptivityConfig, ContextConfig, NetworkConfig
 from matcher.data.features import Features
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 
 CONFIG = NetworkConfig(
     descriptor_dim=32,
@@ -21,20 +21,20 @@ CONFIG = NetworkConfig(
 PROSPECTS = replace(
     CONFIG,
     adaptivity=AdaptivityConfig(
-        exit_share=0.85, prune_matchability=0.35, prospects=True, prune_confident_only=False
+        exit_share=0.85, prune_matchability=0.35, match_probability=True, prune_confident_only=False
     ),
 )
 
 
 @torch.no_grad()
-def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> Model:
+def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> MatchingNetwork:
     """Weights far from their start, where the blocks would change nothing and nobody would be confident."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Model(config)
+        model = MatchingNetwork(config)
         dim = config.context.dim
         for layer in model.layers:
-            for block in (layer.within, layer.across):
+            for block in (layer.self_block, layer.cross_block):
                 nn.init.normal_(block.qkv.weight, std=1.5 / dim**0.5)
                 nn.init.normal_(block.ffn.narrow.weight, std=0.3 / dim**0.5)
                 nn.init.normal_(block.ffn.narrow.bias, std=0.1)
@@ -43,8 +43,8 @@ def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> Model:
         for confidence in model.confidence:
             nn.init.normal_(confidence.weight, std=3 / dim**0.5)
             nn.init.constant_(confidence.bias, 1.0)
-        for prospect in model.prospect:
-            nn.init.normal_(prospect.weight, std=2 / dim**0.5)
+        for head in model.match_probability:
+            nn.init.normal_(head.weight, std=2 / dim**0.5)
     return model.eval()
 
 

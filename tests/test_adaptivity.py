@@ -11,7 +11,7 @@ from matcher.config import AdaptivityConfig, AssignmentConfig
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.network import model as model_of
-from matcher.match.network.adaptivity import Tokens, ready_prospects, worthwhile
+from matcher.match.network.adaptivity import Tokens, keep_unless_few, ready_by_match_probability
 from matcher.match.network.consensus import Consensus
 from matcher.match.network.packed import Layout
 
@@ -34,15 +34,17 @@ def tokens(*counts: tuple[int, int]) -> Tokens:
     return Tokens(nothing, None, torch.arange(total), Layout(counts), tuple(range(len(counts))), nothing)
 
 
-def ready(prospects: list[float], confident: list[bool], share: float, *counts: tuple[int, int]) -> list[int]:
-    found = torch.tensor(prospects), torch.tensor(confident, dtype=torch.bool)
-    return ready_prospects(tokens(*counts), found[1], found[0], AdaptivityConfig(exit_share=share))
+def ready(
+    probabilities: list[float], confident: list[bool], share: float, *counts: tuple[int, int]
+) -> list[int]:
+    found = torch.tensor(probabilities), torch.tensor(confident, dtype=torch.bool)
+    return ready_by_match_probability(tokens(*counts), found[1], found[0], AdaptivityConfig(exit_share=share))
 
 
 def test_a_pair_stops_when_enough_of_its_expected_matches_are_sure():
-    prospects = [1.0] * 20
-    assert ready(prospects, [True] * 15 + [False] * 5, 0.7, (10, 10)) == [0]
-    assert ready(prospects, [True] * 15 + [False] * 5, 0.8, (10, 10)) == []
+    probabilities = [1.0] * 20
+    assert ready(probabilities, [True] * 15 + [False] * 5, 0.7, (10, 10)) == [0]
+    assert ready(probabilities, [True] * 15 + [False] * 5, 0.8, (10, 10)) == []
 
 
 def test_points_without_prospects_do_not_count():
@@ -56,8 +58,8 @@ def test_a_pair_that_expects_nothing_stops():
 
 
 def test_every_pair_is_asked_for_itself():
-    prospects, confident = [1.0] * 8, [True, True, False, False, True, True, True, True]
-    assert ready(prospects, confident, 0.9, (2, 2), (1, 3)) == [1]
+    probabilities, confident = [1.0] * 8, [True, True, False, False, True, True, True, True]
+    assert ready(probabilities, confident, 0.9, (2, 2), (1, 3)) == [1]
 
 
 def test_exit_and_pruning_really_happen(pairs):
@@ -95,7 +97,7 @@ def test_few_points_are_not_worth_pruning() -> None:
     keep = torch.ones(60, dtype=torch.bool)
     keep[31] = False  # one of forty
     keep[[40, 45, 52]] = False  # three of twenty
-    found = worthwhile(keep, layout, 0.05)
+    found = keep_unless_few(keep, layout, 0.05)
     assert found[:40].all()
     assert found[40:].equal(keep[40:])
 

@@ -18,7 +18,7 @@ from matcher.lab.benchmark.rows import OFF, Row, as_kornia
 from matcher.lab.benchmark.shipped import naive_sinkhorn
 from matcher.lab.benchmark.timing import Samples, Stopwatch, memory_above
 from matcher.match.assignment import assign
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 
 CPU = torch.device("cpu")
 WATCH = Stopwatch(CPU, repeats=2)
@@ -72,7 +72,7 @@ def test_ratios_and_units() -> None:
 def test_operations_are_those_that_torch_counts(shared: bool) -> None:
     context = ContextConfig(dim=32, heads=2, depth=3, shared_qk=shared)
     with torch.random.fork_rng(devices=[]):
-        model = Model(NetworkConfig(descriptor_dim=32, project=False, context=context)).eval()
+        model = MatchingNetwork(NetworkConfig(descriptor_dim=32, project=False, context=context)).eval()
     model.config = replace(model.config, adaptivity=replace(model.config.adaptivity, **OFF))
     sides = [replace(random_batch(n, 1, CPU), kind="any") for n in (50, 70)]
     sides = [replace(f, descriptors=f.descriptors[..., :32]) for f in sides]

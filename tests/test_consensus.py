@@ -5,7 +5,13 @@ import torch
 
 from matcher.match.assignment import assign
 from matcher.match.mutual import mutual_matches
-from matcher.match.network.consensus import Consensus, Links, fit_local_maps, mutual_links, stayed
+from matcher.match.network.consensus import (
+    Consensus,
+    SoftMatches,
+    agreement,
+    fit_local_maps,
+    mutual_soft_matches,
+)
 
 SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
 SHIFT = torch.tensor([0.1, -0.05])
@@ -24,8 +30,10 @@ def moved_points(count: int = 200, outliers: float = 0.0, seed: int = 0) -> tupl
 def test_an_affine_motion_is_predicted_exactly() -> None:
     points, truth, observed, _ = moved_points()
     fit = fit_local_maps(points, observed, torch.ones(1, 200))
-    assert (fit.place - truth).norm(dim=2).max() < 1e-2  # the ridge tells where points lie outside the others
-    assert (fit.place - truth).norm(dim=2).median() < 5e-4
+    assert (fit.position - truth).norm(
+        dim=2
+    ).max() < 1e-2  # the ridge tells where points lie outside the others
+    assert (fit.position - truth).norm(dim=2).median() < 5e-4
     assert fit.spread.max() < 2e-3
     assert fit.support.min() > 1
 
@@ -33,7 +41,7 @@ def test_an_affine_motion_is_predicted_exactly() -> None:
 def test_a_third_of_wrong_matches_does_not_move_the_prediction() -> None:
     points, truth, observed, wrong = moved_points(400, outliers=0.33)
     fit = fit_local_maps(points, observed, torch.ones(1, 400))
-    error = (fit.place - truth).norm(dim=2)
+    error = (fit.position - truth).norm(dim=2)
     assert error.median() < 1e-3
     assert error.quantile(0.8) < 0.02
     assert error[wrong].quantile(0.8) < 0.02  # a wrong match has no say in its own prediction
@@ -42,8 +50,8 @@ def test_a_third_of_wrong_matches_does_not_move_the_prediction() -> None:
 def test_confidence_decides_who_is_heard() -> None:
     points, truth, observed, wrong = moved_points(100, outliers=0.6)
     fit = fit_local_maps(points, observed, (~wrong).float())
-    assert (fit.place - truth).norm(dim=2).max() < 2e-2
-    assert (fit.place - truth).norm(dim=2).median() < 2e-3
+    assert (fit.position - truth).norm(dim=2).max() < 2e-2
+    assert (fit.position - truth).norm(dim=2).median() < 2e-3
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -58,7 +66,7 @@ def test_few_matches_give_finite_answers_with_little_support(count: int) -> None
 
 def test_links_are_the_mutual_best_from_both_sides() -> None:
     scores = torch.randn(1, 9, 7, generator=torch.Generator().manual_seed(2)).log_softmax(2)
-    links0, links1 = mutual_links(scores)
+    links0, links1 = mutual_soft_matches(scores)
     indices, probabilities = mutual_matches(scores[0], 0.05)
     assert len(indices) > 2
     expected0, expected1 = torch.zeros(9), torch.zeros(7)
@@ -70,15 +78,15 @@ def test_links_are_the_mutual_best_from_both_sides() -> None:
 
 
 def test_links_stay_by_their_confidence() -> None:
-    before = Links(torch.tensor([[1, 2, 0, 3]]), torch.tensor([[0.9, 0.8, 0.5, 0.0]]))
-    after = Links(torch.tensor([[1, 2, 3, 3]]), torch.tensor([[0.9, 0.4, 0.5, 0.2]]))
-    assert stayed(before, before) == pytest.approx(1)
-    assert stayed(before, after) == pytest.approx((0.9 + 0.4) / (0.9 + 0.8 + 0.5 + 0.2))
-    assert stayed(after, before) == stayed(before, after)
-    none = Links(before.partner, torch.zeros(1, 4))
-    assert stayed(none, none) == 1 and stayed(none, after) == 0
-    both = Links(*(torch.cat(pair) for pair in zip(before, after, strict=True)))
-    assert stayed(both, Links(*(x.flip(0) for x in both))) == stayed(before, after)
+    before = SoftMatches(torch.tensor([[1, 2, 0, 3]]), torch.tensor([[0.9, 0.8, 0.5, 0.0]]))
+    after = SoftMatches(torch.tensor([[1, 2, 3, 3]]), torch.tensor([[0.9, 0.4, 0.5, 0.2]]))
+    assert agreement(before, before) == pytest.approx(1)
+    assert agreement(before, after) == pytest.approx((0.9 + 0.4) / (0.9 + 0.8 + 0.5 + 0.2))
+    assert agreement(after, before) == agreement(before, after)
+    none = SoftMatches(before.partner, torch.zeros(1, 4))
+    assert agreement(none, none) == 1 and agreement(none, after) == 0
+    both = SoftMatches(*(torch.cat(pair) for pair in zip(before, after, strict=True)))
+    assert agreement(both, SoftMatches(*(x.flip(0) for x in both))) == agreement(before, after)
 
 
 def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,7 +111,7 @@ def test_ambiguous_points_are_decided_by_their_neighbours() -> None:
         return int((indices[:, 0] == indices[:, 1]).sum())
 
     with torch.no_grad():
-        heard = consensus(scores, points, truth, mutual_links(assign(scores).log_scores))
+        heard = consensus(scores, points, truth, mutual_soft_matches(assign(scores).log_scores))
     assert right(scores) < 65
     assert right(heard) > 85
 
@@ -112,9 +120,9 @@ def test_swapping_the_pictures_transposes_the_correction() -> None:
     scores, points, truth = ambiguous_scores(60, 6)
     consensus, assigned = Consensus(), assign(scores).log_scores
     with torch.no_grad():
-        torch.nn.init.normal_(consensus.judge.weight, std=0.3)
-        there = consensus(scores, points, truth, mutual_links(assigned))
-        back = consensus(scores.transpose(1, 2), truth, points, mutual_links(assigned.transpose(1, 2)))
+        torch.nn.init.normal_(consensus.out.weight, std=0.3)
+        there = consensus(scores, points, truth, mutual_soft_matches(assigned))
+        back = consensus(scores.transpose(1, 2), truth, points, mutual_soft_matches(assigned.transpose(1, 2)))
     torch.testing.assert_close(there.transpose(1, 2), back, atol=2e-3, rtol=1e-3)
 
 
@@ -122,19 +130,19 @@ def test_without_matches_the_neighbours_say_nothing_about_places() -> None:
     points, truth, _, _ = moved_points(20)
     scores = torch.randn(1, 21, 21, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        heard = Consensus()(scores, points, truth, mutual_links(torch.full((1, 20, 20), -20.0)))
+        heard = Consensus()(scores, points, truth, mutual_soft_matches(torch.full((1, 20, 20), -20.0)))
     torch.testing.assert_close(heard, scores, atol=1e-4, rtol=0)
 
 
 def test_the_correction_is_the_same_with_and_without_gradients() -> None:
-    scores, places0, places1 = ambiguous_scores(150, seed=4)
+    scores, positions0, positions1 = ambiguous_scores(150, seed=4)
     consensus = Consensus()
     with torch.no_grad():
-        consensus.judge.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-        links = mutual_links(assign(scores).log_scores)
-        plain = consensus(scores, places0, places1, links)
-    grown = consensus(scores, places0, places1, links)
+        consensus.out.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+        links = mutual_soft_matches(assign(scores).log_scores)
+        plain = consensus(scores, positions0, positions1, links)
+    grown = consensus(scores, positions0, positions1, links)
     assert grown.requires_grad
     torch.testing.assert_close(plain, grown.detach(), atol=1e-5, rtol=1e-5)
     grown.square().mean().backward()
-    assert consensus.widen.weight.grad.abs().sum() > 0
+    assert consensus.hidden.weight.grad.abs().sum() > 0

@@ -16,19 +16,21 @@ from matcher.explain.rules import rules, sureness
 from matcher.match.network import context
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.presets import PRESETS
 
 
 def other_matcher(**changes) -> AttentionMatcher:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        return AttentionMatcher(Model(replace(CONFIG, **changes)), precision="float32")
+        return AttentionMatcher(MatchingNetwork(replace(CONFIG, **changes)), precision="float32")
 
 
 GUIDED = {"guided": True, "assignment": replace(CONFIG.assignment, consensus=2)}
 LINEAR = {
-    "context": ContextConfig(dim=48, heads=2, depth=3, attention="linear", in_turn=True, shared_qk=False)
+    "context": ContextConfig(
+        dim=48, heads=2, depth=3, attention="linear", sequential_cross=True, shared_qk=False
+    )
 }
 ADDITIVE = {"context": ContextConfig(dim=48, heads=2, depth=2, attention="additive")}
 
@@ -75,11 +77,11 @@ def test_recorded_attention_makes_the_message_that_the_network_hears(changes, mo
         monkeypatch.setattr(
             context, "attend", lambda *a, **k: messages.append(attend(*a, **k)) or messages[-1]
         )
-        layer.within(tokens.x, tokens.turns, tokens.layout)
-        values = layer.within.qkv(tokens.x).unflatten(-1, (3, 2, 24))[:, 2]
+        layer.self_block(tokens.x, tokens.rotations, tokens.layout)
+        values = layer.self_block.qkv(tokens.x).unflatten(-1, (3, 2, 24))[:, 2]
     (message,) = messages
     for side, (asked, start) in enumerate(((4, 0), (7, 30))):
-        attention = told.layers[0].within[side]
+        attention = told.layers[0].self_attention[side]
         points, weights = attention.points[0], attention.weights[0]
         for head in range(2):
             alive = points[head] >= 0
@@ -107,7 +109,7 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
     told = explain(matcher, *sides, range(12), range(9), strongest=12, traced=([4], []))
     known = np.eye(21)
     for layer in told.layers:
-        for attended, shift in ((layer.within, (0, 12)), (layer.across, (12, 0))):
+        for attended, shift in ((layer.self_attention, (0, 12)), (layer.cross_attention, (12, 0))):
             step = np.eye(21) / 2
             for side, attention in enumerate(attended):
                 for row in range(len(attention.points)):
@@ -121,22 +123,26 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
     np.testing.assert_allclose(told.rollout[0][0], known[4], atol=1e-4)
 
 
-def prospective(**changes) -> AttentionMatcher:
-    """A network with heads of their own for prospects, some points with, most without."""
+def with_match_probabilities(**changes) -> AttentionMatcher:
+    """A network with heads of their own for probabilities, some points with, most without."""
     adaptivity = replace(
-        CONFIG.adaptivity, prospects=True, prune_matchability=0.3, prune_confident_only=False, **changes
+        CONFIG.adaptivity,
+        match_probability=True,
+        prune_matchability=0.3,
+        prune_confident_only=False,
+        **changes,
     )
     matcher = other_matcher(adaptivity=adaptivity)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(2)
-        for head in (*matcher.model.prospect, *matcher.model.confidence):
+        for head in (*matcher.model.match_probability, *matcher.model.confidence):
             torch.nn.init.normal_(head.weight, std=0.3)
     return matcher
 
 
-def test_prospects_decide_and_are_told():
+def test_match_probabilities_decide_and_are_reported():
     sides = pair(80, 70, 2)
-    matcher = prospective(early_exit=False)
+    matcher = with_match_probabilities(early_exit=False)
     told = explain(matcher, *sides)
     assert np.array_equal(told.matches, matcher(*(Features.stack([f]) for f in sides))[0].indices)
     reasons = np.concatenate([r for layer in told.layers for r in layer.reasons])
@@ -146,27 +152,31 @@ def test_prospects_decide_and_are_told():
     with torch.inference_mode():
         model = matcher.model
         tokens = next(iter(model.states(model.tokens(*(Features.stack([f]) for f in sides)))))
-        prospects = model.matchabilities(tokens.x, 0).numpy()
-    assert first.expected == pytest.approx(prospects.sum() / 2, rel=1e-4)
+        probabilities = model.match_probabilities(tokens.x, 0).numpy()
+    assert first.expected == pytest.approx(probabilities.sum() / 2, rel=1e-4)
     sure = first.confidences > 0.9
-    assert first.certain == pytest.approx(prospects[sure].sum() / prospects.sum(), abs=1e-4)
+    assert first.certain == pytest.approx(probabilities[sure].sum() / probabilities.sum(), abs=1e-4)
     stop, drop = rules(model.config)
     assert "early exit is off" in stop and "probability of a partner" in drop and drop.endswith("or not.")
 
 
-@pytest.mark.parametrize("prospects", [False, True])
+@pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
-def test_a_pair_exits_where_its_certainty_passes_the_share(prospects, share):
+def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share):
     adaptivity = replace(CONFIG.adaptivity, exit_share=share, pruning=False)
-    matcher = prospective(exit_share=share, pruning=False) if prospects else matcher_with(pruning=False)
-    if not prospects:
+    matcher = (
+        with_match_probabilities(exit_share=share, pruning=False)
+        if probabilities
+        else matcher_with(pruning=False)
+    )
+    if not probabilities:
         matcher.model.config = replace(CONFIG, adaptivity=adaptivity)
     told = explain(matcher, *pair(60, 50, 4))
     for layer in told.layers[:-1]:
         assert layer.certain <= share and not layer.exited
     last = told.layers[-1]
     if last.exited:
-        slack = 0.5 / (2 * last.expected) if prospects else 0
+        slack = 0.5 / (2 * last.expected) if probabilities else 0
         assert last.certain > share - slack - 1e-6
     else:
         assert last.certain is None and len(told.layers) == CONFIG.context.depth
@@ -175,7 +185,7 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(prospects, share):
 def test_rules_are_told_for_both_ways():
     stop, drop = rules(CONFIG)
     assert "of its points" in stop and "matchability" in drop and "sure of its assignment." in drop
-    predicted = replace(CONFIG, adaptivity=replace(CONFIG.adaptivity, prospects=True))
+    predicted = replace(CONFIG, adaptivity=replace(CONFIG.adaptivity, match_probability=True))
     assert "60 % of the matches to be expected" in rules(predicted)[0]
     assert len(sureness(CONFIG)) == CONFIG.context.depth - 1
 
@@ -185,7 +195,7 @@ def test_cells_of_a_grid_tell_their_linear_attention(views):
         torch.manual_seed(0)
         # Untrained, it is sure of nothing.
         config = replace(PRESETS["loftr-outdoor"].matcher, match_threshold=0.0)
-        matcher = AttentionMatcher(Model(config), precision="float32")
+        matcher = AttentionMatcher(MatchingNetwork(config), precision="float32")
     extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
     sides = extractor([read_image(view, resize=160) for view in views])
     asked = nearest_keypoint(sides[0], (200, 150))
@@ -198,7 +208,7 @@ def test_cells_of_a_grid_tell_their_linear_attention(views):
         map(len, sides)
     )
     for layer in told.layers:
-        for attention, side in ((layer.within[0], sides[0]), (layer.across[0], sides[1])):
+        for attention, side in ((layer.self_attention[0], sides[0]), (layer.cross_attention[0], sides[1])):
             assert attention.points.shape == (1, 8, 8) and (attention.points >= 0).all()
             assert (attention.entropy > 0).all() and (attention.entropy <= np.log(len(side)) + 1e-3).all()
 

@@ -45,7 +45,7 @@ def test_features_are_complete_and_the_same_twice(extractors, picture, kind):
         torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)))
     assert bool((features.scores.diff() <= 0).all())
     assert features.size.tolist() == [124, 92]
-    for name in ("scales", "orientations", "frames"):
+    for name in ("scales", "orientations", "affine_frames"):
         assert (getattr(features, name) is not None) == (kind in ORIENTED)
     assert not features.descriptors.requires_grad
     # Tensors born in inference mode could never be trained on.

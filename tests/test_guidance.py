@@ -7,16 +7,16 @@ import torch
 from random_matcher import CONFIG, pair
 
 from matcher.data.features import Features
-from matcher.match.network.guidance import Guidance, Side
+from matcher.match.network.correspondence import CorrespondenceGuidance, Side
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.position import normalise_positions
 
 
-def seeded_guidance(dim: int = 16, depth: int = 2) -> Guidance:
+def seeded_guidance(dim: int = 16, depth: int = 2) -> CorrespondenceGuidance:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        guidance = Guidance(dim, depth)
+        guidance = CorrespondenceGuidance(dim, depth)
         with torch.no_grad():
             for parameter in guidance.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape))
@@ -30,12 +30,16 @@ def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
         for n in (5, 4)
     ]
     found = guidance.agreement(*sides, depth=1)
-    omega, weight = guidance.waves.weight.double(), guidance.weight[1].double()
-    trusts = [2 * guidance.trust[1](side.x).sigmoid().double().squeeze(1) for side in sides]
+    omega, weight = guidance.frequencies.weight.double(), guidance.weight[1].double()
+    trusts = [2 * guidance.confidence[1](side.x).sigmoid().double().squeeze(1) for side in sides]
     for i in range(5):
         for j in range(4):
-            there = (weight * torch.cos(omega @ (sides[0].stated[i] - sides[1].places[j]).double())).sum()
-            back = (weight * torch.cos(omega @ (sides[1].stated[j] - sides[0].places[i]).double())).sum()
+            there = (
+                weight * torch.cos(omega @ (sides[0].predicted[i] - sides[1].positions[j]).double())
+            ).sum()
+            back = (
+                weight * torch.cos(omega @ (sides[1].predicted[j] - sides[0].positions[i]).double())
+            ).sum()
             expected = trusts[0][i] * there + trusts[1][j] * back
             assert torch.isclose(found[i, j].double(), expected, atol=1e-4)
 
@@ -45,20 +49,20 @@ def test_no_gradient_flows_through_the_code_of_a_statement() -> None:
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
     moved, stated = guidance(x, 0)
     moved.sum().backward(retain_graph=True)
-    assert guidance.partner[0].weight.grad is None
+    assert guidance.predict[0].weight.grad is None
     stated.sum().backward()
-    assert guidance.partner[0].weight.grad.abs().sum() > 0
+    assert guidance.predict[0].weight.grad.abs().sum() > 0
 
 
-def guided_model() -> Model:
+def guided_model() -> MatchingNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         config = replace(CONFIG, guided=True, assignment=replace(CONFIG.assignment, consensus=2))
-        model = Model(config)
+        model = MatchingNetwork(config)
         with torch.no_grad():
             for parameter in model.guidance.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-            torch.nn.init.normal_(model.consensus.judge.weight, std=0.2)
+            torch.nn.init.normal_(model.consensus.out.weight, std=0.2)
     return model.eval()
 
 
@@ -66,10 +70,10 @@ def test_states_carry_places_and_statements() -> None:
     model = guided_model()
     first, second = (Features.stack([f]) for f in pair(30, 20, 1))
     states = list(model.states(model.tokens(first, second)))
-    assert all(state.stated.shape == (50, 2) for state in states)
+    assert all(state.predicted.shape == (50, 2) for state in states)
     expected = torch.cat([normalise_positions(f)[0] for f in (first, second)])
-    torch.testing.assert_close(states[-1].places, expected)
-    assert not states[0].stated.equal(states[-1].stated)
+    torch.testing.assert_close(states[-1].positions, expected)
+    assert not states[0].predicted.equal(states[-1].predicted)
 
 
 def test_a_guided_batch_with_consensus_equals_single_pairs() -> None:

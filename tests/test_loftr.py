@@ -19,7 +19,7 @@ from matcher.errors import UsageError
 from matcher.match.mutual import drop_unmatched, mutual_matches
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher, off_border
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.packed import attend_to
 from matcher.match.network.position import SinePosition
 from matcher.match.prediction import Assignment
@@ -89,13 +89,13 @@ def kornia_loftr(name: str, kind: str) -> nn.Module:
 
 
 @cache
-def our_model(name: str, kind: str) -> Model:
+def our_model(name: str, kind: str) -> MatchingNetwork:
     """Ours with kornia's parameters, by the table of the published layout."""
     config = PRESETS["loftr-" + name.replace("_", "-")].matcher
     if kind == "sinkhorn":
         config = replace(config, assignment=LOFTR_TRANSPORT)
     with torch.random.fork_rng(devices=[]):
-        model = Model(config)
+        model = MatchingNetwork(config)
     tensors = kornia_loftr(name, kind).state_dict()
     model.load_state_dict(convert(tensors, model.state_dict(), choose_layout(tensors, "LoFTR"), heads=8))
     return model.eval()
@@ -289,7 +289,7 @@ def test_the_number_of_parameters_is_the_published(kind: str, more: int) -> None
 
 def test_an_untrained_context_changes_nothing() -> None:
     with torch.random.fork_rng(devices=[]):
-        model = Model(PRESETS["loftr-outdoor"].matcher).eval()
+        model = MatchingNetwork(PRESETS["loftr-outdoor"].matcher).eval()
     features = [Features.stack([f]) for f in ours()[0]([whole(p) for p in picture_pair(0, *SIZES[0])])]
     tokens = model.tokens(*features)
     with torch.no_grad():
@@ -339,7 +339,7 @@ def test_weights_of_a_matcher_with_a_detector_are_refused(small_weights) -> None
 def test_features_that_lack_what_refinement_needs_are_refused() -> None:
     extractor, matcher = ours()
     features = Features.stack(extractor([whole(texture((96, 80), 0))]))
-    for name in ("maps", "cells", "grid", "frames"):
+    for name in ("maps", "cells", "grid", "affine_frames"):
         with pytest.raises(UsageError, match=f"Features.{name}"):
             matcher(features, replace(features, **{name: None}))
     with pytest.raises(UsageError, match="takes loftr features, not sift"):

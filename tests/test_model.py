@@ -12,7 +12,7 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.network.inference import AttentionMatcher, resolve_precision
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (12, 1), (0, 9), (8, 0), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
 SETTINGS = [(e, p) for e in (False, True) for p in (False, True)]
@@ -177,7 +177,7 @@ def test_no_global_state_is_changed(pairs) -> None:
 def test_half_precision_keeps_the_digits_of_phases_and_heads() -> None:
     model = random_model()
     half = AttentionMatcher(model, precision="bfloat16").model
-    assert half.layers[0].within.qkv.weight.dtype == half.project.weight.dtype == torch.bfloat16
+    assert half.layers[0].self_block.qkv.weight.dtype == half.project.weight.dtype == torch.bfloat16
     kept = {
         k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("position", "heads", "confidence")
     }
@@ -252,7 +252,7 @@ def test_names_of_the_parameters() -> None:
         for k in random_model().state_dict()
     }
     block = ("qkv", "out", "ffn.widen", "ffn.norm", "ffn.narrow")
-    linear = [f"layers.N.{side}.{part}" for side in ("within", "across") for part in block]
+    linear = [f"layers.N.{side}.{part}" for side in ("within", "cross") for part in block]
     linear += ["project", "heads.N.projection", "heads.N.matchability", "confidence.N"]
     assert names == {f"{n}.{kind}" for n in linear for kind in ("weight", "bias")} | {
         "position.frequencies.weight"
@@ -262,7 +262,7 @@ def test_names_of_the_parameters() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_shallow_networks_run(pairs, depth: int) -> None:
     torch.manual_seed(0)
-    model = Model(replace(CONFIG, context=ContextConfig(dim=48, heads=2, depth=depth)))
+    model = MatchingNetwork(replace(CONFIG, context=ContextConfig(dim=48, heads=2, depth=depth)))
     matches = run(AttentionMatcher(model, precision="float32"), pairs[:3])
     assert all(m.layers_run <= depth for m in matches)
     assert len(matches[0]) > 0
@@ -270,7 +270,7 @@ def test_shallow_networks_run(pairs, depth: int) -> None:
 
 def test_a_width_that_does_not_divide_is_refused() -> None:
     with pytest.raises(UsageError, match=r"context\.dim 50"):
-        Model(replace(CONFIG, context=ContextConfig(dim=50, heads=4)))
+        MatchingNetwork(replace(CONFIG, context=ContextConfig(dim=50, heads=4)))
 
 
 def test_precision_names() -> None:
@@ -292,8 +292,8 @@ def test_batches_run_in_groups_on_a_processor(pairs, monkeypatch, together: int)
         sizes.append((len(tokens.pairs), len(tokens.x)))
         return true_run(self, tokens, *arguments)
 
-    true_run = Model._run
-    monkeypatch.setattr(Model, "_run", counted)
+    true_run = MatchingNetwork._run
+    monkeypatch.setattr(MatchingNetwork, "_run", counted)
     monkeypatch.setattr("matcher.match.network.model.TOGETHER", together)
     for found, known in zip(run(matcher, pairs), expected, strict=True):
         assert_same(found, known)

@@ -17,7 +17,7 @@ from matcher.data.matches import Matches
 from matcher.extract.sift import SiftExtractor
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.presets import find_preset
 from matcher.weights.files import load_model
 
@@ -40,12 +40,14 @@ def as_table(matches: Matches) -> dict[tuple[int, int], float]:
 
 
 @torch.no_grad()
-def fixed_model(features: tuple[Features, Features]) -> Model:
+def fixed_model(features: tuple[Features, Features]) -> MatchingNetwork:
     """Parameters from NumPy's generator, so that they are the same with every version of torch."""
     context = ContextConfig(dim=32, heads=2, depth=3)
     adaptivity = AdaptivityConfig(exit_share=0.9, prune_matchability=0.2)
     with torch.random.fork_rng(devices=[]):
-        model = Model(NetworkConfig(context=context, adaptivity=adaptivity, match_threshold=0.05)).eval()
+        model = MatchingNetwork(
+            NetworkConfig(context=context, adaptivity=adaptivity, match_threshold=0.05)
+        ).eval()
     rng = np.random.default_rng(11)
     for name, value in sorted(model.state_dict().items()):
         if value.dim() == 2:
@@ -74,7 +76,7 @@ def test_a_fixed_network_finds_what_it_found_before(views) -> None:
     assert len(golden.keys() & coarse.keys()) >= 0.9 * max(len(golden), len(coarse))
 
 
-def share_identical(model: Model, pairs, early_exit: bool, pruning: bool) -> float:
+def share_identical(model: MatchingNetwork, pairs, early_exit: bool, pruning: bool) -> float:
     """Matches that both precisions find, over the greater number of matches of either, of all pairs."""
     adaptivity = replace(model.config.adaptivity, early_exit=early_exit, pruning=pruning)
     model.config = replace(model.config, adaptivity=adaptivity)
@@ -108,7 +110,7 @@ def test_loftr_in_bfloat16_describes_cells_alike() -> None:
     """The backbone runs in the matcher's precision; its maps come out in float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = Model(find_preset("loftr-outdoor").matcher).eval()
+        model = MatchingNetwork(find_preset("loftr-outdoor").matcher).eval()
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96), dtype=np.uint8)
     exact, coarse = (
         GridExtractor(AttentionMatcher(model, precision=p).model.backbone)([Image(pixels, (96, 64))])[0]

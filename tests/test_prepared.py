@@ -37,9 +37,9 @@ def random_layer(config: ContextConfig) -> Layer:
 
 def run(layer: Layer, layout: Layout, turned: bool) -> torch.Tensor:
     rng = torch.Generator().manual_seed(1)
-    count, dim = layout.starts[-1], layer.within.qkv.in_features
+    count, dim = layout.starts[-1], layer.self_block.qkv.in_features
     x = torch.randn(count, dim, generator=rng)
-    angles = torch.randn(count, dim // layer.within.heads // 2, generator=rng)
+    angles = torch.randn(count, dim // layer.self_block.heads // 2, generator=rng)
     with torch.inference_mode():
         return layer(x, torch.stack([angles.cos(), angles.sin()], 1) if turned else None, layout)
 
@@ -53,7 +53,7 @@ def test_prepared_layers_are_the_layers(name: str, layout: Layout, monkeypatch) 
     names = set(layer.state_dict())
     layer.prepare(torch.float32)
     assert set(layer.state_dict()) == names
-    assert (layer.within.prepared is None) == (name == "loftr")
+    assert (layer.self_block.prepared is None) == (name == "loftr")
     for cached in (prepared.CACHED_ROWS, 1):  # all rows at once, and the fewest
         monkeypatch.setattr(prepared, "CACHED_ROWS", cached)
         torch.testing.assert_close(run(layer, layout, turned), expected, atol=2e-5, rtol=1e-5)

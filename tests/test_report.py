@@ -15,7 +15,7 @@ from matcher.cli import main
 from matcher.errors import UsageError
 from matcher.explain.report.report import write_report
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.pipeline import load
 from matcher.presets import PRESETS
 
@@ -35,7 +35,7 @@ def pictures(tmp_path_factory):
 def pipeline():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Model(PRESETS["hybrid"].matcher)
+        model = MatchingNetwork(PRESETS["hybrid"].matcher)
     near = load("nearest", max_keypoints=200, device="cpu")
     config = replace(near.config, matcher=model.config)
     return replace(near, matcher=AttentionMatcher(model, precision="float32"), config=config)

@@ -15,7 +15,7 @@ from matcher.errors import UsageError
 from matcher.extract.shared import resolve
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.pipeline import Pipeline, build_extractor
 from matcher.presets import PRESETS
 from matcher.verify.estimation import RobustEstimator
@@ -43,7 +43,7 @@ def network_file(preset: str, folder: Path) -> Path:
     shallow = replace(config, context=replace(config.context, depth=2), match_threshold=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        save_model(Model(shallow), path, dtype=torch.float32)
+        save_model(MatchingNetwork(shallow), path, dtype=torch.float32)
     return path
 
 
@@ -111,7 +111,7 @@ def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_p
     """Our own configuration on DISK's features: trained or not, it takes those and no others."""
     position = PositionConfig(inputs=("xy",))
     config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position, match_threshold=0.0)
-    model = Model(config)
+    model = MatchingNetwork(config)
     save_model(model, tmp_path / "mine.safetensors", dtype=torch.float32)
     path = front_end_file("disk", tmp_path)
     options = {"weights": tmp_path / "mine.safetensors", "device": "cpu", "precision": "float32"}

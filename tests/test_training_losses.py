@@ -9,8 +9,8 @@ from matcher.lab.train.losses import (
     confidence_loss,
     decisions,
     log_assignment,
+    match_probability_loss,
     matchability_loss,
-    prospect_loss,
     statement_loss,
 )
 from matcher.lab.train.pairs import IGNORED, UNMATCHED
@@ -157,10 +157,10 @@ def test_confidence_loss_rewards_being_sure_of_the_final_decision():
     assert wrong > 2
 
 
-def test_prospect_loss_rewards_foreseeing_who_is_matched():
+def test_match_probability_loss_rewards_foreseeing_who_is_matched():
     final = torch.tensor([[1, UNMATCHED, 0]])
-    assert prospect_loss(torch.tensor([[9.0, -9, 9]]), final) < 1e-3
-    assert prospect_loss(torch.tensor([[9.0, 9, 9]]), final) > 2
+    assert match_probability_loss(torch.tensor([[9.0, -9, 9]]), final) < 1e-3
+    assert match_probability_loss(torch.tensor([[9.0, 9, 9]]), final) > 2
 
 
 def test_matchability_loss_is_the_cross_entropy_of_known_points():

@@ -17,9 +17,9 @@ from matcher.lab.train.trainer import Trainer
 from matcher.weights.files import save_model
 
 CPU = torch.device("cpu")
-HEADS = ("confidence", "prospect")  # of exit and pruning
+HEADS = ("confidence", "match_probability")  # of exit and pruning
 FORESEEING = replace(
-    TINY, network=replace(TINY.network, adaptivity=replace(TINY.network.adaptivity, prospects=True))
+    TINY, network=replace(TINY.network, adaptivity=replace(TINY.network.adaptivity, match_probability=True))
 )
 
 
@@ -170,7 +170,7 @@ def test_confidence_heads_learn_and_leave_the_rest_alone(tmp_path):
     assert losses[-1] < losses[0]
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {
-        f"{head}.0.{part}" for head in ("confidence", "prospect") for part in ("weight", "bias")
+        f"{head}.0.{part}" for head in ("confidence", "match_probability") for part in ("weight", "bias")
     }
 
     heads.save(tmp_path / "confidence.pt")
@@ -179,7 +179,7 @@ def test_confidence_heads_learn_and_leave_the_rest_alone(tmp_path):
     last = random_batch(np.random.default_rng(4))
     assert again.step(last) == heads.step(last)
     assert torch.equal(again.model.confidence[0].weight, heads.model.confidence[0].weight)
-    assert torch.equal(again.model.prospect[0].weight, heads.model.prospect[0].weight)
+    assert torch.equal(again.model.match_probability[0].weight, heads.model.match_probability[0].weight)
 
 
 def test_training_continues_from_given_weights(tmp_path):
@@ -187,7 +187,7 @@ def test_training_continues_from_given_weights(tmp_path):
     first.step(batches(1)[0])
     save_model(first.average, tmp_path / "first.safetensors", dtype=torch.float32)
     second = Trainer(replace(FORESEEING, start=str(tmp_path / "first.safetensors")), CPU)
-    assert len(second.model.prospect)
+    assert len(second.model.match_probability)
     trained = first.average.state_dict()
     for network in (second.model, second.average):
         found = network.state_dict()

@@ -27,7 +27,7 @@ class Attention:
     entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all are heard alike
 
 
-class Block(NamedTuple):
+class AttentionInputs(NamedTuple):
     """One picture listening to itself or the other; points are numbered through both pictures."""
 
     here: Tensor  # (n,) int64 input points that listen, image 1 after image 0
@@ -72,29 +72,31 @@ class Block(NamedTuple):
         return (q @ k.sum(1).unsqueeze(-1)) + 1e-6
 
 
-def listening_blocks(layer: Layer, tokens: Tokens, offset: int) -> list[Block]:
+def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
     """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
-    within, across, ((n, _),) = layer.within, layer.across, tokens.layout.counts
+    own, cross, ((n, _),) = layer.self_block, layer.cross_block, tokens.layout.counts
     ids = (tokens.index[:n], tokens.index[n:] + offset)
-    qkv = within.qkv(tokens.x.to(within.qkv.weight.dtype)).unflatten(-1, (3 * within.heads, -1))
-    qk = qkv[:, : 2 * within.heads]
-    q, k = (qk if tokens.turns is None else rotate(qk, tokens.turns)).transpose(0, 1).chunk(2)
+    qkv = own.qkv(tokens.x.to(own.qkv.weight.dtype)).unflatten(-1, (3 * own.heads, -1))
+    qk = qkv[:, : 2 * own.heads]
+    q, k = (qk if tokens.rotations is None else rotate(qk, tokens.rotations)).transpose(0, 1).chunk(2)
     sides = (slice(None, n), slice(n, None))
-    blocks = [Block(ids[i], ids[i], q[:, at], k[:, at], within.attention) for i, at in enumerate(sides)]
-    middle = within(tokens.x, tokens.turns, tokens.layout)
-    parts = across._project(middle)  # (T, parts, heads, d)
+    blocks = [
+        AttentionInputs(ids[i], ids[i], q[:, at], k[:, at], own.attention) for i, at in enumerate(sides)
+    ]
+    middle = own(tokens.x, tokens.rotations, tokens.layout)
+    parts = cross._project(middle)  # (T, parts, heads, d)
     q, k = (parts[:, part].transpose(0, 1) for part in (0, -2))
     later = k
-    if across.in_turn:  # image 1 hears what image 0 has become
-        later = across._project(across(middle, tokens.layout))[:, -2].transpose(0, 1)
+    if cross.sequential_cross:  # image 1 hears what image 0 has become
+        later = cross._project(cross(middle, tokens.layout))[:, -2].transpose(0, 1)
     keys = (k[:, sides[1]], later[:, sides[0]])
     pairs = zip(sides, keys, strict=True)
     return blocks + [
-        Block(ids[i], ids[1 - i], q[:, at], k, across.attention) for i, (at, k) in enumerate(pairs)
+        AttentionInputs(ids[i], ids[1 - i], q[:, at], k, cross.attention) for i, (at, k) in enumerate(pairs)
     ]
 
 
-def strongest_attention(block: Block, asked: np.ndarray, strongest: int, offset: int) -> Attention:
+def strongest_attention(block: AttentionInputs, asked: np.ndarray, strongest: int, offset: int) -> Attention:
     """The strongest weights of the asked points (numbered through both pictures) that are still there."""
     heads, count = len(block.q), min(strongest, len(block.there))
     points = np.full((len(asked), heads, strongest), -1, np.int64)
@@ -112,7 +114,7 @@ def strongest_attention(block: Block, asked: np.ndarray, strongest: int, offset:
     return Attention(points, weights, entropy)
 
 
-def rollout(heard: list[list[Block]], asked: np.ndarray, total: int) -> np.ndarray:
+def rollout(heard: list[list[AttentionInputs]], asked: np.ndarray, total: int) -> np.ndarray:
     """Where what asked points know came from: the product of (I + mean over heads)/2 of all blocks.
 
     Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3.

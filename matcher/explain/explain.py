@@ -16,12 +16,18 @@ from torch import Tensor
 
 from matcher.data.features import Features
 from matcher.errors import UsageError
-from matcher.explain.attention import Attention, Block, listening_blocks, rollout, strongest_attention
+from matcher.explain.attention import (
+    Attention,
+    AttentionInputs,
+    attention_inputs,
+    rollout,
+    strongest_attention,
+)
 from matcher.explain.layers import LayerReport, layer_report
 from matcher.match.network.adaptivity import Tokens
 from matcher.match.network.context import Layer
 from matcher.match.network.inference import AttentionMatcher, off_border
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
 from matcher.pipeline import Pipeline
 
@@ -130,22 +136,24 @@ def _indices(points: Sequence[int], size: int, image: int) -> np.ndarray:
 
 def _asked_attention(
     layer: Layer, tokens: Tokens, asked: tuple[np.ndarray, np.ndarray], offset: int, strongest: int
-) -> tuple[list[Block], list[Attention]]:
+) -> tuple[list[AttentionInputs], list[Attention]]:
     """The blocks of a layer, and what the asked points of either picture attend to in them."""
-    blocks = listening_blocks(layer, tokens, offset)
+    blocks = attention_inputs(layer, tokens, offset)
     points = (asked[0], asked[1] + offset) * 2
     return blocks, [
         strongest_attention(block, own, strongest, offset) for block, own in zip(blocks, points, strict=True)
     ]
 
 
-def _inner(model: Model, batch: list[Features]) -> tuple[Tensor, Tensor] | None:
+def _inner(model: MatchingNetwork, batch: list[Features]) -> tuple[Tensor, Tensor] | None:
     """(N,), (M,) bool, the points that may have a partner; None where all may."""
     border = model.config.assignment.border
     return tuple(off_border(features, border)[0] for features in batch) if border else None
 
 
-def _decide(model: Model, tokens: Tokens, depth: int, total: int) -> tuple[Tokens, PairPrediction | None]:
+def _decide(
+    model: MatchingNetwork, tokens: Tokens, depth: int, total: int
+) -> tuple[Tokens, PairPrediction | None]:
     """What the normal path does after a layer: the tokens that stay, or the final assignment."""
     found: dict[int, PairPrediction] = {}
     if depth == len(model.layers) - 1:

@@ -11,9 +11,9 @@ from torch import Tensor
 from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
 from matcher.match.mutual import mutual_matches
-from matcher.match.network.adaptivity import Tokens, confidence_threshold, hopeful
-from matcher.match.network.guidance import Side
-from matcher.match.network.model import Model, split_sides
+from matcher.match.network.adaptivity import Tokens, confidence_threshold, keep_mask
+from matcher.match.network.correspondence import Side
+from matcher.match.network.model import MatchingNetwork, split_sides
 from matcher.match.prediction import PairPrediction
 from matcher.match.sinkhorn import columns_first, log_masses, row_error
 
@@ -22,8 +22,8 @@ from matcher.match.sinkhorn import columns_first, log_masses, row_error
 class LayerReport:
     """What was known after one layer."""
 
-    within: tuple[Attention, Attention]  # self-attention of the asked points of image 0 and 1
-    across: tuple[Attention, Attention]  # cross-attention
+    self_attention: tuple[Attention, Attention]  # of the asked points of image 0 and 1
+    cross_attention: tuple[Attention, Attention]
     matches: np.ndarray  # (K, 2) int64, input points that would match if the network stopped here
     scores: np.ndarray  # (K,) float32
     appeared: int  # matches that the layer before did not have
@@ -40,7 +40,7 @@ class LayerReport:
 
 
 def layer_report(
-    model: Model,
+    model: MatchingNetwork,
     tokens: Tokens,
     after: Tokens,
     depth: int,
@@ -57,7 +57,7 @@ def layer_report(
         tokens: after the layer.
         after: those that stay.
         depth: of the layer, 0 the first.
-        attended: by the asked points, in the order of `attention.listening_blocks`.
+        attended: by the asked points, in the order of `attention.attention_inputs`.
         known: (K, 2) matches before the layer.
         total: points of both pictures before any pruning.
         final: the assignment, if the pair stopped here.
@@ -65,7 +65,7 @@ def layer_report(
     """
     config = model.config
     sure = model.confidences(tokens.x, depth) if depth < len(model.confidence) else None
-    pair = final or model._assign(_with_prospects(model, tokens, depth, sure), depth)[0]
+    pair = final or model._assign(_match_candidates(model, tokens, depth, sure), depth)[0]
     matches, scores = _matched(pair, config, inner)
     now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
     alone = (pair.assignment.log_unmatched0, pair.assignment.log_unmatched1)
@@ -73,8 +73,8 @@ def layer_report(
     dropped, reasons = _dropped(model, tokens, gone, depth, sure)
     certain, expected = exit_certainty(model, tokens, depth, total, sure)
     return LayerReport(
-        within=(attended[0], attended[1]),
-        across=(attended[2], attended[3]),
+        self_attention=(attended[0], attended[1]),
+        cross_attention=(attended[2], attended[3]),
         matches=matches,
         scores=scores,
         appeared=len(now - before),
@@ -94,7 +94,9 @@ def _matched(
     pair: PairPrediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
-    local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
+    local, scores = mutual_matches(
+        pair.assignment.log_scores[0], config.match_threshold, config.threshold_doubles_at
+    )
     index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
     if inner is not None:
         allowed = inner[0][index[:, 0]] & inner[1][index[:, 1]]
@@ -107,31 +109,31 @@ def _means(log_shares: tuple[Tensor, Tensor]) -> tuple[float, float]:
 
 
 def exit_certainty(
-    model: Model, tokens: Tokens, depth: int, total: int, sure: Tensor | None
+    model: MatchingNetwork, tokens: Tokens, depth: int, total: int, sure: Tensor | None
 ) -> tuple[float | None, float | None]:
     """The share that early exit compares with `exit_share`, and the matches that the pair may expect.
 
     Without heads that predict partners: the share of points that are sure, dropped ones counted as sure
-    (`adaptivity.ready_pairs`). With them: the share of the expected matches whose points are sure
-    (`adaptivity.ready_prospects`), since points without a partner are sure of that from the start.
+    (`adaptivity.ready_by_confidence`). With them: the share of the expected matches whose points are sure
+    (`adaptivity.ready_by_match_probability`), since points without a partner are sure of that from the start.
     """
     if sure is None:
         return None, None
     doubtful = sure <= confidence_threshold(depth, len(model.layers))
-    if not model.config.adaptivity.prospects:
+    if not model.config.adaptivity.match_probability:
         return (1 - float(doubtful.sum()) / total if total else None), None
-    prospects = model.matchabilities(tokens.x, depth)
-    expected = float(prospects.sum())
-    return (1 - float(prospects[doubtful].sum()) / expected if expected else None), expected / 2
+    probabilities = model.match_probabilities(tokens.x, depth)
+    expected = float(probabilities.sum())
+    return (1 - float(probabilities[doubtful].sum()) / expected if expected else None), expected / 2
 
 
-def _with_prospects(model: Model, tokens: Tokens, depth: int, sure: Tensor | None) -> Tokens:
+def _match_candidates(model: MatchingNetwork, tokens: Tokens, depth: int, sure: Tensor | None) -> Tokens:
     """The points that would be assigned if the pair stopped here."""
     config = model.config.adaptivity
-    if sure is None or not config.prospects:
+    if sure is None or not config.match_probability:
         return tokens
     confident = sure > confidence_threshold(depth, len(model.layers))
-    return tokens.keep(hopeful(model.matchabilities(tokens.x, depth), confident, config), [0])
+    return tokens.keep(keep_mask(model.match_probabilities(tokens.x, depth), confident, config), [0])
 
 
 def _gone(tokens: Tokens, after: Tokens, final: PairPrediction | None) -> Tensor:
@@ -142,13 +144,13 @@ def _gone(tokens: Tokens, after: Tokens, final: PairPrediction | None) -> Tensor
 
 
 def _dropped(
-    model: Model, tokens: Tokens, gone: Tensor, depth: int, sure: Tensor | None
+    model: MatchingNetwork, tokens: Tokens, gone: Tensor, depth: int, sure: Tensor | None
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Input points of either picture that a layer dropped, and why (see `LayerReport.reasons`)."""
     n = tokens.layout.counts[0][0]
     why = tokens.x.new_zeros(len(gone), 2)
     if gone.any():
-        why = torch.stack([model.matchabilities(tokens.x, depth), sure], dim=1)
+        why = torch.stack([model.match_probabilities(tokens.x, depth), sure], dim=1)
     sides = (slice(None, n), slice(n, None))
     return (
         tuple(tokens.index[at][gone[at]].cpu().numpy() for at in sides),
@@ -156,13 +158,13 @@ def _dropped(
     )
 
 
-def _marginal_errors(model: Model, tokens: Tokens, depth: int) -> tuple[float, ...]:
+def _marginal_errors(model: MatchingNetwork, tokens: Tokens, depth: int) -> tuple[float, ...]:
     """Relative error of the rows after each iteration, in the order in which `sinkhorn` updates."""
     config = model.config.assignment
     if config.kind != "sinkhorn" or 0 in tokens.layout.counts[0]:
         return ()
     side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in split_sides(tokens)[0])
-    scores, start = model._heard(model.scores(side0, side1, depth), side0.places, side1.places)
+    scores, start = model.with_consensus(model.scores(side0, side1, depth), side0.positions, side1.positions)
     (log_mu,), (log_nu,) = log_masses(scores.float())
     scores = scores[0].float()
     u, v = (torch.zeros_like(log_mu), torch.zeros_like(log_nu)) if start is None else (start.u[0], start.v[0])

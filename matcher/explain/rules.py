@@ -19,7 +19,7 @@ def rules(config: NetworkConfig) -> tuple[str, str]:
     if adaptivity.early_exit:
         share = f"{100 * adaptivity.exit_share:g} %"
         enough = f"more than {share} of its points, dropped ones too, are sure of their assignment"
-        if adaptivity.prospects:
+        if adaptivity.match_probability:
             enough = f"{share} of the matches to be expected are sure of their partner"
         stop = f"A pair stops when {enough}."
     if adaptivity.pruning:
@@ -33,4 +33,4 @@ def rules(config: NetworkConfig) -> tuple[str, str]:
 
 def partner_words(config: NetworkConfig) -> str:
     """What the first of `LayerReport.reasons` is: predicted by heads of its own, or the dustbin's logit."""
-    return "predicted probability of a partner" if config.adaptivity.prospects else "matchability"
+    return "predicted probability of a partner" if config.adaptivity.match_probability else "matchability"

@@ -15,7 +15,7 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.extract.sift import SiftExtractor
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.pipeline import Pipeline
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -120,7 +120,9 @@ def with_layers(
         assignment = replace(assignment, max_iterations=min(iterations, assignment.max_iterations))
     adaptivity = replace(model.config.adaptivity, pruning=pruning and model.config.adaptivity.pruning)
     with torch.random.fork_rng(devices=[]):
-        cut = Model(replace(model.config, context=context, assignment=assignment, adaptivity=adaptivity))
+        cut = MatchingNetwork(
+            replace(model.config, context=context, assignment=assignment, adaptivity=adaptivity)
+        )
     wanted = cut.state_dict().keys()
     cut.load_state_dict({name: value for name, value in model.state_dict().items() if name in wanted})
     return AttentionMatcher(cut, device=matcher.device, precision=matcher.precision)
@@ -196,7 +198,9 @@ def _never_early(matcher: object) -> object:
         return matcher
     config: NetworkConfig = matcher.model.config
     with torch.random.fork_rng(devices=[]):
-        full = Model(replace(config, adaptivity=replace(config.adaptivity, early_exit=False, pruning=False)))
+        full = MatchingNetwork(
+            replace(config, adaptivity=replace(config.adaptivity, early_exit=False, pruning=False))
+        )
     full.load_state_dict(matcher.model.state_dict())
     return AttentionMatcher(full, device=matcher.device, precision=matcher.precision)
 

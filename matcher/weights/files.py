@@ -20,7 +20,8 @@ from torch import nn
 from matcher.config import NetworkConfig, from_dict, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_whole
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
+from matcher.weights.renames import current_config
 from matcher.weights.tensors import read_header, read_tensors
 
 _PACKAGE = Path(__file__).parents[1]
@@ -98,7 +99,7 @@ def verify(row: WeightsRow, folder: Path | None = None, *, remedy: str = RESTORE
 
 def load_model(
     weights: str | Path, folder: Path | None = None, *, remedy: str = RESTORE
-) -> tuple[Model, str, str]:
+) -> tuple[MatchingNetwork, str, str]:
     """Rebuild a trained network.
 
     Args:
@@ -130,7 +131,7 @@ def load_model(
 
 
 def save_model(
-    model: Model,
+    model: MatchingNetwork,
     path: str | Path,
     metadata: dict[str, str] | None = None,
     *,
@@ -254,13 +255,13 @@ def _check_hash(path: Path, data: bytes, row: WeightsRow, remedy: str) -> str:
     return digest
 
 
-def _build(data: bytes) -> Model:
+def _build(data: bytes) -> MatchingNetwork:
     """The network of a file's bytes; errors read on after the file's name."""
     config = _read_config(data)
     # Building draws random numbers; the caller's generator must not notice.
     with torch.random.fork_rng(devices=[]):
         try:
-            model = Model(config)
+            model = MatchingNetwork(config)
         except (ValueError, RuntimeError, ArithmeticError) as error:
             raise IntegrityError(f"has a configuration that no network can have ({error})") from error
     model.load_state_dict(read_tensors(data, model.state_dict(), "its configuration"))
@@ -272,6 +273,6 @@ def _read_config(data: bytes) -> NetworkConfig:
     if not isinstance(text, str):
         raise IntegrityError("carries no configuration in its header, so it is not one of our weights files")
     try:
-        return from_dict(NetworkConfig, json.loads(text))
+        return from_dict(NetworkConfig, current_config(json.loads(text)))
     except (ValueError, TypeError) as error:
         raise IntegrityError(f"carries a configuration that cannot be used ({error})") from error

@@ -12,6 +12,7 @@ from safetensors.torch import load as parse_tensors
 from torch import Tensor
 
 from matcher.errors import IntegrityError
+from matcher.weights.renames import current_names
 
 
 def read_header(data: bytes) -> dict[str, str]:
@@ -38,7 +39,7 @@ def read_header(data: bytes) -> dict[str, str]:
 
 
 def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """Exactly the expected tensors, by name, numbers with a fraction as float32.
+    """Exactly the expected tensors, by their present names, numbers with a fraction as float32.
 
     Args:
         data: of a safetensors file.
@@ -49,7 +50,7 @@ def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[s
         IntegrityError: the bytes are damaged, or tensors are missing, extra, misshaped or not finite.
     """
     try:
-        tensors = parse_tensors(data)
+        tensors = current_names(parse_tensors(data))
     except (SafetensorError, ValueError, KeyError) as error:
         raise IntegrityError(f"is not an intact safetensors file ({error})") from error
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}

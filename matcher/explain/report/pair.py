@@ -71,7 +71,7 @@ def add_reasons(data: dict[str, Any], told: Explanation, config: NetworkConfig) 
             "fates": told.fates[side].tolist(),
             "asked": told.asked[side].tolist(),
             "heard": [
-                [_packed(layer.within[side], kind), _packed(layer.across[side], kind)]
+                [_packed(layer.self_attention[side], kind), _packed(layer.cross_attention[side], kind)]
                 for layer in told.layers
             ],
             "traced": told.traced[side].tolist(),

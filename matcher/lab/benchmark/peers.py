@@ -13,7 +13,7 @@ from matcher.config import Precision
 from matcher.data.features import Features
 from matcher.errors import UsageError, install_command
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.presets import find_preset
 from matcher.weights.published.conversion import SYSTEMS, choose_layout, convert
 
@@ -82,7 +82,7 @@ def with_parameters(
     """
     config = replace(find_preset(preset).matcher, match_threshold=0.0)
     config = replace(config, adaptivity=replace(config.adaptivity, **adaptivity))
-    model = seeded(lambda: Model(config))
+    model = seeded(lambda: MatchingNetwork(config))
     system = next(system for start, system in SYSTEMS.items() if preset.startswith(start))
     layout = choose_layout(tensors, system)
     model.load_state_dict(convert(tensors, model.state_dict(), layout, config.context.heads))

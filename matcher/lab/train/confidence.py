@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from matcher.errors import IntegrityError
-from matcher.lab.train.losses import confidence_loss, decisions, prospect_loss
+from matcher.lab.train.losses import confidence_loss, decisions, match_probability_loss
 from matcher.lab.train.optimisers import set_learning_rate
 from matcher.lab.train.pairs import PairBatch
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.state import load_state, save_state
 from matcher.lab.train.trainer import assignments, paired_states
-from matcher.match.network.guidance import Side
-from matcher.match.network.model import Model
+from matcher.match.network.correspondence import Side
+from matcher.match.network.model import MatchingNetwork
 
 LEARNING_RATE = 2e-3  # falls linearly to zero
 
@@ -23,9 +23,11 @@ LEARNING_RATE = 2e-3  # falls linearly to zero
 class ConfidenceTrainer:
     """The heads that decide about exit and pruning, and their optimiser; `step` takes one batch."""
 
-    def __init__(self, model: Model, recipe: OptimiserRecipe, device: torch.device) -> None:
+    def __init__(self, model: MatchingNetwork, recipe: OptimiserRecipe, device: torch.device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
-        self.heads = nn.ModuleDict({"confidence": model.confidence, "prospect": model.prospect})
+        self.heads = nn.ModuleDict(
+            {"confidence": model.confidence, "match_probability": model.match_probability}
+        )
         self.heads.requires_grad_(True)
         self.optimiser = torch.optim.AdamW(self.heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         self.done = 0  # steps
@@ -40,8 +42,10 @@ class ConfidenceTrainer:
         for depth, (sides, here) in enumerate(zip(states[:-1], decided[:-1], strict=True)):
             x = torch.cat([side.x for side in sides], dim=1)
             losses.append(confidence_loss(self.model.confidence[depth](x).squeeze(2), here, decided[-1]))
-            if self.model.config.adaptivity.prospects:
-                losses.append(prospect_loss(self.model.prospect[depth](x).squeeze(2), decided[-1]))
+            if self.model.config.adaptivity.match_probability:
+                losses.append(
+                    match_probability_loss(self.model.match_probability[depth](x).squeeze(2), decided[-1])
+                )
         loss = torch.stack(losses).mean()
         self.optimiser.zero_grad()
         loss.backward()

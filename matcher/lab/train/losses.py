@@ -116,6 +116,6 @@ def confidence_loss(logits: Tensor, here: Tensor, final: Tensor) -> Tensor:
     return _mean(F.binary_cross_entropy_with_logits(logits, right, reduction="none"), final >= 0)
 
 
-def prospect_loss(logits: Tensor, final: Tensor) -> Tensor:
+def match_probability_loss(logits: Tensor, final: Tensor) -> Tensor:
     """Binary cross-entropy of "the last layer finds a partner"; arguments as in `confidence_loss`."""
     return F.binary_cross_entropy_with_logits(logits, (final >= 0).float())

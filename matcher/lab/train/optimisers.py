@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from matcher.errors import UsageError
 from matcher.lab.train.recipe import OptimiserRecipe
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 
 
-def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
+def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Optimizer]:
     """Muon (Jordan et al. 2024) for the layers' matrices if the recipe says so, AdamW for everything else.
 
     The heads of exit and pruning are left out; they have a stage of their own.
@@ -27,7 +27,9 @@ def build_optimisers(model: Model, recipe: OptimiserRecipe) -> list[Optimizer]:
         )
     matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon_rate else []
     chosen = {id(p) for p in matrices}
-    trained = [p for name, p in model.named_parameters() if not name.startswith(("confidence", "prospect"))]
+    trained = [
+        p for name, p in model.named_parameters() if not name.startswith(("confidence", "match_probability"))
+    ]
     rest = [p for p in trained if id(p) not in chosen]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},

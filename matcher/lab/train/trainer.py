@@ -20,20 +20,20 @@ from matcher.lab.train.pairs import PairBatch
 from matcher.lab.train.recipe import OptimiserRecipe, Recipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.match.network.adaptivity import Tokens
-from matcher.match.network.consensus import mutual_links
-from matcher.match.network.guidance import Side
-from matcher.match.network.model import Model
+from matcher.match.network.consensus import mutual_soft_matches
+from matcher.match.network.correspondence import Side
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.position import normalise_positions
 from matcher.weights.files import load_model
 
 
-class Trainer(Stage[Model, PairBatch]):
+class Trainer(Stage[MatchingNetwork, PairBatch]):
     """Of the matcher's network: assignment at every layer."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            model = Model(recipe.network)
+            model = MatchingNetwork(recipe.network)
         self._projects = bool(recipe.start) and continue_from(model, recipe.start)
         model.to(device)
         optimisers = build_optimisers(model, recipe.optimiser)
@@ -76,11 +76,11 @@ class Trainer(Stage[Model, PairBatch]):
         for side, place, seer in ((0, batch.place0, batch.features1), (1, batch.place1, batch.features0)):
             seen = place.isfinite().all(-1).to(self.device)
             truth = normalise_positions(replace(seer, keypoints=place.nan_to_num(0.0))).to(self.device)
-            losses += [statement_loss(pair[side].stated, truth, seen) for pair in states]
+            losses += [statement_loss(pair[side].predicted, truth, seen) for pair in states]
         return torch.stack(losses).mean()
 
 
-def continue_from(model: Model, start: str) -> bool:
+def continue_from(model: MatchingNetwork, start: str) -> bool:
     """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are,
     and what takes descriptors and places in, too, if the file is for another front end.
 
@@ -100,7 +100,9 @@ def continue_from(model: Model, start: str) -> bool:
     foreign = trained.config.kind != model.config.kind
     if foreign:
         found = _for_another_front_end(wanted, found)
-    odd = [key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "prospect"))]
+    odd = [
+        key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "match_probability"))
+    ]
     odd += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
     if odd:
         raise UsageError(
@@ -125,7 +127,7 @@ def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) 
     return kept
 
 
-def paired_states(model: Model, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:
+def paired_states(model: MatchingNetwork, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:
     """The points of image 0 and 1 after each layer, (B, N, …) float32."""
     with mixed_precision(device):
         tokens = model.tokens(batch.features0.to(device), batch.features1.to(device))
@@ -134,20 +136,20 @@ def paired_states(model: Model, batch: PairBatch, device: torch.device) -> list[
 
 def _paired(tokens: Tokens) -> tuple[Side, Side]:
     """Tokens of pictures with equally many points as (B, N, …)."""
-    columns = [x for x in (tokens.x, tokens.places, tokens.stated) if x is not None]
+    columns = [x for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None]
     columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
     return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
 
 
 def assignments(
-    model: Model, scores: Tensor, sides: tuple[Side, Side], recipe: OptimiserRecipe, rounds: int
+    model: MatchingNetwork, scores: Tensor, sides: tuple[Side, Side], recipe: OptimiserRecipe, rounds: int
 ) -> list[Tensor]:
     """Differentiable log P (B, N+1, M+1) of scores, and after each round of consensus."""
     if model.config.assignment.kind == "dual_softmax":
         return [log_dual_softmax(scores)]
     found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
     for _ in range(rounds):
-        links = mutual_links(found[-1][:, :-1, :-1])
-        heard = model.consensus(scores, *(side.places for side in sides), links)
+        links = mutual_soft_matches(found[-1][:, :-1, :-1])
+        heard = model.consensus(scores, *(side.positions for side in sides), links)
         found.append(log_assignment(heard, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
     return found

@@ -14,7 +14,7 @@ from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.sampler import PairSampler
 from matcher.lab.train.views import CachedView
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 
 
 def validation_pairs(sampler: PairSampler, count: int, points: int) -> list[ViewPair]:
@@ -29,7 +29,7 @@ def _strongest(view: CachedView, points: int) -> CachedView:
 
 
 def validate(
-    model: Model, pairs: Sequence[ViewPair], recipe: PairRecipe, device: str = "cpu"
+    model: MatchingNetwork, pairs: Sequence[ViewPair], recipe: PairRecipe, device: str = "cpu"
 ) -> dict[str, float]:
     """Mean precision and recall at the recipe's match distance, full depth, and matches kept per pair.
 

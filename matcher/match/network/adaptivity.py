@@ -23,12 +23,12 @@ class Tokens:
     """The live points of the pairs still running, packed."""
 
     x: Tensor  # (T, dim)
-    turns: Tensor | None  # (T, 2, head_dim/2)
+    rotations: Tensor | None  # (T, 2, head_dim/2)
     index: Tensor  # (T,) int64, the input point each token is
     layout: Layout
     pairs: tuple[int, ...]  # which input pair each entry of the layout is
-    places: Tensor  # (T, 2) normalised positions
-    stated: Tensor | None = None  # (T, 2) places of partners that the last layer stated, if guided
+    positions: Tensor  # (T, 2) normalised positions
+    predicted: Tensor | None = None  # (T, 2) places of partners that the last layer stated, if guided
 
     def keep(self, keep: Tensor, pairs: list[int]) -> Tokens:
         """Only the tokens marked in `keep` (T,) bool and only the entries `pairs` of the layout."""
@@ -41,10 +41,10 @@ class Tokens:
         return replace(
             self,
             x=self.x[chosen],
-            turns=None if self.turns is None else self.turns[chosen],
+            rotations=None if self.rotations is None else self.rotations[chosen],
             index=self.index[chosen],
-            places=self.places[chosen],
-            stated=None if self.stated is None else self.stated[chosen],
+            positions=self.positions[chosen],
+            predicted=None if self.predicted is None else self.predicted[chosen],
             layout=Layout(counts),
             pairs=tuple(self.pairs[p] for p in pairs),
         )
@@ -55,7 +55,9 @@ def confidence_threshold(layer: int, depth: int) -> float:
     return 0.8 + 0.1 * math.exp(-4.0 * layer / depth)
 
 
-def ready_pairs(tokens: Tokens, confident: Tensor, totals: list[int], config: AdaptivityConfig) -> list[int]:
+def ready_by_confidence(
+    tokens: Tokens, confident: Tensor, totals: list[int], config: AdaptivityConfig
+) -> list[int]:
     """Entries of the layout whose share of confident points lets them stop.
 
     Args:
@@ -72,21 +74,22 @@ def ready_pairs(tokens: Tokens, confident: Tensor, totals: list[int], config: Ad
     ]
 
 
-def ready_prospects(
-    tokens: Tokens, confident: Tensor, prospects: Tensor, config: AdaptivityConfig
+def ready_by_match_probability(
+    tokens: Tokens, confident: Tensor, match_probability: Tensor, config: AdaptivityConfig
 ) -> list[int]:
     """Entries of the layout where enough of the matches to be expected are there already.
 
-    Points without a partner are sure of that from the first layer on, so every point counts by its prospect.
+    Points without a partner are sure of that from the first layer on, so every point counts by its match
+    probability.
 
     Args:
         tokens: the live points.
         confident: (T,) bool.
-        prospects: (T,) probability of a partner at the last layer.
+        match_probability: (T,) probability of a partner at the last layer.
         config: with `exit_share`.
     """
-    expected = _per_pair(prospects.double(), tokens.layout)
-    doubtful = _per_pair(torch.where(confident, 0.0, prospects).double(), tokens.layout)
+    expected = _per_pair(match_probability.double(), tokens.layout)
+    doubtful = _per_pair(torch.where(confident, 0.0, match_probability).double(), tokens.layout)
     return [
         entry
         for entry in range(len(tokens.pairs))
@@ -94,7 +97,7 @@ def ready_prospects(
     ]
 
 
-def hopeful(matchable: Tensor, confident: Tensor, config: AdaptivityConfig) -> Tensor:
+def keep_mask(matchable: Tensor, confident: Tensor, config: AdaptivityConfig) -> Tensor:
     """(T,) bool: points that may still find a partner, by its probability `matchable` (T,); without pruning
     all may."""
     if not config.pruning:
@@ -103,7 +106,7 @@ def hopeful(matchable: Tensor, confident: Tensor, config: AdaptivityConfig) -> T
     return keep | ~confident if config.prune_confident_only else keep
 
 
-def worthwhile(keep: Tensor, layout: Layout, least: float) -> Tensor:
+def keep_unless_few(keep: Tensor, layout: Layout, least: float) -> Tensor:
     """`keep` (T,) bool, but all points of pairs that would lose less than the share `least`.
 
     Pictures with equally many points run faster than those that differ by a few.

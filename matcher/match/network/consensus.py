@@ -1,7 +1,7 @@
 """Consensus: where the matches around a point say that its partner should be.
 
 Nearby points move alike: to first order a surface seen twice is an affine map. Around every point such a map
-is fitted robustly to the matches nearest to it, its own left out, and candidates near the predicted place
+is fitted robustly to the matches nearest to it, its own left out, and candidates near the predicted position
 gain score while distant ones lose it; then the points are assigned again. After "moving least squares"
 (Schaefer et al. 2006, section 2.1), with weights reestimated for Geman and McClure's loss under a falling
 scale (Black and Rangarajan 1996); filters of the field reject matches by the same idea (AdaLAM, Cavalli et
@@ -33,29 +33,29 @@ _BLOCK = 2**16  # scores that are corrected at once, a few matrices of them in a
 class LocalFit(NamedTuple):
     """What the neighbours of every point predict."""
 
-    place: Tensor  # (B, N, 2) of the partner
+    position: Tensor  # (B, N, 2) of the partner
     support: Tensor  # (B, N) sum of the weights of the matches that agree
     spread: Tensor  # (B, N) their weighted root mean square residual
 
 
-class Opinion(NamedTuple):
-    """What the points of one side think of where their partners are."""
+class PartnerPrior(NamedTuple):
+    """Where the points of one image expect their partners, and how much that counts."""
 
-    place: Tensor  # (B, N, 2) predicted
+    position: Tensor  # (B, N, 2) predicted
     gain: Tensor  # (B, N) for candidates there
-    loss: Tensor  # (B, N) for those far from it
+    penalty: Tensor  # (B, N) for those far from it
     tolerance: Tensor  # (B, N) squared distance that halves the gain
-    bins: Tensor  # (B, N) added to the dustbin's score
+    dustbin: Tensor  # (B, N) added to the dustbin's score
 
 
-class Links(NamedTuple):
+class SoftMatches(NamedTuple):
     """Present mutual matches, from one side."""
 
     partner: Tensor  # (B, N) int64, meaningless without confidence
     confidence: Tensor  # (B, N) probability, 0 for points without a mutual partner
 
 
-def mutual_links(log_scores: Tensor) -> tuple[Links, Links]:
+def mutual_soft_matches(log_scores: Tensor) -> tuple[SoftMatches, SoftMatches]:
     """Log probabilities (B, N, M) → mutual best partners, as either side sees them; no gradients."""
     best, partner, mutual = mutual_best(log_scores.detach())
     confidence = (best.exp() * mutual).clamp(max=1.0)
@@ -65,33 +65,33 @@ def mutual_links(log_scores: Tensor) -> tuple[Links, Links]:
     column = torch.where(confidence > 0, partner, log_scores.shape[2])
     back = partner.new_zeros(len(best), log_scores.shape[2] + 1).scatter(1, column, here)
     heard = confidence.new_zeros(back.shape).scatter(1, column, confidence)
-    return Links(partner, confidence), Links(back[:, :-1], heard[:, :-1])
+    return SoftMatches(partner, confidence), SoftMatches(back[:, :-1], heard[:, :-1])
 
 
-def stayed(before: Links, after: Links) -> float:
-    """Share of the links, by confidence, that two rounds have in common; the least of the batch."""
+def agreement(before: SoftMatches, after: SoftMatches) -> float:
+    """Share of the matches, by confidence, that two rounds have in common; the least of the batch."""
     least = torch.minimum(before.confidence, after.confidence) * (before.partner == after.partner)
     most = torch.maximum(before.confidence, after.confidence).sum(1)
     return float((least.sum(1) / most.clamp_min(_TINY)).masked_fill(most == 0, 1.0).min())
 
 
-def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
+def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
     """Affine maps fitted around every point to the matches nearest to it, its own left out.
 
     Args:
-        places: (B, N, 2) of the points.
+        positions: (B, N, 2) of the points.
         targets: (B, N, 2) of their present partners.
         confidence: (B, N) of those matches, 0 for points without one.
     """
     chosen = confidence.topk(max(1, int((confidence > 0).sum(1).max())), dim=1)
-    # As planes: place, target and confidence of every match (B, 5, K), then of every point's neighbours.
-    matches = torch.cat([places, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)
+    # As planes: position, target and confidence of every match (B, 5, K), then of every point's neighbours.
+    matches = torch.cat([positions, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)
     matches = matches.gather(2, chosen.indices.unsqueeze(1).expand(-1, 5, -1))
-    distances, nearest = _nearest(places, matches, chosen.indices)
+    distances, nearest = _nearest(positions, matches, chosen.indices)
     neighbours = matches.gather(2, nearest.flatten(1).unsqueeze(1).expand(-1, 5, -1))
-    neighbours = neighbours.view(len(places), 5, *nearest.shape[1:])
+    neighbours = neighbours.view(len(positions), 5, *nearest.shape[1:])
     # The ranking's products may round; the distances themselves are exact.
-    steps = neighbours[:, :2] - places.transpose(1, 2).unsqueeze(3)
+    steps = neighbours[:, :2] - positions.transpose(1, 2).unsqueeze(3)
     usable = distances < _UNUSABLE / 2
     square = (steps[:, 0].square() + steps[:, 1].square()) * usable
     reach = square.amax(2, keepdim=True).sqrt_().clamp_min_(0.02) / 1.5
@@ -99,23 +99,25 @@ def fit_local_maps(places: Tensor, targets: Tensor, confidence: Tensor) -> Local
     return _fit(torch.cat([steps / reach.unsqueeze(1), neighbours[:, 2:4]], dim=1), base)
 
 
-def _nearest(places: Tensor, matches: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared distances and indices (B, N, k) of the matches nearest to each place, in no order; takes what
-    `_squared_distances` takes."""
+def _nearest(positions: Tensor, matches: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances and indices (B, N, k) of the matches nearest to each position, in no order.
+
+    Arguments as in `_squared_distances`.
+    """
     wanted = min(NEIGHBOURS, owners.shape[1])
-    found = nearest_compiled(places, matches[:, :2], matches[:, 4] == 0, owners, wanted)
+    found = nearest_compiled(positions, matches[:, :2], matches[:, 4] == 0, owners, wanted)
     if found is None:
-        found = _squared_distances(places, matches, owners).topk(wanted, 2, largest=False, sorted=False)
+        found = _squared_distances(positions, matches, owners).topk(wanted, 2, largest=False, sorted=False)
     return found
 
 
-def _squared_distances(places: Tensor, matches: Tensor, owners: Tensor) -> Tensor:
-    """(B, N, K) from places (B, N, 2) to matches (B, 5, K), large where one is the point's own or has no say.
+def _squared_distances(positions: Tensor, matches: Tensor, owners: Tensor) -> Tensor:
+    """(B, N, K) from positions (B, N, 2) to matches (B, 5, K), large where one is the point's own or invalid.
 
     One product: |p|² + |m|² − 2 p·m. `owners` (B, K) are the points that the matches belong to.
     """
-    ones = torch.ones_like(places[..., :1])
-    left = torch.cat([-2 * places, places.square().sum(2, keepdim=True), ones], dim=2)
+    ones = torch.ones_like(positions[..., :1])
+    left = torch.cat([-2 * positions, positions.square().sum(2, keepdim=True), ones], dim=2)
     lengths = matches[:, :2].square().sum(1, keepdim=True) + _UNUSABLE * (matches[:, 4:] == 0)
     distances = left @ torch.cat([matches[:, :2], torch.ones_like(lengths), lengths], dim=1)
     return distances.scatter_(1, owners.unsqueeze(1), _UNUSABLE)
@@ -137,10 +139,10 @@ def _fit(points: Tensor, base: Tensor) -> LocalFit:
         rest = offsets[:, 2:] - slope0 * offsets[:, :1] - slope1 * offsets[:, 1:2]
         square = rest.square().sum(1)
         weight = base / (1 + square / scale**2) ** 2
-    place = means[:, 2:] - slope0 * means[:, :1] - slope1 * means[:, 1:2]
+    position = means[:, 2:] - slope0 * means[:, :1] - slope1 * means[:, 1:2]
     support = weight.sum(2)
     return LocalFit(
-        place.squeeze(3).transpose(1, 2), support, ((weight * square).sum(2) / (support + _TINY)).sqrt()
+        position.squeeze(3).transpose(1, 2), support, ((weight * square).sum(2) / (support + _TINY)).sqrt()
     )
 
 
@@ -163,81 +165,87 @@ class Consensus(nn.Module):
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.widen = nn.Linear(4, width)
-        self.judge = nn.Linear(width, 4)
-        nn.init.zeros_(self.judge.weight)
+        self.hidden = nn.Linear(4, width)
+        self.out = nn.Linear(width, 4)
+        nn.init.zeros_(self.out.weight)
         with torch.no_grad():
-            self.judge.bias.copy_(torch.tensor([3.0, 0.5, 0.0, 0.0]))
+            self.out.bias.copy_(torch.tensor([3.0, 0.5, 0.0, 0.0]))
 
-    def forward(self, scores: Tensor, places0: Tensor, places1: Tensor, links: tuple[Links, Links]) -> Tensor:
+    def forward(
+        self, scores: Tensor, positions0: Tensor, positions1: Tensor, matches: tuple[SoftMatches, SoftMatches]
+    ) -> Tensor:
         """Scores with dustbins (B, N+1, M+1), corrected.
 
         Args:
             scores: (B, N+1, M+1) as the head gives them.
-            places0, places1: (B, N, 2), (B, M, 2) normalised positions.
-            links: the matches that they led to so far.
+            positions0, positions1: (B, N, 2), (B, M, 2) normalised positions.
+            matches: the matches that they led to so far.
         """
         with torch.autocast(scores.device.type, enabled=False):
-            side0, side1 = self._sides(places0, places1, *links)
+            side0, side1 = self._sides(positions0, positions1, *matches)
             if torch.is_grad_enabled() and (side0.gain.requires_grad or scores.requires_grad):
-                gains = _gains(side0, places1) + _gains(side1, places0).transpose(1, 2)
-                rows = torch.cat([gains, side0.bins.unsqueeze(2)], dim=2)
-                return scores + torch.cat([rows, F.pad(side1.bins, (0, 1)).unsqueeze(1)], dim=1)
-            return _corrected(scores, side0, side1, places0, places1)
+                gains = _gains(side0, positions1) + _gains(side1, positions0).transpose(1, 2)
+                rows = torch.cat([gains, side0.dustbin.unsqueeze(2)], dim=2)
+                return scores + torch.cat([rows, F.pad(side1.dustbin, (0, 1)).unsqueeze(1)], dim=1)
+            return _corrected(scores, side0, side1, positions0, positions1)
 
-    def _sides(self, places0: Tensor, places1: Tensor, links0: Links, links1: Links) -> Iterator[Opinion]:
+    def _sides(
+        self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
+    ) -> Iterator[PartnerPrior]:
         """What the points of either side think, both asked at once: most of the time goes by calls."""
-        targets = _stacked(_rows(places1, links0.partner), _rows(places0, links1.partner))
-        confidence = _stacked(links0.confidence, links1.confidence)
-        fit = fit_local_maps(_stacked(places0, places1), targets, confidence)
-        residual = (targets - fit.place).norm(dim=2)
-        both = Opinion(fit.place, *self._opinions(fit, residual, confidence))
+        targets = _stacked(_rows(positions1, matches0.partner), _rows(positions0, matches1.partner))
+        confidence = _stacked(matches0.confidence, matches1.confidence)
+        fit = fit_local_maps(_stacked(positions0, positions1), targets, confidence)
+        residual = (targets - fit.position).norm(dim=2)
+        both = PartnerPrior(fit.position, *self._priors(fit, residual, confidence))
         halves = zip(*(x.chunk(2) for x in both), strict=True)
-        for half, count in zip(halves, (places0.shape[1], places1.shape[1]), strict=True):
-            yield Opinion(*(x[:, :count] for x in half))
+        for half, count in zip(halves, (positions0.shape[1], positions1.shape[1]), strict=True):
+            yield PartnerPrior(*(x[:, :count] for x in half))
 
-    def _opinions(self, fit: LocalFit, residual: Tensor, confidence: Tensor) -> tuple[Tensor, ...]:
-        """(B, N) each: gain at the predicted place, loss far from it, squared tolerance, dustbin's change."""
+    def _priors(self, fit: LocalFit, residual: Tensor, confidence: Tensor) -> tuple[Tensor, ...]:
+        """(B, N) each: gain near the prediction, penalty far from it, squared tolerance, dustbin."""
         own = torch.where(confidence > 0, (residual + 1e-3).log() + 4, 0.0)
         seen = torch.stack(
             [(fit.support + 1).log(), ((fit.spread + 1e-3).log() + 4) / 2, own / 2, confidence], dim=2
         )
-        opinion = self.judge(F.gelu(self.widen(seen)))
+        prior = self.out(F.gelu(self.hidden(seen)))
         gate = fit.support / (fit.support + 1)
-        gain, loss = (F.softplus(opinion[..., k]) * gate for k in (0, 1))
-        tolerance = (0.012 * opinion[..., 2].clamp(-2, 2).exp()) ** 2 + fit.spread**2
-        return gain, loss, tolerance, opinion[..., 3]
+        gain, penalty = (F.softplus(prior[..., k]) * gate for k in (0, 1))
+        tolerance = (0.012 * prior[..., 2].clamp(-2, 2).exp()) ** 2 + fit.spread**2
+        return gain, penalty, tolerance, prior[..., 3]
 
 
-def _gains(side: Opinion, others: Tensor) -> Tensor:
-    """(B, N, M) what one side adds to the scores: its gain near the predicted places, its loss far away."""
+def _gains(side: PartnerPrior, others: Tensor) -> Tensor:
+    """(B, N, M) added to the scores by one side: a gain near the predictions, a penalty elsewhere."""
     left, right = _distance_factors(side, others)
     near = (left @ right).clamp_min(1.0).reciprocal()
-    return (side.gain + side.loss).unsqueeze(2) * near - side.loss.unsqueeze(2)
+    return (side.gain + side.penalty).unsqueeze(2) * near - side.penalty.unsqueeze(2)
 
 
-def _corrected(scores: Tensor, side0: Opinion, side1: Opinion, places0: Tensor, places1: Tensor) -> Tensor:
+def _corrected(
+    scores: Tensor, side0: PartnerPrior, side1: PartnerPrior, positions0: Tensor, positions1: Tensor
+) -> Tensor:
     """Scores with dustbins (B, N+1, M+1) with what both sides add (`_gains`), some rows at a time."""
     out, points = torch.empty_like(scores), scores.shape[1] - 1
-    torch.add(scores[:, :-1, -1], side0.bins, out=out[:, :-1, -1])
-    torch.add(scores[:, -1, :-1], side1.bins, out=out[:, -1, :-1])
+    torch.add(scores[:, :-1, -1], side0.dustbin, out=out[:, :-1, -1])
+    torch.add(scores[:, -1, :-1], side1.dustbin, out=out[:, -1, :-1])
     out[:, -1, -1] = scores[:, -1, -1]
-    left0, right0 = _distance_factors(side0, places1)
-    left1, right1 = (x.transpose(1, 2) for x in _distance_factors(side1, places0))
-    height0, height1 = (side0.gain + side0.loss).unsqueeze(2), (side1.gain + side1.loss).unsqueeze(1)
+    left0, right0 = _distance_factors(side0, positions1)
+    left1, right1 = (x.transpose(1, 2) for x in _distance_factors(side1, positions0))
+    height0, height1 = (side0.gain + side0.penalty).unsqueeze(2), (side1.gain + side1.penalty).unsqueeze(1)
     for part in row_blocks(points, scores.shape[2], scores.device, _BLOCK):
         # Division and addition apart: they take a fifth of the time of one operation with four operands.
         block = height0[:, part] / (left0[:, part] @ right0).clamp_min_(1.0)
         block += height1 / (right1[:, part] @ left1).clamp_min_(1.0)
-        block -= side0.loss[:, part, None]
-        block -= side1.loss.unsqueeze(1)
+        block -= side0.penalty[:, part, None]
+        block -= side1.penalty.unsqueeze(1)
         torch.add(scores[:, part, :-1], block, out=out[:, part, :-1])
     return out
 
 
-def _distance_factors(side: Opinion, others: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N, 4), (B, 4, M) whose product is 1 + |place − other|² / tolerance."""
-    a, b, inverse = side.place, others, side.tolerance.reciprocal().unsqueeze(2)
+def _distance_factors(side: PartnerPrior, others: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, N, 4), (B, 4, M) whose product is 1 + |position − other|² / tolerance."""
+    a, b, inverse = side.position, others, side.tolerance.reciprocal().unsqueeze(2)
     left = torch.cat([-2 * a * inverse, inverse, (a * a).sum(2, keepdim=True) * inverse + 1], dim=2)
     right = torch.cat([b, (b * b).sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)
     return left, right.transpose(1, 2)

@@ -49,7 +49,7 @@ class FeedForward(nn.Module):
         return PreparedFeedForward(out, self.widen, self.norm, self.narrow, gelu, dtype)
 
 
-def start_loud(*weights: Tensor) -> None:
+def initialise_orthogonal(*weights: Tensor) -> None:
     """Orthogonal weights, so that what is heard is as loud as what was said."""
     for weight in weights:
         nn.init.orthogonal_(weight)
@@ -67,10 +67,10 @@ class SelfBlock(nn.Module):
         self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
         self.prepared: tuple[TurnedProjection, PreparedFeedForward] | None = None
-        self._start_local(config)
+        self._initialise_local(config)
 
     @torch.no_grad()
-    def _start_local(self, config: ContextConfig) -> None:
+    def _initialise_local(self, config: ContextConfig) -> None:
         """Constant queries and keys, which the positions turn: at first a point listens to its neighbours."""
         width = config.dim // config.heads
         reach = torch.linspace(4.0, 12.0, config.heads)  # peak of the logits, head by head
@@ -78,24 +78,24 @@ class SelfBlock(nn.Module):
         if config.bias:
             self.qkv.weight[: 2 * config.dim] *= 0.5
             self.qkv.bias[: 2 * config.dim] = constant.repeat(2)
-        start_loud(self.qkv.weight[2 * config.dim :], self.out.weight)
+        initialise_orthogonal(self.qkv.weight[2 * config.dim :], self.out.weight)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """From now on run without gradients in `dtype`, with the weights as they are now."""
         feed = self.ffn.prepare(self.out, dtype)
         self.prepared = None if feed is None else (TurnedProjection(self.qkv, self.heads, dtype), feed)
 
-    def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
-        """Tokens (T, dim), rotary turns (T, 2, head_dim/2) or none → tokens (T, dim)."""
+    def forward(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> Tensor:
+        """Tokens (T, dim), rotary rotations (T, 2, head_dim/2) or none → tokens (T, dim)."""
         if self.prepared is not None:
             project, feed = self.prepared
             joint, tokens, message = joined(x, self.qkv.weight.dtype)
-            message.copy_(attend(*project(tokens, turns), layout, self.attention, across=False))
+            message.copy_(attend(*project(tokens, rotations), layout, self.attention, cross=False))
             return feed(x, joint)
         qkv = self.qkv(x.to(self.qkv.weight.dtype)).unflatten(-1, (3 * self.heads, -1))  # (T, 3·heads, d)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        q, k = (qk if turns is None else rotate(qk, turns)).chunk(2, dim=1)
-        message = attend(q, k, v, layout, self.attention, across=False)
+        q, k = (qk if rotations is None else rotate(qk, rotations)).chunk(2, dim=1)
+        message = attend(q, k, v, layout, self.attention, cross=False)
         return self.ffn(x, self.message_norm(self.out(message)))
 
 
@@ -104,17 +104,21 @@ class CrossBlock(nn.Module):
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
-        self.heads, self.shared, self.in_turn = config.heads, config.shared_qk, config.in_turn
+        self.heads, self.shared, self.sequential_cross = (
+            config.heads,
+            config.shared_qk,
+            config.sequential_cross,
+        )
         self.qkv = nn.Linear(config.dim, (2 if self.shared else 3) * config.dim, bias=config.bias)
         self.attention = build_attention(config.attention, config.dim // config.heads)
         self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
         self.prepared: PreparedFeedForward | None = None
-        self._start_alike(config)
+        self._initialise_similar(config)
 
     @torch.no_grad()
-    def _start_alike(self, config: ContextConfig) -> None:
+    def _initialise_similar(self, config: ContextConfig) -> None:
         """At first a point listens to the points of the other picture that look like it."""
         gain = (20 / (config.dim / config.heads) ** 0.5) ** 0.5
         nn.init.orthogonal_(self.qkv.weight[: config.dim], gain=gain)
@@ -122,15 +126,15 @@ class CrossBlock(nn.Module):
             self.qkv.weight[config.dim : 2 * config.dim] = self.qkv.weight[: config.dim]
         if config.bias:
             nn.init.zeros_(self.qkv.bias)
-        start_loud(self.qkv.weight[-config.dim :], self.out.weight)
+        initialise_orthogonal(self.qkv.weight[-config.dim :], self.out.weight)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """From now on run without gradients in `dtype`, with the weights as they are now."""
-        self.prepared = None if self.in_turn else self.ffn.prepare(self.out, dtype)
+        self.prepared = None if self.sequential_cross else self.ffn.prepare(self.out, dtype)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim)."""
-        if self.in_turn:
+        if self.sequential_cross:
             return self._listen_in_turn(x, layout)
         if self.prepared is not None:
             joint, tokens, message = joined(x, self.qkv.weight.dtype)
@@ -142,7 +146,7 @@ class CrossBlock(nn.Module):
         """(T, dim) what tokens (T, dim) are told by the other picture."""
         parts = self._project(x)
         q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
-        return attend(q, k, v, layout, self.attention, across=True)
+        return attend(q, k, v, layout, self.attention, cross=True)
 
     def _project(self, x: Tensor, first: int = 0, end: int | None = None) -> Tensor:
         """Rows first to end of the projection of tokens (T, dim) → (T, parts, heads, head_dim)."""
@@ -168,14 +172,14 @@ class Layer(nn.Module):
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
-        self.within = SelfBlock(config)
-        self.across = CrossBlock(config)
+        self.self_block = SelfBlock(config)
+        self.cross_block = CrossBlock(config)
 
-    def forward(self, x: Tensor, turns: Tensor | None, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim), float32 between blocks."""
-        return self.across(self.within(x, turns, layout), layout)
+        return self.cross_block(self.self_block(x, rotations, layout), layout)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """From now on run without gradients in `dtype`, with the weights as they are now."""
-        self.within.prepare(dtype)
-        self.across.prepare(dtype)
+        self.self_block.prepare(dtype)
+        self.cross_block.prepare(dtype)

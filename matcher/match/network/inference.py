@@ -12,7 +12,7 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.mutual import mutual_matches
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,10 +36,10 @@ def resolve_precision(precision: Precision, device: torch.device) -> str:
 
 
 class AttentionMatcher:
-    """A `Model` in inference: features of B pairs → mutual matches above the threshold, best first."""
+    """A network in inference: features of B pairs → mutual matches above the threshold, best first."""
 
     def __init__(
-        self, model: Model, *, device: torch.device | str = "cpu", precision: Precision = "auto"
+        self, model: MatchingNetwork, *, device: torch.device | str = "cpu", precision: Precision = "auto"
     ) -> None:
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
@@ -67,7 +67,9 @@ class AttentionMatcher:
     def _read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
         """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
         config, sides = self.model.config, (features0, features1)
-        local, scores = mutual_matches(pair.assignment.log_scores[0], config.match_threshold, config.doubt)
+        local, scores = mutual_matches(
+            pair.assignment.log_scores[0], config.match_threshold, config.threshold_doubles_at
+        )
         index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
         if config.assignment.border:
             inner = [off_border(f, config.assignment.border)[entry][index[:, i]] for i, f in enumerate(sides)]

@@ -17,15 +17,15 @@ from matcher.match.mutual import drop_unmatched
 from matcher.match.network.adaptivity import (
     Tokens,
     confidence_threshold,
-    hopeful,
-    ready_pairs,
-    ready_prospects,
-    worthwhile,
+    keep_mask,
+    keep_unless_few,
+    ready_by_confidence,
+    ready_by_match_probability,
 )
 from matcher.match.network.backbone import Backbone
-from matcher.match.network.consensus import Consensus, mutual_links, stayed
+from matcher.match.network.consensus import Consensus, agreement, mutual_soft_matches
 from matcher.match.network.context import Layer
-from matcher.match.network.guidance import Guidance, Side
+from matcher.match.network.correspondence import CorrespondenceGuidance, Side
 from matcher.match.network.head import AssignmentHead
 from matcher.match.network.packed import Layout, interleave
 from matcher.match.network.position import MlpPosition, RotaryPosition, SinePosition, normalise_positions
@@ -41,7 +41,7 @@ SETTLED = 0.85  # share of the links that a round of consensus left as they were
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
 
-class Model(nn.Module):
+class MatchingNetwork(nn.Module):
     """Features of two pictures → a soft assignment of their points.
 
     1. turn picture 1 to fit picture 0 where descriptors can be turned, and project descriptors; 2. alternate
@@ -57,19 +57,19 @@ class Model(nn.Module):
         self.backbone = None if config.backbone is None else Backbone(config.backbone)
         self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
         self.position = build_position(config.position, config.context)
-        self.guidance = Guidance(dim, depth, config.position.inputs) if config.guided else None
+        self.guidance = CorrespondenceGuidance(dim, depth, config.position.inputs) if config.guided else None
         self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
         number = depth if config.assignment.every_layer else 1
         self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
-        inner = number - 1 if config.adaptivity.prospects else 0
-        self.prospect = nn.ModuleList(nn.Linear(dim, 1) for _ in range(inner))
+        inner = number - 1 if config.adaptivity.match_probability else 0
+        self.match_probability = nn.ModuleList(nn.Linear(dim, 1) for _ in range(inner))
         self.consensus = Consensus() if config.assignment.consensus else None
         self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
-        self._start_at_nearest_neighbour()
+        self._initialise_as_nearest_neighbour()
 
     @torch.no_grad()
-    def _start_at_nearest_neighbour(self) -> None:
+    def _initialise_as_nearest_neighbour(self) -> None:
         """Untrained, scores are inner products of standardised descriptors, sharp enough, at every layer."""
         dim = self.config.context.dim
         if self.config.project:
@@ -129,14 +129,14 @@ class Model(nn.Module):
                 values.append(self.guidance.inputs(features))
             columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
         descriptors, index, places, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
-        x, turns = self._project(descriptors), None
+        x, rotations = self._project(descriptors), None
         if self.guidance is not None:
             x = self.guidance.begin(x, codes.pop())
         if self.config.position.kind == "rotary":
-            turns = codes[0]
+            rotations = codes[0]
         elif codes:
             x = x + codes[0]
-        return Tokens(x, turns, index, Layout(counts), tuple(range(len(counts))), places)
+        return Tokens(x, rotations, index, Layout(counts), tuple(range(len(counts))), places)
 
     def _project(self, descriptors: Tensor) -> Tensor:
         if not self.config.project:
@@ -152,11 +152,11 @@ class Model(nn.Module):
             yield tokens
 
     def _advance(self, tokens: Tokens, depth: int) -> Tokens:
-        x = self.layers[depth](tokens.x, tokens.turns, tokens.layout)
+        x = self.layers[depth](tokens.x, tokens.rotations, tokens.layout)
         if self.guidance is None:
             return replace(tokens, x=x)
         x, stated = self.guidance(x, depth)
-        return replace(tokens, x=x, stated=stated)
+        return replace(tokens, x=x, predicted=stated)
 
     def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
         """Scores with dustbins (…, N+1, M+1), float32, of points after layer `depth`."""
@@ -198,19 +198,21 @@ class Model(nn.Module):
         if not (config.early_exit or config.pruning):
             return tokens
         confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
-        matchable = self.matchabilities(tokens.x, depth)
-        keep, leaving = hopeful(matchable, confident, config), []
-        if config.early_exit and config.prospects:
-            leaving = ready_prospects(tokens, confident, matchable, config)
+        matchable = self.match_probabilities(tokens.x, depth)
+        keep, leaving = keep_mask(matchable, confident, config), []
+        if config.early_exit and config.match_probability:
+            leaving = ready_by_match_probability(tokens, confident, matchable, config)
         elif config.early_exit:
-            leaving = ready_pairs(tokens, confident, totals, config)
-        if leaving:  # with prospects they leave without the points that have none; LightGlue's keep all
-            last = keep if config.prospects else torch.ones_like(keep)
+            leaving = ready_by_confidence(tokens, confident, totals, config)
+        if (
+            leaving
+        ):  # with match probabilities, points that are unlikely to match are left out; LightGlue keeps all
+            last = keep if config.match_probability else torch.ones_like(keep)
             found |= self._assign(tokens.keep(last, leaving), depth)
         staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
         if not staying:
             return tokens.keep(confident, staying)
-        keep = worthwhile(keep, tokens.layout, config.least_pruned)
+        keep = keep_unless_few(keep, tokens.layout, config.min_pruned_share)
         if leaving or not bool(keep.all()):
             return tokens.keep(keep, staying)
         return tokens
@@ -220,11 +222,11 @@ class Model(nn.Module):
         head = self.confidence[depth]
         return head(x.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
 
-    def matchabilities(self, x: Tensor, depth: int) -> Tensor:
+    def match_probabilities(self, x: Tensor, depth: int) -> Tensor:
         """(T,) probability of a partner: by the heads for it, or by the dustbin (LightGlue, eq. 12)."""
-        if not self.config.adaptivity.prospects:
+        if not self.config.adaptivity.match_probability:
             return self.heads[depth].logits(x).sigmoid()
-        return self.prospect[depth](x.float()).squeeze(-1).sigmoid()
+        return self.match_probability[depth](x.float()).squeeze(-1).sigmoid()
 
     def _assign(self, tokens: Tokens, depth: int) -> dict[int, PairPrediction]:
         found = {}
@@ -233,12 +235,14 @@ class Model(nn.Module):
         ):
             side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides)
             scores = self.scores(side0, side1, depth)
-            assignment = self._transport(*self._heard(scores, side0.places, side1.places))
+            assignment = self._transport(*self.with_consensus(scores, side0.positions, side1.positions))
             kept = () if self.fine is None else (side.x for side in sides)
             found[pair] = PairPrediction(assignment, *index, depth + 1, *kept)
         return found
 
-    def _heard(self, scores: Tensor, places0: Tensor, places1: Tensor) -> tuple[Tensor, Potentials | None]:
+    def with_consensus(
+        self, scores: Tensor, positions0: Tensor, positions1: Tensor
+    ) -> tuple[Tensor, Potentials | None]:
         """Scores after the rounds of consensus, and potentials to begin with: each assignment goes on from
         the one before, so between the rounds a few iterations are enough. With early exit the rounds end when
         the last one has changed little."""
@@ -246,10 +250,10 @@ class Model(nn.Module):
         enough = SETTLED if self.config.adaptivity.early_exit else 1.0
         for _ in range(0 if empty else self.config.assignment.consensus):
             found = sinkhorn(heard, max_iterations=ROUGH_ITERATIONS, start=found)
-            links = mutual_links(plan(heard, found).log_scores)
-            if before is not None and stayed(before, links[0]) > enough:
+            links = mutual_soft_matches(plan(heard, found).log_scores)
+            if before is not None and agreement(before, links[0]) > enough:
                 break
-            heard, before = self.consensus(scores, places0, places1, links), links[0]
+            heard, before = self.consensus(scores, positions0, positions1, links), links[0]
         return heard, found
 
     def _transport(self, scores: Tensor, start: Potentials | None) -> Assignment:
@@ -284,7 +288,9 @@ def _groups(tokens: Tokens) -> Iterator[Tokens]:
 
 def split_sides(tokens: Tokens) -> list[tuple[Side, Side]]:
     """The two pictures of every pair."""
-    columns = [tokens.layout.split(x) for x in (tokens.x, tokens.places, tokens.stated) if x is not None]
+    columns = [
+        tokens.layout.split(x) for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None
+    ]
     return [tuple(Side(*side) for side in zip(*pair, strict=True)) for pair in zip(*columns, strict=True)]
 
 

@@ -61,39 +61,39 @@ class Layout:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: Kernel = scaled_dot_product, *, across: bool
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: Kernel = scaled_dot_product, *, cross: bool
 ) -> Tensor:
-    """Attention of every picture to itself or, `across`, to the other picture of its pair.
+    """Attention of every picture to itself or, `cross`, to the other picture of its pair.
 
     Args:
         q, k, v: (T, heads, head_dim).
         layout: which tokens are which picture.
         kernel: the score function, from `build_attention`.
-        across: False for self-, True for cross-attention.
+        cross: False for self-, True for cross-attention.
 
     Returns:
         (T, heads · head_dim); zeros for points that have nothing to attend to.
     """
     if layout.uniform:
-        return _attend_uniform(q, k, v, layout, across, kernel)
+        return _attend_uniform(q, k, v, layout, cross, kernel)
     if q.device.type != "cpu" and kernel is scaled_dot_product and len(q):
-        return _attend_padded(q, k, v, layout, across)
-    return _attend_ragged(q, k, v, layout, across, kernel)
+        return _attend_padded(q, k, v, layout, cross)
+    return _attend_ragged(q, k, v, layout, cross, kernel)
 
 
-def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool, kernel: Kernel) -> Tensor:
+def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool, kernel: Kernel) -> Tensor:
     heads, width = q.shape[1:]
     q, k, v = (x.view(-1, layout.uniform, heads, width).transpose(1, 2) for x in (q, k, v))
-    if across:
+    if cross:
         k, v = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v))
     return kernel(q, k, v).transpose(1, 2).reshape(-1, heads * width)
 
 
-def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool, kernel: Kernel) -> Tensor:
+def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool, kernel: Kernel) -> Tensor:
     heads, width = q.shape[1:]
     out = q.new_zeros(q.shape[0], heads * width)
     for picture, count in enumerate(layout.lengths):
-        source = picture ^ 1 if across else picture
+        source = picture ^ 1 if cross else picture
         if not count or not layout.lengths[source]:
             continue
         here = slice(layout.starts[picture], layout.starts[picture + 1])
@@ -103,7 +103,7 @@ def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool
     return out
 
 
-def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool) -> Tensor:
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
     """One masked call for all pictures: on a GPU many small calls cost more than padding does."""
     pictures, longest = len(layout.lengths), max(layout.lengths)
     slots = layout.slots.to(q.device)
@@ -115,7 +115,7 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, across: bool
     )
     filled = torch.zeros(pictures * longest, dtype=torch.bool, device=q.device).index_fill(0, slots, True)
     filled = filled.view(pictures, longest)
-    if across:
+    if cross:
         k, v, filled = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v, filled))
     # Who has nothing to attend to may attend to the padding, which is zeros, and so hears zeros.
     mask = (filled | ~filled.any(1, keepdim=True))[:, None, None]

@@ -195,21 +195,21 @@ class _Rotate(torch.autograd.Function):
     """Rotation of channel pairs whose gradient to the angles needs no more than what it returned."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, turns: Tensor) -> Tensor:
-        out = _rotated(x, turns[:, None, 0].to(x.dtype), turns[:, None, 1].to(x.dtype))
-        ctx.save_for_backward(out, turns)
+    def forward(ctx, x: Tensor, rotations: Tensor) -> Tensor:
+        out = _rotated(x, rotations[:, None, 0].to(x.dtype), rotations[:, None, 1].to(x.dtype))
+        ctx.save_for_backward(out, rotations)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        out, turns = ctx.saved_tensors
-        cos, sin = turns[:, None, 0].to(grad.dtype), turns[:, None, 1].to(grad.dtype)
+        out, rotations = ctx.saved_tensors
+        cos, sin = rotations[:, None, 0].to(grad.dtype), rotations[:, None, 1].to(grad.dtype)
         # d(out)/d(angle) is `out` turned by a quarter; the angle's gradient goes back through (cos, sin).
         first, second = out.chunk(2, dim=-1)
         grad_first, grad_second = grad.chunk(2, dim=-1)
-        angle = (first * grad_second - second * grad_first).sum(1).to(turns.dtype)
-        grad_turns = torch.stack([-angle * turns[:, 1], angle * turns[:, 0]], dim=1)
-        return _rotated(grad, cos, -sin), grad_turns
+        angle = (first * grad_second - second * grad_first).sum(1).to(rotations.dtype)
+        grad_rotations = torch.stack([-angle * rotations[:, 1], angle * rotations[:, 0]], dim=1)
+        return _rotated(grad, cos, -sin), grad_rotations
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -221,6 +221,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn the channel pairs of x (T, heads, head_dim) by `turns` (T, 2, head_dim/2) = (cos, sin)."""
-    return _Rotate.apply(x, turns)
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Turn the channel pairs of x (T, heads, head_dim) by `rotations` (T, 2, head_dim/2) = (cos, sin)."""
+    return _Rotate.apply(x, rotations)

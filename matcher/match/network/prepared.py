@@ -116,25 +116,25 @@ class TurnedProjection:
         self.weight, self.bias = qkv.weight[order].to(dtype), bias[order].to(dtype)
         self.exact_bias = bias[order].detach().float()
 
-    def __call__(self, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (T, dim) in the weights' precision, turns (T, 2, head_dim/2) → (T, heads, head_dim) each."""
-        if turns is not None and have_kernels(x):
+    def __call__(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (T, dim), rotations (T, 2, head_dim/2) or none → q, k, v (T, heads, head_dim)."""
+        if rotations is not None and have_kernels(x):
             qkv = linear(x, self.weight)
-            turn_compiled(qkv, self.exact_bias, turns, 2 * self.heads)
+            turn_compiled(qkv, self.exact_bias, rotations, 2 * self.heads)
         else:
             qkv = linear(x, self.weight, self.bias)
-            if turns is not None and len(x):
-                self._turn(qkv[:, : self.turned], torch.complex(*turns.unbind(1)).unsqueeze(1))
+            if rotations is not None and len(x):
+                self._turn(qkv[:, : self.turned], torch.complex(*rotations.unbind(1)).unsqueeze(1))
         return qkv.unflatten(1, (3, self.heads, -1)).unbind(1)
 
-    def _turn(self, qk: Tensor, turns: Tensor) -> None:
-        """Turn queries and keys (T, 2·dim) in place by turns (T, 1, head_dim/2), complex."""
+    def _turn(self, qk: Tensor, rotations: Tensor) -> None:
+        """Turn queries and keys (T, 2·dim) in place by rotations (T, 1, head_dim/2), complex."""
         if qk.dtype == torch.float32:
-            _complex(qk, 2 * self.heads).mul_(turns)
+            _complex(qk, 2 * self.heads).mul_(rotations)
             return
         step = max(64, CACHED_ROWS // self.turned)
         exact = qk.new_empty(min(step, len(qk)), self.turned, dtype=torch.float32)
-        for part, angles in zip(qk.split(step), turns.split(step), strict=True):
+        for part, angles in zip(qk.split(step), rotations.split(step), strict=True):
             turned = exact[: len(part)].copy_(part)
             _complex(turned, 2 * self.heads).mul_(angles)
             part.copy_(turned)

@@ -12,7 +12,7 @@ from torch import nn
 from matcher.config import ExtractorConfig, from_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import cache_folder
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.presets import unknown_name
 from matcher.weights.files import fill_front_end, load_model, read_manifest, verify
 
@@ -94,7 +94,7 @@ def locate(row: Published) -> Path:
     return verify(manifest[row.name], row.folder, remedy=_remedy(row))
 
 
-def load_weights(weights: str | Path) -> tuple[Model, str, str]:
+def load_weights(weights: str | Path) -> tuple[MatchingNetwork, str, str]:
     """A trained network, of ours or published: as `matcher.weights.files.load_model`, which it extends.
 
     Args:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from matcher.config import AssignmentConfig, NetworkConfig
 from matcher.errors import IntegrityError, UsageError
-from matcher.match.network.model import Model
+from matcher.match.network.model import MatchingNetwork
 from matcher.presets import LOFTR_TRANSPORT, find_preset
 from matcher.weights.files import save_model
-from matcher.weights.published.layouts import Layout, Source
+from matcher.weights.published.layouts import CheckpointLayout, TensorSource
 from matcher.weights.published.reading import read_checkpoint
 from matcher.weights.published.tables import LAYOUTS
 from matcher.weights.tensors import list_differences
@@ -57,7 +57,7 @@ def import_checkpoint(
     if mark in tensors:
         config = replace(config, assignment=assignment)
     with torch.random.fork_rng(devices=[]):
-        model = Model(config).eval()
+        model = MatchingNetwork(config).eval()
     _fill(model, path, tensors, system, config.context.heads)
     return save_model(model, output, metadata, dtype=torch.float32)
 
@@ -87,7 +87,7 @@ def _fill(network: nn.Module, path: str | Path, tensors: dict[str, Tensor], syst
     network.load_state_dict(converted)
 
 
-def choose_layout(tensors: dict[str, Tensor], system: str) -> Layout:
+def choose_layout(tensors: dict[str, Tensor], system: str) -> CheckpointLayout:
     """The layout of `system` that knows most of the tensors' names.
 
     Raises:
@@ -107,7 +107,7 @@ def choose_layout(tensors: dict[str, Tensor], system: str) -> Layout:
 
 
 def convert(
-    tensors: dict[str, Tensor], expected: dict[str, Tensor], layout: Layout, heads: int
+    tensors: dict[str, Tensor], expected: dict[str, Tensor], layout: CheckpointLayout, heads: int
 ) -> dict[str, Tensor]:
     """Their tensors as ours, float32.
 
@@ -141,7 +141,7 @@ def convert(
     }
 
 
-def _wanted(sources: dict[str, Source], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+def _wanted(sources: dict[str, TensorSource], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that a file must hold, without their values."""
     wanted = {}
     for ours, source in sources.items():
@@ -152,7 +152,7 @@ def _wanted(sources: dict[str, Source], expected: dict[str, Tensor]) -> dict[str
     return wanted
 
 
-def _differing_copies(sources: dict[str, Source], found: dict[str, Tensor]) -> list[str]:
+def _differing_copies(sources: dict[str, TensorSource], found: dict[str, Tensor]) -> list[str]:
     return [
         f"{source.copy} differs from {source.names[0]}, but the network has one projection for both"
         for source in sources.values()
@@ -160,7 +160,7 @@ def _differing_copies(sources: dict[str, Source], found: dict[str, Tensor]) -> l
     ]
 
 
-def _assemble(source: Source, found: dict[str, Tensor], heads: int) -> Tensor:
+def _assemble(source: TensorSource, found: dict[str, Tensor], heads: int) -> Tensor:
     parts = [found[name] for name in source.names]
     value = torch.cat(parts) if len(parts) > 1 else parts[0]
     if source.rows is not None:

@@ -18,7 +18,7 @@ _LEAF = r"(?:\.(?:weight|bias|running_mean|running_var|num_batches_tracked))?"
 _NUMBERS = {"n": (1, 0), "even": (2, 0), "odd": (2, 1), "first": (3, 0), "second": (3, 1)}
 
 
-class Row(NamedTuple):
+class TensorRule(NamedTuple):
     """One line of a table: a module, or a lone parameter, of ours and what makes it.
 
     Weights, biases and running statistics follow their module. `{n}` is a number of ours, the other braces
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     copy: str = ""  # a tensor that must repeat the first of `theirs`
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Which tensors of theirs, one below the other, make a parameter of ours."""
 
     names: tuple[str, ...]
@@ -42,12 +42,12 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """How one implementation names and orders the parameters of a system."""
 
     system: str
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRule, ...]
     renames: tuple[tuple[str, str], ...] = ()  # regular expressions that make newer names old ones
     ignored: tuple[str, ...] = ()  # beginnings of names that are no parameters of this network
 
@@ -63,7 +63,7 @@ class Layout:
         pattern = re.compile("|".join(f"(?:{_expression(part)})" for part in known))
         return sum(pattern.fullmatch(self.tidy(name)) is not None for name in names)
 
-    def find(self, ours: str) -> Source:
+    def find(self, ours: str) -> TensorSource:
         """What makes a parameter of ours; a tensor of the same name when no row knows it."""
         for row in self.rows:
             pattern = re.escape(row.ours).replace(re.escape("{n}"), "(?P<n>[0-9]+)")
@@ -72,11 +72,11 @@ class Layout:
                 numbers = {key: a * n + b for key, (a, b) in _NUMBERS.items()}
                 names = tuple(part.format(**numbers) + match["leaf"] for part in row.theirs.split(" + "))
                 copy = row.copy.format(**numbers) + match["leaf"] if row.copy else ""
-                return Source(names, copy, row.rows, row.columns)
-        return Source((ours,))
+                return TensorSource(names, copy, row.rows, row.columns)
+        return TensorSource((ours,))
 
 
-def _parts(row: Row) -> list[str]:
+def _parts(row: TensorRule) -> list[str]:
     return [*row.theirs.split(" + "), *([row.copy] if row.copy else [])]
 
 
