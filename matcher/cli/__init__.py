@@ -16,14 +16,16 @@ import typer
 
 import matcher
 from matcher.cli.collection import collection, merge, status
+from matcher.cli.environment import environment
 from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
 from matcher.cli.explain import explain
 from matcher.cli.export import export
-from matcher.cli.loading import with_preset_options
 from matcher.cli.match import match
+from matcher.cli.messages import detail, messages, survive_odd_names
 from matcher.cli.presets import presets
 from matcher.cli.report import report
+from matcher.cli.running import runnable
 from matcher.cli.serve import serve
 from matcher.cli.sfm import sfm
 from matcher.cli.track import track
@@ -44,6 +46,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "presets": presets,
     "train": train,
+    "env": environment,
 }
 GROUPS = {"weights": ("List, check, fetch and convert weights.", WEIGHTS)}
 
@@ -59,33 +62,47 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Match pictures: keypoints in, verified matches out.
+    """Find the same points in two or many images, and the geometry that relates them.
 
-    Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 an image could not be read, 4 some items failed,
-    5 weights absent or damaged, 6 out of disk or memory, 130 and 143 interrupted.
+    Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 an image could not be read, 4 finished but some
+    items failed, 5 weights or stored data missing or damaged, 6 out of memory or disk space, 130 and 143
+    interrupted. `matcher env` lists the environment variables.
     """
 
 
 def build() -> typer.Typer:
     """The application with all its commands."""
     # Without markup typer prints plain help, which takes half the time of the framed one.
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+    app = typer.Typer(
+        rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+    )
     app.callback()(_root)
     for name, command in COMMANDS.items():
-        app.command(name)(with_preset_options(command))
+        app.command(name)(runnable(command, name))
     for name, (purpose, commands) in GROUPS.items():
         group = typer.Typer(help=purpose, no_args_is_help=True)
         for key, command in commands.items():
-            group.command(key)(command)
+            group.command(key)(runnable(command, f"{name} {key}"))
         app.add_typer(group, name=name)
     return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
-    _survive_odd_names()
+    survive_odd_names()
     with_signals = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminate) if with_signals else None
+    try:
+        with messages():
+            code = _run(arguments)
+            detail(f"exit code {code}")
+            return code
+    finally:
+        if with_signals:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = build()(args=arguments, prog_name="matcher", standalone_mode=False)
         sys.stdout.flush()
@@ -93,19 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
     except (Exception, KeyboardInterrupt) as error:
         return exit_code_of(error)
-    finally:
-        if with_signals:
-            signal.signal(signal.SIGTERM, before)
     return code if isinstance(code, int) else 0
 
 
 def _terminate(*_: object) -> None:
     """Leave by an exception, so that half-written files are removed."""
     sys.exit(143)
-
-
-def _survive_odd_names() -> None:
-    """A file name that the terminal's encoding lacks is escaped instead of failing the print."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")

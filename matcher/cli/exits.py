@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import traceback
 
-import typer
+from matcher.cli.messages import LOGGER, complain
+from matcher.cli.running import Interrupted
+from matcher.errors import MatcherError
 
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -15,32 +18,35 @@ _DEBUG = "MATCHER_DEBUG"
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Say what went wrong, once and readably, and return the exit code for it.
-
-    The package's own errors and the parser's carry their code; they are recognised by that, because importing
-    their classes would import torch.
-    """
+    """Say what went wrong, once and readably, and return the exit code for it."""
+    logging.getLogger(LOGGER).debug("traceback of what follows", exc_info=_unexpected(error))
     if os.environ.get(_DEBUG):
         traceback.print_exception(error)
-    if isinstance(error, KeyboardInterrupt):
-        typer.echo("interrupted", err=True)
+    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+        complain(str(error) or "interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         # Whoever read our output has gone; nothing may be flushed there when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
-    if hasattr(error, "show"):
+    if hasattr(error, "show"):  # the parser's
         error.show()
         return USAGE
     if _out_of_resources(error):
-        typer.echo(f"matcher: out of memory or disk: {_one_line(error)}", err=True)
+        complain(f"out of memory or disk space: {_one_line(error)}")
         return RESOURCES
-    if hasattr(error, "exit_code"):
-        typer.echo(f"matcher: {error}", err=True)
+    if isinstance(error, MatcherError):
+        complain(str(error))
         return error.exit_code
-    typer.echo(f"matcher: internal error: {_one_line(error)}", err=True)
-    typer.echo(f"Set {_DEBUG}=1 to see where it happened.", err=True)
+    complain(f"internal error: {_one_line(error)}")
+    complain(f"Set {_DEBUG}=1, or give -v, to see where it happened.")
     return INTERNAL
+
+
+def _unexpected(error: BaseException) -> BaseException | None:
+    """The error if it is not one that is explained to the user, and so worth a traceback."""
+    explained = isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted)) or hasattr(error, "show")
+    return None if explained else error
 
 
 def _out_of_resources(error: BaseException) -> bool:

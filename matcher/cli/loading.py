@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import wraps
@@ -9,8 +10,9 @@ from typing import Annotated, Any, get_args
 
 from matcher.cli import options
 
-# Keyword arguments of `matcher.load`, `matcher.Sequence` and `Collection.open`, without those not given. A
-# command has one parameter of such a type; beside it stand the options that the command has no use for.
+# Keyword arguments of `matcher.load`, `matcher.Tracker` and `Collection.open`, without those not given. A
+# command has one parameter of such a type. Its second item lists options that the command has no use for, its
+# third, if there is one, defaults of the command's own that help is to show instead of the preset's.
 Given = Annotated[dict[str, Any], ()]
 GivenWithoutGeometry = Annotated[dict[str, Any], ("geometry",)]
 Command = Callable[..., Any]
@@ -32,14 +34,25 @@ _DECLARED = {
 }
 
 
+# What the library calls an option that has another name here.
+LIBRARY_NAMES = {"threshold": "match_threshold", "no_upright": "upright"}
+
+
 def with_preset_options(command: Command) -> Command:
     """The command with the options that adjust a preset in place of its parameter `given`, if it has one."""
     own = inspect.signature(command, eval_str=True).parameters
     if "given" not in own:
         return command
-    names = [name for name in _DECLARED if name not in get_args(own["given"].annotation)[1]]
+    _, left_out, *rest = get_args(own["given"].annotation)
+    names = [name for name in _DECLARED if name not in left_out]
+    shown = preset_defaults() | dict(*rest)
     declared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=_with_default(kind, shown[name]) if name in shown else kind,
+        )
         for name, (kind, default) in _DECLARED.items()
         if name in names
     ]
@@ -58,11 +71,32 @@ def with_preset_options(command: Command) -> Command:
     return run
 
 
+def preset_defaults() -> dict[str, str]:
+    """The default preset's values of options, as help shows them."""
+    from matcher.presets import find_preset
+
+    config = find_preset(options.DEFAULT_PRESET)
+    return {
+        "max_keypoints": str(config.extractor.max_keypoints),
+        "resize": str(config.extractor.resize),
+        "threshold": f"{config.matcher.match_threshold:g}",
+        "geometry": config.estimation.kind,
+        "keep": config.extractor.keep,
+        "precision": "auto",
+    }
+
+
+def _with_default(annotation: Any, value: str) -> Any:
+    """The annotation of an option whose help shows this default."""
+    kind, info = get_args(annotation)
+    info = copy.copy(info)
+    info.show_default = value
+    return Annotated[kind, info]
+
+
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     """The options under the library's names."""
-    found = dict(given)
-    if "threshold" in found:
-        found["match_threshold"] = found.pop("threshold")
-    if "no_upright" in found:
-        found["upright"] = not found.pop("no_upright")
+    found = {LIBRARY_NAMES.get(name, name): value for name, value in given.items()}
+    if "no_upright" in given:
+        found["upright"] = not given["no_upright"]
     return {name: value for name, value in found.items() if value is not None}

@@ -9,43 +9,80 @@ import typer
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
 
-DEFAULT_PRESET = "hybrid-learned"  # that of matcher.presets, which would import torch
+DEFAULT_PRESET = "hybrid-learned"  # that of matcher.presets; a test compares them
 
-Preset = Annotated[str, typer.Option("--preset", help="Configuration; `matcher presets` lists them.")]
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Names of presets that begin so, for the shell's completion."""
+    from matcher.presets import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        autocompletion=complete_preset,
+        help="Front end, matcher and weights; `matcher presets` lists them. Defaults below are the default preset's.",
+    ),
+]
 Weights = Annotated[
     str | None,
-    typer.Option("--weights", metavar="FILE", help="Weights file, or a name from `matcher weights list`."),
+    typer.Option(
+        "--weights",
+        metavar="FILE",
+        help="Weights of the matcher: a file, or a name from `matcher weights list`.",
+    ),
 ]
 FrontEnd = Annotated[
     str | None,
-    typer.Option("--frontend", help="Another front end, such as disk, for a matcher that takes it."),
+    typer.Option("--frontend", metavar="NAME", help="Replace the preset's front end, for example with disk."),
 ]
 Variant = Annotated[
-    str | None, typer.Option("--variant", help="Which of the front end's networks, such as aliked-n32.")
+    str | None,
+    typer.Option("--variant", metavar="NAME", help="Network of the front end, for example aliked-n32."),
 ]
-MaxKeypoints = Annotated[int | None, typer.Option("--max-keypoints", help="Keypoints a picture.")]
+MaxKeypoints = Annotated[
+    int | None, typer.Option("--max-keypoints", metavar="N", help="Keypoints to keep in each image.")
+]
 Resize = Annotated[
-    int | None, typer.Option("--resize", help="Longer side in pixels; larger pictures are made smaller.")
+    int | None,
+    typer.Option(
+        "--resize", metavar="PX", help="Shrink larger images so that the longer side has PX pixels."
+    ),
 ]
 Keep = Annotated[
     Literal["strongest", "largest"] | None,
-    typer.Option("--keep", help="Of SIFT's points, where a picture has more than asked for."),
+    typer.Option("--keep", help="Which SIFT keypoints to keep where an image has more than --max-keypoints."),
 ]
-Threshold = Annotated[float | None, typer.Option("--threshold", help="Least score of a match, 0 to 1.")]
+Threshold = Annotated[
+    float | None,
+    typer.Option("--threshold", metavar="P", help="Keep matches of at least this probability, 0 to 1."),
+]
 Geometry = Annotated[
     Literal["fundamental", "homography", "essential", "none"] | None,
-    typer.Option("--geometry", help="What verifies the matches; essential needs cameras."),
+    typer.Option("--geometry", help="Model that verifies the matches; essential needs cameras."),
 ]
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,
-    typer.Option("--precision", help="Of the network; auto is what the device is fast at."),
+    typer.Option(
+        "--precision", help="Arithmetic of the networks; auto is the fastest that the device is good at."
+    ),
 ]
-Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda|mps", help="Where the network runs.")]
+Device = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda|mps", help="Where to compute; auto prefers CUDA.")
+]
 NoUpright = Annotated[
-    bool, typer.Option("--no-upright", help="Take pictures as stored; ignore their EXIF orientation.")
+    bool,
+    typer.Option(
+        "--no-upright", help="Match images as stored, without turning them by their EXIF orientation."
+    ),
 ]
 MaxPixels = Annotated[
-    int | None, typer.Option("--max-pixels", help="Refuse larger pictures before decoding them.")
+    int | None,
+    typer.Option("--max-pixels", metavar="N", help="Refuse images of more pixels before decoding them."),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing output that this program did not write.")

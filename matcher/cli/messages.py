@@ -1,0 +1,121 @@
+"""What the command line tells its user: results on standard output, notices on standard error, a log file.
+
+Everything goes through Python's logger `matcher`, so `-q`, `-v` and `--log` are decided here only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from matcher.errors import UsageError
+
+LOGGER = "matcher"
+_FIRST_LINE = "# log of matcher"
+
+
+def show(text: str, *, always: bool = False) -> None:
+    """Print a result on standard output; `-q` silences it unless it was asked for (`always`)."""
+    level = logging.WARNING if always else logging.INFO
+    logging.getLogger(LOGGER).log(level, "%s", text, extra={"is_result": True})
+
+
+def say(text: str) -> None:
+    """Print a notice on standard error; `-q` silences it."""
+    logging.getLogger(LOGGER).info("%s", text)
+
+
+def detail(text: str) -> None:
+    """Print on standard error what only `-v` and `--log` want to know."""
+    logging.getLogger(LOGGER).debug("%s", text)
+
+
+def complain(text: str) -> None:
+    """Print a failure on standard error, whatever was asked for."""
+    logging.getLogger(LOGGER).error("%s", text)
+
+
+def wants_progress() -> bool:
+    """Whether progress is to be shown: not with `-q`."""
+    return any(
+        isinstance(handler, _Console) and handler.level <= logging.INFO
+        for handler in logging.getLogger(LOGGER).handlers
+    )
+
+
+@contextmanager
+def messages() -> Iterator[None]:
+    """Messages reach the terminal while this is open; `set_messages` adjusts which."""
+    logger = logging.getLogger(LOGGER)
+    before = logger.level, logger.propagate, list(logger.handlers)
+    logger.addHandler(_Console(logging.INFO))
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in logger.handlers if handler not in before[2]]:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.level, logger.propagate = before[:2]
+
+
+def set_messages(*, verbose: bool = False, quiet: bool = False, log: Path | None = None) -> None:
+    """Say more or less than usual, and append everything to a log file.
+
+    Raises:
+        UsageError: both more and less, or a file that cannot be written or is no log of this program.
+    """
+    if verbose and quiet:
+        raise UsageError("-v and -q contradict each other; give one of them")
+    logger = logging.getLogger(LOGGER)
+    for handler in logger.handlers:
+        if isinstance(handler, _Console) and (verbose or quiet):
+            handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    if log is not None:
+        logger.addHandler(_log_file(log))
+
+
+class _Console(logging.Handler):
+    """Results on standard output as they are, the rest on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message; a closed pipe is the caller's to see."""
+        text = record.getMessage()
+        if record.exc_info:
+            text = "\n".join(filter(None, (text, logging.Formatter().formatException(record.exc_info))))
+            typer.echo(text, err=True)
+        elif getattr(record, "is_result", False):
+            typer.echo(text)
+        else:
+            typer.echo(f"matcher: {text}", err=True)
+
+
+def _log_file(path: Path) -> logging.Handler:
+    try:
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                if not file.read(len(_FIRST_LINE)) == _FIRST_LINE.encode():
+                    raise UsageError(
+                        f"--log {path}: the file exists and is not a log of matcher; name another"
+                    )
+            handler = logging.FileHandler(path, encoding="utf-8")
+        else:
+            handler = logging.FileHandler(path, encoding="utf-8")
+            handler.stream.write(f"{_FIRST_LINE}\n")
+    except OSError as error:
+        raise UsageError(f"--log {path}: the file cannot be written ({error.strerror})") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    return handler
+
+
+def survive_odd_names() -> None:
+    """A file name that the terminal's encoding lacks is escaped instead of failing the print."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

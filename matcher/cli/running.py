@@ -1,0 +1,90 @@
+"""What every command has in common: `-v`, `-q`, `--log`, Ctrl-C, and errors that name the options typed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from matcher.cli.loading import LIBRARY_NAMES, with_preset_options
+from matcher.cli.messages import detail, set_messages
+from matcher.errors import MatcherError
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what is done.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but errors and what --json asks for.")
+]
+LogFile = Annotated[
+    Path | None, typer.Option("--log", metavar="FILE", help="Append all messages, with times, to FILE.")
+]
+_COMMON = {"verbose": (Verbose, False), "quiet": (Quiet, False), "log": (LogFile, None)}
+# Commands that keep what is finished and go on from there.
+_RESUMABLE = {"collection", "sfm", "train"}
+
+
+class Interrupted(Exception):
+    """Ctrl-C during a command; the text says what to do next."""
+
+
+def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The command as typer is to see it, with the options that all commands share."""
+    inner = with_preset_options(command)
+    own = inspect.signature(inner, eval_str=True).parameters
+    shared = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for key, (kind, default) in _COMMON.items()
+    ]
+    parameters = [
+        *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own.values()),
+        *shared,
+    ]
+    options = option_names(parameters)
+
+    @wraps(command)
+    def run(**arguments: Any) -> Any:
+        set_messages(**{key: arguments.pop(key) for key in _COMMON})
+        detail(f"command: {shlex.join(sys.argv)}")
+        try:
+            return inner(**arguments)
+        except KeyboardInterrupt:
+            again = " to continue" if name in _RESUMABLE else ""
+            raise Interrupted(f"interrupted; run the same command again{again}") from None
+        except MatcherError as error:
+            error.args = (in_options(str(error), options),)
+            raise
+
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
+    """The option that sets each of the library's names, such as `match_threshold`: `--threshold`."""
+    found = {}
+    for parameter in parameters:
+        declared = [info for info in get_args(parameter.annotation) if type(info).__name__ == "OptionInfo"]
+        if declared:
+            given = next((text for text in declared[0].param_decls or () if text.startswith("--")), None)
+            option = given or f"--{parameter.name.replace('_', '-')}"
+            found[LIBRARY_NAMES.get(parameter.name, parameter.name)] = option
+    return found
+
+
+def in_options(text: str, options: dict[str, str]) -> str:
+    """A message of the library with the options that the user types in place of its own names.
+
+    Names that are also words, such as `resize`, are replaced only where a message begins with them.
+    """
+    for name, option in options.items():
+        if re.search(r"[_\d]", name):
+            text = re.sub(rf"(?<![\w./-]){name}(?![\w./-])", option, text)
+        else:
+            text = re.sub(rf"^{name}(?= must | \d)", option, text)
+    return text
