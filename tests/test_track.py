@@ -168,7 +168,7 @@ def test_what_is_no_video_and_a_camera_that_is_not_there(tmp_path, capfd):
         (["--output", "t.csv"], ".npz or .tum or .rrd"),
         (["--camera", "1,2,3"], "fx,fy,cx,cy"),
         (["--fps", "0"], "frames a second"),
-        (["--budget-ms", "-3"], "budget_ms"),
+        (["--budget-ms", "-3"], "--budget-ms"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(folders, monkeypatch, tmp_path, capfd, options, words):

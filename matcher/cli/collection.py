@@ -13,6 +13,7 @@ import typer
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.loading import Given
+from matcher.cli.messages import say, show, wants_progress
 
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
@@ -110,7 +111,7 @@ def match_pairs(opened: Collection, choice: dict[str, Any], **how: bool) -> int:
         report = opened.run(tell=tell, **how)
     _show(opened.run_dir)
     if report.crashes:
-        _say(f"{report.crashes} worker processes died and were replaced; what they were at was tried again")
+        say(f"{report.crashes} worker processes died and were replaced; what they were at was tried again")
     return 0 if report.all_well else PARTIAL
 
 
@@ -124,11 +125,11 @@ def enter_images(
     """Enter the pictures of a folder and say what has changed."""
     changes = opened.add_images(images, masks=masks, features=features, restart=restart)
     if changes.changed:
-        _say(f"{changes.changed} pictures have changed and are done again with their pairs")
+        say(f"{changes.changed} pictures have changed and are done again with their pairs")
     if changes.gone:
-        _say(f"{changes.gone} pictures of the run are no longer in {images}; what was matched stays")
+        say(f"{changes.gone} pictures of the run are no longer in {images}; what was matched stays")
     if changes.odd:
-        _say(f"{len(changes.odd)} files are left out for their names: {', '.join(changes.odd[:_SHOWN])}")
+        say(f"{len(changes.odd)} files are left out for their names: {', '.join(changes.odd[:_SHOWN])}")
 
 
 def _enter_pairs(opened: Collection, choice: dict[str, Any], tell: Callable[[Progress], None]) -> None:
@@ -138,9 +139,9 @@ def _enter_pairs(opened: Collection, choice: dict[str, Any], tell: Callable[[Pro
         return
     faults = FaultTally()
     total, new = opened.add_pairs(**choice, on_fault=faults, tell=tell)
-    _say(f"{total} pairs, {total - new} of them in the run already")
+    say(f"{total} pairs, {total - new} of them in the run already")
     for line in faults.lines():
-        _say(f"{choice['file']}: {line}")
+        say(f"{choice['file']}: {line}")
 
 
 def status(
@@ -163,7 +164,7 @@ def merge(
     """Join runs of parts of one collection (--shard) to one run."""
     from matcher.collection.merging import merge as join
 
-    join(runs, into, descriptors=descriptors, tell=_say)
+    join(runs, into, descriptors=descriptors, tell=say)
     return _show(into)
 
 
@@ -175,25 +176,21 @@ def _show(run: Path, *, check: bool = False) -> int:
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings
         failed = ((f"{pair.name0} and {pair.name1}", pair.reason) for pair in store.failed())
-        typer.echo(f"{run}: {settings.get('preset', 'a run')}, pictures of {store.image_folder}")
+        show(f"{run}: {settings.get('preset', 'a run')}, pictures of {store.image_folder}")
         lost = ((image.name, image.reason) for image in store.images() if image.status == "failed")
         for what, done, bad, waiting, reasons in (
             ("pictures", counts.images_done, counts.images_failed, counts.images_waiting, lost),
             ("pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting, failed),
         ):
-            typer.echo(f"{what}: {done} done, {bad} failed, {waiting} waiting")
+            show(f"{what}: {done} done, {bad} failed, {waiting} waiting")
             for (name, reason), _ in zip(reasons, range(_SHOWN), strict=False):
-                typer.echo(f"  failed: {name}: {reason}")
+                show(f"  failed: {name}: {reason}")
         if check:
             faults = store.check()
             if faults:
                 raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_SHOWN])}")
-            typer.echo("nothing is damaged")
+            show("nothing is damaged")
     return PARTIAL if counts.images_failed or counts.pairs_failed else 0
-
-
-def _say(text: str) -> None:
-    typer.echo(f"matcher: {text}", err=True)
 
 
 @contextmanager
@@ -203,8 +200,8 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield ProgressLines(_say)
+    if not (console.is_terminal and wants_progress()):
+        yield ProgressLines(say)
         return
     rate = TextColumn("{task.fields[rate]}")
     columns = (

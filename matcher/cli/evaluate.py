@@ -12,12 +12,14 @@ import typer
 
 import matcher
 from matcher.cli import options
+from matcher.cli.messages import complain, say, show, wants_progress
 
 if TYPE_CHECKING:
     from matcher.lab.evaluate.run import Entrant, Progress
     from matcher.lab.pairs.protocols import PairSet
 
 PARTIAL = 4
+_SUFFIXES = (".md", ".json")
 
 Where = Annotated[
     str,
@@ -68,6 +70,7 @@ def evaluate(
     estimator_seeds: EstimatorSeeds = 3,
     images: Images = None,
     output: Output = None,
+    overwrite: options.Overwrite = False,
     precision: options.Precision = None,
     device: options.Device = "auto",
     threads: Threads = None,
@@ -82,15 +85,15 @@ def evaluate(
     _limit(threads)
     from matcher.lab.pairs.sets import SetOptions, find_sets
 
-    _check_output(output)
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
+    _check_output(output, [pair_set.name for pair_set in sets], overwrite)
     common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
     network = {"match_threshold": threshold, "precision": precision}
     chosen = preset or [options.DEFAULT_PRESET]
     entrants = _entrants(chosen, weights or [], frontend_weights or [], full_depth, common, network)
     skipped = sum(_measure(pair_set, entrants, seed, estimator_seeds, output) for pair_set in sets)
     if skipped:
-        typer.echo(f"matcher: {skipped} pairs were skipped; the tables say why", err=True)
+        complain(f"{skipped} pairs were skipped; the tables say why")
     return PARTIAL if skipped else 0
 
 
@@ -104,7 +107,7 @@ def _measure(
     with _progress(pair_set.name) as progress:
         found = run(pair_set, entrants, seeds=estimator_seeds, progress=progress)
     table = {**as_object(found, seed=seed), "version": matcher.__version__}
-    typer.echo(as_markdown(table))
+    show(as_markdown(table), always=True)
     if output is not None:
         _write(output, pair_set.name, table)
     return len(found.skipped)
@@ -177,8 +180,10 @@ def _short(file: Path, weights: list[Path]) -> str:
     return file.stem if sum(other.stem == file.stem for other in weights) == 1 else str(file)
 
 
-def _check_output(folder: Path | None) -> None:
+def _check_output(folder: Path | None, names: list[str], overwrite: bool) -> None:
+    """Make the folder, and refuse before any work files that may not be written there."""
     from matcher.errors import UsageError
+    from matcher.files import check_output
 
     if folder is None:
         return
@@ -186,21 +191,22 @@ def _check_output(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output {folder}: not a folder that can be made ({error.strerror})") from error
+    for name in names:
+        for suffix in _SUFFIXES:
+            check_output(folder / f"{name}{suffix}", (suffix,), overwrite=overwrite)
 
 
 def _write(folder: Path, name: str, table: dict[str, object]) -> None:
     import json
 
-    from matcher.files import check_output, write_output
+    from matcher.files import write_output
     from matcher.lab.evaluate.tables import as_markdown
 
-    for suffix, text in (
-        (".md", as_markdown(table)),
-        (".json", json.dumps(table, indent=1, allow_nan=False)),
-    ):
-        path = check_output(folder / f"{name}{suffix}", (suffix,))
+    texts = (as_markdown(table), json.dumps(table, indent=1, allow_nan=False))
+    for suffix, text in zip(_SUFFIXES, texts, strict=True):
+        path = folder / f"{name}{suffix}"
         write_output(path, text.encode())
-        typer.echo(f"wrote {path}", err=True)
+        say(f"wrote {path}")
 
 
 def _limit(threads: int | None) -> None:
@@ -217,8 +223,8 @@ def _progress(name: str) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: _say(name, done, total)
+    if not (console.is_terminal and wants_progress()):
+        yield lambda done, total: _say_progress(name, done, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -226,6 +232,6 @@ def _progress(name: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _say(name: str, done: int, total: int) -> None:
+def _say_progress(name: str, done: int, total: int) -> None:
     if done == total or (done * 10) // total > ((done - 1) * 10) // total:
-        typer.echo(f"{name}: {done} of {total} pairs", err=True)
+        say(f"{name}: {done} of {total} pairs")

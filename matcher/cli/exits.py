@@ -19,7 +19,8 @@ _DEBUG = "MATCHER_DEBUG"
 
 def exit_code_of(error: BaseException) -> int:
     """Say what went wrong, once and readably, and return the exit code for it."""
-    logging.getLogger(LOGGER).debug("traceback of what follows", exc_info=_unexpected(error))
+    if not _is_explained(error):
+        logging.getLogger(LOGGER).debug("where it happened:", exc_info=error)
     if os.environ.get(_DEBUG):
         traceback.print_exception(error)
     if isinstance(error, (KeyboardInterrupt, Interrupted)):
@@ -43,10 +44,9 @@ def exit_code_of(error: BaseException) -> int:
     return INTERNAL
 
 
-def _unexpected(error: BaseException) -> BaseException | None:
-    """The error if it is not one that is explained to the user, and so worth a traceback."""
-    explained = isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted)) or hasattr(error, "show")
-    return None if explained else error
+def _is_explained(error: BaseException) -> bool:
+    """Whether the message says all, so that a traceback would help nobody."""
+    return isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted)) or hasattr(error, "show")
 
 
 def _out_of_resources(error: BaseException) -> bool:

@@ -9,35 +9,44 @@ import typer
 
 from matcher.cli import options
 from matcher.cli.loading import Given
+from matcher.cli.messages import show
 
-Picture = Annotated[Path, typer.Argument(show_default=False)]
+ImageFile = Annotated[Path, typer.Argument(metavar="IMAGE", show_default=False)]
 
 
 def explain(
-    image0: Picture,
-    image1: Picture,
-    output: Annotated[Path, typer.Option(metavar="FILE.html", help="The report.", show_default=False)],
+    image0: ImageFile,
+    image1: ImageFile,
+    output: Annotated[Path, typer.Option(metavar="FILE.html", help="Report to write.", show_default=False)],
     given: Given,
     point: Annotated[
-        str | None, typer.Option(metavar="x,y", help="Of image0, in pixels; its keypoint is shown first.")
+        str | None,
+        typer.Option(
+            metavar="x,y", help="In pixels of the first image: show the keypoint nearest to it first."
+        ),
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Match two pictures and write why: one HTML file with attention, exit and pruning of every keypoint."""
+    """Match two images and write a report that explains every match: attention, early exit and pruning.
+
+    The report is one HTML file that needs no network.
+    """
     from matcher.errors import UsageError
     from matcher.explain.report.report import write_report
+    from matcher.files import check_output
     from matcher.pipeline import load
 
-    place = None
+    position = None
     if point is not None:
         try:
             x, y = (float(part) for part in point.split(","))
         except ValueError as error:
             raise UsageError(f"--point must be x,y in pixels of {image0}, not {point!r}") from error
-        place = (x, y)
+        position = (x, y)
     for image in (image0, image1):
         if output.exists() and image.exists() and output.samefile(image):
             raise UsageError(f"{output} is an input; name another file for the output")
+    check_output(output, (".html",), overwrite=overwrite)
     pipeline = load(**given)
-    result = write_report(pipeline, image0, image1, output, place, overwrite=overwrite)
-    typer.echo(f"{len(result.matches)} matches, {int(result.geometry.inliers.sum())} inliers; wrote {output}")
+    result = write_report(pipeline, image0, image1, output, position, overwrite=overwrite)
+    show(f"{len(result.matches)} matches, {int(result.geometry.inliers.sum())} inliers; wrote {output}")

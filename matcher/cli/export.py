@@ -9,6 +9,7 @@ import typer
 
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
+from matcher.cli.messages import show
 
 if TYPE_CHECKING:
     from matcher.collection.exporting.cameras import CameraChoice
@@ -55,8 +56,8 @@ def export(
     with Store.open(run) as store:
         report = write(store, to, out, choice, overwrite=overwrite)
     for line in report.lines():
-        typer.echo(line)
-    typer.echo(f"wrote {out}")
+        show(line)
+    show(f"wrote {out}")
     return PARTIAL if report.left_out else 0
 
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any, get_args
 from matcher.cli import options
 
 # Keyword arguments of `matcher.load`, `matcher.Tracker` and `Collection.open`, without those not given. A
-# command has one parameter of such a type. Its second item lists options that the command has no use for, its
-# third, if there is one, defaults of the command's own that help is to show instead of the preset's.
-Given = Annotated[dict[str, Any], ()]
-GivenWithoutGeometry = Annotated[dict[str, Any], ("geometry",)]
+# command has one parameter of such a type. Beside it stand the options that the command has no use for, and
+# defaults of its own that help is to show instead of the preset's.
+Given = Annotated[dict[str, Any], (), {}]
 Command = Callable[..., Any]
 
 _DECLARED = {
@@ -43,9 +42,9 @@ def with_preset_options(command: Command) -> Command:
     own = inspect.signature(command, eval_str=True).parameters
     if "given" not in own:
         return command
-    _, left_out, *rest = get_args(own["given"].annotation)
+    _, left_out, own_defaults = get_args(own["given"].annotation)
     names = [name for name in _DECLARED if name not in left_out]
-    shown = preset_defaults() | dict(*rest)
+    shown = preset_defaults() | own_defaults
     declared = [
         inspect.Parameter(
             name,
@@ -71,14 +70,14 @@ def with_preset_options(command: Command) -> Command:
     return run
 
 
-def preset_defaults() -> dict[str, str]:
+def preset_defaults() -> dict[str, object]:
     """The default preset's values of options, as help shows them."""
     from matcher.presets import find_preset
 
     config = find_preset(options.DEFAULT_PRESET)
     return {
-        "max_keypoints": str(config.extractor.max_keypoints),
-        "resize": str(config.extractor.resize),
+        "max_keypoints": config.extractor.max_keypoints,
+        "resize": config.extractor.resize,
         "threshold": f"{config.matcher.match_threshold:g}",
         "geometry": config.estimation.kind,
         "keep": config.extractor.keep,
@@ -86,11 +85,11 @@ def preset_defaults() -> dict[str, str]:
     }
 
 
-def _with_default(annotation: Any, value: str) -> Any:
+def _with_default(annotation: Any, value: object) -> Any:
     """The annotation of an option whose help shows this default."""
     kind, info = get_args(annotation)
     info = copy.copy(info)
-    info.show_default = value
+    info.show_default = str(value)
     return Annotated[kind, info]
 
 

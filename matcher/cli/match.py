@@ -39,7 +39,8 @@ def match(
     fail_if_unmatched: Annotated[
         bool,
         typer.Option(
-            "--fail-if-unmatched", help="Exit with code 4 unless matches are found and their geometry verified."
+            "--fail-if-unmatched",
+            help="Exit with code 4 unless matches are found and their geometry verified.",
         ),
     ] = False,
 ) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 import typer
 
 from matcher.errors import UsageError
+from matcher.files import MARK, is_ours
 
 LOGGER = "matcher"
-_FIRST_LINE = "# log of matcher"
 
 
 def show(text: str, *, always: bool = False) -> None:
@@ -97,19 +97,16 @@ class _Console(logging.Handler):
 
 
 def _log_file(path: Path) -> logging.Handler:
+    """A handler that appends to our own log, or begins one that says whose it is."""
     try:
-        if path.exists() and path.stat().st_size:
-            with path.open("rb") as file:
-                if not file.read(len(_FIRST_LINE)) == _FIRST_LINE.encode():
-                    raise UsageError(
-                        f"--log {path}: the file exists and is not a log of matcher; name another"
-                    )
-            handler = logging.FileHandler(path, encoding="utf-8")
-        else:
-            handler = logging.FileHandler(path, encoding="utf-8")
-            handler.stream.write(f"{_FIRST_LINE}\n")
+        begun = path.exists() and path.stat().st_size > 0
+        if begun and not is_ours(path):
+            raise UsageError(f"--log {path}: the file exists and is not a log of matcher; name another file")
+        handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--log {path}: the file cannot be written ({error.strerror})") from error
+    if not begun:
+        handler.stream.write(f"# {MARK.decode()}\n")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     return handler
 

@@ -25,7 +25,7 @@ Preset = Annotated[
         "--preset",
         metavar="NAME",
         autocompletion=complete_preset,
-        help="Front end, matcher and weights; `matcher presets` lists them. Defaults below are the default preset's.",
+        help="Front end, matcher and weights; see `matcher presets`.",
     ),
 ]
 Weights = Annotated[

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import typer
+from matcher.cli.messages import show
 
 
 def presets() -> None:
-    """List the presets."""
+    """List the presets: front end, matcher and weights."""
     from matcher.config import NetworkConfig
     from matcher.presets import DEFAULT_PRESET, PRESETS
 
@@ -18,8 +18,8 @@ def presets() -> None:
         else:
             how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
         if isinstance(config.matcher, NetworkConfig) and config.matcher.backbone is not None:
-            picture = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
+            source = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
         else:
-            picture = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
+            source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         default = " (default)" if name == DEFAULT_PRESET else ""
-        typer.echo(f"{name + default:<24} {picture}; {how}")
+        show(f"{name + default:<24} {source}; {how}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from matcher.cli import options
+from matcher.cli.messages import complain, show
 
 _SHOWN = 5
 
@@ -26,8 +27,8 @@ def report(
     from matcher.explain.report.run import write_run_report
 
     written = write_run_report(run, output, pages=pages, overwrite=overwrite)
-    typer.echo(f"wrote {written.index} and {written.pages} pages of pairs")
+    show(f"wrote {written.index} and {written.pages} pages of pairs")
     for text in written.left_out[:_SHOWN]:
-        typer.echo(f"matcher: no page for {text}", err=True)
+        complain(f"no page for {text}")
     if len(written.left_out) > _SHOWN:
-        typer.echo(f"matcher: and {len(written.left_out) - _SHOWN} more; the page lists them", err=True)
+        complain(f"and {len(written.left_out) - _SHOWN} more; the page lists them")

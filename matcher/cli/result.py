@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from matcher.cli.messages import detail, show
 from matcher.data.features import Features
 from matcher.data.result import Result
 from matcher.errors import UsageError
@@ -17,46 +18,84 @@ from matcher.files import check_output, write_output
 from matcher.pipeline import Pipeline
 
 DATA_SUFFIXES = (".npz", ".json")
+_REASONS = {
+    "too_few": "too few matches to estimate it",
+    "degenerate": "the points do not determine it",
+    "no_model": "no model was found",
+    "low_inliers": "too few of them agree",
+}
 
 
-def check_outputs(output: Path | None, plot: Path | None, inputs: Sequence[Path | None]) -> None:
-    """Refuse outputs that could not be written or that would replace an input.
+def check_outputs(
+    output: Path | None, plot: Path | None, inputs: Sequence[Path | None], *, overwrite: bool = False
+) -> None:
+    """Refuse outputs that could not be written, or that would replace an input or a file of others.
 
     Raises:
         UsageError: which, and why.
     """
     outputs = []
     if output is not None:
-        outputs.append(check_output(output, DATA_SUFFIXES))
+        outputs.append((output, DATA_SUFFIXES))
     if plot is not None:
         from matcher.drawing.canvas import PLOT_SUFFIXES  # matplotlib is loaded only for those who draw
 
-        outputs.append(check_output(plot, PLOT_SUFFIXES))
-    for path in outputs:
+        outputs.append((plot, PLOT_SUFFIXES))
+    for path, suffixes in outputs:
         for taken in inputs:
             if taken is not None and path.exists() and taken.exists() and path.samefile(taken):
                 raise UsageError(f"{path} is an input; name another file for the output")
+        check_output(path, suffixes, overwrite=overwrite)
 
 
 def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | None) -> None:
-    """Write the files asked for, each whole or not at all; the pictures are read again to be drawn."""
+    """Write the files asked for, each whole or not at all; the images are read again to be drawn."""
     if output is not None:
         write_output(output, as_bytes(result, pipeline, output.suffix.lower()))
     if plot is not None:
         from matcher.drawing.matches import plot_result
 
-        pictures = pipeline.read(result.path0), pipeline.read(result.path1)
-        plot_result(result, *pictures, plot, title=title(result, pipeline))
+        images = pipeline.read(result.path0), pipeline.read(result.path1)
+        plot_result(result, *images, plot, title=title(result, pipeline))
 
 
-def show(result: Result, pipeline: Pipeline, *, as_json: bool, written: Iterable[Path]) -> None:
-    """Print the JSON object alone, or the summary and what was written."""
+def show_result(
+    result: Result,
+    pipeline: Pipeline,
+    *,
+    as_json: bool = False,
+    with_matrix: bool = False,
+    written: Iterable[Path] = (),
+) -> None:
+    """Print the JSON object alone, or the summary, the matrix if it is wanted, and what was written."""
+    source = pipeline.weights
+    detail(f"weights: {'none' if source is None else f'{source.name}, sha256 {source.sha256}'}")
     if as_json:
-        print(json.dumps(as_object(result, pipeline), allow_nan=False))
+        show(json.dumps(as_object(result, pipeline), allow_nan=False), always=True)
         return
-    print(summary(result, pipeline))
+    show(summary(result, pipeline))
+    if with_matrix and result.geometry.matrix is not None:
+        show(matrix_text(result), always=True)
     for path in written:
-        print(f"wrote {path}")
+        show(f"wrote {path}")
+
+
+def is_unmatched(result: Result) -> bool:
+    """Whether there are no matches, or none whose geometry could be verified."""
+    return not len(result.matches) or result.geometry.status not in ("ok", "not_estimated")
+
+
+def matrix_text(result: Result) -> str:
+    """The estimated matrix, and the pose of an essential one, with numbers that `numpy.loadtxt` reads."""
+    geometry, rows = result.geometry, []
+    parts = [(f"{geometry.kind} matrix, x1ᵀ M x0 = 0:", geometry.matrix)]
+    if geometry.kind == "homography":
+        parts = [("homography, x1 ~ H x0:", geometry.matrix)]
+    if geometry.cam1_from_cam0 is not None:
+        parts.append(("cam1_from_cam0, translation of length 1:", geometry.cam1_from_cam0))
+    for heading, matrix in parts:
+        rows += [f"# {heading}", *(" ".join(f"{value: .10g}" for value in row) for row in matrix)]
+    return "\n".join(rows)
 
 
 def as_object(result: Result, pipeline: Pipeline) -> dict[str, Any]:
@@ -126,8 +165,13 @@ def summary(result: Result, pipeline: Pipeline) -> str:
     ]
     depth = f", {found['layers_run']} of {found['layers']} layers" if pipeline.layers else ""
     lines.append(f"{found['matches']} matches ({pipeline.preset}{depth})")
-    if geometry.kind != "none":
-        lines.append(f"{found['geometry']['inliers']} agree with one {geometry.kind} ({geometry.status})")
+    if not len(result.matches):
+        lines.append("no match: the images share nothing that was recognised")
+    elif is_unmatched(result):
+        lines.append(f"no match: the matches fit no common {geometry.kind} ({_REASONS[geometry.status]})")
+    elif geometry.kind != "none":
+        count = found["geometry"]["inliers"]
+        lines.append(f"{count} of them agree with one {geometry.kind} ({geometry.status})")
     stages = ", ".join(f"{stage} {value:.2f}" for stage, value in seconds.items() if stage != "total")
     lines.append(f"{seconds['total']:.2f} s ({stages})")
     return "\n".join(lines)

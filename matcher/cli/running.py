@@ -71,7 +71,9 @@ def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
     for parameter in parameters:
         declared = [info for info in get_args(parameter.annotation) if type(info).__name__ == "OptionInfo"]
         if declared:
-            given = next((text for text in declared[0].param_decls or () if text.startswith("--")), None)
+            # In an annotation, typer has the first name where a default would be.
+            names = [declared[0].default, *(declared[0].param_decls or ())]
+            given = next((text for text in names if str(text).startswith("--")), None)
             option = given or f"--{parameter.name.replace('_', '-')}"
             found[LIBRARY_NAMES.get(parameter.name, parameter.name)] = option
     return found

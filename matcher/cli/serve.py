@@ -7,20 +7,21 @@ from typing import Annotated
 import typer
 
 from matcher.cli import options
+from matcher.cli.messages import show
 
 
 def serve(
     port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="The first that is tried; 0: any.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port to try first; 0 takes any free one.")
     ] = 7860,
     device: options.Device = "auto",
-    max_upload: Annotated[int, typer.Option(metavar="MB", min=1, help="Larger photos are refused.")] = 50,
+    max_upload: Annotated[int, typer.Option(metavar="MB", min=1, help="Refuse larger photos.")] = 50,
 ) -> None:
-    """A page to match two photos by hand, for this machine only (extra [app]); stop it with Ctrl-C."""
+    """Serve a web page, for this machine only, that matches two photos; needs the extra [app]."""
     from matcher.cli.result import as_bytes, summary
     from matcher.serve.server import serve as run
 
     def tell(address: str) -> None:
-        typer.echo(f"open {address} in a browser; Ctrl-C ends it")
+        show(f"Open {address} in a browser; Ctrl-C stops the server.", always=True)
 
     run(as_bytes, summary, port=port, device=device, max_megabytes=max_upload, tell=tell)

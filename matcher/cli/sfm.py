@@ -20,7 +20,7 @@ from matcher.cli.collection import (
 )
 from matcher.cli.exits import PARTIAL
 from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
-from matcher.cli.loading import GivenWithoutGeometry
+from matcher.cli.messages import show
 
 if TYPE_CHECKING:
     from matcher.collection.exporting.cameras import CameraChoice
@@ -40,18 +40,26 @@ RunFolder = Annotated[
     Path | None,
     typer.Option("--run", metavar="RUN_DIR", help="From photos: where matches are kept; default MODEL-run."),
 ]
-MapperChoice = Annotated[Literal["incremental", "global"], typer.Option("--mapper")]
+MapperChoice = Annotated[
+    Literal["incremental", "global"], typer.Option("--mapper", help="Which of COLMAP's mappers.")
+]
 Threads = Annotated[
     int, typer.Option(help="Of COLMAP; -1: all processors. 1 gives the same model every time.")
 ]
 MinImages = Annotated[int, typer.Option("--min-images", min=2, help="Leave smaller models out.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of COLMAP.")]
 
+SfmOptions = Annotated[
+    dict[str, Any],
+    ("geometry",),
+    {"resize": RESIZE, "max_keypoints": MAX_KEYPOINTS, "keep": KEEP},
+]
+
 
 def sfm(
     source: Source,
     out: ModelFolder,
-    given: GivenWithoutGeometry,
+    given: SfmOptions,
     run: RunFolder = None,
     pairs: PairFile = None,
     exhaustive: Exhaustive = False,
@@ -123,7 +131,7 @@ def _reconstruct(run: Path, out: Path, choice: CameraChoice, mapping: dict[str, 
     with Store.open(run) as store:
         made = reconstruct(store, out, choice=choice, **mapping)
         for line in told(made, resized_scale(store)):
-            typer.echo(line)
+            show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0
 
 

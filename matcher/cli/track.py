@@ -11,7 +11,7 @@ import typer
 
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
-from matcher.cli.loading import GivenWithoutGeometry
+from matcher.cli.messages import complain, say, show
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
@@ -42,10 +42,13 @@ Truth = Annotated[Path | None, typer.Option(metavar="FILE", help="True poses, KI
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Draw the trajectory.")]
 Show = Annotated[bool, typer.Option("--show", help="Watch in rerun's viewer.")]
 
+# Where probabilities are low, neighbouring frames give wrong tracks, so the tracker asks for more.
+TrackerOptions = Annotated[dict[str, Any], ("geometry",), {"threshold": 0.2}]
+
 
 def track(
     source: Where,
-    given: GivenWithoutGeometry,
+    given: TrackerOptions,
     camera: CameraText = None,
     right: Right = None,
     baseline: Baseline = None,
@@ -56,7 +59,8 @@ def track(
     output: Outputs = None,
     ground_truth: Truth = None,
     plot: Plot = None,
-    show: Show = False,
+    show_live: Show = False,
+    overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
     """Follow points through frames in order; with a camera, find the way it went.
@@ -67,7 +71,7 @@ def track(
     from matcher.sequence.tracker import Tracker
 
     pinhole = options.parse_camera(camera, "--camera")
-    _check(output or [], plot, ground_truth, pinhole, right, baseline)
+    _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
     truth = _read_truth(ground_truth)
     frames_in = open_frames(source, right, rate)
     tracker = Tracker(
@@ -77,7 +81,7 @@ def track(
         epipolar_window=epipolar_window,
         **given,
     )
-    with _recordings(output or [], show, pinhole) as recordings:
+    with _recordings(output or [], show_live, pinhole) as recordings:
         log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
     return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
 
@@ -89,17 +93,18 @@ def _check(
     camera: Camera | None,
     right: Path | None,
     baseline: float | None,
+    overwrite: bool,
 ) -> None:
     """Refuse, before any work is done, outputs that cannot be written and options that need others."""
     from matcher.errors import UsageError
     from matcher.files import check_output
 
     for path in outputs:
-        check_output(path, SUFFIXES)
+        check_output(path, SUFFIXES, overwrite=overwrite)
     if plot is not None:
         from matcher.sequence.plot import PLOT_SUFFIXES
 
-        check_output(plot, PLOT_SUFFIXES)
+        check_output(plot, PLOT_SUFFIXES, overwrite=overwrite)
     if (right is None) != (baseline is None):
         raise UsageError(
             "--right and --baseline go together: rectified pairs and the distance between cameras"
@@ -150,7 +155,7 @@ def _follow(
             try:
                 result = _push(tracker, shot, stereo)
             except ImageError as error:
-                typer.echo(f"matcher: {error}; the frame is left out", err=True)
+                complain(f"{error}; the frame is left out")
                 failures += 1
                 result = tracker.push(None, shot.timestamp)
             log.add(result)
@@ -160,9 +165,9 @@ def _follow(
             if limit is not None and len(log) >= limit:
                 break
     except KeyboardInterrupt:
-        typer.echo("stopped", err=True)
+        say("stopped")
     if source.problem is not None:
-        typer.echo(f"matcher: {source.problem}", err=True)
+        complain(str(source.problem))
         failures += 1
     if not any(log.counts().get(status) for status in ("first", "tracked", "lost", "blank")):
         raise ImageError(f"{source.name}: no frame could be read")
@@ -203,11 +208,11 @@ def _finish(
     if plot is not None:
         _draw(plot, log, compared, poses, stereo, _title(found))
     if as_json:
-        typer.echo(json.dumps(found, allow_nan=False))
+        show(json.dumps(found, allow_nan=False), always=True)
     else:
-        typer.echo(_summary(found))
+        show(_summary(found))
         for path in [*outputs, *([plot] if plot is not None else [])]:
-            typer.echo(f"wrote {path}")
+            show(f"wrote {path}")
     return PARTIAL if failures else 0
 
 

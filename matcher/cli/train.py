@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from matcher.cli import options
+from matcher.cli.messages import say, show
 
 if TYPE_CHECKING:
     from matcher.lab.train.keypoints.recipe import FrontEndRecipe
@@ -98,7 +99,7 @@ def _folders(photos: Path | None, validation: Path | None) -> tuple[Path, Path |
 def _log(line: str) -> None:
     import time
 
-    typer.echo(f"{time.strftime('%H:%M:%S')} {line}")
+    show(f"{time.strftime('%H:%M:%S')} {line}")
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def _stop_signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         received.append(number)
-        typer.echo("stopping after this step", err=True)
+        say("stopping after this step")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
