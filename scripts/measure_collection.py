@@ -20,7 +20,7 @@ ARRANGEMENTS = {
 }
 
 
-SHARED = 30  # verified matches of two pictures of the castle that overlap
+SHARED = 30  # verified matches of two images of the castle that overlap
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--max-keypoints", type=int, help="default: castle 4096, workers 512")
     parser.add_argument("--resize", type=int, default=2048, help="of the castle")
     parser.add_argument("--keep", choices=("strongest", "largest"), help="of the castle's points")
-    parser.add_argument("--neighbours", type=int, default=12, help="pairs a picture that workers match")
+    parser.add_argument("--neighbours", type=int, default=12, help="pairs an image that workers match")
     args = parser.parse_args()
 
     from matcher.collection import figures

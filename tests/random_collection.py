@@ -1,4 +1,4 @@
-"""A store filled with made-up pictures and pairs, without running a matcher."""
+"""A store filled with made-up images and pairs, without running a matcher."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def features(rng: np.random.Generator, count: int = 400, kind: str = "sift", dim
 def pair(
     rng: np.random.Generator, name0: str, name1: str, points0: np.ndarray, points1: np.ndarray, count: int
 ) -> StoredPair:
-    """Random matches between two pictures with a made-up fundamental matrix."""
+    """Random matches between two images with a made-up fundamental matrix."""
     indices = np.stack([rng.permutation(len(p))[:count] for p in (points0, points1)], axis=1)
     scores = -np.sort(-rng.random(count).astype(np.float32))
     matches = Matches(indices, points0[indices[:, 0]], points1[indices[:, 1]], scores, 5, 380, 390)
@@ -47,7 +47,7 @@ def pair(
 
 
 def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int = 300) -> list[StoredPair]:
-    """Make a store in `folder` with every pair of so many pictures; what was written."""
+    """Make a store in `folder` with every pair of so many images; what was written."""
     Store.create(folder, SETTINGS, folder.parent / "photos").close()
     names = [f"im {number:03d}.jpg" for number in range(images)]
     made = [features(rng) for _ in names]

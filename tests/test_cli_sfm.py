@@ -9,7 +9,7 @@ from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
-from matcher.collection.reconstruction import Model, Reconstruction
+from matcher.collection.reconstruction.reconstruct import Reconstruction, SparseModel
 from matcher.lab.benchmark.collections import aligned
 
 pycolmap = pytest.importorskip("pycolmap")
@@ -25,7 +25,7 @@ def made(tmp_path_factory):
     """Photos, their poses, and what `matcher sfm` made of them."""
     folder = tmp_path_factory.mktemp("made")
     poses = render_photos(folder / "photos")
-    (folder / "photos" / "broken.jpg").write_bytes(b"no picture")
+    (folder / "photos" / "broken.jpg").write_bytes(b"no image")
     code = run("sfm", folder / "photos", "--out", folder / "model", *FAST)
     return folder, poses, code
 
@@ -106,10 +106,10 @@ def test_several_models_and_errors_in_resized_pixels_are_told():
     from matcher.collection.exporting.output import ExportReport
 
     def model(images):
-        return Model({f"{i}": np.eye(4)[:3] for i in range(images)}, {}, 9, 20, 2.2, 0.8)
+        return SparseModel({f"{i}": np.eye(4)[:3] for i in range(images)}, {}, 9, 20, 2.2, 0.8)
 
     report = ExportReport(Path("m.db"), left_out=["the pair a b: damaged"])
     lines = told(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
     assert "left out: the pair a b: damaged" in lines and "registered images: 4 of 8" in lines
-    assert "mean reprojection error: 0.800 px of the file, 0.400 px of the resized picture" in lines
+    assert "mean reprojection error: 0.800 px of the file, 0.400 px of the resized image" in lines
     assert "1 more models that do not hang together with it: 3 images" in lines

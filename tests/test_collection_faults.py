@@ -39,7 +39,7 @@ def drive():
     found.add_pairs(exhaustive=True)
     before = found.counts().pairs_done
     print(before, flush=True)
-    report = found.run(tell=lambda p: p.stage == "match" and print(before + p.done, flush=True))
+    report = found.run(on_progress=lambda p: p.stage == "match" and print(before + p.done, flush=True))
     return 0 if report.all_well else 4
 
 for line in sys.stdin:
@@ -157,9 +157,9 @@ def test_fifty_kills_lose_nothing(scene, tmp_path, workers):
 GATE = """
 import os, sys, time
 from pathlib import Path
-if "matcher.collection.workers" in " ".join(sys.orig_argv):
-    from matcher.collection import workbench
-    gate, match, seen = Path(__file__).with_name("open"), workbench.Workbench.match, []
+if "matcher.collection.worker" in sys.orig_argv:
+    from matcher.collection import jobs
+    gate, match, seen = Path(__file__).with_name("open"), jobs.JobRunner.match, []
     parent = os.getppid()
 
     def gated_match(self, pairs):
@@ -168,7 +168,7 @@ if "matcher.collection.workers" in " ".join(sys.orig_argv):
             time.sleep(0.01)
         return match(self, pairs)
 
-    workbench.Workbench.match = gated_match
+    jobs.JobRunner.match = gated_match
 """
 
 
@@ -234,14 +234,14 @@ def test_workers_end_when_the_run_is_killed(scene, tmp_path, gate):
 
 
 def deadly(folder: Path, fatal: list[str]) -> None:
-    """A `sitecustomize` that makes workers die at the pairs and pictures named in `fatal`."""
+    """A `sitecustomize` that makes workers die at the pairs and images named in `fatal`."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         f"""
 import os, signal, sys
-if "matcher.collection.workers" in " ".join(sys.orig_argv):
-    from matcher.collection import workbench
-    fatal, match, extract = {json.dumps(fatal)}, workbench.Workbench.match, workbench.Workbench.extract
+if "matcher.collection.worker" in sys.orig_argv:
+    from matcher.collection import jobs
+    fatal, match, extract = {json.dumps(fatal)}, jobs.JobRunner.match, jobs.JobRunner.extract
 
     def deadly_match(self, pairs):
         if any(f"{{a.name}}+{{b.name}}" in fatal for a, b in pairs):
@@ -253,7 +253,7 @@ if "matcher.collection.workers" in " ".join(sys.orig_argv):
             os._exit(77)
         return extract(self, name)
 
-    workbench.Workbench.match, workbench.Workbench.extract = deadly_match, deadly_extract
+    jobs.JobRunner.match, jobs.JobRunner.extract = deadly_match, deadly_extract
 """
     )
 
@@ -298,7 +298,7 @@ def test_workers_that_cannot_start_are_an_error(tmp_path, monkeypatch):
     photos(tmp_path / "photos", 2)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, sys\nif 'matcher.collection.workers' in ' '.join(sys.orig_argv): os._exit(9)\n"
+        "import os, sys\nif 'matcher.collection.worker' in sys.orig_argv: os._exit(9)\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     found = Collection.open(tmp_path / "run", preset="nearest", device="cpu", workers=2)

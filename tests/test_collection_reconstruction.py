@@ -8,11 +8,11 @@ import PIL.Image
 import pytest
 from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 
-from matcher.collection import reconstruction
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
-from matcher.collection.reconstruction import ReconstructionError, reconstruct
-from matcher.collection.reconstruction_picture import scene_axes
+from matcher.collection.reconstruction import reconstruct as reconstruction
+from matcher.collection.reconstruction.plot import scene_axes
+from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
 from matcher.errors import UsageError
 from matcher.lab.benchmark.collections import aligned, database_from_hloc
 
@@ -43,7 +43,7 @@ def test_all_cameras_are_found_where_they_are(made):
     assert result.largest.mean_track_length > 4 and result.largest.points > 400
 
 
-def test_a_picture_is_held_as_the_cameras_were(made):
+def test_the_plot_is_held_as_the_cameras_were(made):
     right, down, ahead = scene_axes([made[0].largest.cam_from_world[f"ring/{i:03d}.jpg"] for i in (9, 0, 1)])
     middle = made[0].largest.cam_from_world["ring/000.jpg"]
     assert middle[1, :3] @ down > 0.9 and middle[2, :3] @ ahead > 0.9 and middle[0, :3] @ right > 0.9
@@ -66,9 +66,9 @@ def test_the_files_are_those_of_the_result(made):
     pose = next(i for i in model.images.values() if i.name == "ring/003.jpg").cam_from_world().matrix()
     np.testing.assert_allclose(result.largest.cam_from_world["ring/003.jpg"], pose)
     assert (out / "points.ply").read_bytes().startswith(b"ply")
-    picture = PIL.Image.open(out / "reconstruction.png").convert("RGB")
-    red = (np.asarray(picture) == (200, 16, 46)).all(axis=2)
-    assert picture.size == (1600, 800) and red[:, :800].sum() > 500 and red[:, 800:].sum() > 500
+    image = PIL.Image.open(out / "reconstruction.png").convert("RGB")
+    red = (np.asarray(image) == (200, 16, 46)).all(axis=2)
+    assert image.size == (1600, 800) and red[:, :800].sum() > 500 and red[:, 800:].sum() > 500
     assert json.loads((out / "summary.json").read_text())["models"][0]["registered"] == 10
 
 
@@ -136,7 +136,7 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
 )
 def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, told):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=100)
-    monkeypatch.setattr(reconstruction, "_CHILD", child)
+    monkeypatch.setattr(reconstruction, "_CHILD", ("-c", child))
     with pytest.raises(ReconstructionError, match=told):
         reconstruct(store, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

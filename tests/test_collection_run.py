@@ -12,7 +12,7 @@ from matcher.cli.collection import ProgressLines
 from matcher.collection.collection import Collection
 from matcher.collection.descriptors import file_path
 from matcher.collection.records import Counts
-from matcher.collection.runner import Progress
+from matcher.collection.runner import StageProgress
 from matcher.collection.settings import parse_shard
 from matcher.collection.store import Store
 from matcher.collection.writer import Writer
@@ -44,9 +44,9 @@ def folder(tmp_path) -> Path:
 def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd):
     assert collect(folder, tmp_path / "run", "--exhaustive") == 0
     out, err = capfd.readouterr()
-    assert "pictures: 4 done, 0 failed, 0 waiting" in out
+    assert "images: 4 done, 0 failed, 0 waiting" in out
     assert "pairs: 6 done, 0 failed, 0 waiting" in out
-    assert "extracting pictures: 4 of 4, 0 failed" in err and "matching pairs: 6 of 6" in err
+    assert "extracting images: 4 of 4, 0 failed" in err and "matching pairs: 6 of 6" in err
     pipe = matcher.load("nearest", max_keypoints=150, device="cpu")
     pairs = list(opened(tmp_path / "run"))
     assert len(pairs) == 6
@@ -78,7 +78,7 @@ def test_worker_processes_give_the_same(folder, tmp_path):
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
 
 
-def test_nothing_is_done_twice_and_a_changed_picture_is(folder, tmp_path, capfd):
+def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
     run_dir = tmp_path / "run"
     assert collect(folder, run_dir, "--exhaustive") == 0
     before = contents(run_dir)
@@ -92,8 +92,8 @@ def test_nothing_is_done_twice_and_a_changed_picture_is(folder, tmp_path, capfd)
     shutil.copy(folder / "view 02.png", folder / "view 01.png")
     assert collect(folder, run_dir) == 0
     err = capfd.readouterr().err
-    assert "1 pictures have changed" in err
-    assert "extracting pictures: 1 of 1" in err and "matching pairs: 3 of 3" in err
+    assert "1 images have changed" in err
+    assert "extracting images: 1 of 1" in err and "matching pairs: 3 of 3" in err
     after = contents(run_dir)
     assert {key[1:] for key in before if key not in after or after[key] != before[key]} >= {
         ("view 00.png", "view 01.png"), ("view 01.png", "view 02.png"), ("view 01.png", "view 03.png"),
@@ -129,22 +129,22 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
     assert (run_dir / "notes.txt").read_text() == "mine"
 
 
-def test_presets_without_keypoints_of_a_picture_are_refused(folder, tmp_path, capfd):
+def test_presets_without_keypoints_of_an_image_are_refused(folder, tmp_path, capfd):
     assert run("collection", folder, "--run", tmp_path / "run", "--preset", "loftr-outdoor") == 2
     err = capfd.readouterr().err
     assert "loftr-outdoor finds its points anew for every pair" in err and "hybrid" in err
     assert not (tmp_path / "run").exists()
 
 
-def test_pictures_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capfd):
+def test_images_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capfd):
     good = (folder / "view 01.png").read_bytes()
     (folder / "view 01.png").write_bytes(good[: len(good) // 2])
-    (folder / "text.jpg").write_text("no picture")
+    (folder / "text.jpg").write_text("no image")
     (folder / "empty.png").touch()
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4
     out = capfd.readouterr().out
-    assert "pictures: 3 done, 3 failed, 0 waiting" in out and "pairs: 3 done, 12 failed, 0 waiting" in out
-    assert "text.jpg: not a picture" in out or "text.jpg" in out
+    assert "images: 3 done, 3 failed, 0 waiting" in out and "pairs: 3 done, 12 failed, 0 waiting" in out
+    assert "text.jpg: not an image" in out or "text.jpg" in out
     assert run("status", tmp_path / "run") == 4
     with Store.open(tmp_path / "run") as store:
         failed = {(pair.name0, pair.name1): pair.reason for pair in store.failed()}
@@ -157,15 +157,15 @@ def test_pictures_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, ca
     assert "matching pairs: 3 of 3" in err and "pairs: 6 done, 9 failed" in out
 
 
-def test_no_picture_at_all(folder, tmp_path, capfd):
+def test_no_image_at_all(folder, tmp_path, capfd):
     (tmp_path / "bad").mkdir()
     for name in ("a.jpg", "b.jpg"):
-        (tmp_path / "bad" / name).write_text("no picture")
+        (tmp_path / "bad" / name).write_text("no image")
     assert collect(tmp_path / "bad", tmp_path / "run", "--exhaustive") == 3
-    assert "no picture of" in capfd.readouterr().err
+    assert "no image of" in capfd.readouterr().err
     (tmp_path / "none").mkdir()
     assert collect(tmp_path / "none", tmp_path / "run2", "--exhaustive") == 2
-    assert "holds no pictures" in capfd.readouterr().err
+    assert "holds no images" in capfd.readouterr().err
     assert collect(tmp_path / "absent", tmp_path / "run3", "--exhaustive") == 2
     assert "not a folder" in capfd.readouterr().err
 
@@ -180,7 +180,7 @@ def test_a_pair_list_with_everything_wrong(folder, tmp_path, capfd):
     assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "pairs.txt") == 0
     out, err = capfd.readouterr()
     assert "pairs: 1 done, 0 failed, 0 waiting" in out
-    assert "pictures: 2 done, 0 failed, 2 waiting" in out
+    assert "images: 2 done, 0 failed, 2 waiting" in out
     for fault in ("line 4", "line 5", "line 6", "line 7", "line 8", "line 9"):
         assert fault in err
 
@@ -232,7 +232,7 @@ def test_only_runs_that_fit_are_joined(folder, tmp_path, capfd):
     shutil.copy(folder / "view 03.png", tmp_path / "other" / "view 00.png")
     assert collect(tmp_path / "other", tmp_path / "c", "--sequential", 1) == 0
     assert run("merge", tmp_path / "a", tmp_path / "c", "--into", tmp_path / "ac") == 2
-    assert "view 00.png is one picture in" in capfd.readouterr().err
+    assert "view 00.png is one image in" in capfd.readouterr().err
     assert not (tmp_path / "ac").exists()  # said before anything is written
 
 
@@ -245,7 +245,7 @@ def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_pa
     assert collect(folder, run_dir, "--sequential", 1) == 0
     assert "extracting" not in capfd.readouterr().err
     assert collect(folder, run_dir, "--exhaustive") == 0
-    assert "extracting pictures: 4 of 4" in capfd.readouterr().err
+    assert "extracting images: 4 of 4" in capfd.readouterr().err
     after = contents(run_dir)
     assert {key: after[key] for key in before} == before
     file_path(run_dir, 1).unlink()
@@ -315,7 +315,7 @@ def test_the_object_says_what_is_missing(folder, tmp_path):
     for bad in ({}, {"exhaustive": True, "sequential": 1}):
         with pytest.raises(UsageError, match="one of"):
             found.add_pairs(**bad)
-    with pytest.raises(UsageError, match="no picture 'x'"):
+    with pytest.raises(UsageError, match="no image 'x'"):
         found.add_pairs([("view 00.png", "x")])
     with pytest.raises(UsageError, match="itself"):
         found.add_pairs([("view 00.png", "view 00.png")])
@@ -367,7 +367,7 @@ def test_lines_of_progress(capsys):
     lines = ProgressLines(said.append, lambda: now[0])
     for time, done in ((0, 0), (1, 10), (12, 120), (13, 130), (23, 300), (40, 4000)):
         now[0] = time
-        lines(Progress("match", done, done // 100, 4000))
+        lines(StageProgress("match", done, done // 100, 4000))
     assert said == [
         "matching pairs: 4000",
         "matching pairs: 120 of 4000, 1 failed, 10.0/s, 6 min 28 s left",
@@ -375,18 +375,18 @@ def test_lines_of_progress(capsys):
         "matching pairs: 4000 of 4000, 40 failed, 100.0/s, 0 s left",
     ]
     now[0] = 0.0
-    lines(Progress("match", 0, 0, 9))
+    lines(StageProgress("match", 0, 0, 9))
     now[0] = 20.0
-    lines(Progress("match", 3, 0, 9))
+    lines(StageProgress("match", 3, 0, 9))
     assert said[-1] == "matching pairs: 3 of 9, 0 failed, 9.0/min, 40 s left"
 
 
-def test_no_pictures_is_an_error_of_the_library_too(tmp_path):
+def test_no_images_is_an_error_of_the_library_too(tmp_path):
     photos(tmp_path / "photos", 2)
     found = opened(tmp_path / "run")
     found.add_images(tmp_path / "photos")
     for path in (tmp_path / "photos").iterdir():
         path.write_bytes(b"")
     found.add_pairs(exhaustive=True)
-    with pytest.raises(ImageError, match="no picture"):
+    with pytest.raises(ImageError, match="no image"):
         found.run()

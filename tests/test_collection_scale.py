@@ -37,7 +37,7 @@ print(total, added, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def named_store(folder: Path, count: int) -> list[str]:
-    """A store that knows so many pictures by name alone."""
+    """A store that knows so many images by name alone."""
     Store.create(folder, SETTINGS).close()
     names = [f"day {number // 100}/im{number:06d}.jpg" for number in range(count)]
     with Writer(folder) as writer, writer.transaction():
@@ -74,13 +74,13 @@ def test_jobs_take_the_pairs_tile_by_tile(tmp_path):
         assert (
             len([tile for tile, after in zip(tiles, [*tiles[1:], None], strict=True) if tile != after]) == 10
         )
-        assert all(set(job.pictures) == {n for pair in job.items for n in pair} for job in jobs)
+        assert all(set(job.images) == {n for pair in job.items for n in pair} for job in jobs)
         sizes = [len(job.items) for job in jobs]
         assert sizes[0] == 16 and sizes[-30:] == [1] * 30  # so that workers end together
         assert add_pairs(writer, [(names[3], names[1])]) == (1, 0)
 
 
-def test_few_pictures_are_shared_out():
+def test_few_images_are_shared_out():
     names = [f"{number}.jpg" for number in range(200)]
     jobs = [job.items for job in extract_jobs(names)]
     assert [name for items in jobs for name in items] == names
@@ -124,15 +124,15 @@ def test_ray_replaces_an_actor_that_dies(tmp_path, monkeypatch):
         """
 import os, sys
 if "default_worker.py" in " ".join(sys.orig_argv):
-    from matcher.collection import workbench
-    match = workbench.Workbench.match
+    from matcher.collection import jobs
+    match = jobs.JobRunner.match
 
     def deadly(self, pairs):
         if any((a.name, b.name) == ("view 00.png", "view 02.png") for a, b in pairs):
             os._exit(77)
         return match(self, pairs)
 
-    workbench.Workbench.match = deadly
+    jobs.JobRunner.match = deadly
 """
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
@@ -157,7 +157,7 @@ def test_ray_that_is_absent_is_said(tmp_path, monkeypatch, capfd):
     assert "pip install 'matcher-vision[ray]'" in capfd.readouterr().err
 
 
-def test_similar_pictures_are_paired(tmp_path):
+def test_similar_images_are_paired(tmp_path):
     photos(tmp_path / "photos" / "a", 3, seed=1)
     photos(tmp_path / "photos" / "b", 3, seed=2)
     found = Collection.open(tmp_path / "run", preset="nearest", max_keypoints=150, device="cpu", workers=0)

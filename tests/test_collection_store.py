@@ -151,7 +151,7 @@ def test_descriptor_files_have_a_limit_and_forget_what_was_not_committed(rng, tm
         assert store.check() == []
 
 
-def test_a_changed_picture_is_forgotten_with_its_pairs(rng, tmp_path):
+def test_a_changed_image_is_forgotten_with_its_pairs(rng, tmp_path):
     fill(tmp_path, rng)
     with Writer(tmp_path) as writer:
         with writer.transaction():

@@ -1,4 +1,4 @@
-"""The page of a run: what one pass counts, where pictures lie, the page itself, from disk in a browser."""
+"""The page of a run: what one pass counts, where images lie, the page itself, from disk in a browser."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from matcher.cli import main
 from matcher.collection.records import StoredPair
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.explain.report.graph import lay_out
-from matcher.explain.report.tally import BINS, bin_of, tally
+from matcher.explain.report.statistics import BINS, bin_of, collect_statistics
 
 ODD = "<img src=x onerror=alert(1)>&amp;.png"
 
@@ -24,13 +24,13 @@ def page_data(path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Five views of one plane, one with an odd name, one of something else, a file that is no picture."""
+    """Five views of one plane, one with an odd name, one of something else, a file that is no image."""
     folder = tmp_path_factory.mktemp("run")
     names = photos(folder / "photos", 5)
     (folder / "photos" / names[0]).rename(folder / "photos" / ODD)
     noise = np.random.default_rng(1).integers(0, 255, (160, 200), np.uint8)
     cv2.imwrite(str(folder / "photos" / "noise.png"), noise)
-    (folder / "photos" / "broken.jpg").write_bytes(b"\xff\xd8\xff no picture")
+    (folder / "photos" / "broken.jpg").write_bytes(b"\xff\xd8\xff no image")
     given = [
         "collection",
         str(folder / "photos"),
@@ -57,7 +57,7 @@ def test_the_page_counts_what_the_store_holds(run, written):
     with Store.open(run) as store:
         counts, pairs = store.counts(), list(store.pairs())
     assert data["counts"] == [
-        ["pictures", counts.images_done, counts.images_failed, counts.images_waiting],
+        ["images", counts.images_done, counts.images_failed, counts.images_waiting],
         ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
     ]
     assert sum(count for _, count in data["statuses"]) == len(pairs) == 15
@@ -68,7 +68,7 @@ def test_the_page_counts_what_the_store_holds(run, written):
     nodes = [node[0] for node in data["graph"]["nodes"]]
     assert {(nodes[a], nodes[b]) for a, b, *_ in data["graph"]["edges"]} == sound and len(sound) == 10
     assert dict((name, degree) for name, *_, degree in data["graph"]["nodes"])["noise.png"] == 0
-    assert data["failures"]["pictures"][0] == 1 and data["failures"]["pictures"][1][0][0] == "broken.jpg"
+    assert data["failures"]["images"][0] == 1 and data["failures"]["images"][1][0][0] == "broken.jpg"
     assert data["failures"]["pairs"][0] == counts.pairs_failed > 0
 
 
@@ -97,7 +97,7 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
         assert page.run("return document.querySelectorAll('img').length") == 0
         page.screenshot(tmp_path / "run.png")
         assert "nearest" in page.text("#tables") and ODD in page.text("#worst")
-        assert "broken.jpg" in page.text("#failed-pictures")
+        assert "broken.jpg" in page.text("#failed-images")
         assert len(page.find("#worst a")) == 3 and page.complaints() == []
         page.click("#worst a")
         page.wait("return location.pathname.includes('report_pairs') && document.body.dataset.ready")
@@ -113,25 +113,25 @@ def test_a_run_without_pairs_makes_a_useful_page(tmp_path):
     out = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "run"), "--output", str(out)]) == 0
     data = page_data(out)
-    assert data["counts"][0][0] == "pictures" and sum(data["counts"][0][1:]) == 2
+    assert data["counts"][0][0] == "images" and sum(data["counts"][0][1:]) == 2
     assert (
         data["counts"][1][1:] == [0, 0, 0] and data["worst"] == [] and not (tmp_path / "page_pairs").exists()
     )
 
 
-def test_pictures_that_are_gone_or_changed_are_told(run, tmp_path, capsys):
+def test_images_that_are_gone_or_changed_are_told(run, tmp_path, capsys):
     out = tmp_path / "page.html"
-    picture = run.parent / "photos" / "noise.png"
-    before = picture.read_bytes()
+    image = run.parent / "photos" / "noise.png"
+    before = image.read_bytes()
     try:
-        picture.unlink()
+        image.unlink()
         assert main(["report", str(run), "--output", str(out), "--pages", "2"]) == 0
         assert "no page for" in capsys.readouterr().err and page_data(out)["failures"]["pages"][0] == 2
-        cv2.imwrite(str(picture), np.zeros((50, 60), np.uint8))
+        cv2.imwrite(str(image), np.zeros((50, 60), np.uint8))
         assert main(["report", str(run), "--output", str(out), "--pages", "1"]) == 0
         assert "its size has changed" in capsys.readouterr().err
     finally:
-        picture.write_bytes(before)
+        image.write_bytes(before)
 
 
 def test_bad_requests_are_named(run, tmp_path, capsys):
@@ -162,14 +162,14 @@ def test_one_pass_keeps_the_worst_and_the_best():
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 300, 200)
     pairs = [stored(n, int(c), int(c) + 5, "ok" if c > 15 else "too_few") for n, c in enumerate(counts)]
-    found = tally(iter(pairs), 20, 30)
+    found = collect_statistics(iter(pairs), 20, 30)
     assert [row.inliers for row in found.worst] == sorted(counts)[:20]
     assert [row.inliers for row in found.best] == sorted(counts)[::-1][:30]
     assert found.pairs == 200 and found.seconds == 100.0
     assert found.statuses["ok"] == (counts > 15).sum() and sum(found.inliers.values()) == 200
     assert sum(found.degree.values()) == 2 * (counts > 15).sum() and found.tried["3"] == 2
-    assert tally(iter(pairs), 0, 0).worst == [] and tally(iter(()), 5, 5).best == []
-    free = tally(iter([stored(0, 0, 7, "not_estimated")]), 1, 1)
+    assert collect_statistics(iter(pairs), 0, 0).worst == [] and collect_statistics(iter(()), 5, 5).best == []
+    free = collect_statistics(iter([stored(0, 0, 7, "not_estimated")]), 1, 1)
     assert free.best[0].inliers == 7
 
 
@@ -177,7 +177,7 @@ def test_bins_hold_their_counts():
     assert [BINS[bin_of(count)] for count in (0, 1, 9, 10, 1999, 10**6)] == [0, 1, 1, 10, 1000, 2000]
 
 
-def test_pictures_that_match_lie_near_each_other():
+def test_images_that_match_lie_near_each_other():
     one, two = np.array([[0, 1], [1, 2], [0, 2]]), np.array([[3, 4], [4, 5], [3, 5]])
     places = lay_out(6, np.concatenate([one, two]), np.ones(6))
     assert places.min() >= 0 and places.max() <= 1

@@ -1,4 +1,4 @@
-"""Pictures that look alike: on made-up descriptors, and on warped views of photos."""
+"""Images that look alike: on made-up descriptors, and on warped views of photos."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ def test_neighbours_against_a_sorted_table(rng, monkeypatch, rows):
     assert not (found == 11).any()
 
 
-def test_turned_pictures_are_found_by_descriptors_that_turn(rng):
+def test_turned_images_are_found_by_descriptors_that_turn(rng):
     upright = made_up(rng, scenes=12, views=2)
     table = {}
     for number, (name, features) in enumerate(upright.items()):
@@ -120,7 +120,7 @@ def test_turned_pictures_are_found_by_descriptors_that_turn(rng):
     assert recall(similar_pairs(list(rigid), rigid.__getitem__, 1), list(rigid)) < 0.5
 
 
-def test_few_pictures_and_pictures_without_keypoints(rng):
+def test_few_images_and_images_without_keypoints(rng):
     table = made_up(rng, scenes=1, views=3)
     empty = Features(keypoints=np.zeros((0, 2)), descriptors=np.zeros((0, 32)), size=(9, 9))
     table["empty"] = empty

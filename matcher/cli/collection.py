@@ -17,15 +17,15 @@ from matcher.cli.messages import say, show, wants_progress
 
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
-    from matcher.collection.runner import Progress
+    from matcher.collection.runner import StageProgress
 
 _LINE_SECONDS = 10.0  # between two lines where there is no terminal
-_DOING = {"extract": "extracting pictures", "match": "matching pairs"}
+_DOING = {"extract": "extracting images", "match": "matching pairs"}
 _SHOWN = 5
 
 RunDir = Annotated[Path, typer.Option("--run", metavar="RUN_DIR", help="Where results are kept.")]
 PairFile = Annotated[Path | None, typer.Option("--pairs", metavar="FILE", help="Two names a line.")]
-Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Every pair of pictures.")]
+Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Every pair of images.")]
 Sequential = Annotated[
     int | None, typer.Option("--sequential", metavar="K", min=1, help="Each with the K next by name.")
 ]
@@ -38,7 +38,7 @@ FeaturesFile = Annotated[
 ]
 Masks = Annotated[
     Path | None,
-    typer.Option("--masks", metavar="DIR", help="Pictures, called alike, not black where to look."),
+    typer.Option("--masks", metavar="DIR", help="Images, called alike, not black where to look."),
 ]
 WorkerCount = Annotated[
     int | None,
@@ -50,17 +50,17 @@ EngineChoice = Annotated[
     Literal["local", "ray"], typer.Option("--engine", help="Processes of this machine, or a Ray cluster.")
 ]
 CameraText = Annotated[
-    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Of every picture, in pixels; for essential.")
+    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Of every image, in pixels; for essential.")
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw away what RUN_DIR holds.")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")]
 Descriptors = Annotated[
-    bool, typer.Option("--descriptors", help="Extract every picture, also where descriptors were deleted.")
+    bool, typer.Option("--descriptors", help="Extract every image, also where descriptors were deleted.")
 ]
 
 
 def collection(
-    images: Annotated[Path, typer.Argument(metavar="IMAGES", show_default=False, help="Folder of pictures.")],
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", show_default=False, help="Folder of images.")],
     run: RunDir,
     given: Given,
     pairs: PairFile = None,
@@ -78,9 +78,9 @@ def collection(
     retry_failed: RetryFailed = False,
     descriptors: Descriptors = False,
 ) -> int:
-    """Match the pictures of a folder: features once a picture, every pair once, geometry verified.
+    """Match the images of a folder: features once an image, every pair once, geometry verified.
 
-    What is finished stays in RUN_DIR, so an interrupted run goes on where it was; a changed picture is done
+    What is finished stays in RUN_DIR, so an interrupted run goes on where it was; a changed image is done
     anew with its pairs. Without --pairs, --exhaustive, --sequential or --similar, what still waits is done.
     """
     from matcher.collection.collection import Collection
@@ -108,7 +108,7 @@ def match_pairs(opened: Collection, choice: dict[str, Any], **how: bool) -> int:
     """Enter the chosen pairs, match what waits, say how it went; the exit code."""
     with _progress() as tell:
         _enter_pairs(opened, choice, tell)
-        report = opened.run(tell=tell, **how)
+        report = opened.run(on_progress=tell, **how)
     _show(opened.run_dir)
     if report.crashes:
         say(f"{report.crashes} worker processes died and were replaced; what they were at was tried again")
@@ -122,23 +122,23 @@ def enter_images(
     features: Path | None = None,
     restart: bool = False,
 ) -> None:
-    """Enter the pictures of a folder and say what has changed."""
+    """Enter the images of a folder and say what has changed."""
     changes = opened.add_images(images, masks=masks, features=features, restart=restart)
     if changes.changed:
-        say(f"{changes.changed} pictures have changed and are done again with their pairs")
+        say(f"{changes.changed} images have changed and are done again with their pairs")
     if changes.gone:
-        say(f"{changes.gone} pictures of the run are no longer in {images}; what was matched stays")
+        say(f"{changes.gone} images of the run are no longer in {images}; what was matched stays")
     if changes.odd:
         say(f"{len(changes.odd)} files are left out for their names: {', '.join(changes.odd[:_SHOWN])}")
 
 
-def _enter_pairs(opened: Collection, choice: dict[str, Any], tell: Callable[[Progress], None]) -> None:
+def _enter_pairs(opened: Collection, choice: dict[str, Any], tell: Callable[[StageProgress], None]) -> None:
     from matcher.collection.pairlists import FaultTally
 
     if not choice:
         return
     faults = FaultTally()
-    total, new = opened.add_pairs(**choice, on_fault=faults, tell=tell)
+    total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=tell)
     say(f"{total} pairs, {total - new} of them in the run already")
     for line in faults.lines():
         say(f"{choice['file']}: {line}")
@@ -164,7 +164,7 @@ def merge(
     """Join runs of parts of one collection (--shard) to one run."""
     from matcher.collection.merging import merge as join
 
-    join(runs, into, descriptors=descriptors, tell=say)
+    join(runs, into, descriptors=descriptors, on_report=say)
     return _show(into)
 
 
@@ -176,10 +176,10 @@ def _show(run: Path, *, check: bool = False) -> int:
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings
         failed = ((f"{pair.name0} and {pair.name1}", pair.reason) for pair in store.failed())
-        show(f"{run}: {settings.get('preset', 'a run')}, pictures of {store.image_folder}")
+        show(f"{run}: {settings.get('preset', 'a run')}, images of {store.image_folder}")
         lost = ((image.name, image.reason) for image in store.images() if image.status == "failed")
         for what, done, bad, waiting, reasons in (
-            ("pictures", counts.images_done, counts.images_failed, counts.images_waiting, lost),
+            ("images", counts.images_done, counts.images_failed, counts.images_waiting, lost),
             ("pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting, failed),
         ):
             show(f"{what}: {done} done, {bad} failed, {waiting} waiting")
@@ -194,7 +194,7 @@ def _show(run: Path, *, check: bool = False) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
+def _progress() -> Iterator[Callable[[StageProgress], None]]:
     """Bars on a terminal, a line now and then elsewhere; on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -214,7 +214,7 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
     with Progress(*columns, console=console) as bars:
         tasks: dict[str, tuple[int, float]] = {}
 
-        def tell(now: Progress) -> None:
+        def tell(now: StageProgress) -> None:
             if now.done == 0 or now.stage not in tasks:
                 task = bars.add_task(_DOING[now.stage], total=now.total, rate="")
                 tasks[now.stage] = (task, monotonic())
@@ -233,7 +233,7 @@ class ProgressLines:
         self._say, self._clock = say, clock
         self._stage, self._start, self._last = "", 0.0, 0.0
 
-    def __call__(self, now: Progress) -> None:
+    def __call__(self, now: StageProgress) -> None:
         """Say how far it is, if it is time."""
         time = self._clock()
         if now.stage != self._stage or now.done == 0:

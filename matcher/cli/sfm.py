@@ -24,12 +24,12 @@ from matcher.cli.messages import show
 
 if TYPE_CHECKING:
     from matcher.collection.exporting.cameras import CameraChoice
-    from matcher.collection.reconstruction import Reconstruction
+    from matcher.collection.reconstruction.reconstruct import Reconstruction
     from matcher.collection.store import Store
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
-EXHAUSTIVE_UP_TO = 100  # pictures; 4,950 pairs
-NEIGHBOURS = 30  # of a picture, of more of them
+EXHAUSTIVE_UP_TO = 100  # images; 4,950 pairs
+NEIGHBOURS = 30  # of an image, of more of them
 _ALWAYS = {"preset", "device", "upright"}  # options that have a value without being given
 
 Source = Annotated[
@@ -77,8 +77,8 @@ def sfm(
 ) -> int:
     """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
 
-    From photos, pictures are resized to 2048 and given 4096 keypoints unless said otherwise, of SIFT the
-    largest, which more pictures share; up to 100 are matched each with each, of more each with the 30 that
+    From photos, images are resized to 2048 and given 4096 keypoints unless said otherwise, of SIFT the
+    largest, which more images share; up to 100 are matched each with each, of more each with the 30 that
     look most like it. What is matched stays in the run, so the same command goes on after an interruption.
     """
     _check_first(out, overwrite)
@@ -125,7 +125,7 @@ def _match(
 
 
 def _reconstruct(run: Path, out: Path, choice: CameraChoice, mapping: dict[str, Any]) -> int:
-    from matcher.collection.reconstruction import reconstruct
+    from matcher.collection.reconstruction.reconstruct import reconstruct
     from matcher.collection.store import Store
 
     with Store.open(run) as store:
@@ -143,7 +143,7 @@ def is_run(source: Path) -> bool:
 
 
 def resized_scale(store: Store) -> float | None:
-    """Pixels of the resized picture for one of the largest file; None where none was resized."""
+    """Pixels of the resized image for one of the largest file; None where none was resized."""
     settings = store.settings
     resize = settings.get("config", {}).get("extractor", {}).get("resize")
     if not resize or settings.get("source", {}).get("kind") != "photos":
@@ -154,12 +154,12 @@ def resized_scale(store: Store) -> float | None:
 
 def told(made: Reconstruction, scale: float | None) -> list[str]:
     """A reconstruction for people."""
-    from matcher.collection.reconstruction import PICTURE
+    from matcher.collection.reconstruction.reconstruct import PLOT
 
     model = made.largest
     error = f"{model.mean_reprojection_error:.3f} px of the file"
     if scale is not None:
-        error += f", {model.mean_reprojection_error * scale:.3f} px of the resized picture"
+        error += f", {model.mean_reprojection_error * scale:.3f} px of the resized image"
     lines = [
         *made.export.notes,
         *(f"left out: {reason}" for reason in made.export.left_out),
@@ -171,4 +171,4 @@ def told(made: Reconstruction, scale: float | None) -> list[str]:
     if len(made.models) > 1:
         sizes = ", ".join(str(other.registered) for other in made.models[1:])
         lines.append(f"{len(made.models) - 1} more models that do not hang together with it: {sizes} images")
-    return [*lines, f"wrote {made.folder} (look at {made.folder / PICTURE})"]
+    return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]

@@ -1,1 +1,1 @@
-"""Many pictures, many pairs: the store of a run, the runner that fills it, exchange formats built on it."""
+"""Many images, many pairs: the store of a run, the runner that fills it, exchange formats built on it."""

@@ -1,6 +1,6 @@
 """A Ray cluster as the engine of a run: an actor a GPU or group of cores; the driver alone writes.
 
-Actors are sent the features of the tile of pictures that their pairs come from, each once a node, through
+Actors are sent the features of the tile of images that their pairs come from, each once a node, through
 Ray's object store; only extracting needs the photos where the actors are. Ray restarts an actor that died and
 tries its job once more; where that fails too, the items are tried one by one, and the culprit fails.
 
@@ -16,34 +16,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from matcher.collection.jobs import ImageEntry, Job, JobRunner, MatchJob, Outcome
 from matcher.collection.settings import Setup
 from matcher.collection.store import Store
-from matcher.collection.workbench import Job, MatchJob, Outcome, Picture, Workbench
 from matcher.collection.workers import THREAD_VARIABLES
 from matcher.data.features import Features
 from matcher.errors import UsageError, install_command
 
 _QUEUED = 2  # jobs that an actor has before it
 _TICK = 0.5  # seconds after which the caller may do something else
-_HELD = 256  # pictures whose features the object store keeps
+_HELD = 256  # images whose features the object store keeps
 
 
-class Bench:
+class Actor:
     """The body of an actor: a workbench that gets features with its jobs."""
 
     def __init__(self, setup: Setup) -> None:
-        self._bench = Workbench(setup, self._fetch)
+        self._runner = JobRunner(setup, self._fetch)
         self._references: Mapping[int, Any] = {}
 
-    def work(self, job: Job, references: Mapping[int, Any]) -> tuple[int, list[Outcome]]:
-        """This process, and an outcome an item; `references` are Ray's, of features by picture."""
+    def run(self, job: Job, references: Mapping[int, Any]) -> tuple[int, list[Outcome]]:
+        """This process, and an outcome an item; `references` are Ray's, of features by image."""
         self._references = references
-        return os.getpid(), list(self._bench.work(job))
+        return os.getpid(), list(self._runner.run(job))
 
-    def _fetch(self, picture: Picture) -> Features:
+    def _fetch(self, image: ImageEntry) -> Features:
         import ray
 
-        return ray.get(self._references[picture.number])
+        return ray.get(self._references[image.number])
 
 
 class RayWorkers:
@@ -68,7 +68,7 @@ class RayWorkers:
         cores = max(1, int(resources.get("CPU", 1)) // (threads or 1))
         # An actor sees its own GPU alone; a processor's actor must not look for one.
         setup = replace(setup, options={**setup.options, "device": "auto" if gpus else device})
-        actor = self._ray.remote(Bench).options(
+        actor = self._ray.remote(Actor).options(
             num_cpus=threads or 1,
             num_gpus=1 if gpus else 0,
             max_restarts=-1,
@@ -97,7 +97,7 @@ class RayWorkers:
                     job = suspects.pop() if suspects else next(jobs, None)
                     if job is None:
                         break
-                    running[actor.work.remote(job, self._references(job))] = (number, job)
+                    running[actor.run.remote(job, self._references(job))] = (number, job)
                     load += 1
             if not running:
                 return
@@ -129,11 +129,11 @@ class RayWorkers:
         """Ray's references to the features that a job needs."""
         if not isinstance(job, MatchJob):
             return {}
-        for number, picture in job.pictures.items():
+        for number, image in job.images.items():
             if number not in self._held:
-                self._held[number] = self._ray.put(self._store.features(picture.name))
+                self._held[number] = self._ray.put(self._store.features(image.name))
             self._held.move_to_end(number)
-        found = {number: self._held[number] for number in job.pictures}
+        found = {number: self._held[number] for number in job.images}
         while len(self._held) > _HELD:
             self._held.popitem(last=False)
         return found

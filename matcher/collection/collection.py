@@ -1,4 +1,4 @@
-"""A collection of pictures as an object: open, add pictures, add pairs, run, read, export."""
+"""A collection of images as an object: open, add images, add pairs, run, read, export."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from matcher.collection.locking import StoreLock
 from matcher.collection.pairlists import PairFault
 from matcher.collection.planning import Changes, add_pairs, refresh_images
 from matcher.collection.records import Counts, StoredPair
-from matcher.collection.runner import RunReport, Tell
+from matcher.collection.runner import OnProgress, RunReport
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes
-from matcher.collection.sources import Photos, Source
+from matcher.collection.sources import FeatureSource, Photos
 from matcher.collection.store import Store, check_writable
 from matcher.collection.workers import Engine
 from matcher.collection.writer import Writer
@@ -26,7 +26,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions
 
 
 class Collection:
-    """Pictures and pairs in a store; see `open`.
+    """Images and pairs in a store; see `open`.
 
         collection = matcher.Collection.open("run", max_keypoints=4096)
         collection.add_images("photos")
@@ -39,7 +39,7 @@ class Collection:
     (`if __name__ == "__main__"`): workers do not import it.
     """
 
-    def __init__(self, run_dir: Path, setup: Callable[[Source], Setup], workers: Workers) -> None:
+    def __init__(self, run_dir: Path, setup: Callable[[FeatureSource], Setup], workers: Workers) -> None:
         """Use `open`."""
         self.run_dir = run_dir
         self.workers = workers
@@ -61,8 +61,8 @@ class Collection:
 
         Args:
             run_dir: folder of the store.
-            preset: a name in `PRESETS`; one with keypoints of its own for each picture.
-            camera: of every picture that has none of its own, for essential geometry.
+            preset: a name in `PRESETS`; one with keypoints of its own for each image.
+            camera: of every image that has none of its own, for essential geometry.
             shard: "i/n", to match only part i of n of the pairs in this store.
             workers: what does the work, or the number of processes; None is one a core or GPU, 0 this one.
             options: as of `matcher.load`.
@@ -86,11 +86,11 @@ class Collection:
         features: str | Path | None = None,
         restart: bool = False,
     ) -> Changes:
-        """Enter the pictures of a folder and its folders; a changed one is done again with its pairs.
+        """Enter the images of a folder and its folders; a changed one is done again with its pairs.
 
         Args:
-            folder: of the pictures.
-            masks: folder of pictures that are not black where keypoints may lie, called as those they are of.
+            folder: of the images.
+            masks: folder of images that are not black where keypoints may lie, called as those they are of.
             features: keypoints and descriptors made elsewhere, in hloc's HDF5 layout, used instead of a front
                 end.
             restart: throw away what the store holds.
@@ -102,7 +102,7 @@ class Collection:
             UsageError: no folder, settings other than those of the store, another run writes it.
             IntegrityError: the store or the weights are damaged.
         """
-        source: Source = Photos(Path(folder), None if masks is None else Path(masks))
+        source: FeatureSource = Photos(Path(folder), None if masks is None else Path(masks))
         if features is not None:
             from matcher.collection.hloc_features import HlocFeatures
 
@@ -110,7 +110,7 @@ class Collection:
                 raise UsageError("masks are for extracting features; --features brings them ready-made")
             source = HlocFeatures(Path(folder), Path(features))
         if not source.names()[0]:  # said before anything is made
-            raise UsageError(f"{folder} holds no pictures")
+            raise UsageError(f"{folder} holds no images")
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))
         check_writable(self.run_dir)
@@ -124,7 +124,7 @@ class Collection:
             return refresh_images(writer, source)
 
     def set_cameras(self, cameras: dict[str, Camera]) -> None:
-        """Cameras of pictures by their names; they are used by essential geometry and by exports."""
+        """Cameras of images by their names; they are used by essential geometry and by exports."""
         with Writer(self.run_dir) as writer, writer.transaction():
             for name, camera in cameras.items():
                 if writer.store.image(name).camera != camera:
@@ -141,18 +141,18 @@ class Collection:
         sequential: int | None = None,
         similar: int | None = None,
         on_fault: Callable[[PairFault], None] | None = None,
-        tell: Tell | None = None,
+        on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
         """Enter pairs in exactly one way; those that are finished stay finished.
 
         Args:
-            pairs: names of pictures, as a stream.
+            pairs: names of images, as a stream.
             file: a pair list, two names a line.
-            exhaustive: all pairs of the pictures.
-            sequential: each picture with so many that follow it by name.
-            similar: each picture with so many that look like it; extracts first.
+            exhaustive: all pairs of the images.
+            sequential: each image with so many that follow it by name.
+            similar: each image with so many that look like it; extracts first.
             on_fault: told of the lines of `file` that give no pair.
-            tell: progress of the extraction.
+            on_progress: progress of the extraction.
 
         Returns:
             Pairs (of this shard), and how many are new.
@@ -162,12 +162,10 @@ class Collection:
         """
         given = [exhaustive, *(choice is not None for choice in (pairs, file, sequential, similar))]
         if sum(given) != 1:
-            raise UsageError(
-                "pairs come from one of: names, a file, every pair, neighbours, similar pictures"
-            )
+            raise UsageError("pairs come from one of: names, a file, every pair, neighbours, similar images")
         setup = self._ready()
         if similar is not None:
-            self.extract(everything=True, tell=tell)
+            self.extract(everything=True, on_progress=on_progress)
         with Writer(self.run_dir) as writer:
             names = sorted(writer.store.names().values())
             if file is not None:
@@ -180,35 +178,41 @@ class Collection:
                 pairs = _pair_similar(writer.store, similar)
             return add_pairs(writer, pairs, setup.shard)
 
-    def extract(self, *, everything: bool = False, tell: Tell | None = None) -> int:
-        """Features of the pictures whose pairs wait, or of all; how many pictures were read."""
+    def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:
+        """Features of the images whose pairs wait, or of all; how many images were read."""
         with Writer(self.run_dir) as writer, closing(self._start()) as engine:
             source = self._ready().source
-            return runner.extract(writer, engine, source, everything=everything, tell=tell or _silent)
+            return runner.extract(
+                writer, engine, source, everything=everything, on_progress=on_progress or _silent
+            )
 
     def run(
-        self, *, retry_failed: bool = False, everything: bool = False, tell: Tell | None = None
+        self, *, retry_failed: bool = False, everything: bool = False, on_progress: OnProgress | None = None
     ) -> RunReport:
         """Extract and match what waits, in worker processes.
 
         Args:
-            retry_failed: try pictures and pairs again that failed before.
-            everything: extract also pictures that are in no pair, and descriptors that were deleted.
-            tell: called with the progress, at most a few times a second.
+            retry_failed: try images and pairs again that failed before.
+            everything: extract also images that are in no pair, and descriptors that were deleted.
+            on_progress: called with the progress, at most a few times a second.
 
         Raises:
-            ImageError: no picture at all can be used.
+            ImageError: no image at all can be used.
             UsageError: another run writes the store, no `add_images` before.
             OSError: the disk is full; what was committed stays, and the next run goes on.
         """
-        setup, tell = self._ready(), tell or _silent
+        setup, on_progress = self._ready(), on_progress or _silent
         with Writer(self.run_dir) as writer:
             if retry_failed:
                 with writer.transaction():
                     writer.retry_failed()
             with closing(self._start()) as engine:
-                extracted = runner.extract(writer, engine, setup.source, everything=everything, tell=tell)
-                matched = runner.match(writer, engine, batch=batch_size(setup, self.workers), tell=tell)
+                extracted = runner.extract(
+                    writer, engine, setup.source, everything=everything, on_progress=on_progress
+                )
+                matched = runner.match(
+                    writer, engine, batch=batch_size(setup, self.workers), on_progress=on_progress
+                )
                 return RunReport(extracted, matched, engine.crashes, writer.store.counts())
 
     @property
@@ -249,12 +253,12 @@ class Collection:
 
     def _ready(self) -> Setup:
         if self._setup is None:
-            raise UsageError("say first where the pictures are: collection.add_images(FOLDER)")
+            raise UsageError("say first where the images are: collection.add_images(FOLDER)")
         return self._setup
 
 
 def _pair_similar(store: Store, k: int) -> Iterable[tuple[str, str]]:
-    """Each picture with the `k` that look most like it, by a descriptor aggregated from its local ones."""
+    """Each image with the `k` that look most like it, by a descriptor aggregated from its local ones."""
     from matcher.match.retrieval import similar_pairs
 
     names = [image.name for image in store.images() if image.status == "done"]
@@ -282,5 +286,5 @@ def clear(run_dir: Path) -> None:
         lock.release()
 
 
-def _silent(_: runner.Progress) -> None:
+def _silent(_: runner.StageProgress) -> None:
     pass

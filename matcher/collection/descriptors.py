@@ -1,6 +1,6 @@
 """Descriptor files: what only matching needs, beside the database, in files that may be deleted afterwards.
 
-A file is a row of records, one a picture; a record is a small safetensors file by itself. The database knows
+A file is a row of records, one an image; a record is a small safetensors file by itself. The database knows
 where each begins, how long it is, and its CRC-32; bytes behind the last known record belong to nobody and are
 written over. SIFT's descriptors take 8 bits a number, without loss: they are square roots of whole numbers
 over their sum (`frontends.sift.root_sift`). Others take 16 bits where these hold them.
@@ -26,7 +26,7 @@ _OPTIONAL = ("scales", "orientations", "affine_frames")
 _SIFT_STEPS = 8  # the smallest number of a SIFT descriptor that is not 0 is hardly ever larger
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a record lies."""
 
     file: int
@@ -48,7 +48,7 @@ class DescriptorWriter:
         self._folder, self._number, self._end, self._limit = folder, number, end, max_bytes
         self._file: BinaryIO | None = None
 
-    def append(self, record: bytes) -> Place:
+    def append(self, record: bytes) -> RecordLocation:
         """Write a record; it has reached the disk after `sync`.
 
         Raises:
@@ -65,7 +65,7 @@ class DescriptorWriter:
                 path = file_path(self._folder, self._number)
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         _write_at(self._file, self._end, record)
-        place = Place(self._number, self._end, len(record), checksum(record))
+        place = RecordLocation(self._number, self._end, len(record), checksum(record))
         self._end += len(record)
         return place
 
@@ -90,7 +90,7 @@ def _write_at(file: BinaryIO, start: int, record: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def read_record(folder: Path, place: Place) -> bytes:
+def read_record(folder: Path, place: RecordLocation) -> bytes:
     """The bytes of a record.
 
     Raises:
@@ -104,7 +104,7 @@ def read_record(folder: Path, place: Place) -> bytes:
 
 
 def encode_features(features: Features) -> bytes:
-    """A record: everything of one picture's features but keypoints, size, orientation and kind."""
+    """A record: everything of one image's features but keypoints, size, orientation and kind."""
     arrays = {
         name: getattr(features, name).numpy().astype(np.float32)
         for name in ("scores", *_OPTIONAL)

@@ -1,6 +1,6 @@
 """Bytes of a pair and of keypoints: compact, little endian, each with a CRC-32 beside it.
 
-A pair of K matches takes 6 bytes a match: two 16-bit indices (32-bit where a picture has more than 65,536
+A pair of K matches takes 6 bytes a match: two 16-bit indices (32-bit where an image has more than 65,536
 keypoints) and a score in steps of 1/65535; then a bit a match for inliers, the matrix and the pose. Points
 are stored only where they are not the keypoints that the indices name.
 """
@@ -55,7 +55,7 @@ def decode_keypoints(data: bytes) -> np.ndarray:
 def encode_pair(
     matches: Matches, geometry: TwoViewGeometry, keypoints0: np.ndarray, keypoints1: np.ndarray
 ) -> bytes:
-    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two pictures.
+    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two images.
 
     Raises:
         ValueError: indices outside the keypoints, or arrays whose lengths differ: nothing is to be written.
@@ -96,7 +96,7 @@ def _checked_indices(matches: Matches, geometry: TwoViewGeometry, count0: int, c
     if lengths | {len(matches.points0), len(matches.points1)} != {len(indices)}:
         raise ValueError("matches, scores, points and inliers are not equally many")
     if len(indices) and (indices.min() < 0 or np.any(indices.max(axis=0) >= (count0, count1))):
-        raise ValueError("a match names a keypoint that the picture does not have")
+        raise ValueError("a match names a keypoint that the image does not have")
     if not np.isfinite(matches.scores).all():
         raise ValueError("a match has a score that is not finite")
     return indices
@@ -108,7 +108,7 @@ def decode_pair(
     """The inverse of `encode_pair`.
 
     Raises:
-        DamagedError: the bytes do not make a pair of these pictures.
+        DamagedError: the bytes do not make a pair of these images.
     """
     try:
         return _decode_pair(_Cursor(data), keypoints0, keypoints1)

@@ -1,6 +1,6 @@
 """Features made elsewhere, in hloc's HDF5 layout.
 
-A group a picture, called as the picture: `keypoints` (N, 2), the centre of the first pixel being (0, 0);
+A group an image, called as the image: `keypoints` (N, 2), the centre of the first pixel being (0, 0);
 `descriptors` (D, N); `image_size` (width, height); `scores` (N), and `scales` (N) and `oris` (N) where there
 are any: degrees if any of them is beyond a full turn in radians, else radians.
 """
@@ -29,9 +29,9 @@ _DATASETS = ("keypoints", "descriptors", "image_size", *_OPTIONAL)
 
 @dataclass(frozen=True)
 class HlocFeatures:
-    """A file of features; the pictures themselves are not read."""
+    """A file of features; the images themselves are not read."""
 
-    folder: Path  # where the pictures are, for exports that name them
+    folder: Path  # where the images are, for exports that name them
     file: Path
     uses_front_end: bool = False
 
@@ -40,7 +40,7 @@ class HlocFeatures:
         return {"kind": "hloc"}
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the pictures in the file, and those that no store can hold.
+        """Sorted names of the images in the file, and those that no store can hold.
 
         Raises:
             UsageError: the file is absent, not HDF5, or holds no features.
@@ -61,11 +61,11 @@ class HlocFeatures:
             return ""
 
     def digest(self, name: str) -> str:
-        """The sha256 of the picture's entry; `ImageError` where there is none."""
+        """The sha256 of the image's entry; `ImageError` where there is none."""
         return _digest(self._read(name))
 
     def extract(self, name: str, pipeline: Pipeline) -> Extracted:
-        """The features of one picture.
+        """The features of one image.
 
         They count as found at the pipeline's `resize`, which only sets what a pixel is to the thresholds.
 

@@ -1,4 +1,4 @@
-"""Joins the stores of parts of one collection (`--shard`) to one, by the names of the pictures."""
+"""Joins the stores of parts of one collection (`--shard`) to one, by the names of the images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matcher.collection import schema
-from matcher.collection.descriptors import Place, read_record
+from matcher.collection.descriptors import RecordLocation, read_record
 from matcher.collection.settings import refuse_changes
 from matcher.collection.store import Store
 from matcher.collection.writer import DONE, TILE_BITS, EncodedPair, Writer
@@ -20,22 +20,22 @@ _COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x
 
 
 def merge(
-    runs: Sequence[Path], into: Path, *, descriptors: bool = False, tell: Callable[[str], None]
+    runs: Sequence[Path], into: Path, *, descriptors: bool = False, on_report: Callable[[str], None]
 ) -> None:
     """Add what `runs` hold to `into`, which is made where it is absent.
 
     A finished pair counts over a failed one, and that over one that waits. Where two runs found other
-    keypoints in a picture (on machines that round differently), the first run's stay, and the other run's
-    pairs with this picture wait again.
+    keypoints in an image (on machines that round differently), the first run's stay, and the other run's
+    pairs with this image wait again.
 
     Args:
         runs: folders of stores with the same settings, parts apart.
         into: folder of the store that is made or added to.
         descriptors: copy descriptors as well; only further pairs need them.
-        tell: called with a line about each run.
+        on_report: called with a line about each run.
 
     Raises:
-        UsageError: settings differ, a picture's content differs, `into` is one of the runs, or is in use.
+        UsageError: settings differ, an image's content differs, `into` is one of the runs, or is in use.
         IntegrityError: a store is damaged.
     """
     if any(run.resolve() == into.resolve() for run in runs):
@@ -46,7 +46,7 @@ def merge(
         for store in stores:
             refuse_changes(store.folder, {**store.settings, "shard": None}, wanted)
         there = [stack.enter_context(Store.open(into))] if (into / schema.DATABASE).exists() else []
-        _refuse_changed_pictures([*there, *stores])
+        _refuse_changed_images([*there, *stores])
         if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
@@ -54,10 +54,10 @@ def merge(
         with writer.transaction():
             writer.add_images(sorted({name for store in stores for name in store.names().values()}))
         for store in stores:
-            _Joining(writer, store, descriptors).join(tell)
+            _StoreMerge(writer, store, descriptors).run(on_report)
 
 
-def _refuse_changed_pictures(stores: Sequence[Store]) -> None:
+def _refuse_changed_images(stores: Sequence[Store]) -> None:
     """Before anything is written, so that no half of a merge is left."""
     seen: dict[str, tuple[str, Path]] = {}
     for store in stores:
@@ -65,21 +65,21 @@ def _refuse_changed_pictures(stores: Sequence[Store]) -> None:
             first, folder = seen.setdefault(name, (digest, store.folder))
             if first != digest:
                 raise UsageError(
-                    f"{name} is one picture in {folder} and another in {store.folder}: do the older run "
+                    f"{name} is one image in {folder} and another in {store.folder}: do the older run "
                     "again (`matcher collection IMAGES --run …`), then join them"
                 )
 
 
-class _Joining:
-    """One store on its way into another."""
+class _StoreMerge:
+    """Copies one store into another."""
 
     def __init__(self, writer: Writer, store: Store, descriptors: bool) -> None:
         self._writer, self._store, self._copy = writer, store, descriptors
         ours = {name: number for number, name in writer.store.names().items()}
         self._numbers = {number: ours[name] for number, name in store.names().items()}
-        self._other: set[int] = set()  # pictures of the store, by its numbers, with other keypoints than ours
+        self._other: set[int] = set()  # images of the store, by its numbers, with other keypoints than ours
 
-    def join(self, tell: Callable[[str], None]) -> None:
+    def run(self, on_report: Callable[[str], None]) -> None:
         names = self._store.names()
         for numbers in _groups(iter(sorted(names))):
             with self._writer.transaction():
@@ -91,8 +91,8 @@ class _Joining:
                 self._writer.fail_pairs(row for row in self._mapped(rows) if not self._known("pairs", row))
         for rows in _groups(self._rows("waiting", "NULL")):
             self._let_wait(self._mapped(rows))
-        differing = f"; keypoints of {len(self._other)} pictures differ" if self._other else ""
-        tell(f"{self._store.folder}: {pairs} pairs joined{differing}")
+        differing = f"; keypoints of {len(self._other)} images differ" if self._other else ""
+        on_report(f"{self._store.folder}: {pairs} pairs joined{differing}")
 
     def _join_image(self, number: int, name: str) -> None:
         writer, target = self._writer, self._numbers[number]
@@ -121,7 +121,7 @@ class _Joining:
         sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
         for place in self._store.rows(sql, number):
             try:
-                self._writer.put_descriptors(target, read_record(self._store.folder, Place(*place)))
+                self._writer.put_descriptors(target, read_record(self._store.folder, RecordLocation(*place)))
             except FileNotFoundError:
                 return  # deleted on purpose
             except ValueError as error:

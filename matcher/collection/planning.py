@@ -1,4 +1,4 @@
-"""What is to be done: pictures that are new or have changed, pairs that are not finished, a part of them.
+"""What is to be done: images that are new or have changed, pairs that are not finished, a part of them.
 
 All of it lies in the database, so memory does not grow with the number of pairs.
 """
@@ -9,21 +9,21 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from matcher.collection.sources import Source
-from matcher.collection.workbench import ExtractJob, MatchJob, Picture
+from matcher.collection.jobs import ExtractJob, ImageEntry, MatchJob
+from matcher.collection.sources import FeatureSource
 from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
 from matcher.data.camera import Camera
 from matcher.errors import ImageError, UsageError
 
 _ROWS = 4096  # pairs looked at together
-_PAIRS, _PICTURES = 16, 4  # of a job at most
+_PAIRS, _IMAGES = 16, 4  # of a job at most
 _SHARE = 32  # a job is at most this part of what is left, or some workers would end long before others
 _DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1 = plan.image1"
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look at the pictures found."""
+    """What a look at the images found."""
 
     new: int = 0
     changed: int = 0  # done again with their pairs
@@ -31,8 +31,8 @@ class Changes:
     odd: tuple[str, ...] = ()  # file names that no store can hold
 
 
-def refresh_images(writer: Writer, source: Source) -> Changes:
-    """Enter new pictures; forget those whose content has changed, with their pairs. Unchanged ones stay."""
+def refresh_images(writer: Writer, source: FeatureSource) -> Changes:
+    """Enter new images; forget those whose content has changed, with their pairs. Unchanged ones stay."""
     names, odd = source.names()
     known = {
         name: (status, stamp, sha256)
@@ -58,7 +58,7 @@ def refresh_images(writer: Writer, source: Source) -> Changes:
     return Changes(len(new), len(changed), len(set(known) - set(names)), tuple(odd))
 
 
-def _digest(source: Source, name: str) -> str:
+def _digest(source: FeatureSource, name: str) -> str:
     try:
         return source.digest(name)
     except ImageError:
@@ -72,7 +72,7 @@ def add_pairs(
 
     Args:
         writer: of the store.
-        pairs: names of pictures that the store has; read once, as a stream.
+        pairs: names of images that the store has; read once, as a stream.
         shard: (i, n): only part i of n, a range of the pairs in the order in which they are matched. The
             parts depend on the names and pairs alone, so that the n runs agree on them.
 
@@ -80,7 +80,7 @@ def add_pairs(
         Different pairs of the plan (of this part), and how many of them were not in the store yet.
 
     Raises:
-        UsageError: a name that the store does not have, or a picture with itself.
+        UsageError: a name that the store does not have, or an image with itself.
     """
     numbers = {name: number for number, name in writer.store.names().items()}
     ranks = {number: rank for rank, (_, number) in enumerate(sorted(numbers.items()))}
@@ -115,13 +115,13 @@ def _plan_row(
     try:
         image0, image1 = numbers[name0], numbers[name1]
     except KeyError as error:
-        raise UsageError(f"the pair {name0} and {name1}: there is no picture {error.args[0]!r}") from None
+        raise UsageError(f"the pair {name0} and {name1}: there is no image {error.args[0]!r}") from None
     rank0, rank1 = ranks[image0], ranks[image1]
     return rank0 >> TILE_BITS, rank1 >> TILE_BITS, rank0, rank1, image0, image1
 
 
-def pictures_to_extract(writer: Writer, *, everything: bool) -> list[str]:
-    """Names of the pictures that have no features (any more), of waiting pairs or of the whole store."""
+def images_to_extract(writer: Writer, *, everything: bool) -> list[str]:
+    """Names of the images that have no features (any more), of waiting pairs or of the whole store."""
     lost = writer.without_descriptors()
     needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
     where = "" if everything else f"WHERE id IN ({needed})"
@@ -130,10 +130,10 @@ def pictures_to_extract(writer: Writer, *, everything: bool) -> list[str]:
 
 
 def extract_jobs(names: Sequence[str]) -> Iterator[ExtractJob]:
-    """Jobs of a few pictures, of fewer towards the end."""
+    """Jobs of a few images, of fewer towards the end."""
     start = 0
     while start < len(names):
-        size = _job_size(len(names) - start, _PICTURES)
+        size = _job_size(len(names) - start, _IMAGES)
         yield ExtractJob(tuple(names[start : start + size]))
         start += size
 
@@ -143,8 +143,8 @@ def _job_size(left: int, most: int, least: int = 1) -> int:
     return max(least, min(most, left // _SHARE))
 
 
-def fail_pairs_of_failed_pictures(writer: Writer) -> None:
-    """Pairs that can never be matched, with the reason of their picture."""
+def fail_pairs_of_failed_images(writer: Writer) -> None:
+    """Pairs that can never be matched, with the reason of their image."""
     sql = (
         "SELECT w.image0, w.image1, images.name || ': ' || images.reason FROM waiting AS w"
         " JOIN images ON images.id IN (w.image0, w.image1) WHERE images.status = 2"
@@ -162,19 +162,19 @@ def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
     while rows := writer.execute(sql, last):
         last = rows[-1]
         pairs = [row[2:] for row in rows]
-        pictures = _pictures(writer, {number for pair in pairs for number in pair})
+        images = _images(writer, {number for pair in pairs for number in pair})
         while pairs:
             size = _job_size(left, most, batch)
             items, pairs = tuple(pairs[:size]), pairs[size:]
             left -= len(items)
-            needed = {number: pictures[number] for pair in items for number in pair}
+            needed = {number: images[number] for pair in items for number in pair}
             yield MatchJob(items, needed, batch)
 
 
-def _pictures(writer: Writer, numbers: Iterable[int]) -> dict[int, Picture]:
+def _images(writer: Writer, numbers: Iterable[int]) -> dict[int, ImageEntry]:
     sql = "SELECT id, name, scale_x, scale_y, camera FROM images WHERE id = ?"
     rows = (row for number in numbers for row in writer.execute(sql, (number,)))
     return {
-        row[0]: Picture(row[0], row[1], row[2:4], None if row[4] is None else Camera(*json.loads(row[4])))
+        row[0]: ImageEntry(row[0], row[1], row[2:4], None if row[4] is None else Camera(*json.loads(row[4])))
         for row in rows
     }

@@ -1,4 +1,4 @@
-"""What a store says of a picture and of a pair; K matches, points in stored pixels."""
+"""What a store says of an image and of a pair; K matches, points in stored pixels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Status = Literal["done", "failed", "waiting"]
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One picture of a collection."""
+    """One image of a collection."""
 
     name: str  # path below the image folder, with forward slashes
-    path: Path  # where the picture was found
+    path: Path  # where the image was found
     sha256: str  # of the file, or of its entry in a features file; empty while unknown
     size: tuple[int, int]  # (width, height) as stored; (0, 0) while unknown
     count: int  # keypoints N
@@ -59,7 +59,7 @@ class Counts:
 
     @property
     def images_done(self) -> int:
-        """Pictures with keypoints."""
+        """Images with keypoints."""
         return self.images - self.images_failed - self.images_waiting
 
     @property

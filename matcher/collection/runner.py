@@ -1,4 +1,4 @@
-"""Carries out what waits in a store: every picture once, every pair once, results in small commits.
+"""Carries out what waits in a store: every image once, every pair once, results in small commits.
 
 One process writes, whatever does the work. What was committed survives the death of this process at any
 moment; what was not is done again by the next run, with the same result.
@@ -13,15 +13,15 @@ from time import monotonic
 
 import numpy as np
 
+from matcher.collection.jobs import ExtractedImage, Outcome, PairFailure
 from matcher.collection.planning import (
     extract_jobs,
-    fail_pairs_of_failed_pictures,
+    fail_pairs_of_failed_images,
+    images_to_extract,
     match_jobs,
-    pictures_to_extract,
 )
 from matcher.collection.records import Counts
-from matcher.collection.sources import Source
-from matcher.collection.workbench import ExtractedPicture, FailedMatch, Outcome
+from matcher.collection.sources import FeatureSource
 from matcher.collection.workers import Engine
 from matcher.collection.writer import DONE, EncodedPair, ImageFacts, Writer
 from matcher.errors import ImageError
@@ -32,7 +32,7 @@ _COMMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Progress:
+class StageProgress:
     """How far one stage of a run is; only what has reached the disk counts."""
 
     stage: str  # "extract" or "match"
@@ -45,7 +45,7 @@ class Progress:
 class RunReport:
     """What a run did."""
 
-    extracted: int  # pictures
+    extracted: int  # images
     matched: int  # pairs, failed ones included
     crashes: int  # worker processes that died and were replaced
     counts: Counts  # of the store afterwards
@@ -56,42 +56,48 @@ class RunReport:
         return not (self.crashes or self.counts.images_failed or self.counts.pairs_failed)
 
 
-Tell = Callable[[Progress], None]
+OnProgress = Callable[[StageProgress], None]
 
 
-def extract(writer: Writer, engine: Engine, source: Source, *, everything: bool, tell: Tell) -> int:
-    """Features of the pictures that wait and whose pairs wait, or of `everything`; how many were tried.
+def extract(
+    writer: Writer, engine: Engine, source: FeatureSource, *, everything: bool, on_progress: OnProgress
+) -> int:
+    """Features of the images that wait and whose pairs wait, or of `everything`; how many were tried.
 
     Raises:
         OSError: the disk is full; what was committed stays.
     """
-    names = pictures_to_extract(writer, everything=everything)
+    names = images_to_extract(writer, everything=everything)
     if names:
-        tell(Progress("extract", 0, 0, len(names)))
-        _settle(engine.run(extract_jobs(names)), _Extraction(writer, source), len(names), tell)
-    fail_pairs_of_failed_pictures(writer)
+        on_progress(StageProgress("extract", 0, 0, len(names)))
+        _commit_in_groups(
+            engine.run(extract_jobs(names)), _Extraction(writer, source), len(names), on_progress
+        )
+    fail_pairs_of_failed_images(writer)
     return len(names)
 
 
-def match(writer: Writer, engine: Engine, *, batch: int, tell: Tell) -> int:
+def match(writer: Writer, engine: Engine, *, batch: int, on_progress: OnProgress) -> int:
     """Every pair that waits; how many were done.
 
     Raises:
-        ImageError: there are pairs, and no picture at all could be used.
+        ImageError: there are pairs, and no image at all could be used.
         OSError: the disk is full; what was committed stays.
     """
     counts = writer.store.counts()
     if counts.images_failed and not counts.images_done:
         failed = next(image for image in writer.store.images() if image.status == "failed")
-        raise ImageError(f"no picture of {writer.store.image_folder} could be used; {failed.reason}")
+        raise ImageError(f"no image of {writer.store.image_folder} could be used; {failed.reason}")
     if counts.pairs_waiting:
-        tell(Progress("match", 0, 0, counts.pairs_waiting))
-        _settle(engine.run(match_jobs(writer, batch)), _Matching(writer), counts.pairs_waiting, tell)
+        on_progress(StageProgress("match", 0, 0, counts.pairs_waiting))
+        _commit_in_groups(
+            engine.run(match_jobs(writer, batch)), _Matching(writer), counts.pairs_waiting, on_progress
+        )
     return counts.pairs_waiting
 
 
-def _settle(
-    outcomes: Iterator[Outcome | None], stage: _Extraction | _Matching, total: int, tell: Tell
+def _commit_in_groups(
+    outcomes: Iterator[Outcome | None], stage: _Extraction | _Matching, total: int, on_progress: OnProgress
 ) -> None:
     """Commit outcomes in small groups, also those that are at hand when the run is interrupted."""
     pending: list[Outcome] = []
@@ -105,11 +111,11 @@ def _settle(
             if pending and (late or len(pending) >= _COMMIT_ITEMS or size >= _COMMIT_BYTES):
                 stage.commit(pending)
                 pending, last, size = [], monotonic(), 0
-                tell(stage.progress(total))
+                on_progress(stage.progress(total))
         if pending:
             stage.commit(pending)
             pending = []
-            tell(stage.progress(total))
+            on_progress(stage.progress(total))
     except BaseException:
         if pending:
             with suppress(Exception):
@@ -127,25 +133,25 @@ class _Matching:
         outcomes = list(outcomes)
         with self._writer.transaction():
             self._writer.put_pairs(o for o in outcomes if isinstance(o, EncodedPair))
-            self._writer.fail_pairs(o for o in outcomes if isinstance(o, FailedMatch))
+            self._writer.fail_pairs(o for o in outcomes if isinstance(o, PairFailure))
         self._done += len(outcomes)
-        self._failed += sum(isinstance(o, FailedMatch) for o in outcomes)
+        self._failed += sum(isinstance(o, PairFailure) for o in outcomes)
 
-    def progress(self, total: int) -> Progress:
-        return Progress("match", self._done, self._failed, total)
+    def progress(self, total: int) -> StageProgress:
+        return StageProgress("match", self._done, self._failed, total)
 
     @staticmethod
-    def size(outcome: EncodedPair | FailedMatch) -> int:
+    def size(outcome: EncodedPair | PairFailure) -> int:
         return len(outcome.data) if isinstance(outcome, EncodedPair) else 0
 
 
 class _Extraction:
-    """Writes outcomes of pictures."""
+    """Writes outcomes of images."""
 
-    def __init__(self, writer: Writer, source: Source) -> None:
+    def __init__(self, writer: Writer, source: FeatureSource) -> None:
         self._writer, self._source, self._done, self._failed = writer, source, 0, 0
 
-    def commit(self, outcomes: Iterable[ExtractedPicture]) -> None:
+    def commit(self, outcomes: Iterable[ExtractedImage]) -> None:
         outcomes = list(outcomes)
         with self._writer.transaction():
             for outcome in outcomes:
@@ -153,12 +159,12 @@ class _Extraction:
         self._done += len(outcomes)
         self._failed += sum(outcome.found is None for outcome in outcomes)
 
-    def _put(self, outcome: ExtractedPicture) -> None:
+    def _put(self, outcome: ExtractedImage) -> None:
         writer, found = self._writer, outcome.found
         number = writer.number(outcome.name)
         had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", (number, DONE))
         if found is None:
-            if had:  # its descriptors were deleted and the picture is gone: what was matched stays
+            if had:  # its descriptors were deleted and the image is gone: what was matched stays
                 pairs = writer.execute(
                     "SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", [number]
                 )
@@ -175,9 +181,9 @@ class _Extraction:
         facts = ImageFacts(found.sha256, found.stamp, found.scale)
         writer.put_record(outcome.name, found.features, outcome.record, facts)
 
-    def progress(self, total: int) -> Progress:
-        return Progress("extract", self._done, self._failed, total)
+    def progress(self, total: int) -> StageProgress:
+        return StageProgress("extract", self._done, self._failed, total)
 
     @staticmethod
-    def size(outcome: ExtractedPicture) -> int:
+    def size(outcome: ExtractedImage) -> int:
         return len(outcome.record)

@@ -24,7 +24,7 @@ _PAGE = 16384  # bytes; rows of 2 to 3 kB leave little of it empty
 _WAIT = 30.0  # seconds that a connection waits for another one's lock
 
 # Pairs are appended in the order in which they finish; `waiting` holds what is left, tile by tile, so that
-# pairs that share pictures are matched one after another.
+# pairs that share images are matched one after another.
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE images (

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matcher.collection.sources import Source
+from matcher.collection.sources import FeatureSource
 from matcher.config import to_dict
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
@@ -24,10 +24,10 @@ _ABSENT = "nothing"
 class Setup:
     """What a worker builds its pipeline from."""
 
-    source: Source
+    source: FeatureSource
     preset: str = DEFAULT_PRESET
     options: Mapping[str, Any] = field(default_factory=dict)  # of `matcher.load`
-    camera: Camera | None = None  # of every picture that has none of its own
+    camera: Camera | None = None  # of every image that has none of its own
     shard: tuple[int, int] | None = None  # (i, n), i from 1: part i of n
 
 
@@ -35,14 +35,14 @@ def build(setup: Setup) -> Pipeline:
     """The pipeline of a collection.
 
     Raises:
-        UsageError: a preset without keypoints of its own for each picture; options that do not fit; geometry
+        UsageError: a preset without keypoints of its own for each image; options that do not fit; geometry
             that needs cameras without any.
         IntegrityError: weights that are absent or damaged.
     """
     if find_preset(setup.preset).extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
         raise UsageError(
-            f"{setup.preset} finds its points anew for every pair, so a picture has no keypoints that its "
+            f"{setup.preset} finds its points anew for every pair, so an image has no keypoints that its "
             f"pairs share, and a collection cannot be made of them; presets that can: {others}"
         )
     return load(setup.preset, **setup.options)

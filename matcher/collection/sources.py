@@ -1,7 +1,7 @@
-"""Where the features of a picture come from: its file and a front end, or a file of features made elsewhere.
+"""Where the features of an image come from: its file and a front end, or a file of features made elsewhere.
 
 A source knows names, a stamp (cheap to take, other when the content may be), a digest of the content, and the
-features of a picture.
+features of an image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 1 << 20  # bytes read at once
 
 @dataclass(frozen=True, eq=False)
 class Extracted:
-    """Features of one picture and what else the store keeps of it."""
+    """Features of one image and what else the store keeps of it."""
 
     features: Features
     sha256: str
@@ -29,17 +29,17 @@ class Extracted:
     scale: tuple[float, float]  # resized / upright size of what the front end saw
 
 
-class Source(Protocol):
+class FeatureSource(Protocol):
     """Where features come from; it is sent to workers."""
 
-    folder: Path  # of the pictures
+    folder: Path  # of the images
     uses_front_end: bool
 
     def settings(self) -> dict[str, Any]:
-        """What results depend on beside the pictures, ready for JSON."""
+        """What results depend on beside the images, ready for JSON."""
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the pictures, and the file names that no store can hold."""
+        """Sorted names of the images, and the file names that no store can hold."""
 
     def stamp(self, name: str) -> str:
         """What changes when the content does; empty where there is nothing."""
@@ -48,15 +48,15 @@ class Source(Protocol):
         """The sha256 of the content; `ImageError` where there is nothing."""
 
     def extract(self, name: str, pipeline: Pipeline) -> Extracted:
-        """The features; `MatcherError` where the picture cannot be used."""
+        """The features; `MatcherError` where the image cannot be used."""
 
 
 @dataclass(frozen=True)
 class Photos:
-    """Pictures of a folder and the folders in it, with or without masks."""
+    """Images of a folder and the folders in it, with or without masks."""
 
     folder: Path
-    masks: Path | None = None  # a mask is called as its picture, or has .png behind that or instead of .jpg
+    masks: Path | None = None  # a mask is called as its image, or has .png behind that or instead of .jpg
     uses_front_end: bool = True
 
     def settings(self) -> dict[str, Any]:
@@ -64,27 +64,27 @@ class Photos:
         return {"kind": "photos", "masks": self.masks is not None}
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the pictures, and the file names that no store can hold.
+        """Sorted names of the images, and the file names that no store can hold.
 
         Raises:
             UsageError: the folder or that of the masks is none.
         """
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
-                raise UsageError(f"{folder} is not a folder of pictures")
+                raise UsageError(f"{folder} is not a folder of images")
         found = list(list_pictures(self.folder))
         odd = [name for name in found if not is_text(name)]
         return sorted(set(found) - set(odd)), [ascii(name) for name in odd]
 
     def stamp(self, name: str) -> str:
-        """Length and times of the picture and of its mask."""
+        """Length and times of the image and of its mask."""
         try:
             return " ".join(stamp_of(path) for path in self._files(name))
         except OSError:
             return ""
 
     def digest(self, name: str) -> str:
-        """The sha256 of the picture's bytes, and those of its mask."""
+        """The sha256 of the image's bytes, and those of its mask."""
         found = hashlib.sha256()
         for path in self._files(name):
             try:
@@ -96,14 +96,14 @@ class Photos:
         return found.hexdigest()
 
     def extract(self, name: str, pipeline: Pipeline) -> Extracted:
-        """Read the picture and run the front end; errors of `matcher.read_image`."""
+        """Read the image and run the front end; errors of `matcher.read_image`."""
         stamp, digest = self.stamp(name), self.digest(name)
         path, *masks = self._files(name)
         image = pipeline.read(path, masks[0] if masks else None)
         return Extracted(pipeline.extractor([image])[0], digest, stamp, image.scale)
 
     def _files(self, name: str) -> list[Path]:
-        """The picture, and its mask where it has one."""
+        """The image, and its mask where it has one."""
         files = [self.folder / name]
         if self.masks is not None:
             path = self.masks / name

@@ -1,4 +1,4 @@
-"""The reading side of a run's store: pictures, keypoints, features and finished pairs, each checked.
+"""The reading side of a run's store: images, keypoints, features and finished pairs, each checked.
 
 A store is a folder: `run.db` (SQLite), and descriptor files that may be deleted after matching. It may be
 read while a run writes it. `writer.py` writes it.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from matcher.collection import schema
-from matcher.collection.descriptors import Place, decode_features, file_path, read_record
+from matcher.collection.descriptors import RecordLocation, decode_features, file_path, read_record
 from matcher.collection.encoding import DamagedError, check, decode_keypoints, decode_pair
 from matcher.collection.locking import StoreLock
 from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
@@ -28,7 +28,7 @@ from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
 
 STATUSES: tuple[Status, ...] = ("waiting", "done", "failed")  # by their number in the database
-_CACHED_KEYPOINTS = 1024  # pictures
+_CACHED_KEYPOINTS = 1024  # images
 _IMAGE = "name, sha256, width, height, count, camera, status, reason"
 
 
@@ -50,7 +50,7 @@ class Store:
         Args:
             run_dir: the folder, made where it is absent.
             settings: what the results depend on, ready for `json.dumps`.
-            image_folder: where the pictures are; the current folder when absent.
+            image_folder: where the images are; the current folder when absent.
 
         Raises:
             UsageError: there is a store already, or the folder cannot be written.
@@ -103,30 +103,30 @@ class Store:
 
     @property
     def image_folder(self) -> Path:
-        """Where the pictures were when the run was last started."""
+        """Where the images were when the run was last started."""
         return Path(self._meta("image_folder"))
 
     def images(self) -> list[StoredImage]:
-        """All pictures, by name."""
+        """All images, by name."""
         folder = self.image_folder
         return [_image(row, folder) for row in self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
 
     def image(self, name: str) -> StoredImage:
-        """One picture.
+        """One image.
 
         Raises:
             UsageError: the run has none of that name.
         """
         rows = list(self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name))
         if not rows:
-            raise UsageError(f"the run {self.folder} has no picture {name!r}")
+            raise UsageError(f"the run {self.folder} has no image {name!r}")
         return _image(rows[0], self.image_folder)
 
     def keypoints(self, name: str) -> np.ndarray:
         """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0).
 
         Raises:
-            UsageError: the picture is not in the run, or has no keypoints (yet).
+            UsageError: the image is not in the run, or has no keypoints (yet).
         """
         return self._keypoints(self._done(name)[0])
 
@@ -134,12 +134,12 @@ class Store:
         """Keypoints and descriptors, as the matcher was given them.
 
         Raises:
-            UsageError: the picture is not in the run, or has no keypoints (yet).
+            UsageError: the image is not in the run, or has no keypoints (yet).
             IntegrityError: the file of its descriptors was deleted; the message names the remedy.
         """
         number, size, exif, kind = self._done(name)
         sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
-        place = next((Place(*row) for row in self.rows(sql, number)), None)
+        place = next((RecordLocation(*row) for row in self.rows(sql, number)), None)
         try:
             if place is None:
                 raise FileNotFoundError
@@ -187,13 +187,13 @@ class Store:
         return Counts(waiting + done + failed, failed, waiting, total, pairs_failed, pairs_waiting)
 
     def names(self) -> dict[int, str]:
-        """Names of the pictures by their number in the database."""
+        """Names of the images by their number in the database."""
         return dict(self.rows("SELECT id, name FROM images"))
 
     def check(self) -> list[str]:
         """Read everything and say what is damaged; empty when all is well."""
         faults = [row[0] for row in self.rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
-        for table, what in (("keypoints", "the keypoints of picture"), ("pairs", "pair")):
+        for table, what in (("keypoints", "the keypoints of image"), ("pairs", "pair")):
             for number, crc, data in self.rows(f"SELECT rowid, crc, data FROM {table}"):
                 try:
                     check(data, crc, f"{what} {number}")
@@ -201,7 +201,7 @@ class Store:
                     faults.append(str(error))
         for place in self.rows("SELECT file, start, length, crc FROM descriptors"):
             try:
-                read_record(self.folder, Place(*place))
+                read_record(self.folder, RecordLocation(*place))
             except FileNotFoundError:
                 continue  # deleting them is allowed
             except DamagedError as error:
@@ -215,7 +215,7 @@ class Store:
         return rows[0][0]
 
     def _done(self, name: str) -> tuple[int, tuple[int, int], int, str]:
-        """Number, size, orientation and kind of a picture with keypoints."""
+        """Number, size, orientation and kind of an image with keypoints."""
         sql = "SELECT id, width, height, exif, kind FROM images WHERE name = ? AND status = 1"
         rows = list(self.rows(sql, name))
         if not rows:
@@ -228,8 +228,8 @@ class Store:
         rows = list(self.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
         with _undamaged(self._path):
             if not rows:
-                raise DamagedError(f"the keypoints of picture {number} are absent")
-            return decode_keypoints(check(*rows[0], f"the keypoints of picture {number}"))
+                raise DamagedError(f"the keypoints of image {number} are absent")
+            return decode_keypoints(check(*rows[0], f"the keypoints of image {number}"))
 
     def rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """Rows of one statement, streamed."""

@@ -21,12 +21,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
+from matcher.collection.jobs import Job, JobRunner, Outcome
 from matcher.collection.settings import Setup
 from matcher.collection.store import Store
-from matcher.collection.workbench import Job, Outcome, Workbench
 from matcher.errors import MatcherError, UsageError
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+_PROGRAM = "matcher.collection.worker"
 _QUEUED = 2  # jobs that a worker has before it, so that it never waits for the next
 _STRIKES = 2  # deaths of its worker that make an item fail
 _STARTS = 3  # workers that may die in a row before any of them is ready
@@ -56,9 +57,9 @@ class InProcess:
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
         """Outcomes in the order of the jobs."""
         with Store.open(self._run_dir) as store:
-            bench = Workbench(self._setup, lambda picture: store.features(picture.name))
+            runner = JobRunner(self._setup, lambda image: store.features(image.name))
             for job in jobs:
-                yield from bench.work(job)
+                yield from runner.run(job)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -167,7 +168,7 @@ class LocalWorkers:
         number = theirs.fileno()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(number)],
+                [sys.executable, "-m", _PROGRAM, str(number)],
                 pass_fds=[number],
                 env={**os.environ, **threads, **paths},
                 stdin=subprocess.DEVNULL,
@@ -194,9 +195,6 @@ class LocalWorkers:
         self._workers = []
 
 
-_PROGRAM = "import sys; from matcher.collection.workers import serve; serve(int(sys.argv[1]))"
-
-
 def _send(connection: Connection, message: Any) -> bool:
     # torch's own pickler would share memory between the processes, which dies with them.
     try:
@@ -213,20 +211,3 @@ def _death(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-def serve(number: int) -> None:
-    """The body of a worker: jobs from the socket of that number until it closes."""
-    connection = Connection(number)
-    try:
-        run_dir, setup = pickle.loads(connection.recv_bytes())
-        with Store.open(run_dir) as store:
-            bench = Workbench(setup, lambda picture: store.features(picture.name))
-            connection.send_bytes(pickle.dumps(None))
-            while True:
-                for outcome in bench.work(pickle.loads(connection.recv_bytes())):
-                    connection.send_bytes(pickle.dumps(outcome))
-    except (EOFError, OSError):
-        return  # the run has ended
-    except MatcherError as error:
-        connection.send_bytes(pickle.dumps(error))

@@ -25,7 +25,7 @@ from matcher.data.features import Features
 from matcher.errors import UsageError
 
 WAITING, DONE, FAILED = range(3)
-TILE_BITS = 5  # pictures of a tile: 32, whose features fit in memory together
+TILE_BITS = 5  # images of a tile: 32, whose features fit in memory together
 _FORGET_PAIRS = """
 CREATE TEMP TABLE touched AS SELECT image0, image1 FROM {table} WHERE image0 IN gone OR image1 IN gone;
 INSERT OR IGNORE INTO waiting SELECT image0 >> {bits}, image1 >> {bits}, image0, image1 FROM touched;
@@ -37,7 +37,7 @@ DROP TABLE touched;
 class EncodedPair(NamedTuple):
     """A finished pair as it lies in the store."""
 
-    image0: int  # numbers of the pictures
+    image0: int  # numbers of the images
     image1: int
     seconds: float
     crc: int
@@ -45,7 +45,7 @@ class EncodedPair(NamedTuple):
 
 
 class ImageFacts(NamedTuple):
-    """What the store keeps of a picture that was read, beside its features."""
+    """What the store keeps of an image that was read, beside its features."""
 
     sha256: str
     stamp: str = ""  # of the file, to see without reading that it is the same
@@ -125,16 +125,16 @@ class Writer:
             return self._connection.executemany(sql, rows).rowcount
 
     def add_images(self, names: Iterable[str]) -> None:
-        """Pictures that are to be read; those that the store has stay as they are."""
+        """Images that are to be read; those that the store has stay as they are."""
         self.execute_many("INSERT OR IGNORE INTO images (name, status) VALUES (?, 0)", ((n,) for n in names))
 
     def put_camera(self, name: str, camera: Camera | None) -> None:
-        """The camera of a picture."""
+        """The camera of an image."""
         text = None if camera is None else json.dumps(astuple(camera))
         self.execute("UPDATE images SET camera = ? WHERE name = ?", (text, name))
 
     def put_features(self, name: str, features: Features, facts: ImageFacts) -> None:
-        """Keypoints and descriptors of a picture, which is added where it is new."""
+        """Keypoints and descriptors of an image, which is added where it is new."""
         self.put_record(name, features, encode_features(features), facts)
 
     def put_record(self, name: str, features: Features, record: bytes, facts: ImageFacts) -> None:
@@ -153,18 +153,18 @@ class Writer:
         self.put_descriptors(number, record)
 
     def put_descriptors(self, number: int, record: bytes) -> None:
-        """The descriptor record of a picture."""
+        """The descriptor record of an image."""
         place = self._descriptors.append(record)
         self.execute("REPLACE INTO descriptors VALUES (?, ?, ?, ?, ?)", (number, *place))
 
     def fail_image(self, name: str, reason: str, facts: ImageFacts | None = None) -> None:
-        """A picture that cannot be used, and why; its facts say when it is worth another try."""
+        """An image that cannot be used, and why; its facts say when it is worth another try."""
         sha256, stamp, _ = facts or ImageFacts("")
         sql = "UPDATE images SET status = 2, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
         self.execute(sql, (reason, sha256, stamp, name))
 
     def put_pair(self, pair: StoredPair) -> None:
-        """A finished pair of pictures that have keypoints.
+        """A finished pair of images that have keypoints.
 
         Raises:
             ValueError: matches that do not fit the keypoints.
@@ -182,7 +182,7 @@ class Writer:
         self._settled((pair.image0, pair.image1) for pair in pairs)
 
     def fail_pairs(self, pairs: Iterable[tuple[int, int, str]]) -> None:
-        """Pairs by the numbers of their pictures, with the reason; they no longer wait."""
+        """Pairs by the numbers of their images, with the reason; they no longer wait."""
         pairs = list(pairs)
         self.execute_many("REPLACE INTO failed VALUES (?, ?, ?)", pairs)
         self._settled(pair[:2] for pair in pairs)
@@ -192,18 +192,18 @@ class Writer:
         self.execute_many(sql, ((a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b in pairs))
 
     def number(self, name: str) -> int:
-        """The picture's number in the database.
+        """The image's number in the database.
 
         Raises:
             UsageError: there is none of that name.
         """
         rows = self.execute("SELECT id FROM images WHERE name = ?", (name,))
         if not rows:
-            raise UsageError(f"the run {self.store.folder} has no picture {name!r}")
+            raise UsageError(f"the run {self.store.folder} has no image {name!r}")
         return rows[0][0]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Pictures that have changed: they and all their pairs are to be done again."""
+        """Images that have changed: they and all their pairs are to be done again."""
         self.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
         self.execute_many("INSERT INTO gone SELECT id FROM images WHERE name = ?", ((n,) for n in names))
         for table in ("pairs", "failed"):
@@ -216,7 +216,7 @@ class Writer:
         self.store.drop_cache()
 
     def retry_failed(self) -> None:
-        """Pictures and pairs that failed are to be tried again."""
+        """Images and pairs that failed are to be tried again."""
         self.execute("UPDATE images SET status = 0, reason = '' WHERE status = 2")
         bits = TILE_BITS
         self.execute(
@@ -225,11 +225,11 @@ class Writer:
         self.execute("DELETE FROM failed")
 
     def set_image_folder(self, folder: Path) -> None:
-        """Where the pictures are now."""
+        """Where the images are now."""
         self.execute("UPDATE meta SET value = ? WHERE key = 'image_folder'", (str(folder.absolute()),))
 
     def without_descriptors(self) -> set[int]:
-        """Numbers of the pictures with keypoints whose descriptors were deleted or never copied."""
+        """Numbers of the images with keypoints whose descriptors were deleted or never copied."""
         files = [row[0] for row in self.execute("SELECT DISTINCT file FROM descriptors")]
         lost = [number for number in files if not file_path(self.store.folder, number).is_file()]
         sql = (

@@ -1,9 +1,9 @@
-"""Which pictures look alike: one global descriptor a picture, aggregated from its local ones; no download.
+"""Which images look alike: one global descriptor an image, aggregated from its local ones; no download.
 
 VLAD (Jégou et al., Aggregating local descriptors into a compact image representation, CVPR 2010) over a
 vocabulary learned from the collection itself, every word's residual normalised by itself (Arandjelović and
 Zisserman, All about VLAD, CVPR 2013), folded by signed hashing (Weinberger et al., Feature hashing for large
-scale multitask learning, ICML 2009) to a length that a million pictures can afford.
+scale multitask learning, ICML 2009) to a length that a million images can afford.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from matcher.match.steering import STEERABLE, TURNS, positions
 
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less
-STRONGEST = 1024  # keypoints of a picture that are looked at; more find fewer of the true pairs
-_SAMPLED_PICTURES, _SAMPLED_POINTS = 512, 65_536  # the vocabulary is learned from
+STRONGEST = 1024  # keypoints of an image that are looked at; more find fewer of the true pairs
+_SAMPLED_IMAGES, _SAMPLED_POINTS = 512, 65_536  # the vocabulary is learned from
 _POINTS_A_WORD = 16  # at least, or the words would be the points themselves
 _ROUNDS = 8  # of k-means
 _ROWS = 4096  # compared at once
@@ -84,16 +84,16 @@ def learn_vocabulary(
 def similar_pairs(
     names: Sequence[str], features: Callable[[str], Features], k: int, *, seed: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """Each picture with the `k` that look most like it, every pair once, in the order of `names`.
+    """Each image with the `k` that look most like it, every pair once, in the order of `names`.
 
-    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB a picture are, or
-    64 kB where descriptors can be turned: then pictures are compared in all four positions. A picture without
+    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB an image are, or
+    64 kB where descriptors can be turned: then images are compared in all four positions. An image without
     keypoints is in no pair.
 
     Args:
-        names: pictures.
-        features: the features of a picture, unbatched.
-        k: neighbours; a picture may be in more pairs, as the neighbour of others.
+        names: images.
+        features: the features of an image, unbatched.
+        k: neighbours; an image may be in more pairs, as the neighbour of others.
         seed: of the vocabulary.
 
     Raises:
@@ -103,7 +103,7 @@ def similar_pairs(
         raise UsageError(f"similar pairs need at least 1 neighbour, not {k}")
     names = list(dict.fromkeys(names))
     rng = np.random.default_rng(seed)
-    chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_PICTURES)).astype(int)
+    chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_IMAGES)).astype(int)
     share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
     samples, kinds = [], set()
     for index in chosen.tolist():
@@ -113,7 +113,7 @@ def similar_pairs(
         samples.append(local[rng.permutation(len(local))[:share]])
     samples = [sample for sample in samples if len(sample)]
     if len({sample.shape[1] for sample in samples}) > 1:
-        raise UsageError("the pictures have descriptors of several sizes; extract them with one front end")
+        raise UsageError("the images have descriptors of several sizes; extract them with one front end")
     if not samples:
         return
     vocabulary = learn_vocabulary(np.concatenate(samples), seed=seed)
@@ -134,7 +134,7 @@ def neighbour_pairs(table: np.ndarray, k: int, turned: Sequence[np.ndarray] = ()
     Args:
         table: (I, G) global descriptors of unit length; rows of zeros are in no pair.
         k: neighbours of a row.
-        turned: (I, G) each, the same pictures in other positions; a pair is as similar as in the best one.
+        turned: (I, G) each, the same images in other positions; a pair is as similar as in the best one.
     """
     usable = np.flatnonzero(np.any(table != 0, axis=1))
     k = min(k, len(usable) - 1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras
 from matcher.collection.exporting.output import ExportReport, whole_file
-from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
+from matcher.collection.exporting.validation import begin_export, valid_keypoints, valid_pairs
 from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError, install_command
 
@@ -60,7 +60,7 @@ def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) ->
     cameras = group_cameras(images, choice)
     with (
         whole_file(out) as part,
-        _said_plainly(out),
+        _translated_errors(out),
         pycolmap.Database.open(part) as database,
         pycolmap.DatabaseTransaction(database),
     ):
@@ -69,9 +69,9 @@ def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) ->
         for image in images:
             row = pycolmap.Image(name=image.name, camera_id=camera_of[image.name])
             numbers[image.name] = database.write_image(row)
-            points = to_colmap(sound_keypoints(store, image))
+            points = to_colmap(valid_keypoints(store, image))
             database.write_keypoints(numbers[image.name], points)
-        for pair in sound_pairs(store, images, report):
+        for pair in valid_pairs(store, images, report):
             ends = numbers[pair.name0], numbers[pair.name1]
             indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
             database.write_matches(*ends, indices)
@@ -137,7 +137,7 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
 
 
 @contextmanager
-def _said_plainly(out: Path) -> Iterator[None]:
+def _translated_errors(out: Path) -> Iterator[None]:
     """COLMAP's C++ exceptions as what they mean."""
     try:
         yield

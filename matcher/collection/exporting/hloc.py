@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.exporting.soundness import (
+from matcher.collection.exporting.validation import (
     begin_export,
     refuse_collisions,
     refuse_names,
-    sound_keypoints,
-    sound_pairs,
+    valid_keypoints,
+    valid_pairs,
 )
 from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError, install_command
@@ -80,7 +80,7 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
             h5py.File(part / MATCHES, "w", libver="latest") as file,
             (part / PAIRS).open("w", encoding="utf-8") as lines,
         ):
-            for pair in sound_pairs(store, images, report):
+            for pair in valid_pairs(store, images, report):
                 _write_matches(file.create_group(pair_key(pair.name0, pair.name1)), pair, counts[pair.name0])
                 lines.write(f"{pair.name0} {pair.name1}\n")
     return report
@@ -104,7 +104,7 @@ def features_of(store: Store, report: ExportReport) -> Callable[[str], Features 
 def _write_features(
     group: Any, store: Store, image: StoredImage, read: Callable[[str], Features | None]
 ) -> None:
-    points = group.create_dataset("keypoints", data=sound_keypoints(store, image))
+    points = group.create_dataset("keypoints", data=valid_keypoints(store, image))
     points.attrs["uncertainty"] = _UNCERTAINTY
     group.create_dataset("image_size", data=np.array(image.size))
     features = read(image.name)

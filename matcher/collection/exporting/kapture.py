@@ -15,7 +15,7 @@ from matcher.collection.exporting.cameras import CameraChoice, group_cameras
 from matcher.collection.exporting.colmap import to_colmap
 from matcher.collection.exporting.hloc import features_of
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.exporting.soundness import begin_export, refuse_names, sound_keypoints, sound_pairs
+from matcher.collection.exporting.validation import begin_export, refuse_names, valid_keypoints, valid_pairs
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
@@ -49,7 +49,7 @@ def write_kapture(
         _write_sensors(part / "sensors", images, choice)
         kind = _write_features(part / "reconstruction", store, images, report)
         folder = part / "reconstruction" / "matches" / kind
-        for pair in sound_pairs(store, images, report):
+        for pair in valid_pairs(store, images, report):
             path = folder / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
             path.parent.mkdir(parents=True, exist_ok=True)
             np.column_stack([pair.matches.indices, pair.matches.scores]).astype("<f8").tofile(path)
@@ -79,7 +79,7 @@ def _write_features(folder: Path, store: Store, images: list[StoredImage], repor
         kind, size = first.kind, first.descriptors.shape[-1]
         dtype = str(first.descriptors.numpy().dtype)
     for image in images:
-        points = to_colmap(sound_keypoints(store, image)).astype("<f4")
+        points = to_colmap(valid_keypoints(store, image)).astype("<f4")
         _write_array(folder / "keypoints" / kind / f"{image.name}.kpt", points)
         features = read(image.name) if size else None
         if features is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matcher.collection.exporting.output import ExportReport, whole_file
-from matcher.collection.exporting.soundness import begin_export, sound_keypoints, sound_pairs
+from matcher.collection.exporting.validation import begin_export, valid_keypoints, valid_pairs
 from matcher.files import MARK
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def write_npz(store: Store, out: Path) -> ExportReport:
     with whole_file(out) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
         keypoints = _Rows(Path(spool) / "keypoints", np.float32, 2)
         for image in images:
-            keypoints.append(sound_keypoints(store, image))
+            keypoints.append(valid_keypoints(store, image))
         pairs = _Pairs(Path(spool))
-        for pair in sound_pairs(store, images, report):
+        for pair in valid_pairs(store, images, report):
             pairs.append(pair, number)
         small = {
             "names": np.array([image.name for image in images]),

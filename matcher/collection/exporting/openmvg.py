@@ -14,11 +14,11 @@ import numpy as np
 from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras
 from matcher.collection.exporting.hloc import features_of
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.exporting.soundness import (
+from matcher.collection.exporting.validation import (
     begin_export,
     refuse_collisions,
-    sound_keypoints,
-    sound_pairs,
+    valid_keypoints,
+    valid_pairs,
 )
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def write_openmvg(
         (part / "image_describer.json").write_text(json.dumps(describer, indent=1), encoding="utf-8")
         read = features_of(store, report)
         for image in images:
-            points = sound_keypoints(store, image)
+            points = valid_keypoints(store, image)
             _write_regions(part / f"{_stem(image.name)}.feat", points, read(image.name))
-        _write_matches(part, sound_pairs(store, images, report), numbers)
+        _write_matches(part, valid_pairs(store, images, report), numbers)
     return report
 
 

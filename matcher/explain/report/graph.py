@@ -1,4 +1,4 @@
-"""Places for the pictures of a run, so that those that match lie near each other."""
+"""Places for the images of a run, so that those that match lie near each other."""
 
 from __future__ import annotations
 

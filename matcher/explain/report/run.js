@@ -56,7 +56,7 @@ function drawGraph() {
 function describe() {
   byId("rows").replaceChildren();
   if (chosen === null) {
-    byId("info").textContent = "Click a picture.";
+    byId("info").textContent = "Click an image.";
     return;
   }
   const own = edges.filter(edge => edge[0] === chosen || edge[1] === chosen).sort((a, b) => b[2] - a[2]);
@@ -99,7 +99,7 @@ function histogram(title, counts) {
   ink.fillText("at least so many of a pair; above: pairs", 235, 187);
 }
 
-const [pictures, pairs] = data.counts;
+const [images, pairs] = data.counts;
 byId("summary").textContent = pairs[1]
   ? `${pairs[1]} pairs are finished, in ${data.seconds} s of matching; ` +
     data.statuses.map(([status, count]) => `${count} ${status}`).join(", ") + "."
@@ -107,9 +107,9 @@ byId("summary").textContent = pairs[1]
     "--pairs FILE adds pairs and matches them.";
 table("Run", ["what", "value"], data.origin, undefined, "words");
 table("Progress", ["", "done", "failed", "waiting"], data.counts);
-byId("legend").textContent = `${nodes.length} of ${data.graph.pictures} pictures, ${edges.length} of ` +
+byId("legend").textContent = `${nodes.length} of ${data.graph.images} images, ${edges.length} of ` +
   `${data.graph.pairs} pairs with a geometry; darker and thicker: more inliers (most: ${most}). ` +
-  "White: a picture without partners, orange: one that failed.";
+  "White: an image without partners, orange: one that failed.";
 drawGraph();
 describe();
 if (pairs[1]) {
@@ -118,13 +118,13 @@ if (pairs[1]) {
 }
 const rest = make("div", undefined, document.body);
 if (data.worst.length) table("Worst pairs", PAIR, data.worst.map(pairRow), rest, "words").id = "worst";
-for (const [what, title] of [["pictures", "Pictures that failed"], ["pairs", "Pairs that failed"],
+for (const [what, title] of [["images", "Images that failed"], ["pairs", "Pairs that failed"],
   ["pages", "Pairs without a page"]]) {
   const [count, rows] = data.failures[what];
   const more = count > rows.length ? ` (${rows.length} of ${count})` : "";
   if (count) table(title + more, ["which", "why"], rows, rest, "words").id = `failed-${what}`;
 }
 if (data.alone.length)
-  table("Pictures, those with the fewest partners first", ["picture", "keypoints", "pairs", "with a geometry"],
-    data.alone, rest, "words").id = "pictures";
+  table("Images, those with the fewest partners first", ["image", "keypoints", "pairs", "with a geometry"],
+    data.alone, rest, "words").id = "images";
 document.body.dataset.ready = "yes";

@@ -18,13 +18,13 @@ from matcher.errors import ImageError, UsageError
 from matcher.explain.report.graph import lay_out
 from matcher.explain.report.page import build_page
 from matcher.explain.report.pair import BODY, SCRIPTS, pair_data
-from matcher.explain.report.tally import BINS, PairRow, Tally, tally
+from matcher.explain.report.statistics import BINS, PairRow, RunStatistics, collect_statistics
 from matcher.files import check_output, refuse_foreign, write_output
 
 PAGES = 20  # pages of pairs made when nothing else is said
 _ROWS = 500  # of a table
 _NODES, _EDGES = 400, 4000  # of the graph: what a page shows legibly and at once
-_SIDE = 1024  # pixels, longer side of a picture
+_SIDE = 1024  # pixels, longer side of an image
 _RUN_BODY = (
     '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
     '<p id="info"></p><canvas id="graph" width="960" height="640"></canvas><p id="legend"></p>'
@@ -49,7 +49,7 @@ def write_run_report(
     Args:
         run_dir: of the store, which is only read.
         path: .html; `report.html` in the run's folder when absent.
-        pages: pairs that get a page of their own, the worst first; their pictures are read again.
+        pages: pairs that get a page of their own, the worst first; their images are read again.
         overwrite: replace files that no earlier report wrote.
 
     Raises:
@@ -62,7 +62,7 @@ def write_run_report(
     with Store.open(run_dir) as store:
         path = run_dir / "report.html" if path is None else path
         path = check_output(path, (".html",), overwrite=overwrite)
-        found = tally(store.pairs(), max(_ROWS, pages), _EDGES)
+        found = collect_statistics(store.pairs(), max(_ROWS, pages), _EDGES)
         folder = path.with_name(f"{path.stem}_pairs")
         links, left_out = _write_pairs(store, found.worst[:pages], folder, path.name, overwrite)
         data = _run_data(store, found, links, left_out)
@@ -98,13 +98,13 @@ def _write_pairs(
 
 
 def _pair_page(store: Store, pair: StoredPair, images: Sequence[StoredImage], index: str) -> bytes:
-    """The page of one pair, with its pictures as they are on disk now."""
+    """The page of one pair, with its images as they are on disk now."""
     settings, shown = store.settings, []
     for image in images:
-        picture = read_image(image.path, resize=_SIDE, upright=settings.get("upright", True))
-        if picture.size != image.size:
+        pixels = read_image(image.path, resize=_SIDE, upright=settings.get("upright", True))
+        if pixels.size != image.size:
             raise ImageError(f"{image.path}: its size has changed since the run; run it again")
-        shown.append(picture)
+        shown.append(pixels)
     origin = [
         ("run", str(store.folder)),
         ("preset", str(settings.get("preset"))),
@@ -123,7 +123,7 @@ def _pair_page(store: Store, pair: StoredPair, images: Sequence[StoredImage], in
 
 
 def _run_data(
-    store: Store, found: Tally, links: dict[tuple[str, str], str], left_out: Sequence[str]
+    store: Store, found: RunStatistics, links: dict[tuple[str, str], str], left_out: Sequence[str]
 ) -> dict[str, Any]:
     """All that the page shows, ready for JSON."""
     counts, settings, images = store.counts(), store.settings, store.images()
@@ -134,13 +134,13 @@ def _run_data(
         "folder": str(store.image_folder),
         "run": str(store.folder),
         "origin": [
-            ["pictures of", str(store.image_folder)],
+            ["images of", str(store.image_folder)],
             ["preset", str(settings.get("preset"))],
             ["weights, sha256", str(settings.get("weights"))],
             ["geometry", str(estimation.get("kind"))],
         ],
         "counts": [
-            ["pictures", counts.images_done, counts.images_failed, counts.images_waiting],
+            ["images", counts.images_done, counts.images_failed, counts.images_waiting],
             ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
         ],
         "seconds": round(found.seconds, 1),
@@ -157,7 +157,7 @@ def _run_data(
             if image.status == "done"
         ][:_ROWS],
         "failures": {
-            "pictures": [counts.images_failed, lost[:_ROWS]],
+            "images": [counts.images_failed, lost[:_ROWS]],
             "pairs": [counts.pairs_failed, failed],
             "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
         },
@@ -169,8 +169,8 @@ def _cells(row: PairRow, links: dict[tuple[str, str], str]) -> list[Any]:
     return [row.name0, row.name1, row.matches, row.inliers, row.status, round(row.seconds, 3), link]
 
 
-def _graph(found: Tally, images: Sequence[StoredImage]) -> dict[str, Any]:
-    """Pictures with most partners and the strongest pairs between them, with places on a unit square."""
+def _graph(found: RunStatistics, images: Sequence[StoredImage]) -> dict[str, Any]:
+    """Images with most partners and the strongest pairs between them, with places on a unit square."""
     by_degree = sorted(images, key=lambda image: (-found.degree[image.name], image.name))[:_NODES]
     nodes = sorted(image.name for image in by_degree)
     number = {name: index for index, name in enumerate(nodes)}
@@ -185,6 +185,6 @@ def _graph(found: Tally, images: Sequence[StoredImage]) -> dict[str, Any]:
             for name, place in zip(nodes, places, strict=True)
         ],
         "edges": [[*map(int, edge), row.inliers, row.matches] for edge, row in zip(edges, rows, strict=True)],
-        "pictures": len(images),
+        "images": len(images),
         "pairs": sum(found.degree.values()) // 2,
     }

@@ -17,25 +17,9 @@ from matcher.collection.collection import Collection
 from matcher.collection.exporting.cameras import HALF_PIXEL
 from matcher.collection.exporting.colmap import import_pycolmap
 from matcher.collection.exporting.hloc import FEATURES, MATCHES, PAIRS, import_h5py, pair_key
-from matcher.collection.reconstruction import DATABASE, reconstruct
+from matcher.collection.reconstruction.reconstruct import DATABASE, reconstruct
 from matcher.collection.workers import THREAD_VARIABLES
 from matcher.errors import UsageError
-
-# Matches the waiting pairs of a run whose features are there; says pairs and seconds: in all, and from the
-# first commit on, when every worker has started.
-_TIMED = """
-import sys, time
-from matcher.collection.collection import Collection
-from matcher.collection.engines import Workers
-
-folder, run, workers, threads, options = sys.argv[1:]
-opened = Collection.open(run, workers=Workers(count=int(workers), threads=int(threads)), **eval(options))
-opened.add_images(folder)
-commits, start = [], time.perf_counter()
-opened.run(tell=lambda now: commits.append((time.perf_counter() - start, now.done)))
-(first, before), (last, done) = commits[1], commits[-1]
-print(done, last, (done - before) / (last - first) if done > before else "nan")
-"""
 
 
 def measure_reconstruction(
@@ -93,7 +77,7 @@ def database_from_hloc(folder: Path, path: Path, camera: Any) -> None:
     Args:
         folder: with hloc's three files.
         path: the database; one that is there is replaced.
-        camera: of all pictures, a `pycolmap.Camera`.
+        camera: of all images, a `pycolmap.Camera`.
     """
     pycolmap, h5py = import_pycolmap(), import_h5py()
     path.unlink(missing_ok=True)
@@ -154,9 +138,9 @@ def _described(model: Any, database: Path, truth: Mapping[str, np.ndarray]) -> d
         "keypoints": keypoints / images,
         "points": len(lengths),
         "observations": int(lengths.sum()),
-        "mean_track_length": float(lengths.mean()),  # as COLMAP counts: a picture may be in a track twice
+        "mean_track_length": float(lengths.mean()),  # as COLMAP counts: an image may be in a track twice
         "mean_images": float(distinct.mean()),
-        "tracks_of": {str(n): int((distinct == n).sum()) for n in np.unique(distinct)},  # so many pictures
+        "tracks_of": {str(n): int((distinct == n).sum()) for n in np.unique(distinct)},  # so many images
         "mean_reprojection_error": model.compute_mean_reprojection_error(),  # stored pixels
         "worst_centre": float(np.linalg.norm(error, axis=1).max() / widest),  # of the largest distance
     }
@@ -183,11 +167,11 @@ def measure_workers(
     """How fast pairs of a folder are matched from features that are there, by processes and threads.
 
     Args:
-        folder: of the pictures.
+        folder: of the images.
         work: where the runs are kept; features that are there already are not extracted again.
         options: of `Collection.open`.
         arrangements: title → processes (0: the one that writes) and threads of each.
-        neighbours: each picture is matched with so many that follow it by name.
+        neighbours: each image is matched with so many that follow it by name.
 
     Yields:
         A title, and `pairs`, `seconds` in all, with the start of the workers, `pairs_per_second` in all and
@@ -202,8 +186,8 @@ def measure_workers(
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(work / "features", run)
         environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
-        arguments = [str(folder), str(run), str(count), str(threads), repr(dict(options))]
-        command = [sys.executable, "-c", _TIMED, *arguments]
+        arguments = [str(folder), str(run), str(count), str(threads), json.dumps(dict(options))]
+        command = [sys.executable, "-m", "matcher.lab.benchmark.timed_run", *arguments]
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         pairs, seconds, steady = map(float, ended.stdout.split())
         yield (

@@ -1,4 +1,4 @@
-"""The work on one picture and on one pair, wherever it is done: in this process, a worker, or a Ray actor."""
+"""The work on one image and on one pair, wherever it is done: in this process, a worker, or a Ray actor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CACHE_BYTES = 512 << 20  # of features held
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageEntry:
     """One side of a pair."""
 
     number: int  # in the store
@@ -36,8 +36,8 @@ class Picture:
     camera: Camera | None
 
 
-class ExtractedPicture(NamedTuple):
-    """What a worker reports of a picture: features ready to be stored, or why there are none."""
+class ExtractedImage(NamedTuple):
+    """What a worker reports of an image: features ready to be stored, or why there are none."""
 
     name: str
     found: Extracted | None  # without descriptors, which are in the record
@@ -45,7 +45,7 @@ class ExtractedPicture(NamedTuple):
     reason: str = ""
 
 
-class FailedMatch(NamedTuple):
+class PairFailure(NamedTuple):
     """What a worker reports of a pair that could not be matched."""
 
     image0: int
@@ -55,44 +55,44 @@ class FailedMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtractJob:
-    """Pictures to extract."""
+    """Images to extract."""
 
     items: tuple[str, ...]
     batch: int = 1  # items that are worked on together
 
-    def failure(self, item: str, reason: str) -> ExtractedPicture:
+    def failure(self, item: str, reason: str) -> ExtractedImage:
         """What is reported of an item whose worker died."""
-        return ExtractedPicture(item, None, reason=reason)
+        return ExtractedImage(item, None, reason=reason)
 
 
 @dataclass(frozen=True)
 class MatchJob:
-    """Pairs to match, by the numbers of their pictures."""
+    """Pairs to match, by the numbers of their images."""
 
     items: tuple[tuple[int, int], ...]
-    pictures: Mapping[int, Picture]
+    images: Mapping[int, ImageEntry]
     batch: int = 1
 
-    def failure(self, item: tuple[int, int], reason: str) -> FailedMatch:
+    def failure(self, item: tuple[int, int], reason: str) -> PairFailure:
         """What is reported of an item whose worker died."""
-        return FailedMatch(*item, reason)
+        return PairFailure(*item, reason)
 
 
 Job = ExtractJob | MatchJob
-Outcome = ExtractedPicture | EncodedPair | FailedMatch
+Outcome = ExtractedImage | EncodedPair | PairFailure
 
 
-class Workbench:
+class JobRunner:
     """A pipeline and the features that it needs again soon."""
 
-    def __init__(self, setup: Setup, features_of: Callable[[Picture], Features]) -> None:
-        """Load the pipeline; `features_of` fetches a picture's features. Errors are those of `build`."""
+    def __init__(self, setup: Setup, features_of: Callable[[ImageEntry], Features]) -> None:
+        """Load the pipeline; `features_of` fetches an image's features. Errors are those of `build`."""
         self.pipeline: Pipeline = build(setup)
         self._source, self._camera, self._fetch = setup.source, setup.camera, features_of
         self._cache: OrderedDict[int, Features] = OrderedDict()
         self._cached = 0
 
-    def work(self, job: Job) -> Iterator[Outcome]:
+    def run(self, job: Job) -> Iterator[Outcome]:
         """One outcome an item, in their order.
 
         Raises:
@@ -103,20 +103,20 @@ class Workbench:
         else:
             for start in range(0, len(job.items), job.batch):
                 batch = job.items[start : start + job.batch]
-                yield from self.match([(job.pictures[a], job.pictures[b]) for a, b in batch])
+                yield from self.match([(job.images[a], job.images[b]) for a, b in batch])
 
-    def extract(self, name: str) -> ExtractedPicture:
-        """Features of one picture."""
+    def extract(self, name: str) -> ExtractedImage:
+        """Features of one image."""
         try:
             found = self._source.extract(name, self.pipeline)
             kept = replace(found.features, descriptors=torch.zeros(len(found.features), 0))
-            return ExtractedPicture(name, replace(found, features=kept), encode_features(found.features))
+            return ExtractedImage(name, replace(found, features=kept), encode_features(found.features))
         except IntegrityError:
             raise
-        except Exception as error:  # one picture fails, the others go on
-            return ExtractedPicture(name, None, reason=reason_of(error))
+        except Exception as error:  # one image fails, the others go on
+            return ExtractedImage(name, None, reason=reason_of(error))
 
-    def match(self, pairs: Sequence[tuple[Picture, Picture]]) -> list[EncodedPair | FailedMatch]:
+    def match(self, pairs: Sequence[tuple[ImageEntry, ImageEntry]]) -> list[EncodedPair | PairFailure]:
         """Match and verify pairs in one batch; where it does not fit or fails, in halves."""
         start = perf_counter()
         try:
@@ -128,7 +128,7 @@ class Workbench:
             if len(pairs) > 1:
                 middle = len(pairs) // 2
                 return [*self.match(pairs[:middle]), *self.match(pairs[middle:])]
-            return [FailedMatch(pairs[0][0].number, pairs[0][1].number, reason_of(error))]
+            return [PairFailure(pairs[0][0].number, pairs[0][1].number, reason_of(error))]
         each = (perf_counter() - start) / len(pairs)
         return [
             self._verify(*pair, *features, matches, each)
@@ -136,8 +136,14 @@ class Workbench:
         ]
 
     def _verify(
-        self, side0: Picture, side1: Picture, f0: Features, f1: Features, matches: Matches, seconds: float
-    ) -> EncodedPair | FailedMatch:
+        self,
+        side0: ImageEntry,
+        side1: ImageEntry,
+        f0: Features,
+        f1: Features,
+        matches: Matches,
+        seconds: float,
+    ) -> EncodedPair | PairFailure:
         start = perf_counter()
         try:
             geometry = self.pipeline.estimator(
@@ -149,11 +155,11 @@ class Workbench:
             )
             data = encode_pair(matches, geometry, f0.keypoints.numpy(), f1.keypoints.numpy())
         except Exception as error:
-            return FailedMatch(side0.number, side1.number, reason_of(error))
+            return PairFailure(side0.number, side1.number, reason_of(error))
         seconds += perf_counter() - start
         return EncodedPair(side0.number, side1.number, seconds, checksum(data), data)
 
-    def _cameras(self, side0: Picture, side1: Picture) -> tuple[Camera, Camera] | None:
+    def _cameras(self, side0: ImageEntry, side1: ImageEntry) -> tuple[Camera, Camera] | None:
         if self.pipeline.config.estimation.kind != "essential":
             return None
         cameras = [side.camera or self._camera for side in (side0, side1)]
@@ -162,16 +168,16 @@ class Workbench:
             raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
         return cameras[0], cameras[1]
 
-    def _threshold_scale(self, side0: Picture, side1: Picture) -> float:
+    def _threshold_scale(self, side0: ImageEntry, side1: ImageEntry) -> float:
         blank = np.zeros((0, 0), np.uint8)
         views = (Image(blank, (1, 1), scale=side.scale) for side in (side0, side1))
         return threshold_scale(*views, self.pipeline.config.estimation.kind)
 
-    def _features(self, picture: Picture) -> Features:
-        if picture.number in self._cache:
-            self._cache.move_to_end(picture.number)
-            return self._cache[picture.number]
-        features = self._cache[picture.number] = self._fetch(picture)
+    def _features(self, image: ImageEntry) -> Features:
+        if image.number in self._cache:
+            self._cache.move_to_end(image.number)
+            return self._cache[image.number]
+        features = self._cache[image.number] = self._fetch(image)
         self._cached += _bytes(features)
         while self._cached > _CACHE_BYTES and len(self._cache) > 2:
             self._cached -= _bytes(self._cache.popitem(last=False)[1])

@@ -49,7 +49,7 @@ def begin_export(
     return report, done
 
 
-def sound_keypoints(store: Store, image: StoredImage) -> np.ndarray:
+def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
     """(N, 2) float32 keypoints in stored pixels, all finite.
 
     Raises:
@@ -63,7 +63,7 @@ def sound_keypoints(store: Store, image: StoredImage) -> np.ndarray:
     return points
 
 
-def sound_pairs(store: Store, images: Iterable[StoredImage], report: ExportReport) -> Iterator[StoredPair]:
+def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportReport) -> Iterator[StoredPair]:
     """The pairs of those images whose every index is valid, with name0 before name1; others are left out."""
     counts = {image.name: image.count for image in images}
     for pair in store.pairs():

@@ -77,7 +77,7 @@ def _write_cloud(model: Any, path: Path) -> None:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """A model in numbers: what people are told, and what the picture is drawn from."""
+    """A model in numbers: what people are told, and what the image is drawn from."""
     registered = [model.image(number) for number in model.reg_image_ids()]
     poses = {image.name: image.cam_from_world().matrix().tolist() for image in registered}
     return {
@@ -94,3 +94,7 @@ def _described(model: Any) -> dict[str, Any]:
             for camera in [model.camera(image.camera_id)]
         },
     }
+
+
+if __name__ == "__main__":
+    main()

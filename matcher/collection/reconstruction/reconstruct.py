@@ -16,8 +16,8 @@ import numpy as np
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.reconstruction_mapping import CLOUD, RESULT
-from matcher.collection.reconstruction_picture import draw_reconstruction
+from matcher.collection.reconstruction.mapping import CLOUD, RESULT
+from matcher.collection.reconstruction.plot import draw_model
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
-DATABASE, POINTS, PICTURE, SUMMARY = "database.db", "points.ply", "reconstruction.png", "summary.json"
-_CHILD = "from matcher.collection.reconstruction_mapping import main; main()"
+DATABASE, POINTS, PLOT, SUMMARY = "database.db", "points.ply", "reconstruction.png", "summary.json"
+_CHILD = ("-m", "matcher.collection.reconstruction.mapping")
 _TOLD = 1500  # characters of COLMAP's last words
 
 
@@ -38,7 +38,7 @@ class ReconstructionError(MatcherError):
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class SparseModel:
     """One connected reconstruction."""
 
     cam_from_world: dict[str, np.ndarray]  # name → (3, 4) float64, COLMAP's axes: x right, y down, z ahead
@@ -63,12 +63,12 @@ class Reconstruction:
     """What `reconstruct` made; the files are in `folder`."""
 
     folder: Path
-    models: tuple[Model, ...]  # largest first; more than one where the photos do not hang together
+    models: tuple[SparseModel, ...]  # largest first; more than one where the photos do not hang together
     images: int  # that have features
     export: ExportReport
 
     @property
-    def largest(self) -> Model:
+    def largest(self) -> SparseModel:
         """The model with the most images."""
         return self.models[0]
 
@@ -87,7 +87,7 @@ def reconstruct(
     """Cameras and points from a run's verified matches.
 
     `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
-    points of the largest as PLY, a picture of it, and the numbers as JSON.
+    points of the largest as PLY, an image of it, and the numbers as JSON.
 
     Args:
         store: the run.
@@ -141,7 +141,7 @@ def _check_options(mapper: str, min_images: int, threads: int) -> None:
         raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
 
 
-def _described_models(part: Path, report: ExportReport) -> tuple[Model, ...]:
+def _described_models(part: Path, report: ExportReport) -> tuple[SparseModel, ...]:
     """What the child wrote, read, drawn and summed up; its leftovers go."""
     described = json.loads((part / RESULT).read_text(encoding="utf-8"))
     if not described:
@@ -150,17 +150,17 @@ def _described_models(part: Path, report: ExportReport) -> tuple[Model, ...]:
     _write_summary(part / SUMMARY, report, described)
     with np.load(part / CLOUD) as cloud:
         shape = models[0].cam_from_world, models[0].cameras
-        draw_reconstruction(*shape, cloud["points"], cloud["colours"], part / PICTURE)
+        draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
     for leftover in (RESULT, CLOUD):
         (part / leftover).unlink()
     shutil.rmtree(part / "work", ignore_errors=True)
     return models
 
 
-def _model(row: dict[str, Any]) -> Model:
+def _model(row: dict[str, Any]) -> SparseModel:
     poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
     numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
-    return Model(poses, row["cameras"], **{name: row[name] for name in numbers})
+    return SparseModel(poses, row["cameras"], **{name: row[name] for name in numbers})
 
 
 def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]]) -> None:
@@ -184,7 +184,7 @@ def _no_model(report: ExportReport) -> str:
 def _run_child(job: dict[str, Any]) -> None:
     """Map in a process of its own, and end it whatever ends this one."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD],
+        [sys.executable, *_CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

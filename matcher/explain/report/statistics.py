@@ -26,7 +26,7 @@ class PairRow:
 
 
 @dataclass
-class Tally:
+class RunStatistics:
     """Counts, and the rows that a page has room for."""
 
     room: int  # rows kept of the worst pairs
@@ -36,20 +36,20 @@ class Tally:
     statuses: Counter = field(default_factory=Counter)
     matches: Counter = field(default_factory=Counter)  # pairs by bin
     inliers: Counter = field(default_factory=Counter)
-    degree: Counter = field(default_factory=Counter)  # sound pairs of each picture
-    tried: Counter = field(default_factory=Counter)  # pairs of each picture
+    degree: Counter = field(default_factory=Counter)  # sound pairs of each image
+    tried: Counter = field(default_factory=Counter)  # pairs of each image
     worst: list[PairRow] = field(default_factory=list)  # the worst first, once all are added
     best: list[PairRow] = field(default_factory=list)  # the best first
 
 
-def tally(pairs: Iterable[StoredPair], room: int, edges: int) -> Tally:
+def collect_statistics(pairs: Iterable[StoredPair], room: int, edges: int) -> RunStatistics:
     """Go once over the pairs of a run.
 
     Args:
         pairs: as a store gives them.
         room, edges: how many of the worst and of the best are kept.
     """
-    found = Tally(room, edges)
+    found = RunStatistics(room, edges)
     worst: list[tuple] = []
     for pair in pairs:
         row = _row(pair)

@@ -1,0 +1,1 @@
+"""From a finished run to cameras and points, by COLMAP."""
