@@ -156,6 +156,6 @@ def test_what_cannot_be_asked(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="not an empty folder"):
         reconstruct(store, tmp_path / "full")
     monkeypatch.setitem(sys.modules, "pycolmap", None)
-    with pytest.raises(UsageError, match=r"matcher\[sfm\]"):
+    with pytest.raises(UsageError, match=r"matcher-vision\[sfm\]"):
         reconstruct(store, tmp_path / "model")
     assert CAMERA.fx == 900

@@ -168,11 +168,14 @@ def test_a_changed_image_is_forgotten_with_its_pairs(rng, tmp_path):
 
 
 def test_cameras_are_kept(rng, tmp_path):
+    distorted = Camera(500, 500, 320.5, 240, (640, 480), "SIMPLE_RADIAL", (0.1,))
     fill(tmp_path, rng)
     with Writer(tmp_path) as writer, writer.transaction():
         writer.put_camera("im 001.jpg", Camera(500.0, 501.0, 320.5, 240.0))
+        writer.put_camera("im 002.jpg", distorted)
     with Store.open(tmp_path) as store:
         assert store.image("im 001.jpg").camera == Camera(500.0, 501.0, 320.5, 240.0)
+        assert store.image("im 002.jpg").camera == distorted
         assert store.image("im 000.jpg").camera is None
 
 

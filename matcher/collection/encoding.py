@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import get_args
+from dataclasses import asdict
+from typing import Any, get_args
 
 import numpy as np
 
 from matcher.config import GeometryKind, GeometryStatus
+from matcher.data.camera import Camera
 from matcher.data.matches import Matches, TwoViewGeometry
 
 _HEAD = "<BBBBIHII"  # version, kind, status, flags, K, layers run, kept 0, kept 1
@@ -50,6 +52,19 @@ def encode_keypoints(keypoints: np.ndarray) -> bytes:
 def decode_keypoints(data: bytes) -> np.ndarray:
     """(N, 2) float32."""
     return np.frombuffer(data, dtype="<f4").reshape(-1, 2).astype(np.float32)
+
+
+def encode_camera(camera: Camera) -> list[Any] | dict[str, Any]:
+    """A camera ready for JSON: fx, fy, cx, cy of a pinhole camera of any size, else its fields by name."""
+    if camera == Camera(camera.fx, camera.fy, camera.cx, camera.cy):
+        return [camera.fx, camera.fy, camera.cx, camera.cy]
+    values = asdict(camera)
+    return {**values, "size": camera.size and list(camera.size), "distortion": list(camera.distortion)}
+
+
+def decode_camera(value: list[Any] | dict[str, Any]) -> Camera:
+    """The inverse of `encode_camera`."""
+    return Camera(**value) if isinstance(value, dict) else Camera(*value)
 
 
 def encode_pair(

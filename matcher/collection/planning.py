@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from matcher.collection.encoding import decode_camera
 from matcher.collection.jobs import ExtractJob, ImageEntry, MatchJob
 from matcher.collection.sources import FeatureSource
 from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
-from matcher.data.camera import Camera
 from matcher.errors import ImageError, UsageError
 
 _ROWS = 4096  # pairs looked at together
@@ -175,6 +175,6 @@ def _images(writer: Writer, numbers: Iterable[int]) -> dict[int, ImageEntry]:
     sql = "SELECT id, name, scale_x, scale_y, camera FROM images WHERE id = ?"
     rows = (row for number in numbers for row in writer.execute(sql, (number,)))
     return {
-        row[0]: ImageEntry(row[0], row[1], row[2:4], None if row[4] is None else Camera(*json.loads(row[4])))
-        for row in rows
+        number: ImageEntry(number, name, scale, None if camera is None else decode_camera(json.loads(camera)))
+        for number, name, *scale, camera in rows
     }

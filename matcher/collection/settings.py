@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from matcher.collection.encoding import encode_camera
 from matcher.collection.sources import FeatureSource
 from matcher.config import to_dict
 from matcher.data.camera import Camera
@@ -60,7 +61,7 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "config": _plain(to_dict(pipeline.config)),
         "upright": pipeline.upright,
         "source": setup.source.settings(),
-        "camera": None if setup.camera is None else list(astuple(setup.camera)),
+        "camera": None if setup.camera is None else encode_camera(setup.camera),
         "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
     }
 

@@ -20,10 +20,9 @@ import numpy as np
 
 from matcher.collection import schema
 from matcher.collection.descriptors import RecordLocation, decode_features, file_path, read_record
-from matcher.collection.encoding import DamagedError, check, decode_keypoints, decode_pair
+from matcher.collection.encoding import DamagedError, check, decode_camera, decode_keypoints, decode_pair
 from matcher.collection.locking import StoreLock
 from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
-from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
 
@@ -263,5 +262,5 @@ def check_writable(folder: Path) -> None:
 
 def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:
     name, sha256, width, height, count, camera, status, reason = row
-    pinhole = None if camera is None else Camera(*json.loads(camera))
+    pinhole = None if camera is None else decode_camera(json.loads(camera))
     return StoredImage(name, folder / name, sha256, (width, height), count, pinhole, STATUSES[status], reason)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from matcher.collection import schema
 from matcher.collection.descriptors import MAX_BYTES, DescriptorWriter, encode_features, file_path
-from matcher.collection.encoding import checksum, encode_keypoints, encode_pair
+from matcher.collection.encoding import checksum, encode_camera, encode_keypoints, encode_pair
 from matcher.collection.locking import StoreLock
 from matcher.collection.records import StoredPair
 from matcher.collection.store import Store, check_writable
@@ -130,7 +129,7 @@ class Writer:
 
     def put_camera(self, name: str, camera: Camera | None) -> None:
         """The camera of an image."""
-        text = None if camera is None else json.dumps(astuple(camera))
+        text = None if camera is None else json.dumps(encode_camera(camera))
         self.execute("UPDATE images SET camera = ? WHERE name = ?", (text, name))
 
     def put_features(self, name: str, features: Features, facts: ImageFacts) -> None:

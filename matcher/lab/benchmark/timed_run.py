@@ -2,8 +2,9 @@
 
     python -m matcher.lab.benchmark.timed_run IMAGES RUN_DIR WORKERS THREADS OPTIONS
 
-Matches the waiting pairs of a run whose features are there. Prints the number of pairs, the seconds in all, and
-pairs a second from the first commit on, when every worker has started ("nan" where there was one commit only).
+Matches the waiting pairs of a run whose features are there. Prints the number of pairs, the seconds in all,
+and pairs a second from the first commit on, when every worker has started ("nan" where there was one commit
+only).
 OPTIONS is a JSON object with keyword arguments of `Collection.open`.
 """
 
