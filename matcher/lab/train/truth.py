@@ -80,9 +80,9 @@ def carry(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.nda
         positions: (2, H, W) as in `PairWithTruth`.
 
     Returns:
-        (N, 2) float32 positions, NaN where not seen, interpolated between four pixels that are all seen and lie
-        together in the other picture too; and (N,) int8 states: `SEEN_STATE`, `HIDDEN_STATE` where the nearest
-        pixel is hidden, else `UNKNOWN_STATE`.
+        (N, 2) float32 positions, NaN where not seen, interpolated between four pixels that are all seen and
+        lie together in the other picture too; and (N,) int8 states: `SEEN_STATE`, `HIDDEN_STATE` where the
+        nearest pixel is hidden, else `UNKNOWN_STATE`.
     """
     height, width = positions.shape[1:]
     points = np.asarray(points, np.float32).reshape(-1, 2)
