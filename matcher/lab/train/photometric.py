@@ -26,6 +26,48 @@ def disturb(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return stored
 
 
+def capture(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(H, W) uint8 as a phone would take and store it: lens, exposure, movement, sensor, compression.
+
+    Every picture has a sensor's noise: what is plain in the scene is never plain in a picture.
+    """
+    picture = pixels.astype(np.float32) / 255
+    if rng.random() < 0.4:
+        picture = _blur(picture, rng)
+    if rng.random() < 0.5:
+        picture *= _vignette(picture.shape, rng)
+    if rng.random() < 0.5:
+        picture = _tone(picture, rng)
+    picture += _sensor_noise(picture, rng)
+    stored = (picture * 255).clip(0, 255).astype(np.uint8)
+    if rng.random() < 0.25:
+        stored = cv2.bilateralFilter(stored, 5, rng.uniform(5, 25), 3)  # a camera's own noise reduction
+    return _compressed(stored, rng) if rng.random() < 0.7 else stored
+
+
+def _compressed(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    quality = int(rng.integers(30, 97))
+    encoded = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+    return cv2.imdecode(encoded, cv2.IMREAD_GRAYSCALE)
+
+
+def _vignette(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """(h, w) float32: 1 in the middle, darker towards the corners."""
+    height, width = shape
+    x = np.linspace(-1, 1, width, dtype=np.float32)
+    y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
+    return 1 - np.float32(rng.uniform(0.05, 0.35)) * (x * x + y * y) / 2
+
+
+def _sensor_noise(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Noise of reading, and of the light itself, in shares of white; sometimes coarser than a pixel."""
+    noise = rng.standard_normal(picture.shape, np.float32)
+    if rng.random() < 0.4:
+        noise = cv2.GaussianBlur(noise, (0, 0), rng.uniform(0.5, 1.0)) * 2
+    reading, light = np.exp(rng.uniform(np.log(0.002), np.log(0.025), 2)).astype(np.float32)
+    return noise * (reading + light * np.sqrt(picture.clip(0, 1)))
+
+
 def darken(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(H, W) uint8 as by another hour of the day: a steep tone curve, little contrast, a sensor's noise."""
     picture = grey.astype(np.float32) / 255

@@ -1,0 +1,160 @@
+"""Lamps: light that falls on surfaces, with shadows of one surface on another, highlights and relief."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cv2
+import numpy as np
+
+from matcher.lab.train.relief.surfaces import Surface
+
+FINE, COARSE = 30, 10  # samples of light along either side of a surface: of large ones, and of others
+LARGE = 1.5  # metres
+SHADOW_STEPS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Lights:
+    """Point lamps over an even light."""
+
+    positions: np.ndarray  # (L, 3)
+    powers: np.ndarray  # (L,)
+    ambient: float
+
+
+def draw_lights(low: np.ndarray, high: np.ndarray, rng: np.random.Generator) -> Lights:
+    """One to five lamps in the space between corners `low` and `high` (3,)."""
+    count = int(rng.integers(1, 6))
+    powers = rng.uniform(0.3, 1, count) ** 2
+    return Lights(rng.uniform(low, high, (count, 3)), powers, float(rng.choice([0.08, 0.25, 0.6])))
+
+
+def lit(
+    surfaces: list[Surface], lights: Lights, viewer: np.ndarray, rng: np.random.Generator
+) -> list[Surface]:
+    """The surfaces with textures as bright as light and exposure make them; `viewer` (3,) sees highlights."""
+    samples = [_samples(surface) for surface in surfaces]
+    points = np.concatenate([grid.reshape(-1, 3) for grid in samples])
+    normals = np.concatenate(
+        [np.tile(s.facing, (g.shape[0] * g.shape[1], 1)) for s, g in zip(surfaces, samples, strict=True)]
+    )
+    gloss = np.concatenate([np.full(g[..., 0].size, s.gloss) for s, g in zip(surfaces, samples, strict=True)])
+    light, highlight = _received(points, normals, gloss, surfaces, lights, viewer)
+    exposure = rng.uniform(0.75, 1.15) / max(float(np.percentile(light, 70)), 1e-6)
+    done, at = [], 0
+    for surface, grid in zip(surfaces, samples, strict=True):
+        count, shape = grid[..., 0].size, grid.shape[:2]
+        maps = [values[at : at + count].reshape(shape) * exposure for values in (light, highlight)]
+        done.append(_exposed(surface, *maps, lights))
+        at += count
+    return done
+
+
+def _samples(surface: Surface) -> np.ndarray:
+    """(n, m, 3) points on the surface, as `cv2.resize` understands its texels."""
+    sides = [
+        np.linalg.norm(side) * n for side, n in zip((surface.down, surface.right), surface.shape, strict=True)
+    ]
+    n, m = (FINE if side > LARGE else COARSE for side in sides)
+    v = ((np.arange(n) + 0.5) / n * surface.shape[0] - 0.5)[:, None, None]
+    u = ((np.arange(m) + 0.5) / m * surface.shape[1] - 0.5)[None, :, None]
+    return surface.origin + surface.right * u + surface.down * v
+
+
+def _received(
+    points: np.ndarray,
+    normals: np.ndarray,
+    gloss: np.ndarray,
+    surfaces: list[Surface],
+    lights: Lights,
+    viewer: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(P,) light and highlights at points (P, 3)."""
+    total = np.full(len(points), lights.ambient * lights.powers.sum() / 4, np.float32)
+    highlight = np.zeros(len(points), np.float32)
+    to_viewer = viewer - points
+    to_viewer /= np.linalg.norm(to_viewer, axis=1, keepdims=True)
+    for position, power in zip(lights.positions, lights.powers, strict=True):
+        ray = (position - points).astype(np.float32)
+        distance = np.linalg.norm(ray, axis=1)
+        towards = ray / distance[:, None]
+        cosine = np.abs(np.einsum("pi,pi->p", towards, normals))
+        shine = power * ~_shaded(points, ray, surfaces) / (0.3 + distance**2)
+        total += (shine * cosine).astype(np.float32)
+        halfway = towards + to_viewer
+        halfway /= np.linalg.norm(halfway, axis=1, keepdims=True) + 1e-9
+        highlight += shine * gloss * np.abs(np.einsum("pi,pi->p", halfway, normals)) ** 60
+    return total, highlight
+
+
+def _shaded(points: np.ndarray, ray: np.ndarray, surfaces: list[Surface]) -> np.ndarray:
+    """(P,) bool: whether something that casts shadows is between each point and the end of its ray (P, 3)."""
+    shaded = np.zeros(len(points), bool)
+    for surface in surfaces:
+        if not surface.casts:
+            continue
+        to_texels = np.linalg.inv(np.column_stack([surface.right, surface.down, surface.facing]))
+        start = (points - surface.origin) @ to_texels.T.astype(np.float32)
+        step = ray @ to_texels.T.astype(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = -start[:, 2] / step[:, 2]
+            u, v = start[:, 0] + share * step[:, 0], start[:, 1] + share * step[:, 1]
+        height, width = surface.shape
+        met = (share > 0.01) & (share < 1) & (u > 0) & (u < width - 1) & (v > 0) & (v < height - 1)
+        if surface.solid is not None and met.any():
+            # Shadows of thin things are sampled too coarsely to be more than their share of the light.
+            met[met] = surface.solid[v[met].astype(int), u[met].astype(int)]
+        shaded |= met
+    return shaded
+
+
+def _exposed(surface: Surface, light: np.ndarray, highlight: np.ndarray, lights: Lights) -> Surface:
+    size = surface.shape[::-1]
+    gain = cv2.resize(light.astype(np.float32), size, interpolation=cv2.INTER_LINEAR)
+    if surface.heights is not None:
+        gain *= _relief_shading(surface, lights)
+    texture = cv2.multiply(surface.texture, gain, dtype=cv2.CV_8U)
+    if surface.gloss > 0:
+        shine = cv2.resize(highlight.astype(np.float32) * 255, size, interpolation=cv2.INTER_CUBIC)
+        texture = cv2.add(texture, shine.clip(0, 255).astype(np.uint8))
+    return replace(surface, texture=texture)
+
+
+def _relief_shading(surface: Surface, lights: Lights) -> np.ndarray:
+    """(h, w) float32: light on the relief relative to that on its plane."""
+    heights = surface.heights
+    across, along = np.linalg.norm(surface.right), np.linalg.norm(surface.down)
+    slope_u = cv2.Sobel(heights, cv2.CV_32F, 1, 0, scale=1 / (8 * across))
+    slope_v = cv2.Sobel(heights, cv2.CV_32F, 0, 1, scale=1 / (8 * along))
+    length = np.sqrt(1 + slope_u**2 + slope_v**2)
+    middle = surface.corners().mean(0)
+    total, flat = np.full(heights.shape, 0.15, np.float32), 0.15
+    for position, power in zip(lights.positions, lights.powers, strict=True):
+        ray = position - middle
+        distance = np.linalg.norm(ray)
+        u, v, h = (
+            float(ray @ axis) / distance
+            for axis in (surface.right / across, surface.down / along, surface.facing)
+        )
+        h = max(abs(h), 0.15)
+        shine = power / (0.3 + distance**2)
+        cosine = ((h - u * slope_u - v * slope_v) / length).clip(0, None)
+        total += shine * cosine * _own_shadow(heights, u / across, v / along, h)
+        flat += shine * h
+    return total / flat
+
+
+def _own_shadow(heights: np.ndarray, u: float, v: float, h: float) -> np.ndarray:
+    """(h, w) float32 in [.3, 1]: less where the relief stands between a point and the light in direction
+    (u, v) texels for h metres up."""
+    small = cv2.resize(heights, None, fx=0.5, fy=0.5, interpolation=cv2.INTER_AREA)
+    top = float(heights.max())
+    covered = np.zeros(small.shape, np.float32)
+    for step in range(1, SHADOW_STEPS + 1):
+        rise = top * step / SHADOW_STEPS
+        shift = np.array([[1, 0, -0.5 * u * rise / h], [0, 1, -0.5 * v * rise / h]])
+        moved = cv2.warpAffine(small, shift, small.shape[::-1], borderMode=cv2.BORDER_REPLICATE)
+        np.maximum(covered, moved - small - rise, out=covered)
+    darker = 1 - 0.7 * (covered / max(0.1 * top, 1e-9)).clip(0, 1)
+    return cv2.resize(darker, heights.shape[::-1], interpolation=cv2.INTER_LINEAR)

@@ -1,0 +1,130 @@
+"""Pairs of pictures of scenes with relief."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cv2
+import numpy as np
+
+from matcher.lab.train.framing import disturbed_lens
+from matcher.lab.train.photometric import capture
+from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.posed import PosedView, dense_positions
+from matcher.lab.train.relief.lighting import draw_lights, lit
+from matcher.lab.train.relief.render import Camera, render
+from matcher.lab.train.relief.scenes import Scene, draw_scene
+from matcher.lab.train.truth import PairWithTruth
+
+ATTEMPTS = 8  # for the second camera, before the scene is given up
+SAME_LIGHT_SHARE = 0.5
+LENS_SHARE = 0.3
+LEAST_SEEN, MOST_SEEN = 0.12, 0.9
+
+
+class Relief:
+    """A source of pairs: scenes made of photos and plain surfaces, two cameras in each.
+
+    Args:
+        photos: textures, grey or in colour.
+    """
+
+    def __init__(self, photos: PhotoSet) -> None:
+        self.photos = photos
+
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
+        """Two views of a new scene; see `truth.PairSource`.
+
+        Raises:
+            UsageError: not one photo can be read.
+        """
+        while True:
+            scene = draw_scene(self.photos, rng)
+            cameras = _cameras(scene, size, rng)
+            if cameras is None:
+                continue
+            views = self._rendered(scene, cameras, rng)
+            if rng.random() < LENS_SHARE:
+                views = tuple(disturbed_lens(view, rng) for view in views)
+            pair = PairWithTruth(
+                *(capture(view.pixels, rng) for view in views),
+                dense_positions(*views),
+                dense_positions(*views[::-1]),
+                source="relief",
+            )
+            if pair.seen > LEAST_SEEN / 2:
+                return pair
+
+    def _rendered(
+        self, scene: Scene, cameras: tuple[Camera, Camera], rng: np.random.Generator
+    ) -> tuple[PosedView, ...]:
+        lights = draw_lights(*scene.lamps, rng)
+        views = []
+        for camera in cameras:
+            backdrop = np.full(camera.size[::-1], int(rng.integers(256)), np.uint8)
+            views.append(render(lit(scene.surfaces, lights, camera.centre, rng), camera, backdrop))
+            lights = lights if rng.random() < SAME_LIGHT_SHARE else draw_lights(*scene.lamps, rng)
+        return tuple(views)
+
+
+def _cameras(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> tuple[Camera, Camera] | None:
+    """Two cameras that see something in common, by a coarse sketch of the scene; None where none is found."""
+    first = _first_camera(scene, size, rng)
+    sketch0 = _sketch(scene, first)
+    shown = sketch0.inverse_depth > 0
+    if shown.mean() < 0.6 or np.median(sketch0.inverse_depth[shown]) > 2.5:
+        return None
+    for _ in range(ATTEMPTS):
+        second = _second_camera(scene, first, 1 / float(np.median(sketch0.inverse_depth[shown])), rng)
+        sketch1 = _sketch(scene, second)
+        shares = [
+            float((dense_positions(*views)[0] >= 0).mean())
+            for views in ((sketch0, sketch1), (sketch1, sketch0))
+        ]
+        if LEAST_SEEN < min(shares) < MOST_SEEN:
+            return first, second
+    return None
+
+
+def _sketch(scene: Scene, camera: Camera) -> PosedView:
+    """The scene in a twelfth of the resolution, without relief: depth alone is of interest."""
+    scale = 12 / 1
+    size = tuple(max(8, round(side / scale)) for side in camera.size)
+    K = np.diag([1 / scale, 1 / scale, 1]) @ camera.K
+    bare = [replace(s, heights=None, texture=s.texture) for s in scene.surfaces]
+    return render(bare, replace(camera, K=K, size=size), np.zeros(size[::-1], np.uint8))
+
+
+def _first_camera(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> Camera:
+    """A camera in the scene's space that looks about at one of its targets, held about upright."""
+    width, height = size
+    focal = rng.uniform(0.7, 1.3) * max(size)
+    K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
+    centre = rng.uniform(scene.low, scene.high)
+    target = scene.targets[rng.integers(len(scene.targets))] + rng.normal(0, 0.2, 3)
+    R = _look(centre, target, rng.normal(0, 6))
+    return Camera(K, R, -R @ centre, size)
+
+
+def _look(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
+    """(3, 3) camera from world of a camera at `centre` that looks at `target`, rolled by degrees."""
+    forward = (target - centre) / np.linalg.norm(target - centre)
+    right = np.cross([0, 1.0, 0], forward)
+    right /= max(np.linalg.norm(right), 1e-6)
+    R = np.stack([right, np.cross(forward, right), forward])
+    return cv2.Rodrigues(np.array([0, 0, np.deg2rad(roll)]))[0] @ R
+
+
+def _second_camera(scene: Scene, first: Camera, depth: float, rng: np.random.Generator) -> Camera:
+    """Somewhere else, looking about at what is `depth` metres before the first; zoomed by up to 2.5."""
+    width, height = first.size
+    zoom = float(np.exp(rng.normal(0, 0.35)).clip(0.4, 2.5))
+    K = np.diag([zoom, zoom, 1]) @ first.K
+    K[0, 2], K[1, 2] = (width - 1) / 2, (height - 1) / 2
+    step = rng.normal(0, 1, 3) * [1, 0.5, 1]
+    step *= rng.uniform(0.05, 0.8) * depth / max(np.linalg.norm(step), 1e-6)
+    centre = (first.centre + step).clip(scene.low, scene.high)
+    target = first.centre + first.R[2] * depth + rng.normal(0, 0.15 * depth, 3)
+    wild = rng.random() < 0.12
+    R = _look(centre, target, rng.uniform(-180, 180) if wild else rng.normal(0, 8))
+    return Camera(K, R, -R @ centre, first.size)

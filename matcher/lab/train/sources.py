@@ -1,0 +1,138 @@
+"""Sources of training pairs, and mixtures of them by the shares that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from matcher.errors import UsageError
+from matcher.lab.train.photometric import darken, disturb
+from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.recipe import SceneRecipe
+from matcher.lab.train.relief.source import Relief
+from matcher.lab.train.relief.textures import photo_texture
+from matcher.lab.train.scenes import View, build_planes, place_camera, render
+from matcher.lab.train.stored import StoredViews
+from matcher.lab.train.truth import HIDDEN, PairSource, PairWithTruth
+
+HARSH_SHARE = 0.25  # of plane views, changed as between day and night
+LEAST_SEEN = 0.15
+ATTEMPTS = 50
+
+
+class Planes:
+    """Photos on one plane, or on several planes in space, seen by two cameras.
+
+    Args:
+        photos: textures, in colour so that each view can mix a grey of its own.
+        scene: tilts, turns and zooms; its width and height do not count.
+    """
+
+    def __init__(self, photos: PhotoSet, scene: SceneRecipe | None = None) -> None:
+        self.photos, self.scene = photos, scene or SceneRecipe()
+
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
+        """See `truth.PairSource`.
+
+        Raises:
+            UsageError: not one photo can be read.
+        """
+        for _ in range(ATTEMPTS):
+            views = self._views(rng, replace(self.scene, width=size[0], height=size[1]))
+            positions0, positions1 = plane_positions(*views), plane_positions(*views[::-1])
+            if min((positions[0] >= 0).mean() for positions in (positions0, positions1)) > LEAST_SEEN:
+                break
+        pixels = [
+            disturb(darken(v.pixels, rng) if rng.random() < HARSH_SHARE else v.pixels, rng) for v in views
+        ]
+        return PairWithTruth(*pixels, positions0, positions1, source="planes")
+
+    def _views(self, rng: np.random.Generator, scene: SceneRecipe) -> tuple[View, View]:
+        spatial = rng.random() < scene.spatial_share
+        count = int(rng.integers(3, 6)) if spatial else 1
+        planes = build_planes([photo_texture(self.photos, rng, 640) for _ in range(count)], scene, rng)
+        views = []
+        for _ in range(2):
+            camera = place_camera(scene, spatial, rng)
+            backdrop = np.full((scene.height, scene.width), int(rng.integers(256)), np.uint8)
+            if rng.random() < 0.5:
+                backdrop = cv2.resize(photo_texture(self.photos, rng), backdrop.shape[::-1])
+            views.append(render(planes, camera, backdrop))
+        return views[0], views[1]
+
+
+def plane_positions(view: View, other: View) -> np.ndarray:
+    """(2, H, W) float32: where each pixel of `view` lies in `other`, or HIDDEN; nothing is unknown."""
+    height, width = view.labels.shape
+    positions = np.full((2, height, width), HIDDEN, np.float32)
+    x, y = np.arange(width, dtype=np.float32)[None], np.arange(height, dtype=np.float32)[:, None]
+    for plane, (own, there) in enumerate(zip(view.homographies, other.homographies, strict=True)):
+        chosen = view.labels == plane
+        if not chosen.any():
+            continue
+        other_from_own = (there @ np.linalg.inv(own)).astype(np.float32)
+        u, v, w = (row[0] * x + (row[1] * y + row[2]) for row in other_from_own)
+        front = w > 1e-9
+        w = np.where(front, w, 1)
+        u, v = u / w, v / w
+        seen = chosen & front & (u >= 0) & (v >= 0) & (u <= width - 1) & (v <= height - 1)
+        labels = cv2.remap(other.labels, np.where(seen, u, 0), np.where(seen, v, 0), cv2.INTER_NEAREST)
+        seen &= labels == plane
+        positions[0][seen], positions[1][seen] = u[seen], v[seen]
+    return positions
+
+
+class Mixture:
+    """Pairs from several sources, each as often as its share says."""
+
+    def __init__(self, sources: Mapping[str, PairSource], shares: Mapping[str, float]) -> None:
+        """Keep the sources whose share is above 0.
+
+        Raises:
+            UsageError: a share names no source, or none is above 0.
+        """
+        missing = [name for name, share in shares.items() if share > 0 and name not in sources]
+        if missing:
+            raise UsageError(f"sources.{missing[0]}: there are no such views; known: {', '.join(sources)}")
+        self.names = [name for name in sources if shares.get(name, 0) > 0]
+        if not self.names:
+            raise UsageError("sources: at least one share must be above 0")
+        self.sources = dict(sources)
+        weights = np.array([shares[name] for name in self.names], float)
+        self.shares = weights / weights.sum()
+
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
+        """A pair of one of the sources; see `truth.PairSource`."""
+        name = self.names[int(rng.choice(len(self.names), p=self.shares))]
+        return self.sources[name].pair(rng, size)
+
+
+def build_mixture(
+    photos: PhotoSet,
+    shares: Mapping[str, float],
+    *,
+    rendered: Path | None = None,
+    real: Path | None = None,
+    scene: SceneRecipe | None = None,
+) -> Mixture:
+    """The mixture of planes and relief made of `photos`, and of views stored below two folders.
+
+    Args:
+        photos: in colour.
+        shares: by source: `planes`, `relief`, `rendered`, `real`; any positive numbers.
+        rendered: folder of rendered sets.
+        real: folder of sets of real places.
+        scene: tilts, turns and zooms of planes.
+
+    Raises:
+        UsageError: a share names a source without views, or a folder holds none.
+    """
+    sources: dict[str, PairSource] = {"planes": Planes(photos, scene), "relief": Relief(photos)}
+    for name, folder in (("rendered", rendered), ("real", real)):
+        if folder is not None and shares.get(name, 0) > 0:
+            sources[name] = StoredViews(folder, source=name)
+    return Mixture(sources, shares)

@@ -1,0 +1,201 @@
+"""Views with depth and poses kept on disk, rendered or of real places, as a source of training pairs.
+
+A set is a folder with `cameras.json` and, for each view, a picture and a depth map:
+
+    {"width": W, "height": H, "depth_step": s, "views": [
+        {"image": "0000.jpg", "depth": "0000_depth.png", "K": 3×3, "E": 4×4, "group": g}, …]}
+
+E is camera from world; depth maps are 16 bit, z of the pixels (s·i, s·j) in thousandths of the unit of the
+poses, 0 unknown; the centre of the first pixel is (0, 0). Views of one group see something in common.
+`pairs.json`, where there is one, lists pairs [i, j, share of pixels seen]; else all pairs of a group count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from matcher.errors import IntegrityError, UsageError
+from matcher.lab.train.framing import BORDER_SHARE, draw_framing
+from matcher.lab.train.photometric import capture, disturb
+from matcher.lab.train.posed import (
+    PosedView,
+    dense_positions,
+    reframe,
+    sampled_inverse_depth,
+    sparse_positions,
+)
+from matcher.lab.train.truth import PairWithTruth
+
+KEPT_VIEWS = 300  # in memory, 2 MB each
+PROBES = 64  # pixels by which a common place is looked for
+LEAST_COMMON = 0.08  # of the probes
+LEAST_SEEN = 0.1  # of the pixels after framing
+GREY = np.array([0.114, 0.587, 0.299], np.float32)
+ATTEMPTS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSet:
+    """One folder of views."""
+
+    folder: Path
+    views: list[dict]  # as in cameras.json
+    step: int
+    pairs: np.ndarray  # (P, 2) int64
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+
+def find_sets(root: Path) -> list[StoredSet]:
+    """All sets below a folder, sorted; those that are still being written as far as they are.
+
+    Raises:
+        UsageError: there is none.
+        IntegrityError: a set's cameras.json is damaged.
+    """
+    sets = [read_set(path.parent) for path in sorted(root.rglob("cameras.json"))]
+    sets = [each for each in sets if len(each.pairs)]
+    if not sets:
+        raise UsageError(f"{root}: no views here (looked for folders with cameras.json)")
+    return sets
+
+
+def read_set(folder: Path) -> StoredSet:
+    """The set in a folder.
+
+    Raises:
+        IntegrityError: its cameras.json is damaged.
+    """
+    try:
+        stored = json.loads((folder / "cameras.json").read_text(encoding="utf-8"))
+        views, step = stored["views"], int(stored["depth_step"])
+        listed = folder / "pairs.json"
+        if listed.exists():
+            rows = json.loads(listed.read_text(encoding="utf-8"))
+            pairs = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
+        else:
+            pairs = _pairs_of_groups([view["group"] for view in views])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{folder / 'cameras.json'} is damaged ({error})") from error
+    return StoredSet(folder, views, step, pairs)
+
+
+def _pairs_of_groups(groups: list[int]) -> np.ndarray:
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    pairs = [pair for group in members.values() for pair in combinations(group, 2)]
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def read_view(stored: StoredSet, number: int, grey: np.ndarray = GREY) -> PosedView:
+    """A view of a set; `grey` (3,) mixes blue, green and red.
+
+    Raises:
+        IntegrityError: its picture or depth cannot be read.
+    """
+    return _mixed(*_read(stored, number), grey)
+
+
+def _read(stored: StoredSet, number: int) -> tuple[np.ndarray, PosedView]:
+    """Colours (H, W, 3) uint8 and the view in grey."""
+    view = stored.views[number]
+    colour = cv2.imread(str(stored.folder / view["image"]), cv2.IMREAD_COLOR)
+    depth = cv2.imread(str(stored.folder / view["depth"]), cv2.IMREAD_UNCHANGED)
+    if colour is None or depth is None:
+        raise IntegrityError(f"{stored.folder / view['image']}: the picture or its depth cannot be read")
+    z = depth.astype(np.float32) / 1000
+    inverse = np.divide(1, z, out=np.zeros_like(z), where=z > 0)
+    height, width = colour.shape[:2]
+    x = (np.arange(width, dtype=np.float32) / stored.step).clip(None, inverse.shape[1] - 1)
+    y = (np.arange(height, dtype=np.float32) / stored.step).clip(None, inverse.shape[0] - 1)
+    inverse = sampled_inverse_depth(inverse, *(np.ascontiguousarray(a) for a in np.meshgrid(x, y)))
+    K, pose = (np.array(view[key], dtype=np.float64) for key in ("K", "E"))
+    return colour, PosedView(np.zeros((0, 0), np.uint8), inverse, K, pose)
+
+
+def _mixed(colour: np.ndarray, view: PosedView, grey: np.ndarray) -> PosedView:
+    return replace(view, pixels=cv2.transform(colour, grey[None]).astype(np.uint8))
+
+
+class StoredViews:
+    """A source of pairs from all sets below a folder, each set as often as the root of its number of pairs.
+
+    Args:
+        root: the folder.
+        source: what the pairs are called; `real` pictures are changed less, they have been through a camera.
+
+    Raises:
+        UsageError: there are no views.
+        IntegrityError: a set is damaged.
+    """
+
+    def __init__(self, root: Path, source: str = "rendered") -> None:
+        self.source, self.sets = source, find_sets(root)
+        weights = np.sqrt([len(each.pairs) for each in self.sets])
+        self._weights = weights / weights.sum()
+        self._kept: OrderedDict[tuple[int, int], tuple[np.ndarray, PosedView]] = OrderedDict()
+
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
+        """Two views, cut and zoomed around a place that both show; see `truth.PairSource`.
+
+        Raises:
+            UsageError: hardly any pair shows anything in common.
+            IntegrityError: a picture or its depth cannot be read.
+        """
+        for _ in range(ATTEMPTS):
+            number = int(rng.choice(len(self.sets), p=self._weights))
+            chosen = self.sets[number].pairs[rng.integers(len(self.sets[number].pairs))]
+            if rng.random() < 0.5:
+                chosen = chosen[::-1]
+            view0, view1 = (self._view(number, int(view), rng) for view in chosen)
+            framed = framed_pair(view0, view1, size, rng)
+            if framed is None:
+                continue
+            positions0, positions1 = dense_positions(*framed), dense_positions(*framed[::-1])
+            if min((p[0] >= 0).mean() for p in (positions0, positions1)) > LEAST_SEEN:
+                change = disturb if self.source == "real" else capture
+                pixels = (change(view.pixels, rng) for view in framed)
+                shows = frozenset({self.sets[number].name})
+                return PairWithTruth(*pixels, positions0, positions1, self.source, shows)
+        raise UsageError(f"{self.sets[0].folder.parent}: hardly any pair of views shows anything in common")
+
+    def _view(self, number: int, view: int, rng: np.random.Generator) -> PosedView:
+        key = (number, view)
+        if key not in self._kept:
+            self._kept[key] = _read(self.sets[number], view)
+            if len(self._kept) > KEPT_VIEWS:
+                self._kept.popitem(last=False)
+        grey = rng.dirichlet((2, 2, 2)).astype(np.float32) if rng.random() < 0.4 else GREY
+        return _mixed(*self._kept[key], grey)
+
+
+def framed_pair(
+    view0: PosedView, view1: PosedView, size: tuple[int, int], rng: np.random.Generator
+) -> tuple[PosedView, PosedView] | None:
+    """Both views cut to `size` around a place that both show; None where they show too little in common."""
+    probes = rng.random((PROBES, 2)) * (np.array(view0.size) - 1)
+    there = sparse_positions(view0, view1, probes)
+    common = np.flatnonzero(there[:, 0] >= 0)
+    if len(common) < LEAST_COMMON * PROBES:
+        return None
+    chosen = rng.choice(common)
+    # From the whole picture to a window of it, and up to 2.5 times between the two.
+    fitting = max(wanted / side for wanted, side in zip(size, view0.size, strict=True))
+    zoom0 = fitting * float(np.exp(rng.uniform(np.log(1.0), np.log(1.8))))
+    zoom1 = zoom0 * float(np.exp(rng.normal(0, 0.35)).clip(0.4, 2.5))
+    zoom1 = float(np.clip(zoom1, (0.6 if rng.random() < BORDER_SHARE else 1.0) * fitting, 2.5 * fitting))
+    return (
+        reframe(view0, draw_framing(view0, size, probes[chosen], zoom0, rng)),
+        reframe(view1, draw_framing(view1, size, there[chosen], zoom1, rng)),
+    )
