@@ -11,7 +11,7 @@ Names are resolved when they are first used, so that importing the package costs
 from importlib import import_module
 
 _PUBLIC = {
-    "load": "matcher.pipeline",
+    "load": "matcher.loading",
     "Pipeline": "matcher.pipeline",
     "Collection": "matcher.collection.collection",
     "PRESETS": "matcher.presets",
@@ -19,12 +19,12 @@ _PUBLIC = {
     "Features": "matcher.data.features",
     "Image": "matcher.data.image",
     "Matches": "matcher.data.matches",
-    "Result": "matcher.data.result",
+    "Result": "matcher.result",
     "Tracker": "matcher.sequence.tracker",
     "FrameResult": "matcher.sequence.frames",
     "TwoViewGeometry": "matcher.data.matches",
     "read_image": "matcher.data.images",
-    "plot_result": "matcher.drawing.matches",
+    "plot_result": "matcher.result",
     "MatcherError": "matcher.errors",
     "UsageError": "matcher.errors",
     "ImageError": "matcher.errors",

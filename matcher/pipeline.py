@@ -2,61 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
-import torch
 
-from matcher.config import ExtractorConfig, GeometryKind, NearestConfig, PipelineConfig, Precision
-from matcher.data.camera import Camera
-from matcher.data.features import Features
+from matcher.config import NearestConfig, PipelineConfig
+from matcher.data.arrays import array_from
+from matcher.data.camera import Camera, as_camera
+from matcher.data.descriptors import is_raw_sift, typical_norm
+from matcher.data.features import RAW_SIFT, Features
 from matcher.data.image import Image
 from matcher.data.images import MAX_PIXELS, image_from_array, read_image
-from matcher.data.matches import Matches
+from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.data.protocols import Estimator, Extractor, Matcher
-from matcher.data.result import Result
 from matcher.errors import UsageError
-from matcher.extract.registry import find_front_end
-from matcher.extract.shared import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
-from matcher.match.network.grid import GridExtractor
-from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
-from matcher.match.network.model import MatchingNetwork
-from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, depth, find_preset
+from matcher.match.network.inference import AttentionMatcher
+from matcher.presets import depth
+from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
-from matcher.weights.published.catalogue import fill_extractor, load_weights
+from matcher.verify.thresholds import threshold_scale
 
-Picture = str | Path | np.ndarray | Image
+Picture = str | Path | np.ndarray | Image | Any  # the last: a PIL picture or a torch tensor
 Mask = str | Path | np.ndarray
-GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
+_NORM_TOLERANCE = 0.1  # of descriptors that should have norm 1; half precision is far within it
+_CUSTOM = PipelineConfig(matcher=NearestConfig())
 
 
-@dataclass(frozen=True)
-class WeightsSource:
-    """Which file a network's parameters came from."""
-
-    name: str
-    sha256: str
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pipeline:
-    """An extractor, a matcher and an estimator, put together; `load` builds one from a preset."""
+    """An extractor, a matcher and an estimator, put together; `matcher.load` builds one from a preset.
 
-    extractor: Extractor
-    matcher: Matcher
-    estimator: Estimator
-    config: PipelineConfig = field(default_factory=PipelineConfig)  # resize and geometry kind are read here
+    Each part may be your own: anything that is called as `matcher.data.protocols` says. A part that is left
+    out is SIFT, mutual nearest neighbours, or robust estimation of a fundamental matrix.
+
+    >>> import numpy as np
+    >>> from matcher import Features, Pipeline
+    >>> class Corners:
+    ...     def __call__(self, images):
+    ...         return [Features.from_image(image, np.eye(2), np.eye(2), kind="corners") for image in images]
+    >>> pipeline = Pipeline(extractor=Corners())
+    >>> picture = np.zeros((48, 64), np.uint8)
+    >>> len(pipeline.match(picture, picture).matches)
+    2
+    """
+
+    extractor: Extractor | None = None
+    matcher: Matcher | None = None
+    estimator: Estimator | None = None
+    config: PipelineConfig = _CUSTOM  # size of the pictures and kind of geometry are read here
     preset: str = "custom"
     weights: WeightsSource | None = None
     upright: bool = True
     max_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        if self.extractor is None:
+            object.__setattr__(self, "extractor", SiftExtractor(self.config.extractor))
+        if self.matcher is None:
+            config = self.config.matcher
+            own = NearestMatcher(config if isinstance(config, NearestConfig) else NearestConfig())
+            object.__setattr__(self, "matcher", own)
+        if self.estimator is None:
+            object.__setattr__(self, "estimator", RobustEstimator(self.config.estimation))
+
+    def __repr__(self) -> str:
+        parts = [repr(self.preset)]
+        if self.preset == "custom":
+            parts = [f"{name}={type(getattr(self, name)).__name__}" for name in ("extractor", "matcher")]
+        if self.layers:
+            parts.append(f"{self.layers} layers")
+        for name in ("device", "precision"):
+            if hasattr(self.matcher, name):
+                parts.append(str(getattr(self.matcher, name)))
+        resize = self.config.extractor.resize
+        size = "any size" if resize is None else f"up to {resize} pixels"
+        return f"Pipeline({', '.join([*parts, size, self.config.estimation.kind])})"
 
     @property
     def layers(self) -> int:
@@ -76,10 +102,11 @@ class Pipeline:
         """Match two pictures and verify the matches; everything in the result is in stored-image pixels.
 
         Args:
-            image0, image1: a path, an Image, or an array, (H, W) grey or (H, W, 3) RGB, of uint8, uint16 or
-                float in [0, 1].
+            image0, image1: a path; an `Image`; a PIL picture; or an array: (H, W) grey or (H, W, 3) RGB, of
+                uint8, uint16 or float in [0, 1]; a torch tensor may also be (3, H, W) or (1, H, W).
             mask0, mask1: a path or (H, W) array of the stored picture, not zero where keypoints may lie.
-            camera0, camera1: pinhole cameras, for essential geometry only; camera1 defaults to camera0.
+            camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
+                (3, 3) matrix K; camera1 defaults to camera0.
 
         Raises:
             ImageError: a picture cannot be read; the message names it.
@@ -89,48 +116,72 @@ class Pipeline:
         times = [perf_counter()]
         images = [self.read(image0, mask0), self.read(image1, mask1)]
         times.append(perf_counter())
-        features0, features1 = self.extractor(images)
+        features0, features1 = self._extract(images)
         times.append(perf_counter())
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
-        geometry = self.estimator(
-            matches.points0,
-            matches.points1,
-            cameras=cameras,
-            scores=matches.scores,
-            thresholds_scale=threshold_scale(images[0], images[1], self.config.estimation.kind),
-        )
+        camera0, camera1 = cameras or (None, None)
+        geometry = self.verify(features0, features1, matches, camera0=camera0, camera1=camera1)
         times.append(perf_counter())
         seconds = dict(zip(("read", "extract", "match", "verify"), np.diff(times).tolist(), strict=True))
         seconds["total"] = times[-1] - times[0]
-        return Result(features0, features1, matches, geometry, images[0].path, images[1].path, seconds)
+        return Result(
+            features0,
+            features1,
+            matches,
+            geometry,
+            path0=images[0].path,
+            path1=images[1].path,
+            seconds=seconds,
+            preset=self.preset,
+            weights=self.weights,
+            layers=self.layers,
+        )
 
     def read(self, image: Picture, mask: Mask | None = None) -> Image:
-        """A picture upright and resized as this pipeline wants it; an `Image` is taken as it is."""
-        resize = self.config.extractor.resize
-        if isinstance(image, (str, Path)):
-            return read_image(
-                image, resize=resize, upright=self.upright, max_pixels=self.max_pixels, mask=mask
-            )
-        if isinstance(image, np.ndarray):
-            return image_from_array(image, resize=resize, mask=mask)
+        """A picture upright and resized as this pipeline wants it; an `Image` is taken as it is.
+
+        Args:
+            image, mask: as in `match`.
+
+        Raises:
+            ImageError: the picture cannot be read.
+            UsageError: something that is no picture, or a mask of another size.
+        """
         if isinstance(image, Image):
             if mask is not None:
                 raise UsageError(
                     "an Image carries its own mask; build it with one instead of passing a mask beside it"
                 )
             return image
-        raise UsageError(f"a picture is a path, a NumPy array or an Image, not {type(image).__name__}")
+        resize = self.config.extractor.resize
+        if isinstance(image, (str, Path)):
+            return read_image(
+                image, resize=resize, upright=self.upright, max_pixels=self.max_pixels, mask=mask
+            )
+        if not isinstance(image, np.ndarray):
+            image = array_from(image)
+        return image_from_array(image, resize=resize, mask=mask)
 
     def extract(self, image: Picture, mask: Mask | None = None) -> Features:
-        """Keypoints and descriptors of one picture, for `match_features`; errors as in `match`."""
-        return self.extractor([self.read(image, mask)])[0]
+        """Keypoints and descriptors of one picture, for `match_features`; arguments as in `match`."""
+        return self._extract([self.read(image, mask)])[0]
+
+    def _extract(self, images: Sequence[Image]) -> list[Features]:
+        found = list(self.extractor(images))
+        if len(found) != len(images) or not all(isinstance(each, Features) for each in found):
+            name = type(self.extractor).__name__
+            raise UsageError(f"the extractor {name} must return a list with one Features for every image")
+        return found
 
     def match_features(self, features0: Features, features1: Features) -> Matches:
         """Match the features of two pictures.
 
+        Args:
+            features0, features1: of one picture each, from `extract` or elsewhere; descriptors of norm 1.
+
         Raises:
-            UsageError: features of another front end, descriptor size, or batched ones.
+            UsageError: features of another front end or descriptor size, raw SIFT descriptors, or a batch.
         """
         return self.match_features_batch([(features0, features1)])[0]
 
@@ -142,10 +193,74 @@ class Pipeline:
             )
         if not pairs:
             return []
+        for pair in pairs:
+            for features in pair:
+                self._check_descriptors(features)
         side0, side1 = zip(*pairs, strict=True)
-        return self.matcher(Features.stack(side0), Features.stack(side1))
+        found = list(self.matcher(Features.stack(side0), Features.stack(side1)))
+        if len(found) != len(pairs) or not all(isinstance(each, Matches) for each in found):
+            name = type(self.matcher).__name__
+            raise UsageError(f"the matcher {name} must return a list with one Matches for every pair")
+        return found
 
-    def _cameras(self, camera0: Camera | None, camera1: Camera | None) -> tuple[Camera, Camera] | None:
+    def _check_descriptors(self, features: Features) -> None:
+        """Networks were trained on descriptors of norm 1 and fail silently on others."""
+        if not isinstance(self.matcher, AttentionMatcher) or self.matcher.model.backbone is not None:
+            return
+        if features.descriptors.shape[-1] != self.matcher.model.config.descriptor_dim:
+            return  # the matcher says so
+        some = features.descriptors[:64].detach().float().cpu().numpy()
+        if self.matcher.model.config.kind == "sift" and is_raw_sift(some):
+            raise UsageError(RAW_SIFT)
+        if abs((norm := typical_norm(some)) - 1) > _NORM_TOLERANCE:
+            raise UsageError(
+                f"this matcher takes descriptors of norm 1, not of {norm:.3g}; normalise them first"
+            )
+
+    def verify(
+        self,
+        features0: Features,
+        features1: Features,
+        matches: Matches,
+        *,
+        camera0: Camera | None = None,
+        camera1: Camera | None = None,
+    ) -> TwoViewGeometry:
+        """The geometry that the matches agree with, estimated as this pipeline is configured.
+
+        >>> import matcher, numpy as np
+        >>> picture = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+        >>> pipeline = matcher.load("nearest", geometry="homography", max_keypoints=200)
+        >>> features = pipeline.extract(picture)
+        >>> geometry = pipeline.verify(features, features, pipeline.match_features(features, features))
+        >>> geometry.status, np.allclose(geometry.matrix, np.eye(3), atol=1e-3)
+        ('ok', True)
+
+        Args:
+            features0, features1: of the two pictures; their `scale` turns thresholds, which are pixels of the
+                resized pictures, into stored pixels.
+            matches: of the pair.
+            camera0, camera1: as in `match`.
+
+        Raises:
+            UsageError: cameras without essential geometry, or it without them, or of another picture size.
+        """
+        cameras = self._cameras(camera0, camera1)
+        for index, features in enumerate((features0, features1) if cameras else ()):
+            size = tuple(int(side) for side in features.size.tolist())
+            known = cameras[index].size
+            if known not in (None, size):
+                raise UsageError(f"camera{index} is of pictures of {known}, but its picture is {size}")
+        kind = self.config.estimation.kind
+        return self.estimator(
+            matches.points0,
+            matches.points1,
+            cameras=cameras,
+            scores=matches.scores,
+            thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
+        )
+
+    def _cameras(self, camera0: Any, camera1: Any) -> tuple[Camera, Camera] | None:
         kind = self.config.estimation.kind
         if kind != "essential":
             if camera0 is not None or camera1 is not None:
@@ -155,128 +270,5 @@ class Pipeline:
             return None
         if camera0 is None:
             raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
-        return camera0, camera1 or camera0
-
-
-def threshold_scale(image0: Image, image1: Image, kind: GeometryKind) -> float:
-    """Stored pixels for one pixel of the resized pictures, for a threshold on the residual of that geometry.
-
-    A homography's residual lies in image 1. An epipolar residual mixes both pictures as Sampson's distance
-    does (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either picture alone.
-    """
-    scale0, scale1 = (1 / float(np.sqrt(image.scale[0] * image.scale[1])) for image in (image0, image1))
-    return scale1 if kind == "homography" else float(np.sqrt(2 / (scale0**-2 + scale1**-2)))
-
-
-def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeline:
-    """Build the pipeline of a preset.
-
-    Args:
-        preset: a name in `PRESETS`.
-        options: weights, frontend, variant, frontend_weights, device, precision, max_keypoints, resize,
-            match_threshold, early_exit, pruning, geometry, upright, max_pixels; `LoadOptions` describes them.
-
-    Raises:
-        UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
-        IntegrityError: weights that are absent or damaged.
-    """
-    config = configure(find_preset(preset), options)
-    given = {name: value for name, value in options.items() if value is not None}
-    device = resolve_device(given.get("device", "auto"))
-    on_grid = config.extractor.kind == GRID_KIND
-    if on_grid:
-        _refuse_for_grid(given)
-    else:
-        extractor = build_extractor(
-            config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
-        )
-    if isinstance(config.matcher, NearestConfig):
-        matcher, source = NearestMatcher(config.matcher, device=device), None
-    else:
-        precision = resolve_precision(given.get("precision", "auto"), device)
-        model, source = _trained(config, options)
-        config = replace(config, matcher=model.config)
-        matcher = AttentionMatcher(model, device=device, precision=precision)
-        if on_grid:
-            extractor = _grid_extractor(matcher, source.name)
-    return Pipeline(
-        extractor=extractor,
-        matcher=matcher,
-        estimator=RobustEstimator(config.estimation),
-        config=config,
-        preset=preset,
-        weights=source,
-        upright=given.get("upright", True),
-        max_pixels=given.get("max_pixels", MAX_PIXELS),
-    )
-
-
-def build_extractor(
-    config: ExtractorConfig,
-    weights: str | Path | None = None,
-    device: torch.device | str = "cpu",
-    precision: Precision = "auto",
-) -> Extractor:
-    """The front end that `config.kind` names.
-
-    Args:
-        config: of the front end.
-        weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
-            read at the first picture, not before. Those of `learned` are shipped.
-        device: where a learned front end runs.
-        precision: of the front end `learned`; the others run in float32.
-
-    Raises:
-        UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
-    """
-    if config.kind == "sift":
-        if weights is not None:
-            raise UsageError("the front end sift has no weights; leave frontend_weights away")
-        return SiftExtractor(config)
-    dtype = DTYPES[resolve_precision(precision, torch.device(device))]
-    fill = partial(fill_extractor, path=weights)
-    return LearnedExtractor(config, find_front_end(config.kind), fill, device, dtype, weights)
-
-
-def _refuse_for_grid(given: Mapping[str, Any]) -> None:
-    """A grid has all its cells, and the network that describes them lies in the matcher's weights."""
-    for name in ("frontend_weights", "max_keypoints"):
-        if name in given:
-            raise UsageError(f"this preset matches the cells of a grid, so {name} means nothing to it")
-
-
-def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
-    """The front end of a detector-free matcher; it shares the matcher's parameters and its device."""
-    if matcher.model.backbone is None:
-        raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
-    return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA when there is one, else the processor.
-
-    Raises:
-        UsageError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps") from error
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if (device.index or 0) >= counts.get(device.type, 0):
-        raise UsageError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'")
-    return device
-
-
-def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[MatchingNetwork, WeightsSource]:
-    """The trained model with the options applied; its file has the say on its shape."""
-    model, digest, name = load_weights(options.get("weights") or config.weights)
-    wanted = configure(replace(config, matcher=model.config), options).matcher
-    if wanted != model.config:
-        with torch.random.fork_rng(devices=[]):
-            changed = MatchingNetwork(wanted)
-        changed.load_state_dict(model.state_dict())
-        model = changed
-    return model, WeightsSource(name, digest)
+        first = as_camera(camera0, "camera0")
+        return first, first if camera1 is None else as_camera(camera1, "camera1")

@@ -17,7 +17,7 @@ from matcher.errors import MatcherError
 from matcher.lab.benchmark.comparison import compare
 from matcher.lab.benchmark.timing import Stopwatch
 from matcher.lab.pairs.synthetic import synthetic_set
-from matcher.pipeline import load
+from matcher.loading import load
 
 SETTINGS = {
     "precision": ({}, {"precision": "float32"}),

@@ -67,8 +67,8 @@ def retrieval(data: Path, work: Path, preset: str) -> Iterable[tuple[str, dict[s
     from matcher.data.images import image_from_array, read_image
     from matcher.data.photos import find_pictures
     from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
+    from matcher.loading import load
     from matcher.match.retrieval import similar_pairs
-    from matcher.pipeline import load
 
     extractor, table, truth = load(preset, device="cpu").extractor, {}, set()
     for number, path in enumerate(find_pictures(data / "photos" / "val")):

@@ -7,7 +7,6 @@ from pair_arguments import load_pipeline, pair_parser
 
 import matcher
 from matcher.cli.options import parse_camera
-from matcher.cli.result import title
 from matcher.drawing.canvas import save_figure
 from matcher.drawing.matches import match_errors
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
@@ -42,14 +41,14 @@ if args.picture == "matches":
     given = {"H_1_from_0" if planar else "fundamental": known}
     errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
     drawing = {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
-    heading, known_by = title(result, pipeline), args.homography or args.pose
+    heading, known_by = result.heading(), args.homography or args.pose
     if errors is not None and known_by is not None:
         heading += f", errors against {known_by.name}"
-    matcher.plot_result(result, *images, args.output, heading, stacked=args.stacked, **drawing)
+    result.plot(args.output, *images, title=heading, overwrite=True, stacked=args.stacked, **drawing)
 elif args.picture == "epipolar":
     inner = (points[result.geometry.inliers] for points in (result.points0, result.points1))
-    drawing = {"stacked": args.stacked, "title": title(result, pipeline)}
+    drawing = {"stacked": args.stacked, "title": result.heading()}
     save_figure(draw_epipolar_lines(*images, *inner, known, **drawing), args.output)
 else:
-    drawn = draw_overlay(*images, known, kind=args.picture, title=title(result, pipeline))
+    drawn = draw_overlay(*images, known, kind=args.picture, title=result.heading())
     save_figure(drawn, args.output)

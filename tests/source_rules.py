@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FACADE = "matcher"  # matcher/__init__.py: names its modules in strings, imported by the top floor only
-TOP = 12
+TOP = 13
 
 FLOORS = {
     "errors": 1,
@@ -19,13 +19,15 @@ FLOORS = {
     "match": 5,
     "verify": 5,
     "weights": 6,
-    "pipeline": 7,
-    "sequence": 8,
-    "collection": 8,
-    "drawing": 8,
-    "explain": 9,
-    "serve": 10,
-    "lab": 10,
+    "drawing": 6,
+    "result": 7,
+    "pipeline": 8,
+    "loading": 9,
+    "sequence": 10,
+    "collection": 10,
+    "explain": 11,
+    "serve": 12,
+    "lab": 12,
     "cli": TOP,
     "__main__": TOP + 1,
 }

@@ -98,7 +98,7 @@ def test_the_rules_of_floors_see_every_kind_of_import():
         )
         == []
     )
-    assert floor_faults(made_up(pipeline="", drawing="from matcher import pipeline")) == []
+    assert floor_faults(made_up(pipeline="", sequence="from matcher import pipeline")) == []
     assert floor_faults(made_up(match__model="from .context import Layer", match__context="")) == []
     for bad in (
         made_up(data__image="from matcher.verify.distances import sampson", verify__distances=""),  # up

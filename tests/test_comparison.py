@@ -9,7 +9,7 @@ import torch
 from matcher.lab.benchmark.comparison import Comparison, Twin, compare
 from matcher.lab.benchmark.timing import Stopwatch
 from matcher.lab.pairs.synthetic import synthetic_set
-from matcher.pipeline import load
+from matcher.loading import load
 
 WATCH = Stopwatch(torch.device("cpu"))
 

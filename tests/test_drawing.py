@@ -10,14 +10,14 @@ from matcher.data.features import Features
 from matcher.data.geometry import upright_size, upright_to_stored
 from matcher.data.images import image_from_array, read_image
 from matcher.data.matches import Matches, TwoViewGeometry
-from matcher.data.result import Result
 from matcher.drawing.attention import draw_attention
 from matcher.drawing.canvas import figure_pixels, header_height, save_figure
 from matcher.drawing.keypoints import draw_fates
-from matcher.drawing.matches import draw_matches, match_errors, plot_result
+from matcher.drawing.matches import draw_matches, match_errors
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
 from matcher.drawing.plots import draw_confidences, draw_decisions, draw_entropies, draw_marginal_errors
 from matcher.errors import ImageError, UsageError
+from matcher.result import Result
 
 MISSING = np.zeros((0, 2))
 
@@ -186,7 +186,11 @@ def test_plot_result_writes_each_format_and_nothing_else(tmp_path, suffix, magic
     points = grid_points(30, (400, 300))
     path = tmp_path / f"plot{suffix}"
     path.write_text("old")
-    assert plot_result(make_result(points, points, (400, 300), (400, 300)), grey(), grey(), path) == path
+    result = make_result(points, points, (400, 300), (400, 300))
+    with pytest.raises(UsageError, match="not written by"):
+        result.plot(path, grey(), grey())
+    assert result.plot(path, grey(), grey(), overwrite=True) == path
+    assert result.plot(path, grey(), grey()) == path  # our own is replaced
     assert path.read_bytes().startswith(magic)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -196,7 +200,7 @@ def test_plot_result_reads_files_and_is_deterministic(tmp_path):
     points = grid_points(30, (400, 300))
     result = make_result(points, points, (400, 300), (400, 300))
     for name in ("one.pdf", "two.pdf", "one.png", "two.png", "one.svg", "two.svg"):
-        plot_result(result, tmp_path / "a.png", image_from_array(grey()), tmp_path / name, title="demo")
+        result.plot(tmp_path / name, tmp_path / "a.png", image_from_array(grey()), title="demo")
     for suffix in ("pdf", "png", "svg"):
         assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
 
@@ -204,9 +208,9 @@ def test_plot_result_reads_files_and_is_deterministic(tmp_path):
 def test_plot_result_without_geometry_draws_no_outliers(tmp_path):
     points = grid_points(10, (400, 300))
     result = make_result(points, points, (400, 300), (400, 300), "not_estimated", np.zeros(10, bool))
-    plot_result(result, grey(), grey(), tmp_path / "none.png")
+    result.plot(tmp_path / "none.png", grey(), grey())
     geometry = dataclasses.replace(result.geometry, status="no_model")
-    plot_result(dataclasses.replace(result, geometry=geometry), grey(), grey(), tmp_path / "failed.png")
+    dataclasses.replace(result, geometry=geometry).plot(tmp_path / "failed.png", grey(), grey())
     none, failed = (
         below(np.asarray(PIL.Image.open(tmp_path / f"{n}.png"))[..., :3]) for n in ("none", "failed")
     )
@@ -217,13 +221,13 @@ def test_plot_result_refuses_what_it_cannot_do(tmp_path):
     points = grid_points(3, (400, 300))
     result = make_result(points, points, (400, 300), (400, 300))
     with pytest.raises(UsageError, match=r"\.png.*\.jpg.*\.pdf.*\.svg"):
-        plot_result(result, grey(), grey(), tmp_path / "plot.gif")
+        result.plot(tmp_path / "plot.gif", grey(), grey())
     with pytest.raises(UsageError, match="no folder"):
-        plot_result(result, grey(), grey(), tmp_path / "absent" / "plot.png")
+        result.plot(tmp_path / "absent" / "plot.png", grey(), grey())
     with pytest.raises(UsageError, match="image1"):
-        plot_result(result, grey(), grey(300, 400), tmp_path / "plot.png")
+        result.plot(tmp_path / "plot.png", grey(), grey(300, 400))
     with pytest.raises(ImageError):
-        plot_result(result, tmp_path / "missing.jpg", grey(), tmp_path / "plot.png")
+        result.plot(tmp_path / "plot.png", tmp_path / "missing.jpg", grey())
     assert list(tmp_path.iterdir()) == []
 
 

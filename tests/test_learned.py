@@ -19,7 +19,7 @@ from matcher.extract.learned import (
     sample,
     unfolded,
 )
-from matcher.pipeline import build_extractor
+from matcher.loading import build_extractor
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from matcher.data.features import Features
 from matcher.data.geometry import resize_points, upright_to_stored
 from matcher.data.image import Image
 from matcher.errors import UsageError
+from matcher.loading import load
 from matcher.match.mutual import drop_unmatched, mutual_matches
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher, off_border
@@ -23,7 +24,6 @@ from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.packed import attend_to
 from matcher.match.network.position import SinePosition
 from matcher.match.prediction import Assignment
-from matcher.pipeline import load
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
 from matcher.weights.files import save_model
 from matcher.weights.published.conversion import choose_layout, convert, import_checkpoint

@@ -9,12 +9,12 @@ import matcher
 from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.geometry import warp_points
-from matcher.data.image import Image
 from matcher.data.images import image_from_array, read_image
 from matcher.errors import ImageError, UsageError
+from matcher.loading import resolve_device
 from matcher.match.network.inference import AttentionMatcher
-from matcher.pipeline import resolve_device, threshold_scale
 from matcher.presets import DEFAULT_PRESET
+from matcher.verify.thresholds import threshold_scale
 
 H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
 
@@ -173,15 +173,12 @@ def test_results_are_in_stored_pixels_whatever_the_resize(pair):
 
 
 def test_the_threshold_scale_follows_the_residual():
-    def image(scale: float) -> Image:
-        return Image(np.zeros((2, 2), np.uint8), (2, 2), (scale, scale))
-
     for kind in ("fundamental", "homography", "essential"):
-        assert threshold_scale(image(0.25), image(0.25), kind) == pytest.approx(4)
-    assert threshold_scale(image(0.25), image(0.5), "homography") == pytest.approx(2)
+        assert threshold_scale((0.25, 0.25), (0.25, 0.25), kind) == pytest.approx(4)
+    assert threshold_scale((0.25, 0.25), (0.5, 0.5), "homography") == pytest.approx(2)
     # Sampson: a point off by one resized pixel in both pictures (4 and 2 stored ones).
     expected = 1 / np.sqrt((1 / 4**2 + 1 / 2**2) / 2)
-    assert threshold_scale(image(0.25), image(0.5), "fundamental") == pytest.approx(expected)
+    assert threshold_scale((0.25, 0.25), (0.5, 0.5), "fundamental") == pytest.approx(expected)
 
 
 def test_essential_needs_cameras_and_others_refuse_them(views):

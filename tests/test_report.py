@@ -14,9 +14,9 @@ from browser import browser, needs_browser
 from matcher.cli import main
 from matcher.errors import UsageError
 from matcher.explain.report.report import write_report
+from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
-from matcher.pipeline import load
 from matcher.presets import PRESETS
 
 

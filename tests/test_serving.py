@@ -14,7 +14,6 @@ import pytest
 from browser import browser, needs_browser
 
 from matcher.cli import main
-from matcher.cli.result import as_bytes, summary
 from matcher.errors import ImageError, UsageError
 from matcher.serve.matching import Choices, Matching, geometry_rows
 from matcher.serve.server import HOST, build_app
@@ -65,7 +64,7 @@ def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=r"pip install 'matcher-vision\[app\]'"):
-        build_app(tmp_path, as_bytes, summary)
+        build_app(tmp_path)
     assert main(["serve", "--port", "0"]) == 2
     assert "gradio" in capsys.readouterr().err
 

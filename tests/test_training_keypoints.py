@@ -25,7 +25,7 @@ from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.photos import PhotoSet
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.scenes import NOTHING, View
-from matcher.pipeline import build_extractor
+from matcher.loading import build_extractor
 from matcher.weights.files import save_front_end
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save, save_file
 
 from matcher.config import ExtractorConfig, to_dict
 from matcher.errors import IntegrityError
-from matcher.pipeline import build_extractor
+from matcher.loading import build_extractor
 from matcher.presets import PRESETS
 from matcher.weights.files import load_model, read_manifest, save_model, verify
 

@@ -57,8 +57,8 @@ def _machine() -> list[str]:
     import torch
 
     from matcher.kernels import kernels
+    from matcher.loading import resolve_device
     from matcher.match.network.inference import resolve_precision
-    from matcher.pipeline import resolve_device
 
     device = resolve_device("auto")
     name = (

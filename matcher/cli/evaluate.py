@@ -134,7 +134,7 @@ def _entrants(
     `nearest`, and nearest neighbours of the same keypoints."""
     from matcher.config import NearestConfig
     from matcher.lab.evaluate.run import Entrant
-    from matcher.pipeline import load
+    from matcher.loading import load
     from matcher.presets import PRESETS, find_preset
 
     kinds = {find_preset(name).extractor.kind for name in presets} | {find_preset("nearest").extractor.kind}

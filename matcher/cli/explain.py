@@ -34,7 +34,7 @@ def explain(
     from matcher.errors import UsageError
     from matcher.explain.report.report import write_report
     from matcher.files import check_output
-    from matcher.pipeline import load
+    from matcher.loading import load
 
     position = None
     if point is not None:

@@ -50,7 +50,7 @@ def match(
     centre of the first pixel is (0, 0), and an EXIF orientation is not applied.
     """
     from matcher.cli.result import check_outputs, is_unmatched, save, show_result
-    from matcher.pipeline import load
+    from matcher.loading import load
 
     check_outputs(output, plot, inputs=(image0, image1, mask0, mask1), overwrite=overwrite)
     texts = {"camera0": camera0, "camera1": camera1}
@@ -59,5 +59,5 @@ def match(
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1, **cameras)
     save(result, pipeline, output, plot)
     written = [path for path in (output, plot) if path]
-    show_result(result, pipeline, as_json=as_json, with_matrix="geometry" in given, written=written)
+    show_result(result, as_json=as_json, with_matrix="geometry" in given, written=written)
     return PARTIAL if fail_if_unmatched and is_unmatched(result) else 0

@@ -18,10 +18,9 @@ def serve(
     max_upload: Annotated[int, typer.Option(metavar="MB", min=1, help="Refuse larger photos.")] = 50,
 ) -> None:
     """Serve a web page, for this machine only, that matches two photos; needs the extra [app]."""
-    from matcher.cli.result import as_bytes, summary
     from matcher.serve.server import serve as run
 
     def tell(address: str) -> None:
         show(f"Open {address} in a browser; Ctrl-C stops the server.", always=True)
 
-    run(as_bytes, summary, port=port, device=device, max_megabytes=max_upload, tell=tell)
+    run(port=port, device=device, max_megabytes=max_upload, tell=tell)

@@ -3,7 +3,7 @@
 A file is a row of records, one an image; a record is a small safetensors file by itself. The database knows
 where each begins, how long it is, and its CRC-32; bytes behind the last known record belong to nobody and are
 written over. SIFT's descriptors take 8 bits a number, without loss: they are square roots of whole numbers
-over their sum (`frontends.sift.root_sift`). Others take 16 bits where these hold them.
+over their sum (`data.descriptors.root_sift`). Others take 16 bits where these hold them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from safetensors.numpy import load as parse
 from safetensors.numpy import save as pack
 
 from matcher.collection.encoding import DamagedError, check, checksum
+from matcher.data.descriptors import root_sift
 from matcher.data.features import Features
-from matcher.extract.sift import root_sift
 
 MAX_BYTES = 1 << 30  # of one file; a record that begins before it may end behind it
 _OPTIONAL = ("scales", "orientations", "affine_frames")

@@ -11,7 +11,7 @@ import torch
 
 from matcher.collection.settings import Setup
 from matcher.collection.workers import Engine, InProcess, LocalWorkers
-from matcher.pipeline import resolve_device
+from matcher.loading import resolve_device
 
 EngineName = Literal["local", "ray"]
 _GPU_BATCH = 8  # pairs that a GPU matches together

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from matcher.collection.descriptors import encode_features
@@ -18,10 +17,10 @@ from matcher.collection.sources import Extracted
 from matcher.collection.writer import EncodedPair
 from matcher.data.camera import Camera
 from matcher.data.features import Features
-from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.errors import IntegrityError, MatcherError
-from matcher.pipeline import Pipeline, threshold_scale
+from matcher.pipeline import Pipeline
+from matcher.verify.thresholds import threshold_scale
 
 _CACHE_BYTES = 512 << 20  # of features held
 
@@ -151,7 +150,9 @@ class JobRunner:
                 matches.points1,
                 cameras=self._cameras(side0, side1),
                 scores=matches.scores,
-                thresholds_scale=self._threshold_scale(side0, side1),
+                thresholds_scale=threshold_scale(
+                    side0.scale, side1.scale, self.pipeline.config.estimation.kind
+                ),
             )
             data = encode_pair(matches, geometry, f0.keypoints.numpy(), f1.keypoints.numpy())
         except Exception as error:
@@ -167,11 +168,6 @@ class JobRunner:
         if absent:
             raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
         return cameras[0], cameras[1]
-
-    def _threshold_scale(self, side0: ImageEntry, side1: ImageEntry) -> float:
-        blank = np.zeros((0, 0), np.uint8)
-        views = (Image(blank, (1, 1), scale=side.scale) for side in (side0, side1))
-        return threshold_scale(*views, self.pipeline.config.estimation.kind)
 
     def _features(self, image: ImageEntry) -> Features:
         if image.number in self._cache:

@@ -13,8 +13,9 @@ from matcher.collection.sources import FeatureSource
 from matcher.config import to_dict
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
+from matcher.loading import GRID_KIND, load
 from matcher.match.network.inference import AttentionMatcher
-from matcher.pipeline import GRID_KIND, Pipeline, load
+from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
 from matcher.weights.published.catalogue import locate_front_end
 

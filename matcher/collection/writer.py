@@ -146,7 +146,7 @@ class Writer:
         self.execute(
             "UPDATE images SET status = ?, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
             " count = ?, scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
-            (*row, int(features.exif_orientation), features.kind, number),
+            (*row, int(features.matched_orientation), features.kind, number),
         )
         self.execute("REPLACE INTO keypoints VALUES (?, ?, ?)", (number, data, checksum(data)))
         self.put_descriptors(number, record)

@@ -8,28 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from matcher.data.descriptors import SIFT_DIM, is_raw_sift, root_sift
+from matcher.data.geometry import UPRIGHT, turn_angles
+from matcher.data.image import Image
 from matcher.errors import UsageError
 
+if TYPE_CHECKING:
+    import cv2
+
+RAW_SIFT = (
+    "these are raw SIFT descriptors, but matchers of SIFT take RootSIFT: build the features by "
+    "Features.from_cv2(keypoints, descriptors, size), which converts them"
+)
 _ORIENTATIONS = ("exif_orientation", "view_orientation")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Features:
     """Keypoints and descriptors of one image (no leading axis) or of a padded batch (leading axis B).
 
     Arrays may be NumPy or torch when users build it; they are kept as torch tensors, positions in float32.
+    Descriptors are those the matcher was trained with: of norm 1, for SIFT as RootSIFT (`from_cv2` converts).
+
+    >>> from matcher import Features
+    >>> Features(keypoints=[[10, 20], [30, 40]], descriptors=[[1, 0], [0, 1]], size=(64, 48))
+    Features(2 keypoints, 2-d 'any' descriptors, 64 x 48 pixels)
 
     Raises:
-        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no picture.
+        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no picture,
+            or raw SIFT descriptors under the name "sift".
     """
 
     keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
-    descriptors: Tensor  # (..., N, D)
+    descriptors: Tensor  # (..., N, D), of norm 1 for all matchers here
     scores: Tensor | None = None  # (..., N) detector score, larger is better; ones when absent
     size: Tensor | None = None  # (..., 2) stored (width, height); required
     scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
@@ -92,6 +109,8 @@ class Features:
             codes = getattr(self, name)
             if codes is not None and not bool(((codes >= 1) & (codes <= 8)).all()):
                 raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
+        if self.kind == "sift" and is_raw_sift(self.descriptors.detach().flatten(0, -2)[:64].cpu().numpy()):
+            raise UsageError(RAW_SIFT)
 
     @property
     def matched_orientation(self) -> Tensor:
@@ -104,6 +123,115 @@ class Features:
     def __len__(self) -> int:
         """Points per image, padding included."""
         return self.keypoints.shape[-2]
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self)} keypoints", f"{self.descriptors.shape[-1]}-d {self.kind!r} descriptors"]
+        if self.keypoints.dim() == 2:
+            parts.append("{:.0f} x {:.0f} pixels".format(*self.size.tolist()))
+        else:
+            parts.insert(0, f"batch {tuple(self.keypoints.shape[:-2])}")
+        return f"Features({', '.join(parts)})"
+
+    @classmethod
+    def from_image(
+        cls,
+        image: Image,
+        points: np.ndarray,
+        descriptors: np.ndarray | Tensor,
+        *,
+        scores: np.ndarray | Tensor | None = None,
+        diameters: np.ndarray | None = None,
+        angles: np.ndarray | None = None,
+        kind: str = "any",
+    ) -> Features:
+        """What a front end found on `image.pixels`, carried back to the stored picture.
+
+        >>> import numpy as np
+        >>> from matcher import Features, Image
+        >>> image = Image(np.zeros((60, 80), np.uint8), size=(160, 120), scale=(0.5, 0.5))
+        >>> Features.from_image(image, np.array([[4.5, 2.0]]), np.ones((1, 4))).keypoints.tolist()
+        [[9.5, 4.5]]
+
+        Args:
+            image: what the front end was given.
+            points: (N, 2) xy in pixels of `image.pixels`, whose first pixel's centre is (0, 0).
+            descriptors: (N, D).
+            scores: (N,) detector score, larger is better.
+            diameters: (N,) of the keypoints, pixels of `image.pixels`; they become `scales`.
+            angles: (N,) radians from x towards y on `image.pixels`; they become `orientations`.
+            kind: the front end's name; "any" goes with every matcher.
+
+        Raises:
+            UsageError: as the constructor.
+        """
+        turn = UPRIGHT[image.orientation].T
+        return cls(
+            keypoints=image.to_stored(np.asarray(points)).astype(np.float32),
+            descriptors=descriptors,
+            scores=scores,
+            scales=None if diameters is None else diameters / np.float32(np.sqrt(np.prod(image.scale))),
+            orientations=None if angles is None else turn_angles(angles, turn).astype(np.float32),
+            kind=kind,
+            **image.features_fields(),
+        )
+
+    @classmethod
+    def from_cv2(
+        cls,
+        keypoints: Sequence[cv2.KeyPoint],
+        descriptors: np.ndarray | None,
+        size: tuple[int, int],
+        *,
+        kind: str = "sift",
+    ) -> Features:
+        """What OpenCV's `detectAndCompute` returns; raw SIFT descriptors become RootSIFT.
+
+        >>> import cv2, numpy as np
+        >>> from matcher import Features
+        >>> picture = np.random.default_rng(0).integers(0, 255, (48, 64), dtype=np.uint8)
+        >>> features = Features.from_cv2(*cv2.SIFT_create().detectAndCompute(picture, None), size=(64, 48))
+        >>> round(float(features.descriptors[0].norm()), 3)
+        1.0
+
+        Args:
+            keypoints: in stored pixels.
+            descriptors: (N, D) float; None where there are no keypoints.
+            size: (width, height) of the picture.
+            kind: the front end; "sift" is what `hybrid` and `lightglue-sift` take.
+
+        Raises:
+            UsageError: binary descriptors, such as ORB's, and what the constructor refuses.
+        """
+        values = np.zeros((0, SIFT_DIM), np.float32) if descriptors is None else np.asarray(descriptors)
+        if values.dtype == np.uint8 and values.shape[-1:] != (SIFT_DIM,):
+            raise UsageError("binary descriptors (ORB, BRISK, AKAZE) are not supported; use SIFT's")
+        if kind == "sift" and is_raw_sift(values):
+            values = root_sift(values)
+        table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], np.float32).reshape(-1, 5)
+        return cls(
+            keypoints=table[:, :2],
+            descriptors=values,
+            scores=table[:, 4],
+            size=size,
+            scales=table[:, 2],
+            orientations=np.deg2rad(table[:, 3]),
+            kind=kind,
+        )
+
+    def to_cv2(self) -> list[cv2.KeyPoint]:
+        """The valid keypoints of one picture as OpenCV's, in stored pixels; `UsageError` for a batch."""
+        import cv2
+
+        if self.keypoints.dim() != 2:
+            raise UsageError("features of one picture are needed; take a batch apart by unstack()")
+        chosen = self.select(self.mask)
+        points, scores = chosen.keypoints.tolist(), chosen.scores.tolist()
+        sizes = [1.0] * len(points) if chosen.scales is None else chosen.scales.tolist()
+        angles = [-1.0] * len(points)
+        if chosen.orientations is not None:
+            angles = chosen.orientations.rad2deg().remainder(360).tolist()
+        columns = zip(points, sizes, angles, scores, strict=True)
+        return [cv2.KeyPoint(*point, size, angle, score) for point, size, angle, score in columns]
 
     def _map(self, change) -> Features:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}

@@ -4,23 +4,62 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Image:
-    """One picture, upright and resized, ready for a front end."""
+    """One picture, upright and resized, ready for a front end; `read_image` makes one of a file.
+
+    >>> import numpy as np
+    >>> from matcher import Image
+    >>> image = Image(np.zeros((60, 80), np.uint8), size=(160, 120), scale=(0.5, 0.5))
+    >>> image.to_stored(np.array([[0.0, 0.0]])).tolist()
+    [[0.5, 0.5]]
+    """
 
     pixels: np.ndarray  # (H, W) or (H, W, 3) RGB, uint8
     size: tuple[int, int]  # (width, height) as stored in the file, before orientation and resize
     scale: tuple[float, float] = (1.0, 1.0)  # (sx, sy) = resized / upright size, after rounding
-    orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become upright
+    orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become `pixels`
     path: Path | None = None
     mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
+    exif_orientation: int | None = None  # what the file says, where it was not followed; else `orientation`
 
     @property
     def stored_scale(self) -> np.ndarray:
         """(2,) float32: `scale` along the stored picture's x and y axes, as `Features.scale` holds it."""
         turned = self.orientation >= 5
         return np.asarray(self.scale[::-1] if turned else self.scale, dtype=np.float32)
+
+    @property
+    def axes_to_stored(self) -> np.ndarray:
+        """(2, 2) float64: the linear map from vectors of `pixels` to vectors of the stored picture."""
+        return UPRIGHT[self.orientation].T @ np.diag([1 / self.scale[0], 1 / self.scale[1]])
+
+    def to_stored(self, points: np.ndarray) -> np.ndarray:
+        """Points (…, 2) of `pixels` → stored pixels, float64."""
+        upright = resize_points(points, (1 / self.scale[0], 1 / self.scale[1]))
+        return upright_to_stored(upright, self.size, self.orientation)
+
+    def features_fields(self) -> dict[str, Any]:
+        """What `Features` take from their picture: size, scale and orientations, as keyword arguments."""
+        exif = self.orientation if self.exif_orientation is None else self.exif_orientation
+        return {
+            "size": np.asarray(self.size, dtype=np.float32),
+            "scale": self.stored_scale,
+            "exif_orientation": np.asarray(exif),
+            "view_orientation": None if exif == self.orientation else np.asarray(self.orientation),
+        }
+
+    def __repr__(self) -> str:
+        height, width = self.pixels.shape[:2]
+        colour = "grey" if self.pixels.ndim == 2 else "RGB"
+        parts = [f"{self.size[0]} x {self.size[1]} stored", f"{width} x {height} {colour}"]
+        parts += [f"EXIF {self.orientation}"] * (self.orientation != 1)
+        parts += ["masked"] * (self.mask is not None)
+        return f"Image({', '.join(parts)}{'' if self.path is None else f', {str(self.path)!r}'})"

@@ -3,35 +3,115 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from matcher.config import GeometryKind, GeometryStatus
 
+if TYPE_CHECKING:
+    import cv2
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Matches:
-    """Mutual matches of one pair, best first."""
+    """Mutual matches of one pair, best first.
+
+    >>> import numpy as np
+    >>> from matcher import Matches
+    >>> points = np.zeros((1, 2), np.float32)
+    >>> Matches(np.array([[4, 7]]), points, points, np.array([0.75], np.float32))
+    Matches(1 match, scores 0.75 to 0.75)
+    """
 
     indices: np.ndarray  # (K, 2) int64 into the features of image 0 and 1
     points0: np.ndarray  # (K, 2) float32 stored pixels
     points1: np.ndarray  # (K, 2)
-    scores: np.ndarray  # (K,) float32 in [0, 1]
+    scores: np.ndarray  # (K,) float32 in [0, 1], match probabilities where a network made them
     layers_run: int = 0
     kept0: int = 0  # points not pruned
     kept1: int = 0
+
+    @classmethod
+    def from_indices(
+        cls, indices: np.ndarray, keypoints0: np.ndarray, keypoints1: np.ndarray, scores: np.ndarray
+    ) -> Matches:
+        """Matches from pairs of keypoint indices, sorted best first.
+
+        >>> import numpy as np
+        >>> from matcher import Matches
+        >>> keypoints = np.arange(10.0).reshape(5, 2)
+        >>> found = Matches.from_indices([[0, 1], [3, 2]], keypoints, keypoints, [0.5, 0.9])
+        >>> found.points0.tolist(), found.scores.round(2).tolist()
+        ([[6.0, 7.0], [0.0, 1.0]], [0.8999999761581421, 0.5])
+
+        Args:
+            indices: (K, 2) into keypoints0 and keypoints1; a keypoint occurs at most once on its side.
+            keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels, NumPy or torch.
+            scores: (K,) in [0, 1].
+        """
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1, 2)
+        scores = np.asarray(scores, dtype=np.float32)
+        order = np.argsort(-scores, kind="stable")
+        indices, scores = indices[order], scores[order]
+        keypoints0, keypoints1 = (np.asarray(k, dtype=np.float32) for k in (keypoints0, keypoints1))
+        return cls(
+            indices=indices,
+            points0=keypoints0[indices[:, 0]],
+            points1=keypoints1[indices[:, 1]],
+            scores=scores,
+            kept0=len(keypoints0),
+            kept1=len(keypoints1),
+        )
 
     def __len__(self) -> int:
         """The number of matches K."""
         return len(self.indices)
 
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Matches(none)"
+        count = "1 match" if len(self) == 1 else f"{len(self)} matches"
+        layers = f", {self.layers_run} layers" if self.layers_run else ""
+        return f"Matches({count}, scores {self.scores.min():.2f} to {self.scores.max():.2f}{layers})"
 
-@dataclass(frozen=True, eq=False)
+    def to_cv2(self) -> list[cv2.DMatch]:
+        """OpenCV's matches, for `cv2.drawMatches`: query is image 0, train image 1, distance 1 − score.
+
+        The indices are those of the features, so they fit `Features.to_cv2` of features without padding.
+        """
+        import cv2
+
+        rows = zip(self.indices.tolist(), self.scores.tolist(), strict=True)
+        return [cv2.DMatch(query, train, 1.0 - score) for (query, train), score in rows]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class TwoViewGeometry:
-    """A model of how two views relate, or the reason why there is none."""
+    """A model of how two views relate, or the reason why there is none.
+
+    `status` says what the model is worth:
+
+    - `ok`: use it.
+    - `low_inliers`: a model with fewer inliers than asked for, or no more than chance gives.
+    - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line or (for
+      essential) views that only rotate, or nothing that fits.
+    - `not_estimated`: none was asked for.
+
+    >>> import numpy as np
+    >>> from matcher import TwoViewGeometry
+    >>> TwoViewGeometry("homography", "too_few", np.zeros(3, bool))
+    TwoViewGeometry(homography: too_few, 0 of 3 inliers)
+    """
 
     kind: GeometryKind
     status: GeometryStatus
     inliers: np.ndarray  # (K,) bool
-    matrix: np.ndarray | None = None  # (3, 3) float64: H, F or E; maps 0 to 1
+    # (3, 3) float64. Homography: stored pixels of image 0 → image 1. Fundamental: x1ᵀ F x0 = 0 in stored
+    # pixels; essential: the same in normalised coordinates of the cameras.
+    matrix: np.ndarray | None = None
     cam1_from_cam0: np.ndarray | None = None  # (4, 4) float64, unit translation; essential only
+
+    def __repr__(self) -> str:
+        count = int(np.count_nonzero(self.inliers))
+        return f"TwoViewGeometry({self.kind}: {self.status}, {count} of {len(self.inliers)} inliers)"

@@ -7,7 +7,6 @@ lightness too, so that colour-blind eyes and grey prints tell them apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import matplotlib
@@ -19,24 +18,19 @@ from matplotlib.figure import Figure
 
 from matcher.data.geometry import warp_points
 from matcher.data.image import Image
-from matcher.data.result import Result
 from matcher.drawing.canvas import (
-    PLOT_SUFFIXES,
     SKY,
     VERMILION,
     YELLOW,
     Legend,
     Placed,
     as_column,
-    as_image,
     as_points,
     draw_dots,
     draw_header,
-    save_figure,
     two_pictures,
 )
 from matcher.errors import UsageError
-from matcher.files import check_output
 from matcher.verify.distances import epipolar_distance
 
 ColourBy = Literal["confidence", "inliers", "error"]
@@ -126,57 +120,6 @@ def match_errors(
     if fundamental is not None:
         return epipolar_distance(points0, points1, fundamental)
     return np.nan_to_num(np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=1), nan=np.inf)
-
-
-def plot_result(
-    result: Result,
-    image0: Image | np.ndarray | str | Path,
-    image1: Image | np.ndarray | str | Path,
-    path: str | Path,
-    title: str | None = None,
-    *,
-    colour_by: ColourBy = "confidence",
-    errors: np.ndarray | None = None,
-    stacked: bool = False,
-    max_lines: int = 200,
-) -> Path:
-    """Draw a result and save it; the file appears whole or not at all.
-
-    Args:
-        result: what a pipeline said of the two pictures.
-        image0, image1: the pictures it was made from.
-        path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors); an existing file is replaced.
-        title: one line above the pictures; counts of matches and inliers when absent.
-        colour_by, errors, stacked, max_lines: as in `draw_matches`.
-
-    Returns:
-        The path written.
-
-    Raises:
-        UsageError: another suffix, a folder that is absent, or pictures of other sizes than the result's.
-        ImageError: a picture given by its path cannot be read.
-    """
-    path = check_output(path, PLOT_SUFFIXES)
-    images = (as_image(image0), as_image(image1))
-    for index, (image, features) in enumerate(zip(images, (result.features0, result.features1), strict=True)):
-        size = tuple(int(value) for value in features.size)
-        if image.size != size:
-            raise UsageError(f"image{index} is {image.size}, but the result's picture was {size}")
-    figure = draw_matches(
-        *images,
-        result.points0,
-        result.points1,
-        scores=result.scores,
-        inliers=None if result.geometry.status == "not_estimated" else result.geometry.inliers,
-        errors=errors,
-        colour_by=colour_by,
-        stacked=stacked,
-        keypoints0=result.features0.keypoints.detach().cpu().numpy(),
-        keypoints1=result.features1.keypoints.detach().cpu().numpy(),
-        title=title,
-        max_lines=max_lines,
-    )
-    return save_figure(figure, path)
 
 
 def _check(

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from matcher.config import ExtractorConfig
 from matcher.data.features import Features
-from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
 from matcher.data.image import Image
 from matcher.errors import UsageError
 
@@ -187,25 +186,20 @@ def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tenso
 def to_features(found: Found, image: Image, kind: str) -> Features:
     """Carry points and affine frames from the upright, resized picture to stored pixels."""
     points = found.points.double().cpu().numpy()
-    upright = resize_points(points, (1 / image.scale[0], 1 / image.scale[1]))
-    stored = upright_to_stored(upright, image.size, image.orientation)
     shape = {} if found.affine_frames is None else _shapes(found.affine_frames.double().cpu().numpy(), image)
     return Features(
-        keypoints=stored.astype(np.float32),
+        keypoints=image.to_stored(points).astype(np.float32),
         descriptors=found.descriptors.float().cpu(),
         scores=found.scores.float().cpu(),
-        size=np.asarray(image.size, dtype=np.float32),
-        exif_orientation=np.asarray(image.orientation),
-        scale=image.stored_scale,
         kind=kind,
         **shape,
+        **image.features_fields(),
     )
 
 
 def _shapes(affine_frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
     """Affine frames (N, 2, 2) in stored pixels, keypoint diameters, directions of the patches' x axes."""
-    to_stored = UPRIGHT[image.orientation].T @ np.diag([1 / image.scale[0], 1 / image.scale[1]])
-    stored = to_stored @ affine_frames
+    stored = image.axes_to_stored @ affine_frames
     determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
     return {
         "affine_frames": stored.astype(np.float32),

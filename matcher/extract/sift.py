@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 
 from matcher.config import ExtractorConfig
+from matcher.data.descriptors import root_sift
 from matcher.data.features import Features
-from matcher.data.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
 from matcher.data.image import Image
 from matcher.extract.shared import resolve
 
@@ -26,18 +26,14 @@ class SiftExtractor:
         return [self._extract(image) for image in images]
 
     def _extract(self, image: Image) -> Features:
-        points, scales, angles, scores, descriptors = detect_sift(image.pixels, image.mask, self.config)
-        upright = resize_points(points, (1 / image.scale[0], 1 / image.scale[1]))
-        turn_back = UPRIGHT[image.orientation].T
-        return Features(
-            keypoints=upright_to_stored(upright, image.size, image.orientation).astype(np.float32),
-            descriptors=root_sift(descriptors),
+        points, diameters, angles, scores, descriptors = detect_sift(image.pixels, image.mask, self.config)
+        return Features.from_image(
+            image,
+            points,
+            root_sift(descriptors),
             scores=scores,
-            size=np.asarray(image.size, dtype=np.float32),
-            scales=scales / np.float32(np.sqrt(image.scale[0] * image.scale[1])),
-            orientations=turn_angles(angles, turn_back).astype(np.float32),
-            exif_orientation=np.asarray(image.orientation),
-            scale=image.stored_scale,
+            diameters=diameters,
+            angles=angles,
             kind="sift",
         )
 
@@ -70,9 +66,3 @@ def detect_sift(
     order = order[: config.max_keypoints]
     table = table[order]
     return table[:, :2], table[:, 2], np.deg2rad(table[:, 3]), table[:, 4], descriptors[order]
-
-
-def root_sift(descriptors: np.ndarray) -> np.ndarray:
-    """Raw SIFT (N, 128) → square roots of the L1-normalised values; unit L2 norm."""
-    total = np.maximum(descriptors.sum(axis=1, keepdims=True, dtype=np.float32), 1e-6)
-    return np.sqrt(descriptors.astype(np.float32) / total)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.data.matches import Matches, TwoViewGeometry
-from matcher.pipeline import threshold_scale
 from matcher.sequence.frames import FrameLinks
 from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeptFrame
 from matcher.verify.estimation import RobustEstimator
+from matcher.verify.thresholds import threshold_scale
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames are not of one scene
 _SEARCH = 0.02  # radius of the search around a predicted place, as a share of the picture's diagonal
@@ -39,7 +39,7 @@ class Linker:
     def _link(
         self, frame0: KeptFrame, frame1: KeptFrame, indices: np.ndarray, scores: np.ndarray
     ) -> tuple[FrameLinks, Guide]:
-        scale = threshold_scale(frame0.image, frame1.image, "fundamental")
+        scale = threshold_scale(frame0.image.scale, frame1.image.scale, "fundamental")
         points = [f.keypoints[indices[:, side]] for side, f in enumerate((frame0, frame1))]
         geometry = self.estimator(*points, thresholds_scale=scale)
         links = FrameLinks(frame0.index, indices, scores, _agreeing(geometry))

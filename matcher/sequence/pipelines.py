@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from matcher.errors import UsageError
-from matcher.pipeline import GRID_KIND, Pipeline, load
+from matcher.loading import GRID_KIND, load
+from matcher.pipeline import Pipeline
 from matcher.presets import LoadOptions
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.

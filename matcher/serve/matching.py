@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from matcher.config import GeometryKind
-from matcher.data.result import Result
 from matcher.drawing.canvas import figure_pixels
 from matcher.drawing.matches import draw_matches
 from matcher.errors import UsageError
 from matcher.explain.report.report import report_page
+from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
-from matcher.pipeline import Pipeline, load
+from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET
+from matcher.result import Result
 from matcher.verify.estimation import RobustEstimator
 
 _KEPT = 2  # pipelines in memory; each holds a network

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from matcher.data.result import Result
 from matcher.errors import MatcherError
 from matcher.files import write_whole
-from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.serve.matching import Choices, Matching, geometry_rows
 
 if TYPE_CHECKING:
     from gradio.themes import Base
 
-# What turns a result into the bytes of a file with this suffix, and what says it in a few lines.
-Export = Callable[[Result, Pipeline, str], bytes]
-Summary = Callable[[Result, Pipeline], str]
 _GEOMETRIES = ["fundamental", "homography", "none"]  # essential needs cameras
 
 
-def build_page(matching: Matching, folder: Path, export: Export, summarise: Summary) -> gr.Blocks:
+def build_page(matching: Matching, folder: Path) -> gr.Blocks:
     """The page.
 
     Args:
         matching: what does the work.
         folder: where files to be downloaded are kept while the page runs.
-        export, summarise: see `Export` and `Summary`.
     """
 
     def press(file0: str | None, file1: str | None, *values: Any) -> tuple:
@@ -42,13 +35,13 @@ def build_page(matching: Matching, folder: Path, export: Export, summarise: Summ
             answer = matching.answer(Path(file0), Path(file1), _choices(*numbers), explained=explained)
         except MatcherError as error:
             raise _refusal(html.escape(str(error))) from None
-        result, pipeline = answer.result, answer.pipeline
+        result = answer.result
         arrays, report = folder / "matches.npz", folder / "report.html"
-        write_whole(arrays, export(result, pipeline, ".npz"))
+        write_whole(arrays, result.to_bytes(".npz"))
         if answer.report is not None:
             write_whole(report, answer.report)
         return (
-            _without_folders(summarise(result, pipeline), file0, file1),
+            _without_folders(result.summary(), file0, file1),
             answer.picture,
             geometry_rows(result),
             str(arrays),

@@ -24,8 +24,6 @@ _POLICY = (
 
 
 def serve(
-    export: Callable,
-    summarise: Callable,
     *,
     port: int = 7860,
     device: str = "auto",
@@ -35,7 +33,6 @@ def serve(
     """Run the page until it is interrupted.
 
     Args:
-        export, summarise: see `page.build_page`.
         port: the first that is tried; 0 takes any.
         device: where networks run.
         max_megabytes: larger uploads are refused.
@@ -48,7 +45,7 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
         # gradio reads these when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
-        app = build_app(Path(scratch), export, summarise, device, max_megabytes)
+        app = build_app(Path(scratch), device, max_megabytes)
         import uvicorn
 
         tell(f"http://{HOST}:{listening.getsockname()[1]}")
@@ -69,8 +66,6 @@ _PLAIN = {
 
 def build_app(
     folder: Path,
-    export: Callable,
-    summarise: Callable,
     device: str = "auto",
     max_megabytes: int = MAX_MEGABYTES,
 ) -> Callable:
@@ -78,7 +73,6 @@ def build_app(
 
     Args:
         folder: of files that are made for download; it should be of this page alone.
-        export, summarise: see `page.build_page`.
         device: where networks run.
         max_megabytes: larger uploads are refused.
 
@@ -101,7 +95,7 @@ def build_app(
     made = folder / "made"
     made.mkdir(exist_ok=True)
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    page = build_page(Matching(device), made, export, summarise)
+    page = build_page(Matching(device), made)
     page.queue(max_size=20, api_open=False)
     limits = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
     gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **limits, **_PLAIN)

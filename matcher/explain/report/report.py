@@ -6,13 +6,13 @@ from pathlib import Path
 
 from matcher.config import to_dict
 from matcher.data.image import Image
-from matcher.data.result import Result
 from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.explain.report.page import build_page
 from matcher.explain.report.pair import BODY, SCRIPTS, SOURCES, STRONGEST, add_reasons, pair_data
 from matcher.files import check_output, write_output
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Picture, Pipeline
+from matcher.result import Result
 
 _BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
 _TRACED = 512  # points of a picture whose rollout is kept: it takes as long as attention of all

@@ -14,8 +14,8 @@ from matcher.lab.benchmark import rows, shipped
 from matcher.lab.benchmark.machine import Ceilings, Machine, describe_machine, measure_ceilings
 from matcher.lab.benchmark.rows import Row
 from matcher.lab.benchmark.timing import Samples, Stopwatch
+from matcher.loading import load
 from matcher.match.network.inference import DTYPES, resolve_precision
-from matcher.pipeline import load
 
 _SCALES = {"ms": 1e3, "MiB": 2.0**-20}
 

@@ -18,11 +18,12 @@ from matcher.data.images import image_from_array, read_image
 from matcher.data.matches import Matches
 from matcher.lab.benchmark.rows import OFF, Row
 from matcher.lab.benchmark.timing import Samples, Stopwatch
+from matcher.loading import build_extractor, load
 from matcher.match.assignment import assign
 from matcher.match.mutual import mutual_matches
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.sinkhorn import log_masses
-from matcher.pipeline import Pipeline, build_extractor, load
+from matcher.pipeline import Pipeline
 
 LONGER_SIDE = 1024
 

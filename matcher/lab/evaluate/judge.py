@@ -27,9 +27,9 @@ from matcher.lab.evaluate.metrics import (
 )
 from matcher.lab.pairs.depth import reproject
 from matcher.lab.pairs.protocols import CorrespondencePair, DepthPair, HomographyPair, Pair, PosePair
-from matcher.pipeline import threshold_scale
 from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 from matcher.verify.estimation import RobustEstimator
+from matcher.verify.thresholds import threshold_scale
 
 THRESHOLDS = (1, 3)  # pixels of the pictures as matched
 ORACLE_THRESHOLD = 3
@@ -161,7 +161,7 @@ def _estimate(
     matches: Matches,
     cameras: tuple[Camera, Camera] | None,
 ) -> TwoViewGeometry:
-    scale = threshold_scale(side0.image, side1.image, estimator.config.kind)
+    scale = threshold_scale(side0.image.scale, side1.image.scale, estimator.config.kind)
     return estimator(matches.points0, matches.points1, cameras=cameras, thresholds_scale=scale)
 
 
@@ -251,7 +251,7 @@ def _pose(
 ) -> dict[str, float | np.ndarray]:
     angles = np.array([pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries])
     F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
-    shrink = threshold_scale(side0.image, side1.image, "essential")
+    shrink = threshold_scale(side0.image.scale, side1.image.scale, "essential")
     points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
     errors = epipolar_distance(points0, points1, F) / shrink
     found = {f"precision{threshold}": precision(errors, threshold) for threshold in THRESHOLDS}

@@ -28,7 +28,7 @@ from matcher.lab.train.photometric import disturb
 from matcher.lab.train.photos import PhotoSet, photos_digest
 from matcher.lab.train.recipe import Recipe, fingerprint
 from matcher.lab.train.scenes import NOTHING, View, build_planes, place_camera, render
-from matcher.pipeline import build_extractor
+from matcher.loading import build_extractor
 from matcher.weights.files import read_manifest
 
 ARRAYS = ("keypoints", "scales", "angles", "descriptors", "labels", "homographies")

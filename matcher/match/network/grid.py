@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from matcher.data.features import Features
-from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
 from matcher.data.image import Image
 from matcher.match.network.backbone import Backbone
 
@@ -41,22 +40,18 @@ class GridExtractor:
         grey = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
         pixels = torch.from_numpy(np.ascontiguousarray(grey)).to(self.backbone.stem.conv.weight.device)
         coarse, fine = self.backbone(pixels[None, None].float() / 255)
-        rows, columns = coarse.shape[-2:]
-        stride, inverse = self.backbone.stride, (1 / image.scale[0], 1 / image.scale[1])
+        (rows, columns), stride = coarse.shape[-2:], self.backbone.stride
         cells = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
-        points = resize_points(stride * cells - 0.5, inverse)
-        sides = stride * UPRIGHT[image.orientation].T @ np.diag(inverse)
+        sides = stride * image.axes_to_stored
         features = Features(
-            keypoints=upright_to_stored(points, image.size, image.orientation),
+            keypoints=image.to_stored(stride * cells - 0.5),
             descriptors=coarse[0].flatten(1).t().contiguous().cpu(),
-            size=np.asarray(image.size),
             affine_frames=np.broadcast_to(sides, (len(cells), 2, 2)),
             cells=cells,
             grid=np.array([columns, rows]),
             maps=fine[0].cpu(),
-            exif_orientation=np.asarray(image.orientation),
-            scale=image.stored_scale,
             kind=self.kind,
+            **image.features_fields(),
         )
         if image.mask is None:
             return features

@@ -1,0 +1,144 @@
+"""From a preset and its options to a pipeline: front end, network with its weights, device and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig, Precision
+from matcher.data.images import MAX_PIXELS
+from matcher.data.protocols import Extractor
+from matcher.errors import UsageError
+from matcher.extract.registry import find_front_end
+from matcher.extract.shared import LearnedExtractor
+from matcher.extract.sift import SiftExtractor
+from matcher.match.nearest import NearestMatcher
+from matcher.match.network.grid import GridExtractor
+from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
+from matcher.match.network.model import MatchingNetwork
+from matcher.pipeline import Pipeline
+from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, find_preset
+from matcher.result import WeightsSource
+from matcher.verify.estimation import RobustEstimator
+from matcher.weights.published.catalogue import fill_extractor, load_weights
+
+GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
+
+
+def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeline:
+    """Build the pipeline of a preset.
+
+    Args:
+        preset: a name in `PRESETS`.
+        options: weights, frontend, variant, frontend_weights, device, precision, max_keypoints, resize,
+            match_threshold, early_exit, pruning, geometry, upright, max_pixels; `LoadOptions` describes them.
+
+    Raises:
+        UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
+        IntegrityError: weights that are absent or damaged.
+    """
+    config = configure(find_preset(preset), options)
+    given = {name: value for name, value in options.items() if value is not None}
+    device = resolve_device(given.get("device", "auto"))
+    on_grid = config.extractor.kind == GRID_KIND
+    if on_grid:
+        _refuse_for_grid(given)
+    else:
+        extractor = build_extractor(
+            config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
+        )
+    if isinstance(config.matcher, NearestConfig):
+        matcher, source = NearestMatcher(config.matcher, device=device), None
+    else:
+        precision = resolve_precision(given.get("precision", "auto"), device)
+        model, source = _trained(config, options)
+        config = replace(config, matcher=model.config)
+        matcher = AttentionMatcher(model, device=device, precision=precision)
+        if on_grid:
+            extractor = _grid_extractor(matcher, source.name)
+    return Pipeline(
+        extractor=extractor,
+        matcher=matcher,
+        estimator=RobustEstimator(config.estimation),
+        config=config,
+        preset=preset,
+        weights=source,
+        upright=given.get("upright", True),
+        max_pixels=given.get("max_pixels", MAX_PIXELS),
+    )
+
+
+def build_extractor(
+    config: ExtractorConfig,
+    weights: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    precision: Precision = "auto",
+) -> Extractor:
+    """The front end that `config.kind` names.
+
+    Args:
+        config: of the front end.
+        weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
+            read at the first picture, not before. Those of `learned` are shipped.
+        device: where a learned front end runs.
+        precision: of the front end `learned`; the others run in float32.
+
+    Raises:
+        UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
+    """
+    if config.kind == "sift":
+        if weights is not None:
+            raise UsageError("the front end sift has no weights; leave frontend_weights away")
+        return SiftExtractor(config)
+    dtype = DTYPES[resolve_precision(precision, torch.device(device))]
+    fill = partial(fill_extractor, path=weights)
+    return LearnedExtractor(config, find_front_end(config.kind), fill, device, dtype, weights)
+
+
+def _refuse_for_grid(given: Mapping[str, Any]) -> None:
+    """A grid has all its cells, and the network that describes them lies in the matcher's weights."""
+    for name in ("frontend_weights", "max_keypoints"):
+        if name in given:
+            raise UsageError(f"this preset matches the cells of a grid, so {name} means nothing to it")
+
+
+def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
+    """The front end of a detector-free matcher; it shares the matcher's parameters and its device."""
+    if matcher.model.backbone is None:
+        raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
+    return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of that name; "auto" is CUDA when there is one, else the processor.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps") from error
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= counts.get(device.type, 0):
+        raise UsageError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'")
+    return device
+
+
+def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[MatchingNetwork, WeightsSource]:
+    """The trained model with the options applied; its file has the say on its shape."""
+    model, digest, name = load_weights(options.get("weights") or config.weights)
+    wanted = configure(replace(config, matcher=model.config), options).matcher
+    if wanted != model.config:
+        with torch.random.fork_rng(devices=[]):
+            changed = MatchingNetwork(wanted)
+        changed.load_state_dict(model.state_dict())
+        model = changed
+    return model, WeightsSource(name, digest)

@@ -1,0 +1,305 @@
+"""Everything known of one matched pair, and how it is saved and drawn."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matcher.data.features import Features
+from matcher.data.geometry import stored_to_upright
+from matcher.data.image import Image
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.errors import UsageError
+from matcher.files import check_output, write_output
+
+if TYPE_CHECKING:
+    from matcher.drawing.matches import ColourBy
+
+DATA_SUFFIXES = (".npz", ".json")
+_REASONS = {
+    "too_few": "too few matches to estimate it",
+    "degenerate": "the points do not determine it",
+    "no_model": "no model was found",
+    "low_inliers": "too few of them agree",
+}
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Which file a network's parameters came from."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Result:
+    """Everything known of one matched pair.
+
+    Points are in *stored* pixels: those of the file before its EXIF orientation is applied. `cv2.imread` and
+    most viewers turn a photo by its EXIF orientation; for what they show, use `points0_upright` and
+    `points1_upright`. The two are the same for photos of orientation 1.
+
+    >>> import matcher, numpy as np
+    >>> picture = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    >>> result = matcher.load("nearest", max_keypoints=100).match(picture, picture)
+    >>> result.points0.shape == result.points1.shape == (len(result.matches), 2)
+    True
+    >>> sorted(result.to_dict())[:3]
+    ['geometry', 'image0', 'image1']
+    """
+
+    features0: Features
+    features1: Features
+    matches: Matches
+    geometry: TwoViewGeometry
+    path0: Path | None = None
+    path1: Path | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, total
+    preset: str = "custom"
+    weights: WeightsSource | None = None  # of the network; None without one
+    layers: int = 0  # depth of the network; `matches.layers_run` says how many of them ran
+
+    @property
+    def points0(self) -> np.ndarray:
+        """(K, 2) float32 matched points of image 0, stored pixels."""
+        return self.matches.points0
+
+    @property
+    def points1(self) -> np.ndarray:
+        """(K, 2) float32 matched points of image 1, stored pixels."""
+        return self.matches.points1
+
+    @property
+    def points0_upright(self) -> np.ndarray:
+        """(K, 2) float32 matched points of image 0, in pixels of the photo turned as EXIF says."""
+        return _upright(self.points0, self.features0)
+
+    @property
+    def points1_upright(self) -> np.ndarray:
+        """(K, 2) float32 matched points of image 1, in pixels of the photo turned as EXIF says."""
+        return _upright(self.points1, self.features1)
+
+    @property
+    def scores(self) -> np.ndarray:
+        """(K,) float32 match probabilities, in [0, 1]."""
+        return self.matches.scores
+
+    @property
+    def inliers(self) -> np.ndarray:
+        """(K,) bool: matches that agree with the geometry; none where there is no geometry."""
+        return self.geometry.inliers
+
+    def __repr__(self) -> str:
+        names = [path.name if path else "array" for path in (self.path0, self.path1)]
+        count = "1 match" if len(self.matches) == 1 else f"{len(self.matches)} matches"
+        agree = ""
+        if self.geometry.status != "not_estimated":
+            agree = f", {int(self.inliers.sum())} inliers ({self.geometry.kind}: {self.geometry.status})"
+        return f"Result({names[0]} and {names[1]}: {count}{agree})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, geometry and seconds as plain values, ready for `json.dumps`; what `--json` prints."""
+        geometry = self.geometry
+        pose = geometry.cam1_from_cam0
+        return {
+            "preset": self.preset,
+            "weights": None if self.weights is None else vars(self.weights),
+            "image0": _picture(self.path0, self.features0),
+            "image1": _picture(self.path1, self.features1),
+            "keypoints0": len(self.features0),
+            "keypoints1": len(self.features1),
+            "matches": len(self.matches),
+            "layers_run": self.matches.layers_run,
+            "layers": self.layers,
+            "kept0": self.matches.kept0,
+            "kept1": self.matches.kept1,
+            "geometry": {
+                "kind": geometry.kind,
+                "status": geometry.status,
+                "inliers": int(geometry.inliers.sum()),
+                "matrix": None if geometry.matrix is None else geometry.matrix.tolist(),
+                "cam1_from_cam0": None if pose is None else pose.tolist(),
+            },
+            "seconds": {stage: round(value, 6) for stage, value in self.seconds.items()},
+        }
+
+    def summary(self) -> str:
+        """Some lines for a person: pictures, matches, inliers and times."""
+        sides = ((self.path0, self.features0), (self.path1, self.features1))
+        lines = []
+        for path, features in sides:
+            width, height = _size(features)
+            lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
+        depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
+        lines.append(f"{len(self.matches)} matches ({self.preset}{depth})")
+        kind, status = self.geometry.kind, self.geometry.status
+        if not len(self.matches):
+            lines.append("no match: the images share nothing that was recognised")
+        elif status in _REASONS:
+            lines.append(f"no match: the matches fit no common {kind} ({_REASONS[status]})")
+        elif kind != "none":
+            lines.append(f"{int(self.inliers.sum())} of them agree with one {kind} ({status})")
+        parts = [f"{stage} {value:.2f}" for stage, value in self.seconds.items() if stage != "total"]
+        stages = ", ".join(parts)
+        if stages:
+            lines.append(f"{self.seconds['total']:.2f} s ({stages})")
+        return "\n".join(lines)
+
+    def heading(self) -> str:
+        """One line over a drawing: preset, counts, layers, time."""
+        parts = [self.preset, f"{len(self.matches)} matches"]
+        if self.geometry.kind != "none":
+            parts.append(f"{int(self.inliers.sum())} on one {self.geometry.kind}")
+        if self.layers:
+            parts.append(f"{self.matches.layers_run} of {self.layers} layers")
+        if "total" in self.seconds:
+            parts.append(f"{self.seconds['total']:.2f} s")
+        return ", ".join(parts)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """What `save` writes: keypoints, indices, points, scores, inliers, sizes and the geometry.
+
+        A matrix or pose that was not found has shape (0, 0).
+        """
+        geometry, absent = self.geometry, np.zeros((0, 0))
+        return {
+            "keypoints0": self.features0.keypoints.cpu().numpy(),
+            "keypoints1": self.features1.keypoints.cpu().numpy(),
+            "indices": self.matches.indices,
+            "points0": self.points0,
+            "points1": self.points1,
+            "scores": self.scores,
+            "inliers": geometry.inliers,
+            "geometry_kind": np.array(geometry.kind),
+            "matrix": absent if geometry.matrix is None else geometry.matrix,
+            "cam1_from_cam0": absent if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0,
+            "size0": np.array(_size(self.features0)),
+            "size1": np.array(_size(self.features1)),
+        }
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the result to a file, which appears whole or not at all.
+
+        Args:
+            path: `.npz` holds `to_arrays()`; `.json` holds `to_dict()` and, under "arrays", the same arrays.
+            overwrite: replace an existing file even if it was not written by this package.
+
+        Returns:
+            The path written.
+
+        Raises:
+            UsageError: another suffix, a folder that is absent, or an existing file of somebody else.
+            OSError: the disk is full.
+        """
+        path = check_output(path, DATA_SUFFIXES, overwrite=overwrite)
+        write_output(path, self.to_bytes(path.suffix.lower()))
+        return path
+
+    def to_bytes(self, suffix: str) -> bytes:
+        """The content of the file that `save` writes, for ".npz" or ".json"."""
+        arrays = self.to_arrays()
+        if suffix == ".npz":
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, **arrays)
+            return buffer.getvalue()
+        lists = {name: array.tolist() for name, array in arrays.items()}
+        return json.dumps({**self.to_dict(), "arrays": lists}, allow_nan=False).encode()
+
+    def plot(
+        self,
+        path: str | Path,
+        image0: Image | np.ndarray | str | Path | None = None,
+        image1: Image | np.ndarray | str | Path | None = None,
+        *,
+        title: str | None = None,
+        colour_by: ColourBy = "confidence",
+        errors: np.ndarray | None = None,
+        stacked: bool = False,
+        max_lines: int = 200,
+        overwrite: bool = False,
+    ) -> Path:
+        """Draw the matches on both pictures and save the drawing; the file appears whole or not at all.
+
+        Args:
+            path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
+            image0, image1: the pictures; None reads `path0` and `path1` again. Give them for arrays.
+            title: one line above the pictures; counts of matches and inliers when absent.
+            colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
+            overwrite: replace an existing file even if it was not written by this package.
+
+        Returns:
+            The path written.
+
+        Raises:
+            UsageError: another suffix, an absent folder, an existing file of somebody else, pictures of other
+                sizes than the result's, or no picture where the result has no path.
+            ImageError: a picture cannot be read.
+        """
+        from matcher.drawing.canvas import PLOT_SUFFIXES, save_figure
+        from matcher.drawing.matches import draw_matches
+
+        path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
+        images = [self._picture(index, given) for index, given in enumerate((image0, image1))]
+        figure = draw_matches(
+            *images,
+            self.points0,
+            self.points1,
+            scores=self.scores,
+            inliers=None if self.geometry.status == "not_estimated" else self.inliers,
+            errors=errors,
+            colour_by=colour_by,
+            stacked=stacked,
+            keypoints0=self.features0.keypoints.detach().cpu().numpy(),
+            keypoints1=self.features1.keypoints.detach().cpu().numpy(),
+            title=title,
+            max_lines=max_lines,
+        )
+        return save_figure(figure, path)
+
+    def _picture(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
+        """The picture that was given for a drawing, or that of the path, checked against the size matched."""
+        from matcher.drawing.canvas import as_image
+
+        path, features = ((self.path0, self.features0), (self.path1, self.features1))[index]
+        if given is None and path is None:
+            raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
+        image = as_image(path if given is None else given)
+        if image.size != (size := _size(features)):
+            raise UsageError(f"image{index} is {image.size}, but the result's picture was {size}")
+        return image
+
+
+def plot_result(
+    result: Result,
+    image0: Image | np.ndarray | str | Path,
+    image1: Image | np.ndarray | str | Path,
+    path: str | Path,
+    title: str | None = None,
+    **drawing: Any,
+) -> Path:
+    """Old name of `Result.plot`, which replaces it; it overwrites, and will be removed."""
+    import warnings
+
+    warnings.warn("plot_result is now result.plot(path)", DeprecationWarning, stacklevel=2)
+    return result.plot(path, image0, image1, title=title, overwrite=True, **drawing)
+
+
+def _upright(points: np.ndarray, features: Features) -> np.ndarray:
+    orientation = int(features.exif_orientation)
+    return stored_to_upright(points, _size(features), orientation).astype(np.float32)
+
+
+def _picture(path: Path | None, features: Features) -> dict[str, Any]:
+    width, height = _size(features)
+    return {"path": None if path is None else str(path), "width": width, "height": height}
+
+
+def _size(features: Features) -> tuple[int, int]:
+    width, height = (round(value) for value in features.size.tolist())
+    return width, height
