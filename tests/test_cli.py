@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import matcher
-from matcher import pipeline as pipeline_module
+from matcher import loading as loading_module
 from matcher.cli import main
 from matcher.cli.exits import exit_code_of
 from matcher.cli.messages import messages
@@ -250,7 +250,7 @@ def test_internal_errors_have_one_line_and_a_hint(views, monkeypatch, capfd):
     def broken(*_, **__):
         raise KeyError("surprise")
 
-    monkeypatch.setattr(pipeline_module, "load", broken)
+    monkeypatch.setattr(loading_module, "load", broken)
     assert match(views) == 1
     err = capfd.readouterr().err
     assert "internal error: KeyError: 'surprise'" in err
@@ -285,7 +285,7 @@ def test_an_interrupt_returns_130(views, monkeypatch, capfd):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline_module, "load", interrupted)
+    monkeypatch.setattr(loading_module, "load", interrupted)
     assert match(views) == 130
     assert capfd.readouterr().err == "matcher: interrupted; run the same command again\n"
 
