@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,13 @@ from matcher.weights.files import FOLDERS, save_model
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(autouse=True)
-def _stock_operators(monkeypatch) -> None:
-    """Stock operators, whatever was compiled on this machine; test_compiled.py is of the rest."""
-    monkeypatch.setenv(SWITCH, "0")
+@pytest.fixture(autouse=True, scope="session")
+def _stock_operators() -> Iterator[None]:
+    """Stock operators, whatever was compiled on this machine; test_compiled.py and test_default.py are of the
+    rest. For the session, because fixtures of a module are made before those of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
+        yield
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ TINY = FrontEndRecipe(
     picture=PictureRecipe(pairs_per_batch=2),
     optimiser=KeypointRecipe(steps=4, warmup_steps=2, points=60, described=40),
     validate_every=2,
+    validation_pairs=2,
+    validation_points=80,
     save_every=2,
 )
 TINY_TOML = """
@@ -45,6 +47,8 @@ scene = {width = 96, height = 64}
 picture.pairs_per_batch = 2
 optimiser = {steps = 4, warmup_steps = 2, points = 60, described = 40}
 validate_every = 2
+validation_pairs = 2
+validation_points = 80
 save_every = 2
 """
 
@@ -215,15 +219,7 @@ def test_absent_weights_of_a_front_end_to_start_from_are_named(tmp_path):
         FrontEndTrainer(replace(TINY, start=str(tmp_path / "absent.safetensors")), CPU)
 
 
-@pytest.fixture
-def few_pairs(monkeypatch):
-    import matcher.lab.train.keypoints.run as run
-
-    monkeypatch.setattr(run, "VALIDATION_PAIRS", 2)
-    monkeypatch.setattr(run, "VALIDATION_POINTS", 80)
-
-
-def test_a_run_writes_weights_that_find_points(folder, few_pairs, rng, tmp_path):
+def test_a_run_writes_weights_that_find_points(folder, rng, tmp_path):
     lines: list[str] = []
     weights = train_front_end(TINY, RunOptions(folder / "photos", None, tmp_path / "run"), lines.append)
     assert lines[0] == "9 photos to train on, 1 to validate on".replace("9", "8")
@@ -236,7 +232,7 @@ def test_a_run_writes_weights_that_find_points(folder, few_pairs, rng, tmp_path)
     assert 0 < len(features) <= 50 and features.descriptors.shape[1] == DESCRIPTOR_DIM
 
 
-def test_a_run_stopped_and_continued_gives_the_same_weights(folder, few_pairs, tmp_path):
+def test_a_run_stopped_and_continued_gives_the_same_weights(folder, tmp_path):
     def options(name: str) -> RunOptions:
         return RunOptions(folder / "photos", None, tmp_path / name)
 
@@ -254,7 +250,7 @@ def test_a_run_stopped_and_continued_gives_the_same_weights(folder, few_pairs, t
         assert torch.equal(value, networks[1].state_dict()[name]), name
 
 
-def test_the_command_trains_a_front_end(folder, few_pairs, tmp_path, capsys):
+def test_the_command_trains_a_front_end(folder, tmp_path, capsys):
     given = {"--recipe": folder / "small.toml", "--photos": folder / "photos", "--run": tmp_path / "run"}
     code = main(["train", *(str(part) for pair in given.items() for part in pair)])
     assert code == 0

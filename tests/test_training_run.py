@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from training_data import TINY, with_steps, write_photos
 
-import matcher.lab.train.loop as loop_module
-import matcher.lab.train.run as run_module
 from matcher.cli import main
+from matcher.cli.train import limited
 from matcher.config import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.lab.train.folder import claim_folder
@@ -30,6 +30,8 @@ from matcher.weights.files import load_model
 TINY_TOML = """
 name = "tiny"
 validate_every = 3
+validation_scenes = 6
+validation_pairs = 8
 save_every = 2
 network.context = {dim = 32, heads = 2, depth = 2}
 network.guided = true
@@ -51,28 +53,26 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def few_validation_scenes(monkeypatch):
-    monkeypatch.setattr(run_module, "VALIDATION_SCENES", 6)
+def one_cache(place, monkeypatch):
+    """Views are rendered once for all runs."""
+    monkeypatch.setenv("MATCHER_CACHE", str(place / "cache"))
 
 
 @pytest.fixture(scope="module")
 def finished(place):
     """The unbroken run: its folder, its log lines and the rows that a plot would get."""
     lines, plotted = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "VALIDATION_SCENES", 6)
-        options = RunOptions(place / "photos", None, place / "runs" / "whole")
-        weights = train(
-            TINY,
-            options,
-            lines.append,
-            on_validation=lambda rows: plotted.append([dict(row) for row in rows]),
-        )
+    weights = train(
+        TINY,
+        options(place, "whole"),
+        lines.append,
+        on_validation=lambda rows: plotted.append([dict(row) for row in rows]),
+    )
     return weights, lines, plotted
 
 
 def options(place: Path, name: str) -> RunOptions:
-    return RunOptions(place / "photos", None, place / "runs" / name)
+    return RunOptions(place / "photos", None, place / "runs" / name, views=place / "cache" / "views")
 
 
 def tensors(weights: Path) -> dict[str, np.ndarray]:
@@ -94,7 +94,8 @@ def test_a_run_writes_weights_that_load(finished):
     assert name == "tiny"
     assert model.config == TINY.network
     assert lines[0] == "10 photos to train on, 1 to validate on"
-    assert lines[-1] == f"wrote {weights}"
+    assert lines[-2] == f"wrote {weights}"
+    assert lines[-1].startswith("rendered views (")
     assert any(line.startswith("step 6 loss ") for line in lines)
 
 
@@ -129,7 +130,7 @@ def test_a_run_stopped_and_continued_gives_the_same_weights(place, finished, ste
 
     where = options(place, f"stopped{steps}")
     assert train(TINY, where, lines.append, stopped=stopped) is None
-    assert "the same command continues" in lines[-1]
+    assert "the same command continues" in lines[-2]
     weights = train(TINY, where, lines.append)
     expected, found = tensors(finished[0]), tensors(weights)
     assert all(np.array_equal(expected[name], found[name]) for name in expected)
@@ -160,12 +161,11 @@ def test_training_and_validation_photos_are_kept_apart(place, tmp_path):
         split_photos(own / "val", own / "val", TINY.seed)
 
 
-def test_a_run_whose_loss_is_never_finite_ends(place, finished, monkeypatch):
-    monkeypatch.setattr(loop_module, "MOST_SKIPPED", 2)
-    broken = replace(TINY.optimiser, learning_rate=1e30, muon_rate=0.0, steps=50, warmup_steps=1)
+def test_a_run_whose_loss_is_never_finite_ends(place, finished):
+    broken = replace(TINY.optimiser, learning_rate=1e30, muon_rate=0.0, steps=100, warmup_steps=1)
     lines = []
-    with pytest.raises(MatcherError, match=r"not finite in 3 steps; lower optimiser\.learning_rate"):
-        train(replace(TINY, optimiser=broken, validate_every=100), options(place, "nan"), lines.append)
+    with pytest.raises(MatcherError, match=r"not finite in 51 steps; lower optimiser\.learning_rate"):
+        train(replace(TINY, optimiser=broken, validate_every=200), options(place, "nan"), lines.append)
 
 
 def test_a_folder_belongs_to_one_recipe(tmp_path):
@@ -227,7 +227,7 @@ def test_a_recipe_that_cannot_be_used_is_exit_2(place, tmp_path, capsys, text, w
 
 def test_folders_without_photos_are_exit_2(place, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for folder, words in (("empty", "no photos here"), ("absent", "no such folder")):
+    for folder, words in (("empty", "no pictures here"), ("absent", "no such folder")):
         photos = ["--photos", str(tmp_path / folder), "--run", str(tmp_path / "run")]
         assert main(["train", "--recipe", str(place / "tiny.toml"), *photos]) == 2
         assert words in capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_a_full_disk_is_exit_6_and_keeps_the_checkpoint(place, finished, monkeyp
     assert "No space left on device" in error
     assert "the last good one is kept" in error
     monkeypatch.undo()
-    monkeypatch.setattr(run_module, "VALIDATION_SCENES", 6)
+    monkeypatch.setenv("MATCHER_CACHE", str(place / "cache"))
     assert main(arguments(place, "full")) == 0
     assert "resumed at step" in capsys.readouterr().out
 
@@ -290,6 +290,24 @@ def test_the_command_draws_the_curve(place, finished, capsys):
     picture = (place / "runs" / "drawn" / "curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert "wrote" in capsys.readouterr().out
+
+
+def test_steps_bound_every_stage_and_nothing_is_left_behind(place, finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = ["--recipe", place / "tiny.toml", "--photos", place / "photos", "--steps", "2"]
+    assert main(["train", *map(str, given)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    run = tmp_path / "runs" / "tiny"
+    recipe = json.loads((run / "recipe.json").read_text())["recipe"]
+    assert (recipe["optimiser"]["steps"], recipe["optimiser"]["confidence_steps"]) == (2, 2)
+    assert torch.load(run / "confidence.pt", weights_only=True)["done"] == 2
+    assert f"stay in {place / 'cache' / 'views'} for further runs" in capsys.readouterr().out
+
+
+def test_steps_of_a_front_end_are_its_only_ones():
+    recipe = limited(read_recipe(shipped_recipe("learned")), 3)
+    assert recipe.optimiser.steps == 3
 
 
 def started(place: Path, name: str) -> tuple[subprocess.Popen, Path]:

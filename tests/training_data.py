@@ -23,6 +23,8 @@ TINY = Recipe(
     pair=PairRecipe(points=(32,), points_per_batch=256),
     optimiser=OptimiserRecipe(steps=6, warmup_steps=2, confidence_steps=4, inner_layers=1),
     validate_every=3,
+    validation_scenes=6,
+    validation_pairs=8,
     save_every=2,
 )
 

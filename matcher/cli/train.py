@@ -24,26 +24,44 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.toml", help="What to train; the shipped weights' recipe if absent."),
+        typer.Option(
+            metavar="FILE.toml",
+            help="Recipe: what to train and how; default: that of the default preset's weights.",
+        ),
     ] = None,
     photos: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Photos to train on; $MATCHER_DATA/photos/train if absent."),
+        typer.Option(metavar="DIR", help="Photos to train on; default: $MATCHER_DATA/photos/train."),
     ] = None,
     validation: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Other photos to validate on; a tenth is held out if absent."),
+        typer.Option(
+            metavar="DIR", help="Other photos to validate on; default: a tenth of --photos, held out."
+        ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Checkpoint, log, curve and weights; runs/NAME if absent."),
+        typer.Option(
+            metavar="DIR", help="Folder for checkpoint, log, curve and weights; default: runs/NAME."
+        ),
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the network is trained.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the network.")] = None,
-    view_workers: Annotated[int, typer.Option(min=1, help="Processes that render views.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the recipe's.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads for the network; default: all cores.")
+    ] = None,
+    view_workers: Annotated[int, typer.Option(min=1, help="Processes that render training views.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Training steps, instead of the recipe's; also the most steps of its second stage."
+        ),
+    ] = None,
 ) -> None:
-    """Train a network on photos. The same command continues a run that was interrupted."""
+    """Train a matcher or a front end on your photos, in views rendered from them.
+
+    The same command continues a run that was interrupted. Rendered views are kept in the cache
+    (MATCHER_CACHE) for further runs.
+    """
     if threads:
         # Read when torch is first imported, which is below.
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -83,7 +101,15 @@ def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
     from matcher.lab.train.reading import read_recipe, shipped_recipe
 
     recipe = read_recipe(path or shipped_recipe(options.DEFAULT_PRESET))
-    return recipe if steps is None else replace(recipe, optimiser=replace(recipe.optimiser, steps=steps))
+    return recipe if steps is None else limited(recipe, steps)
+
+
+def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRecipe:
+    """The recipe with so many steps, and no more than that in any later stage."""
+    changes = {"steps": steps}
+    if hasattr(recipe.optimiser, "confidence_steps"):
+        changes["confidence_steps"] = min(steps, recipe.optimiser.confidence_steps)
+    return replace(recipe, optimiser=replace(recipe.optimiser, **changes))
 
 
 def _folders(photos: Path | None, validation: Path | None) -> tuple[Path, Path | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matcher.errors import MatcherError
-from matcher.files import write_whole
+from matcher.files import cache_folder, write_whole
 from matcher.lab.train.stage import Stage
 from matcher.lab.train.state import save_state
 
@@ -27,9 +27,15 @@ class RunOptions:
 
     photos: Path
     validation_photos: Path | None  # None: a tenth of the photos is held out
-    folder: Path  # checkpoint, log and weights; views lie beside it in `cache/`
+    folder: Path  # checkpoint, log and weights
     device: str = "cpu"
     view_workers: int = 1  # processes that render views beside the training
+    views: Path | None = None  # where rendered views are kept; None: the user's cache (MATCHER_CACHE)
+
+    @property
+    def views_folder(self) -> Path:
+        """Where rendered views are kept, for this run and for later ones."""
+        return cache_folder() / "views" if self.views is None else self.views
 
 
 class Stopped(Exception):

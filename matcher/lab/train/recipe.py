@@ -74,6 +74,8 @@ class Recipe:
     pair: PairRecipe = PairRecipe()
     optimiser: OptimiserRecipe = OptimiserRecipe()
     validate_every: int = 500  # steps
+    validation_scenes: int = 48  # rendered from other photos than those to train on
+    validation_pairs: int = 144  # of those scenes
     save_every: int = 100
 
     def demands(self) -> list[tuple[bool, str]]:
@@ -97,6 +99,10 @@ class Recipe:
                 "network.kind: sift or learned describe views",
             ),
             (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
+            (
+                self.validation_scenes >= 2 and self.validation_pairs >= 1,
+                "validation_scenes, validation_pairs: at least 2 and 1",
+            ),
             (
                 min(scene.width, scene.height) >= 64 and not (scene.width % 4 or scene.height % 4),
                 "scene.width, scene.height: multiples of 4, at least 64",

@@ -30,8 +30,6 @@ from matcher.lab.train.workers import ViewWorkers
 from matcher.weights.files import save_model
 
 ENOUGH_SCENES = 64  # to begin with; the others are made while training goes on
-VALIDATION_SCENES = 48
-VALIDATION_PAIRS = 144
 VALIDATION_POINTS = 512
 CONFIDENCE_OFFSET = 10_000_000  # batches of the second stage are none of the first
 CUDA_FACTOR, CUDA_READERS = 4, 8  # a GPU takes larger batches, and more threads to prepare them
@@ -84,9 +82,18 @@ def train(
             loop.resume()
             sampler, readers = _sampler(workers, recipe, options.device)
             loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
-            return SecondStage(loop, sampler, readers).run()
+            weights = SecondStage(loop, sampler, readers).run()
     except Stopped:
         return None
+    finally:
+        _say_what_stays(options.views_folder, log)
+    return weights
+
+
+def _say_what_stays(views: Path, log: Log) -> None:
+    """Rendered views are kept, because the next run can use them; say where and how large they are."""
+    size = sum(file.stat().st_size for file in views.rglob("*") if file.is_file())
+    log(f"rendered views ({size / 1e6:.0f} MB) stay in {views} for further runs; delete it if there are none")
 
 
 def _sampler(workers: ViewWorkers, recipe: Recipe, device: str) -> tuple[PairSampler, int]:
@@ -142,7 +149,7 @@ def _views(
     recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
 ) -> Iterator[ViewWorkers]:
     """Workers that fill the cache of a run; entered once there are enough scenes to begin."""
-    cache = ViewCache(options.folder.parent / "cache", recipe, photos)
+    cache = ViewCache(options.views_folder, recipe, photos)
     with ViewWorkers(cache, photos, options.view_workers, log) as workers:
         enough = min(ENOUGH_SCENES, workers.wanted)
         while len(cache.ready()) < enough:
@@ -160,11 +167,11 @@ def _views(
 def _validation_pairs(
     recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
 ) -> list[ViewPair]:
-    ours = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=VALIDATION_SCENES))
-    cache, album = ViewCache(options.folder.parent / "cache", ours, photos), PhotoSet(photos)
-    for _ in cache.make(album, range(VALIDATION_SCENES)):
+    ours = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=recipe.validation_scenes))
+    cache, album = ViewCache(options.views_folder, ours, photos), PhotoSet(photos)
+    for _ in cache.make(album, range(recipe.validation_scenes)):
         if stopped():
             raise Stopped
     if album.unreadable:
         log(f"skipped {len(album.unreadable)} validation photos that cannot be read")
-    return validation_pairs(PairSampler(cache, recipe.pair, 0), VALIDATION_PAIRS, VALIDATION_POINTS)
+    return validation_pairs(PairSampler(cache, recipe.pair, 0), recipe.validation_pairs, VALIDATION_POINTS)

@@ -64,6 +64,8 @@ class FrontEndRecipe:
     picture: PictureRecipe = PictureRecipe()
     optimiser: KeypointRecipe = KeypointRecipe()
     validate_every: int = 500  # steps
+    validation_pairs: int = 40  # rendered from other photos than those to train on
+    validation_points: int = 1024  # of each of their pictures
     save_every: int = 100
 
     def demands(self) -> list[tuple[bool, str]]:
@@ -100,6 +102,10 @@ class FrontEndRecipe:
                 "optimiser.points: at most one to 100 pixels of the scene",
             ),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
+            (
+                min(self.validation_pairs, self.validation_points) >= 1,
+                "validation_pairs, validation_points: at least 1",
+            ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]

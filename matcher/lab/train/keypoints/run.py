@@ -22,8 +22,6 @@ from matcher.lab.train.photos import PhotoSet, split_photos
 from matcher.lab.train.state import load_state
 from matcher.weights.files import save_front_end
 
-VALIDATION_PAIRS = 40
-VALIDATION_POINTS = 1024
 VALIDATION_ENLARGED = 2  # sides of validation pictures, relative to those of training
 CUDA_FACTOR, CUDA_READERS = 4, 12
 
@@ -46,7 +44,7 @@ def train_front_end(
     keep_memory()
     trainer = FrontEndTrainer(recipe, torch.device(options.device))
     pairs = _validation_sampler(recipe, held_out)
-    batches = [pairs.batch(number) for number in range(VALIDATION_PAIRS)]
+    batches = [pairs.batch(number) for number in range(recipe.validation_pairs)]
     album = PhotoSet(training, colour=True)
     reported: set[int] = set()
 
@@ -57,7 +55,7 @@ def train_front_end(
 
     loop = Loop(
         trainer,
-        lambda: validate(trainer.average.network, batches, VALIDATION_POINTS),
+        lambda: validate(trainer.average.network, batches, recipe.validation_points),
         options.folder,
         log,
         stopped,
