@@ -21,41 +21,54 @@ if TYPE_CHECKING:
     from matcher.lab.train.recipe import Recipe
 
 
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE.toml",
+        help="What to train and how; default: the recipe of the default preset's weights.",
+    ),
+]
+Photos = Annotated[
+    Path | None,
+    typer.Option("--photos", metavar="DIR", help="Photos to train on; default: $MATCHER_DATA/photos/train."),
+]
+ValidationPhotos = Annotated[
+    Path | None,
+    typer.Option(
+        "--validation", metavar="DIR", help="Other photos to validate on; default: a tenth of --photos."
+    ),
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--run", metavar="DIR", help="Folder for checkpoint, log, curve and weights; default: runs/NAME."
+    ),
+]
+TrainingDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to train.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads for the network; default: all cores.")
+]
+ViewWorkers = Annotated[
+    int, typer.Option("--view-workers", min=1, help="Processes that render training views.")
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", min=1, help="Training steps instead of the recipe's; also a limit for its second stage."
+    ),
+]
+
+
 def train(
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.toml",
-            help="Recipe: what to train and how; default: that of the default preset's weights.",
-        ),
-    ] = None,
-    photos: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Photos to train on; default: $MATCHER_DATA/photos/train."),
-    ] = None,
-    validation: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Other photos to validate on; default: a tenth of --photos, held out."
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder for checkpoint, log, curve and weights; default: runs/NAME."
-        ),
-    ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads for the network; default: all cores.")
-    ] = None,
-    view_workers: Annotated[int, typer.Option(min=1, help="Processes that render training views.")] = 1,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Training steps, instead of the recipe's; also the most steps of its second stage."
-        ),
-    ] = None,
+    recipe: RecipeFile = None,
+    photos: Photos = None,
+    validation: ValidationPhotos = None,
+    run: RunFolder = None,
+    device: TrainingDevice = "cpu",
+    threads: Threads = None,
+    view_workers: ViewWorkers = 1,
+    steps: Steps = None,
 ) -> None:
     """Train a matcher or a front end on your photos, in views rendered from them.
 

@@ -70,24 +70,19 @@ def train(
     try:
         with _views(recipe, training, options, log, stopped) as workers:
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
-            loop = Loop(
-                trainer,
-                lambda: validate(trainer.average, pairs, recipe.pair, options.device),
-                options.folder,
-                log,
-                stopped,
-                on_validation,
-                workers.listen,
-            )
+
+            def scores() -> Row:
+                return validate(trainer.average, pairs, recipe.pair, options.device)
+
+            loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, workers.listen)
             loop.resume()
             sampler, readers = _sampler(workers, recipe, options.device)
             loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
-            weights = SecondStage(loop, sampler, readers).run()
+            return SecondStage(loop, sampler, readers).run()
     except Stopped:
         return None
     finally:
         _say_what_stays(options.views_folder, log)
-    return weights
 
 
 def _say_what_stays(views: Path, log: Log) -> None:
