@@ -66,17 +66,26 @@ class AssignmentConfig:
 
 
 @dataclass(frozen=True)
-class AdaptivityConfig:
-    """Early exit and point pruning (LightGlue, Lindenberger et al. 2023, section 3.3), decided per pair."""
+class MatchingPolicy:
+    """How a trained network is used: when it stops, which points it drops, which matches count.
 
+    A preset states it; a weights file carries no policy. Early exit and point pruning are those of LightGlue
+    (Lindenberger et al. 2023, section 3.3), decided per pair.
+    """
+
+    match_threshold: float = 0.1  # least probability of a match
+    # The number of expected matches at which the threshold doubles: a few matches must be surer than many.
+    threshold_doubles_at: float = 0.0
     early_exit: bool = True
     exit_share: float = 0.95  # share of confident points at which a pair stops
     pruning: bool = True
     prune_matchability: float = 0.01  # points below it are dropped
     prune_confident_only: bool = True  # if they are confident
-    min_pruned_share: float = 0.0  # share of a pair's live points; fewer are not worth the change of shapes
-    # Heads of their own foresee who will be matched: they say who is dropped, and for how much who counts.
-    match_probability: bool = False
+    min_pruned_share: float = 0.0  # of a pair's points; dropping fewer costs more time than it saves
+
+
+# Every layer on all points: what training and comparisons look at.
+ALL_LAYERS = MatchingPolicy(early_exit=False, pruning=False)
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,10 @@ class RefinementConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The attentional matcher: projection, position, context, assignment; without a detector more."""
+    """The attentional matcher: projection, position, context, assignment; without a detector more.
+
+    All but `policy` is architecture: a weights file's header holds it, and it must be that of the weights.
+    """
 
     kind: str = "sift"  # front end whose features it accepts
     descriptor_dim: int = 128
@@ -117,20 +129,25 @@ class NetworkConfig:
     # Tokens carry their place and, after each layer, that of their likely partner.
     guided: bool = False
     assignment: AssignmentConfig = AssignmentConfig()
-    adaptivity: AdaptivityConfig = AdaptivityConfig()
-    match_threshold: float = 0.1
-    threshold_doubles_at: float = (
-        0.0  # expected matches at which the threshold doubles: few matches must be surer than many
-    )
+    # Heads of their own predict, below the last layer, which points will be matched; exit and pruning then
+    # depend on them instead of the dustbins' logits.
+    match_probability: bool = False
     backbone: BackboneConfig | None = None  # makes the features itself, of the cells of a grid
     refinement: RefinementConfig | None = None  # moves the points of image 1
+    policy: MatchingPolicy = MatchingPolicy()
+
+
+def architecture(config: NetworkConfig) -> dict[str, Any]:
+    """What the parameters of a network were trained as, without the policy: the header of a weights file."""
+    return {key: value for key, value in to_dict(config).items() if key != "policy"}
 
 
 @dataclass(frozen=True)
 class NearestConfig:
     """Mutual nearest neighbours with the ratio test (Lowe 2004, section 7.1)."""
 
-    ratio: float = 0.8
+    ratio: float = 0.8  # nearest / second nearest distance, at most; 1 switches the test off
+    match_threshold: float = 0.0  # least score of a match, 1 − the larger of its two ratios
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from matcher.config import (
-    AdaptivityConfig,
     AssignmentConfig,
     BackboneConfig,
     ContextConfig,
     GeometryKind,
+    MatchingPolicy,
     NearestConfig,
     NetworkConfig,
     PipelineConfig,
@@ -30,15 +30,15 @@ _HYBRID = PipelineConfig(
     matcher=NetworkConfig(
         guided=True,
         assignment=AssignmentConfig(consensus=2),
-        adaptivity=AdaptivityConfig(
+        match_probability=True,
+        policy=MatchingPolicy(
+            match_threshold=0.03,
+            threshold_doubles_at=20.0,
             exit_share=0.9,
             prune_matchability=0.02,
             prune_confident_only=False,
             min_pruned_share=0.05,
-            match_probability=True,
         ),
-        match_threshold=0.03,
-        threshold_doubles_at=20.0,
     ),
     weights="hybrid",
 )
@@ -51,8 +51,7 @@ _SUPERGLUE = NetworkConfig(
     position=PositionConfig(kind="mlp", inputs=("xy", "score"), extent=0.7),
     context=ContextConfig(dim=256, heads=4, depth=9, shared_qk=False, norm="batch", activation="relu"),
     assignment=AssignmentConfig(dustbin="learned", every_layer=False, tolerance=None),
-    adaptivity=AdaptivityConfig(early_exit=False, pruning=False),
-    match_threshold=0.2,
+    policy=MatchingPolicy(match_threshold=0.2, early_exit=False, pruning=False),
 )
 # LightGlue, Lindenberger et al. 2023: rotary positions, dual softmax with matchabilities, exit and pruning.
 _LIGHTGLUE = NetworkConfig(
@@ -73,7 +72,7 @@ _LIGHTERGLUE = replace(
     descriptor_dim=64,
     project=True,
     context=ContextConfig(dim=96, heads=1, depth=6),
-    adaptivity=AdaptivityConfig(early_exit=False, prune_matchability=0.05, prune_confident_only=False),
+    policy=MatchingPolicy(early_exit=False, prune_matchability=0.05, prune_confident_only=False),
 )
 # LoFTR, Sun et al. 2021: cells of a grid, linear attention, dual softmax, windows on a finer map.
 _LOFTR = NetworkConfig(
@@ -85,8 +84,7 @@ _LOFTR = NetworkConfig(
     assignment=AssignmentConfig(
         kind="dual_softmax", dustbin="none", every_layer=False, project=False, temperature=0.1, border=2
     ),
-    adaptivity=AdaptivityConfig(early_exit=False, pruning=False),
-    match_threshold=0.2,
+    policy=MatchingPolicy(match_threshold=0.2, early_exit=False, pruning=False),
     backbone=BackboneConfig(),
     refinement=RefinementConfig(),
 )
@@ -113,8 +111,9 @@ PRESETS: dict[str, PipelineConfig] = {
             kind="learned",
             descriptor_dim=64,
             position=PositionConfig(inputs=("xy",)),
-            adaptivity=replace(_HYBRID.matcher.adaptivity, exit_share=0.95, prune_matchability=0.03),
-            match_threshold=0.1,
+            policy=replace(
+                _HYBRID.matcher.policy, match_threshold=0.1, exit_share=0.95, prune_matchability=0.03
+            ),
         ),
         weights="hybrid-learned",
     ),
@@ -153,7 +152,7 @@ PRESETS: dict[str, PipelineConfig] = {
             _LIGHTGLUE_128,
             kind="keynet",
             position=PositionConfig(inputs=("xy", "frame")),
-            adaptivity=AdaptivityConfig(early_exit=False, pruning=False),
+            policy=MatchingPolicy(early_exit=False, pruning=False),
         ),
         weights="lightglue-keynet",
     ),
@@ -203,7 +202,8 @@ class LoadOptions(TypedDict, total=False):
     max_keypoints: int | None  # a picture
     resize: int | None  # longer side in pixels; larger pictures are made smaller
     keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
-    match_threshold: float | None  # least score of a match, 0 to 1; for `nearest`, T is the ratio test 1 − T
+    match_threshold: float | None  # least score of a match, 0 to 1
+    ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
     early_exit: bool | None  # stop a pair at the layer where it is sure
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
@@ -220,10 +220,9 @@ _PLACES = {
     "resize": ("extractor", "resize"),
     "keep": ("extractor", "keep"),
     "geometry": ("estimation", "kind"),
-    "match_threshold": ("matcher", "match_threshold"),
-    "early_exit": ("matcher", "adaptivity", "early_exit"),
-    "pruning": ("matcher", "adaptivity", "pruning"),
 }
+_NETWORK = {name: ("matcher", "policy", name) for name in ("match_threshold", "early_exit", "pruning")}
+_NEAREST = {name: ("matcher", name) for name in ("match_threshold", "ratio")}
 
 
 def find_preset(name: str) -> PipelineConfig:
@@ -249,8 +248,13 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         raise UsageError(f"the cells of a grid ({_GRID}) and a front end cannot stand in for each other")
     values = to_dict(config)
     if isinstance(config.matcher, NearestConfig):
-        given = _for_nearest(given, values["matcher"])
-    for name, (*tables, key) in _PLACES.items():
+        _check_for_nearest(given)
+        places = _PLACES | _NEAREST
+    elif "ratio" in given:
+        raise UsageError("ratio is for the presets without a network (nearest, nearest-learned)")
+    else:
+        places = _PLACES | _NETWORK
+    for name, (*tables, key) in places.items():
         if name in given:
             table = values
             for step in tables:
@@ -282,17 +286,17 @@ def _check_values(given: dict[str, Any]) -> None:
     threshold = given.get("match_threshold", 0.0)
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise UsageError(f"match_threshold must be a number from 0 to 1, not {threshold!r}")
+    ratio = given.get("ratio", 1.0)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
     if not isinstance(given.get("upright", True), bool):
         raise UsageError(f"upright must be True or False, not {given['upright']!r}")
 
 
-def _for_nearest(given: dict[str, Any], matcher: dict[str, Any]) -> dict[str, Any]:
-    """Without a network some options mean nothing and are refused; the threshold sets the ratio."""
+def _check_for_nearest(given: dict[str, Any]) -> None:
+    """Without a network some options mean nothing and are refused."""
     useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
     if given.get("precision", "auto") not in ("auto", "float32"):
         useless.append("precision")
     if useless:
         raise UsageError(f"this preset has no network, so {useless[0]} means nothing to it")
-    if "match_threshold" in given:
-        matcher["ratio"] = 1 - given["match_threshold"]
-    return {name: value for name, value in given.items() if name != "match_threshold"}

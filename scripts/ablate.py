@@ -131,8 +131,8 @@ def chosen(only: str | None) -> dict[str, Change]:
 
 def simplest(net: NetworkConfig) -> NetworkConfig:
     """Always all layers and points: nothing here trains the heads that decide about them."""
-    adaptivity = replace(net.adaptivity, early_exit=False, pruning=False, match_probability=False)
-    return replace(net, adaptivity=adaptivity)
+    policy = replace(net.policy, early_exit=False, pruning=False)
+    return replace(net, policy=policy, match_probability=False)
 
 
 def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]]:
@@ -187,8 +187,8 @@ def train_variant(
             print(f"{name}: step {trainer.progress.step} of {steps}, loss {loss:.3f}", file=sys.stderr)
     network, found = trainer.average, []
     for threshold in THRESHOLDS:
-        network.config = replace(network.config, match_threshold=threshold)
-        found.append(validate(network, pairs, recipe.pair, options.device))
+        changed = network.with_policy(replace(network.config.policy, match_threshold=threshold))
+        found.append(validate(changed, pairs, recipe.pair, options.device))
     best = max(found, key=lambda scores: scores["f1"])
     parameters = sum(p.numel() for p in network.parameters())
     return {"name": name, "parameters": parameters, "pairs": trainer.progress.pairs, **best}

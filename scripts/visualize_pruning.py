@@ -43,7 +43,7 @@ elif args.picture == "layers":
     )
 elif args.picture == "confidences":
     chosen = {f"layer {number}": told.layers[number - 1].scores for number in {1, len(told.layers)}}
-    figure = draw_confidences(chosen, threshold=config.match_threshold, title=title)
+    figure = draw_confidences(chosen, threshold=config.policy.match_threshold, title=title)
 else:
     tolerance = config.assignment.tolerance
     figure = draw_marginal_errors(told.layers[-1].marginal_errors, tolerance=tolerance, title=title)

@@ -11,6 +11,7 @@ import torch
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.network.inference import AttentionMatcher
+from matcher.presets import find_preset
 from matcher.weights.files import load_model
 from matcher.weights.published.conversion import import_checkpoint
 
@@ -51,17 +52,14 @@ def random_pairs(kind: str, width: int, counts: list[tuple[int, int]] = COUNTS) 
 
 
 def imported(
-    tensors: peers.Tensors, preset: str, folder: Path, threshold: float, **adaptivity
+    tensors: peers.Tensors, preset: str, folder: Path, threshold: float, **policy
 ) -> AttentionMatcher:
     """A checkpoint of the published layout, imported by our command's function, in float32."""
     published = peers.write_published(tensors, folder / "peer.pth")
     import_checkpoint(published, preset, folder / "ours.safetensors")
     model, _, _ = load_model(folder / "ours.safetensors")
-    model.config = replace(
-        model.config,
-        match_threshold=threshold,
-        adaptivity=replace(model.config.adaptivity, **adaptivity),
-    )
+    policy = replace(find_preset(preset).matcher.policy, match_threshold=threshold, **policy)
+    model = model.with_policy(policy)
     return AttentionMatcher(model, precision="float32")
 
 

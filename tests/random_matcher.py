@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from matcher.config import AdaptivityConfig, ContextConfig, NetworkConfig
+from matcher.config import ContextConfig, MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
@@ -14,15 +14,14 @@ from matcher.match.network.model import MatchingNetwork
 CONFIG = NetworkConfig(
     descriptor_dim=32,
     context=ContextConfig(dim=48, heads=2, depth=5),
-    adaptivity=AdaptivityConfig(exit_share=0.6, prune_matchability=0.2),
+    policy=MatchingPolicy(exit_share=0.6, prune_matchability=0.2),
 )
 
 
-PROSPECTS = replace(
+WITH_MATCH_PROBABILITY = replace(
     CONFIG,
-    adaptivity=AdaptivityConfig(
-        exit_share=0.85, prune_matchability=0.35, match_probability=True, prune_confident_only=False
-    ),
+    match_probability=True,
+    policy=MatchingPolicy(exit_share=0.85, prune_matchability=0.35, prune_confident_only=False),
 )
 
 
@@ -56,9 +55,8 @@ def matcher_with(
 ) -> AttentionMatcher:
     """The random network, deciding as asked."""
     model = random_model(config=config)
-    adaptivity = replace(config.adaptivity, early_exit=early_exit, pruning=pruning)
-    model.config = replace(config, adaptivity=adaptivity)
-    return AttentionMatcher(model, precision=precision)
+    policy = replace(config.policy, early_exit=early_exit, pruning=pruning)
+    return AttentionMatcher(model.with_policy(policy), precision=precision)
 
 
 def pair(count0: int, count1: int, seed: int, noise: float = 0.2) -> tuple[Features, Features]:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from random_matcher import PROSPECTS, matcher_with, pair
+from random_matcher import WITH_MATCH_PROBABILITY, matcher_with, pair
 
-from matcher.config import AdaptivityConfig, AssignmentConfig
+from matcher.config import AssignmentConfig, MatchingPolicy
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.network import model as model_of
@@ -24,7 +24,7 @@ def pairs() -> list[tuple[Features, Features]]:
 
 
 def run(pairs: list[tuple[Features, Features]], early_exit: bool = True, pruning: bool = True):
-    matcher = matcher_with(early_exit, pruning, config=PROSPECTS)
+    matcher = matcher_with(early_exit, pruning, config=WITH_MATCH_PROBABILITY)
     return matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
 
 
@@ -38,7 +38,7 @@ def ready(
     probabilities: list[float], confident: list[bool], share: float, *counts: tuple[int, int]
 ) -> list[int]:
     found = torch.tensor(probabilities), torch.tensor(confident, dtype=torch.bool)
-    return ready_by_match_probability(tokens(*counts), found[1], found[0], AdaptivityConfig(exit_share=share))
+    return ready_by_match_probability(tokens(*counts), found[1], found[0], MatchingPolicy(exit_share=share))
 
 
 def test_a_pair_stops_when_enough_of_its_expected_matches_are_sure():
@@ -63,7 +63,7 @@ def test_every_pair_is_asked_for_itself():
 
 
 def test_exit_and_pruning_really_happen(pairs):
-    depth = PROSPECTS.context.depth
+    depth = WITH_MATCH_PROBABILITY.context.depth
     exits = [m.layers_run for m in run(pairs, pruning=False)]
     assert len(set(exits)) >= 3
     assert max(exits) == depth
@@ -117,7 +117,7 @@ def test_rounds_of_consensus_end_once_they_change_little(
 
     monkeypatch.setattr(Consensus, "forward", counted)
     monkeypatch.setattr(model_of, "SETTLED", settled)
-    config = replace(PROSPECTS, assignment=AssignmentConfig(consensus=3))
+    config = replace(WITH_MATCH_PROBABILITY, assignment=AssignmentConfig(consensus=3))
     matcher = matcher_with(early_exit, False, config=config)
     matcher(*(Features.stack([side]) for side in pairs[0]))
     assert len(asked) == rounds

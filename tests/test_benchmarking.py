@@ -73,7 +73,7 @@ def test_operations_are_those_that_torch_counts(shared: bool) -> None:
     context = ContextConfig(dim=32, heads=2, depth=3, shared_qk=shared)
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(NetworkConfig(descriptor_dim=32, project=False, context=context)).eval()
-    model.config = replace(model.config, adaptivity=replace(model.config.adaptivity, **OFF))
+    model = model.with_policy(replace(model.config.policy, **OFF))
     sides = [replace(random_batch(n, 1, CPU), kind="any") for n in (50, 70)]
     sides = [replace(f, descriptors=f.descriptors[..., :32]) for f in sides]
     with FlopCounterMode(display=False) as counter:  # with gradients attention is plain matrix products

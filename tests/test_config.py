@@ -7,10 +7,10 @@ from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, re
 import pytest
 
 from matcher.config import (
-    AdaptivityConfig,
     ContextConfig,
     EstimationConfig,
     ExtractorConfig,
+    MatchingPolicy,
     NearestConfig,
     NetworkConfig,
     PipelineConfig,
@@ -23,7 +23,7 @@ CHANGED = PipelineConfig(
     matcher=NetworkConfig(
         position=PositionConfig(inputs=("xy",)),
         context=ContextConfig(dim=64, heads=4, depth=2),
-        adaptivity=AdaptivityConfig(early_exit=False, exit_share=0.5),
+        policy=MatchingPolicy(early_exit=False, exit_share=0.5),
     ),
     extractor=ExtractorConfig(max_keypoints=7),
     estimation=EstimationConfig(kind="essential"),
@@ -68,7 +68,7 @@ def test_whole_numbers_serve_as_floats() -> None:
         (ContextConfig, {"dim": None}, "expected int"),
         (NearestConfig, {"ratio": False}, "expected float"),
         (NearestConfig, {"ratio": "high"}, "expected float"),
-        (AdaptivityConfig, {"pruning": 1}, "expected bool"),
+        (MatchingPolicy, {"pruning": 1}, "expected bool"),
         (
             EstimationConfig,
             {"kind": "affine"},

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from random_matcher import CONFIG, matcher_with, pair
+from random_matcher import CONFIG, matcher_with, pair, random_model
 
 from matcher.config import ContextConfig
 from matcher.data.features import Features
@@ -17,7 +17,7 @@ from matcher.match.network import context
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
-from matcher.presets import PRESETS
+from matcher.presets import find_preset
 
 
 def other_matcher(**changes) -> AttentionMatcher:
@@ -61,7 +61,7 @@ def test_pruning_and_exit_are_told_with_their_reasons():
     assert pruned
     for report in pruned:
         for reasons in report.reasons:
-            assert (reasons[:, 0] <= CONFIG.adaptivity.prune_matchability).all()
+            assert (reasons[:, 0] <= CONFIG.policy.prune_matchability).all()
     assert not any(report.exited for report in told.layers[:-1])
     assert told.layers[-1].exited == (len(told.layers) < CONFIG.context.depth)
 
@@ -125,14 +125,13 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
 
 def with_match_probabilities(**changes) -> AttentionMatcher:
     """A network with heads of their own for probabilities, some points with, most without."""
-    adaptivity = replace(
-        CONFIG.adaptivity,
-        match_probability=True,
+    policy = replace(
+        CONFIG.policy,
         prune_matchability=0.3,
         prune_confident_only=False,
         **changes,
     )
-    matcher = other_matcher(adaptivity=adaptivity)
+    matcher = other_matcher(policy=policy, match_probability=True)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(2)
         for head in (*matcher.model.match_probability, *matcher.model.confidence):
@@ -163,14 +162,14 @@ def test_match_probabilities_decide_and_are_reported():
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
 def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share):
-    adaptivity = replace(CONFIG.adaptivity, exit_share=share, pruning=False)
     matcher = (
         with_match_probabilities(exit_share=share, pruning=False)
         if probabilities
         else matcher_with(pruning=False)
     )
     if not probabilities:
-        matcher.model.config = replace(CONFIG, adaptivity=adaptivity)
+        policy = replace(CONFIG.policy, exit_share=share, pruning=False)
+        matcher = AttentionMatcher(random_model().with_policy(policy), precision="float32")
     told = explain(matcher, *pair(60, 50, 4))
     for layer in told.layers[:-1]:
         assert layer.certain <= share and not layer.exited
@@ -185,7 +184,7 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
 def test_rules_are_told_for_both_ways():
     stop, drop = rules(CONFIG)
     assert "of its points" in stop and "matchability" in drop and "sure of its assignment." in drop
-    predicted = replace(CONFIG, adaptivity=replace(CONFIG.adaptivity, match_probability=True))
+    predicted = replace(CONFIG, match_probability=True)
     assert "60 % of the matches to be expected" in rules(predicted)[0]
     assert len(sureness(CONFIG)) == CONFIG.context.depth - 1
 
@@ -194,7 +193,8 @@ def test_cells_of_a_grid_tell_their_linear_attention(views):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Untrained, it is sure of nothing.
-        config = replace(PRESETS["loftr-outdoor"].matcher, match_threshold=0.0)
+        config = find_preset("loftr-outdoor").matcher
+        config = replace(config, policy=replace(config.policy, match_threshold=0.0))
         matcher = AttentionMatcher(MatchingNetwork(config), precision="float32")
     extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
     sides = extractor([read_image(view, resize=160) for view in views])

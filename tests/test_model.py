@@ -140,7 +140,7 @@ def test_matches_hold_what_they_say(pairs) -> None:
         assert np.array_equal(matches.points1, features1.keypoints.numpy()[matches.indices[:, 1]])
         assert len(np.unique(matches.indices[:, 0])) == len(np.unique(matches.indices[:, 1])) == len(matches)
         assert (np.diff(matches.scores) <= 0).all()
-        assert ((matches.scores > CONFIG.match_threshold) & (matches.scores <= 1)).all()
+        assert ((matches.scores > CONFIG.policy.match_threshold) & (matches.scores <= 1)).all()
 
 
 @pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)

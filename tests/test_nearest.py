@@ -116,3 +116,17 @@ def test_what_does_not_fit_is_refused(rng):
         NearestMatcher(NearestConfig())(make(rng, 5), make(rng, 5))
     with pytest.raises(UsageError, match="ratio"):
         NearestMatcher(NearestConfig(0.0))
+
+
+def test_the_threshold_is_of_the_score_and_leaves_the_ratio_alone(rng):
+    base = rng.normal(size=(60, 16)).astype(np.float32)
+    noisy = base + rng.normal(scale=0.5, size=base.shape).astype(np.float32)
+    sides = [Features.stack([make(rng, 60, d)]) for d in (base, noisy)]
+    every = NearestMatcher(NearestConfig(ratio=0.9))(*sides)[0]
+    some = NearestMatcher(NearestConfig(ratio=0.9, match_threshold=0.5))(*sides)[0]
+    kept = every.scores >= 0.5
+    assert 0 < kept.sum() < len(every)
+    np.testing.assert_array_equal(some.indices, every.indices[kept])
+    assert every.scores.min() >= 0.1 - 1e-6
+    with pytest.raises(UsageError, match="match_threshold must be a number from 0 to 1"):
+        NearestMatcher(NearestConfig(match_threshold=1.5))

@@ -15,7 +15,7 @@ from parity import (
     run,
 )
 
-from matcher.config import AdaptivityConfig
+from matcher.config import MatchingPolicy
 from matcher.data.features import Features
 
 WIDTHS = {
@@ -66,7 +66,7 @@ def test_lightglue_with_exit_and_pruning_is_kornias(preset, seed, stop, share, t
     peer = peers.decisive_lightglue(peers.kornia_lightglue(preset, filter_threshold=1e-3, **on))
     make_adaptive(peer, seed)
     ours = imported(peers.old_lightglue_names(peer), preset, tmp_path, 1e-3)
-    assert ours.model.config.adaptivity == AdaptivityConfig()
+    assert ours.model.config.policy == MatchingPolicy()
     pairs = random_pairs(preset.split("-")[1], WIDTHS[preset], [(120, 120), (90, 140), (61, 40)])
     found, kept = run(ours, pairs, 3), 0
     for pair, matches in zip(pairs, found, strict=True):

@@ -58,7 +58,7 @@ def test_shipped_weights_match_a_known_homography(pair, shipped_weights):
     result = pipeline.match(*pair)
     assert share_right(result, H_0TO1) > 0.9
     assert len(result.matches) > 300
-    assert result.matches.scores.min() > pipeline.config.matcher.match_threshold
+    assert result.matches.scores.min() > pipeline.config.matcher.policy.match_threshold
 
 
 def test_the_result_is_complete(network, views):
@@ -200,9 +200,9 @@ def test_options_reach_the_network(small_weights):
     assert isinstance(pipeline.matcher, AttentionMatcher)
     assert pipeline.matcher.precision == "bfloat16"
     config = pipeline.matcher.model.config
-    assert config.match_threshold == 0.7
-    assert not config.adaptivity.early_exit
-    assert not config.adaptivity.pruning
+    assert config.policy.match_threshold == 0.7
+    assert not config.policy.early_exit
+    assert not config.policy.pruning
     assert config == pipeline.config.matcher
     assert pipeline.layers == 3
     default = matcher.load("hybrid", weights=small_weights, device="cpu", precision="float32").matcher.model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.config import AdaptivityConfig, ContextConfig, ExtractorConfig, NetworkConfig
+from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.images import image_from_array, read_image
@@ -43,11 +43,9 @@ def as_table(matches: Matches) -> dict[tuple[int, int], float]:
 def fixed_model(features: tuple[Features, Features]) -> MatchingNetwork:
     """Parameters from NumPy's generator, so that they are the same with every version of torch."""
     context = ContextConfig(dim=32, heads=2, depth=3)
-    adaptivity = AdaptivityConfig(exit_share=0.9, prune_matchability=0.2)
+    policy = MatchingPolicy(match_threshold=0.05, exit_share=0.9, prune_matchability=0.2)
     with torch.random.fork_rng(devices=[]):
-        model = MatchingNetwork(
-            NetworkConfig(context=context, adaptivity=adaptivity, match_threshold=0.05)
-        ).eval()
+        model = MatchingNetwork(NetworkConfig(context=context, policy=policy)).eval()
     rng = np.random.default_rng(11)
     for name, value in sorted(model.state_dict().items()):
         if value.dim() == 2:
@@ -78,8 +76,7 @@ def test_a_fixed_network_finds_what_it_found_before(views) -> None:
 
 def share_identical(model: MatchingNetwork, pairs, early_exit: bool, pruning: bool) -> float:
     """Matches that both precisions find, over the greater number of matches of either, of all pairs."""
-    adaptivity = replace(model.config.adaptivity, early_exit=early_exit, pruning=pruning)
-    model.config = replace(model.config, adaptivity=adaptivity)
+    model = model.with_policy(replace(model.config.policy, early_exit=early_exit, pruning=pruning))
     exact, coarse = (AttentionMatcher(model, precision=p) for p in ("float32", "bfloat16"))
     same = total = 0
     for features in pairs:

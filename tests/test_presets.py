@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from matcher import cli
 from matcher.cli import main
-from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, from_dict, to_dict
+from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, architecture, from_dict, to_dict
 from matcher.errors import UsageError
+from matcher.pipeline import load
 from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
 from matcher.weights.files import load_model, read_manifest
 
@@ -34,9 +37,9 @@ def test_options_land_in_their_places():
     assert (config.extractor.max_keypoints, config.extractor.resize) == (512, 640)
     assert config.estimation.kind == "homography"
     assert isinstance(config.matcher, NetworkConfig)
-    assert config.matcher.match_threshold == 0.3
-    assert not config.matcher.adaptivity.early_exit
-    assert not config.matcher.adaptivity.pruning
+    assert config.matcher.policy.match_threshold == 0.3
+    assert not config.matcher.policy.early_exit
+    assert not config.matcher.policy.pruning
     assert config.matcher.context == PRESETS["hybrid"].matcher.context
 
 
@@ -46,10 +49,19 @@ def test_none_means_the_presets_own_value():
         assert configure(config, nothing) == config
 
 
-def test_the_threshold_of_nearest_is_its_ratio():
-    config = configure(PRESETS["nearest"], {"match_threshold": 0.25})
-    assert config.matcher == NearestConfig(ratio=0.75)
+def test_nearest_has_a_ratio_and_a_threshold_of_its_score():
+    config = configure(PRESETS["nearest"], {"ratio": 0.75, "match_threshold": 0.3})
+    assert config.matcher == NearestConfig(ratio=0.75, match_threshold=0.3)
+    assert configure(PRESETS["nearest"], {"match_threshold": 0.3}).matcher.ratio == 0.8
     assert depth(config) == 0
+
+
+def test_the_ratio_is_refused_where_there_is_a_network_and_out_of_range():
+    with pytest.raises(UsageError, match="ratio is for the presets without a network"):
+        configure(PRESETS["hybrid"], {"ratio": 0.8})
+    for ratio in (0.0, 1.1, "0.8", True, float("nan")):
+        with pytest.raises(UsageError, match="ratio must be a number above 0 and at most 1"):
+            configure(PRESETS["nearest"], {"ratio": ratio})
 
 
 @pytest.mark.parametrize(
@@ -84,7 +96,18 @@ def test_presets_agree_with_the_shipped_weights(shipped_weights):
         if row.name == preset.extractor.kind:
             continue  # a front end's
         assert preset.weights == row.name
-        assert load_model(row.name)[0].config == preset.matcher
+        assert architecture(load_model(row.name)[0].config) == architecture(preset.matcher)
+
+
+def test_the_policy_is_the_presets_whatever_the_file_was_trained_with(shipped_weights, monkeypatch):
+    matcher = PRESETS["hybrid"].matcher
+    policy = replace(matcher.policy, match_threshold=0.42, exit_share=0.5, prune_matchability=0.3)
+    changed = replace(PRESETS["hybrid"], matcher=replace(matcher, policy=policy))
+    monkeypatch.setitem(PRESETS, "hybrid", changed)
+    pipeline = load("hybrid", device="cpu")
+    assert pipeline.config.matcher.policy == pipeline.matcher.model.config.policy == policy
+    other = load("hybrid", device="cpu", match_threshold=0.9, early_exit=False).config.matcher.policy
+    assert other == replace(policy, match_threshold=0.9, early_exit=False)
 
 
 def test_the_list_says_what_is_matched(capfd):

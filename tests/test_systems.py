@@ -41,7 +41,7 @@ def front_end_file(kind: str, folder: Path, variant: str | None = None) -> Path 
 def network_file(preset: str, folder: Path) -> Path:
     """An untrained network of the preset, two layers deep, which matches like nearest neighbours."""
     config, path = PRESETS[preset].matcher, folder / f"{preset}.safetensors"
-    shallow = replace(config, context=replace(config.context, depth=2), match_threshold=0.0)
+    shallow = replace(config, context=replace(config.context, depth=2))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         save_model(MatchingNetwork(shallow), path, dtype=torch.float32)
@@ -111,7 +111,7 @@ def test_a_variant_of_a_front_end_goes_with_its_matcher(tmp_path, pictures):
 def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_path, pictures):
     """Our own configuration on DISK's features: trained or not, it takes those and no others."""
     position = PositionConfig(inputs=("xy",))
-    config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position, match_threshold=0.0)
+    config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position)
     model = MatchingNetwork(config)
     save_model(model, tmp_path / "mine.safetensors", dtype=torch.float32)
     path = front_end_file("disk", tmp_path)

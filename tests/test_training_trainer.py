@@ -18,9 +18,7 @@ from matcher.weights.files import save_model
 
 CPU = torch.device("cpu")
 HEADS = ("confidence", "match_probability")  # of exit and pruning
-FORESEEING = replace(
-    TINY, network=replace(TINY.network, adaptivity=replace(TINY.network.adaptivity, match_probability=True))
-)
+FORESEEING = replace(TINY, network=replace(TINY.network, match_probability=True))
 
 
 def batches(count: int) -> list:

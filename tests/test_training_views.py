@@ -8,6 +8,7 @@ import pytest
 import torch
 from training_data import TINY, write_photos
 
+from matcher.config import MatchingPolicy
 from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.train.pairs import reproject, unrelated
@@ -137,7 +138,7 @@ def test_the_cache_is_another_when_scene_seed_or_photos_change(tmp_path, folder)
     ]
     assert len({first, *changed}) == 4
     assert ViewCache(tmp_path, TINY, photos[1:]).folder == changed[2]
-    network = replace(TINY, network=replace(TINY.network, match_threshold=0.5))
+    network = replace(TINY, network=replace(TINY.network, policy=MatchingPolicy(match_threshold=0.5)))
     assert ViewCache(tmp_path, network, photos).folder == first
 
 

@@ -95,7 +95,7 @@ def _matched(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
     local, scores = mutual_matches(
-        pair.assignment.log_scores[0], config.match_threshold, config.threshold_doubles_at
+        pair.assignment.log_scores[0], config.policy.match_threshold, config.policy.threshold_doubles_at
     )
     index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
     if inner is not None:
@@ -120,7 +120,7 @@ def exit_certainty(
     if sure is None:
         return None, None
     doubtful = sure <= confidence_threshold(depth, len(model.layers))
-    if not model.config.adaptivity.match_probability:
+    if not model.config.match_probability:
         return (1 - float(doubtful.sum()) / total if total else None), None
     probabilities = model.match_probabilities(tokens.x, depth)
     expected = float(probabilities.sum())
@@ -129,11 +129,11 @@ def exit_certainty(
 
 def _match_candidates(model: MatchingNetwork, tokens: Tokens, depth: int, sure: Tensor | None) -> Tokens:
     """The points that would be assigned if the pair stopped here."""
-    config = model.config.adaptivity
-    if sure is None or not config.match_probability:
+    policy = model.config.policy
+    if sure is None or not model.config.match_probability:
         return tokens
     confident = sure > confidence_threshold(depth, len(model.layers))
-    return tokens.keep(keep_mask(model.match_probabilities(tokens.x, depth), confident, config), [0])
+    return tokens.keep(keep_mask(model.match_probabilities(tokens.x, depth), confident, policy), [0])
 
 
 def _gone(tokens: Tokens, after: Tokens, final: PairPrediction | None) -> Tensor:

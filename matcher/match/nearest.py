@@ -17,9 +17,10 @@ class NearestMatcher:
     """Each point's nearest descriptor in the other picture, if mutual and clearly nearer than the second.
 
     The ratio is nearest / second nearest Euclidean distance (Lowe 2004, section 7.1), tested in both
-    directions, so that swapping the pictures swaps the matches. A match's score is 1 minus the larger of its
-    two ratios: 0 is ambiguous, 1 is beyond doubt. Without a second candidate the ratio is 1: nothing speaks
-    for the match.
+    directions, so that swapping the images swaps the matches. A match's score is 1 minus the larger of its
+    two ratios: 0 is ambiguous, 1 is certain. `config.ratio` limits the ratio, `config.match_threshold` the
+    score; a ratio of 0.8 and a threshold of 0.2 say the same. Without a second candidate the ratio is 1,
+    since nothing supports the match.
     """
 
     def __init__(self, config: NearestConfig, *, device: torch.device | str = "cpu") -> None:
@@ -27,6 +28,8 @@ class NearestMatcher:
             raise UsageError(
                 f"the ratio must be above 0 and at most 1 (1 switches the test off), not {config.ratio}"
             )
+        if not 0 <= config.match_threshold <= 1:
+            raise UsageError(f"match_threshold must be a number from 0 to 1, not {config.match_threshold}")
         self.config = config
         self.device = torch.device(device)
 
@@ -51,6 +54,8 @@ class NearestMatcher:
             for f, index in zip((features0, features1), valid, strict=True)
         ]
         local, scores = mutual_nearest(*descriptors, self.config.ratio)
+        kept = scores >= self.config.match_threshold
+        local, scores = local[kept], scores[kept]
         indices = torch.stack([valid[0][local[:, 0]], valid[1][local[:, 1]]], dim=1).numpy()
         keypoints = [f.keypoints[pair].cpu().numpy() for f in (features0, features1)]
         return Matches(

@@ -118,11 +118,9 @@ def with_layers(
     context = replace(model.config.context, depth=min(layers, len(model.layers)))
     if iterations is not None:
         assignment = replace(assignment, max_iterations=min(iterations, assignment.max_iterations))
-    adaptivity = replace(model.config.adaptivity, pruning=pruning and model.config.adaptivity.pruning)
+    policy = replace(model.config.policy, pruning=pruning and model.config.policy.pruning)
     with torch.random.fork_rng(devices=[]):
-        cut = MatchingNetwork(
-            replace(model.config, context=context, assignment=assignment, adaptivity=adaptivity)
-        )
+        cut = MatchingNetwork(replace(model.config, context=context, assignment=assignment, policy=policy))
     wanted = cut.state_dict().keys()
     cut.load_state_dict({name: value for name, value in model.state_dict().items() if name in wanted})
     return AttentionMatcher(cut, device=matcher.device, precision=matcher.precision)
@@ -199,7 +197,7 @@ def _never_early(matcher: object) -> object:
     config: NetworkConfig = matcher.model.config
     with torch.random.fork_rng(devices=[]):
         full = MatchingNetwork(
-            replace(config, adaptivity=replace(config.adaptivity, early_exit=False, pruning=False))
+            replace(config, policy=replace(config.policy, early_exit=False, pruning=False))
         )
     full.load_state_dict(matcher.model.state_dict())
     return AttentionMatcher(full, device=matcher.device, precision=matcher.precision)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save as pack_tensors
 from torch import nn
 
-from matcher.config import NetworkConfig, from_dict, to_dict
+from matcher.config import ALL_LAYERS, NetworkConfig, architecture, from_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_whole
 from matcher.match.network.model import MatchingNetwork
@@ -108,7 +108,8 @@ def load_model(
         remedy: what an error about a file of the manifest tells the user to do.
 
     Returns:
-        The model in float32 on the CPU, the sha256 of its file, and its name (for a path, the file's stem).
+        The model in float32 on the CPU, which runs all layers on all points until a policy is given
+        (`MatchingNetwork.with_policy`), the sha256 of its file, and its name (for a path, the file's stem).
 
     Raises:
         IntegrityError: no such name or file, or the file is damaged, not a weights file, or its tensors do
@@ -151,7 +152,7 @@ def save_model(
     Raises:
         IntegrityError: a parameter is not finite in `dtype`; nothing is written.
     """
-    header = {**(metadata or {}), "config": json.dumps(to_dict(model.config))}
+    header = {**(metadata or {}), "config": json.dumps(architecture(model.config))}
     return _write(model, path, header, dtype)
 
 
@@ -273,6 +274,6 @@ def _read_config(data: bytes) -> NetworkConfig:
     if not isinstance(text, str):
         raise IntegrityError("carries no configuration in its header, so it is not one of our weights files")
     try:
-        return from_dict(NetworkConfig, current_config(json.loads(text)))
+        return replace(from_dict(NetworkConfig, current_config(json.loads(text))), policy=ALL_LAYERS)
     except (ValueError, TypeError) as error:
         raise IntegrityError(f"carries a configuration that cannot be used ({error})") from error

@@ -1,7 +1,7 @@
 """Names that weights files had in earlier versions, and what they are called now.
 
-Files are read under either name and written under the new one. Old configurations also carried thresholds,
-which belong to the preset now; `current_config` leaves them out.
+Files are read under either name and written under the new one. Recipes of earlier versions are read by the
+same table.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ KEYS = {
     "least_pruned": "min_pruned_share",
     "doubt": "threshold_doubles_at",
 }
+
+# Of the policy, where the old form had them at the top.
+BESIDE_THE_POLICY = ("match_threshold", "threshold_doubles_at")
 
 
 def current_name(name: str) -> str:
@@ -65,7 +68,22 @@ def current_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def current_config(values: Any) -> Any:
-    """A network's configuration as plain tables, with the present names of its keys."""
+    """A network's configuration as plain tables in its present form; the old one had thresholds beside it.
+
+    >>> current_config({"doubt": 20.0, "adaptivity": {"prospects": True, "exit_share": 0.9}})
+    {'match_probability': True, 'policy': {'exit_share': 0.9, 'threshold_doubles_at': 20.0}}
+    """
     if not isinstance(values, dict):
         return values
-    return {KEYS.get(key, key): current_config(value) for key, value in values.items()}
+    values = _renamed(values)
+    policy = values.pop("adaptivity", {})
+    if "match_probability" in policy:
+        values["match_probability"] = policy.pop("match_probability")
+    policy |= {key: values.pop(key) for key in BESIDE_THE_POLICY if key in values}
+    return values | {"policy": policy | values.get("policy", {})} if policy else values
+
+
+def _renamed(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {KEYS.get(key, key): _renamed(value) for key, value in values.items()}

@@ -93,7 +93,7 @@ def add_reasons(data: dict[str, Any], told: Explanation, config: NetworkConfig) 
         "entropyStep": _ENTROPY_STEP,
         "layers": [_layer(layer, kind) for layer in told.layers],
         "depth": config.context.depth,
-        "threshold": config.match_threshold,
+        "threshold": config.policy.match_threshold,
         "tolerance": config.assignment.tolerance,
         "marginal": [float(f"{error:.3g}") for error in told.layers[-1].marginal_errors],
         "rules": rules(config),

@@ -74,14 +74,14 @@ def kornia_loftr() -> nn.Module:
 
 
 def with_parameters(
-    tensors: dict[str, Tensor], preset: str, device: torch.device, precision: Precision, **adaptivity: bool
+    tensors: dict[str, Tensor], preset: str, device: torch.device, precision: Precision, **policy: bool
 ) -> AttentionMatcher:
     """Our network of a preset with the parameters of a peer, by their published names.
 
     Random parameters are sure of nothing: every mutual match counts, here as with the peers.
     """
-    config = replace(find_preset(preset).matcher, match_threshold=0.0)
-    config = replace(config, adaptivity=replace(config.adaptivity, **adaptivity))
+    config = find_preset(preset).matcher
+    config = replace(config, policy=replace(config.policy, match_threshold=0.0, **policy))
     model = seeded(lambda: MatchingNetwork(config))
     system = next(system for start, system in SYSTEMS.items() if preset.startswith(start))
     layout = choose_layout(tensors, system)

@@ -61,7 +61,10 @@ def last_scores(matcher: AttentionMatcher, features0: Features, features1: Featu
 def sinkhorn(watch: Stopwatch, pipe: Pipeline, features: tuple[Features, Features]) -> Iterator[Row]:
     """Our Sinkhorn, all iterations and with its stop, against naive log-sum-exp iterations."""
     scores = last_scores(pipe.matcher, *features)
-    limit, threshold = pipe.config.matcher.assignment.max_iterations, pipe.config.matcher.match_threshold
+    limit, threshold = (
+        pipe.config.matcher.assignment.max_iterations,
+        pipe.config.matcher.policy.match_threshold,
+    )
     calls = {
         f"all {limit} iterations": lambda: assign(scores, max_iterations=limit, tolerance=None),
         "default stop": lambda: assign(scores, max_iterations=limit),

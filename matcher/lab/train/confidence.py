@@ -42,7 +42,7 @@ class ConfidenceTrainer:
         for depth, (sides, here) in enumerate(zip(states[:-1], decided[:-1], strict=True)):
             x = torch.cat([side.x for side in sides], dim=1)
             losses.append(confidence_loss(self.model.confidence[depth](x).squeeze(2), here, decided[-1]))
-            if self.model.config.adaptivity.match_probability:
+            if self.model.config.match_probability:
                 losses.append(
                     match_probability_loss(self.model.match_probability[depth](x).squeeze(2), decided[-1])
                 )

@@ -10,6 +10,7 @@ from matcher.errors import UsageError
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.recipe import Recipe
 from matcher.weights.files import FOLDERS
+from matcher.weights.renames import current_config
 
 
 def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
@@ -21,6 +22,8 @@ def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "network" in values:
+            values["network"] = current_config(values["network"])
         recipe = from_dict(FrontEndRecipe if "trains" in values else Recipe, values, where=path.name)
     except OSError as error:
         raise UsageError(f"{path}: cannot read the recipe ({error.strerror})") from None

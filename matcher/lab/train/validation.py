@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from matcher.config import AdaptivityConfig
 from matcher.data.features import Features
 from matcher.lab.train.pairs import ViewPair, reproject, to_features, true_assignment
 from matcher.lab.train.recipe import PairRecipe
@@ -36,9 +35,8 @@ def validate(
     Precision: share of matches whose reprojection is visible and near. Recall: share of true matches found.
     `f1` is the harmonic mean of the two.
     """
-    matcher = AttentionMatcher(model, device=device)
-    full_depth = AdaptivityConfig(early_exit=False, pruning=False)
-    matcher.model.config = replace(model.config, adaptivity=full_depth)
+    full_depth = replace(model.config.policy, early_exit=False, pruning=False)
+    matcher = AttentionMatcher(model.with_policy(full_depth), device=device)
     rows = [_judge(matcher, view0, view1, recipe) for view0, view1 in pairs]
     precisions, recalls, kept = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     precision, recall = (

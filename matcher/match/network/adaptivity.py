@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from matcher.config import AdaptivityConfig
+from matcher.config import MatchingPolicy
 from matcher.match.network.packed import Layout
 
 NEGLIGIBLE = 0.5  # points: a pair that expects fewer matches than this need not go on
@@ -56,7 +56,7 @@ def confidence_threshold(layer: int, depth: int) -> float:
 
 
 def ready_by_confidence(
-    tokens: Tokens, confident: Tensor, totals: list[int], config: AdaptivityConfig
+    tokens: Tokens, confident: Tensor, totals: list[int], config: MatchingPolicy
 ) -> list[int]:
     """Entries of the layout whose share of confident points lets them stop.
 
@@ -75,7 +75,7 @@ def ready_by_confidence(
 
 
 def ready_by_match_probability(
-    tokens: Tokens, confident: Tensor, match_probability: Tensor, config: AdaptivityConfig
+    tokens: Tokens, confident: Tensor, match_probability: Tensor, config: MatchingPolicy
 ) -> list[int]:
     """Entries of the layout where enough of the matches to be expected are there already.
 
@@ -97,7 +97,7 @@ def ready_by_match_probability(
     ]
 
 
-def keep_mask(matchable: Tensor, confident: Tensor, config: AdaptivityConfig) -> Tensor:
+def keep_mask(matchable: Tensor, confident: Tensor, config: MatchingPolicy) -> Tensor:
     """(T,) bool: points that may still find a partner, by its probability `matchable` (T,); without pruning
     all may."""
     if not config.pruning:

@@ -68,7 +68,7 @@ class AttentionMatcher:
         """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
         config, sides = self.model.config, (features0, features1)
         local, scores = mutual_matches(
-            pair.assignment.log_scores[0], config.match_threshold, config.threshold_doubles_at
+            pair.assignment.log_scores[0], config.policy.match_threshold, config.policy.threshold_doubles_at
         )
         index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
         if config.assignment.border:

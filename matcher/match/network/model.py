@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
+from matcher.config import AssignmentConfig, ContextConfig, MatchingPolicy, NetworkConfig, PositionConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
 from matcher.match.assignment import assign, dual_softmax, plan
@@ -62,7 +63,7 @@ class MatchingNetwork(nn.Module):
         number = depth if config.assignment.every_layer else 1
         self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
-        inner = number - 1 if config.adaptivity.match_probability else 0
+        inner = number - 1 if config.match_probability else 0
         self.match_probability = nn.ModuleList(nn.Linear(dim, 1) for _ in range(inner))
         self.consensus = Consensus() if config.assignment.consensus else None
         self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
@@ -82,9 +83,25 @@ class MatchingNetwork(nn.Module):
                 nn.init.zeros_(head.matchability.weight)
                 nn.init.zeros_(head.matchability.bias)
 
+    def with_policy(self, policy: MatchingPolicy) -> MatchingNetwork:
+        """The same network, sharing its parameters, under another policy.
+
+        Raises:
+            UsageError: its architecture has no heads for early exit or pruning.
+        """
+        changed = copy.copy(self)
+        changed.config = replace(self.config, policy=policy)
+        check_config(changed.config)
+        return changed
+
     @torch.no_grad()
     def standardise(self, descriptors: Tensor) -> None:
-        """Shift and scale the projection so that `descriptors` (T, D) give tokens of mean 0, variance 1."""
+        """Shift and scale the projection so that `descriptors` (T, D) give tokens of mean 0, variance 1.
+
+        Without a projection nothing changes.
+        """
+        if not self.config.project:
+            return
         mean = descriptors.mean(0)
         self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
         self.project.bias.copy_(-self.project.weight @ mean)
@@ -194,20 +211,20 @@ class MatchingNetwork(nn.Module):
         self, tokens: Tokens, totals: list[int], depth: int, found: dict[int, PairPrediction]
     ) -> Tokens:
         """Let sure pairs leave (their assignment goes to `found`) and drop points that cannot match."""
-        config = self.config.adaptivity
+        config = self.config.policy
         if not (config.early_exit or config.pruning):
             return tokens
         confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
         matchable = self.match_probabilities(tokens.x, depth)
         keep, leaving = keep_mask(matchable, confident, config), []
-        if config.early_exit and config.match_probability:
+        if config.early_exit and self.config.match_probability:
             leaving = ready_by_match_probability(tokens, confident, matchable, config)
         elif config.early_exit:
             leaving = ready_by_confidence(tokens, confident, totals, config)
         if (
             leaving
         ):  # with match probabilities, points that are unlikely to match are left out; LightGlue keeps all
-            last = keep if config.match_probability else torch.ones_like(keep)
+            last = keep if self.config.match_probability else torch.ones_like(keep)
             found |= self._assign(tokens.keep(last, leaving), depth)
         staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
         if not staying:
@@ -224,7 +241,7 @@ class MatchingNetwork(nn.Module):
 
     def match_probabilities(self, x: Tensor, depth: int) -> Tensor:
         """(T,) probability of a partner: by the heads for it, or by the dustbin (LightGlue, eq. 12)."""
-        if not self.config.adaptivity.match_probability:
+        if not self.config.match_probability:
             return self.heads[depth].logits(x).sigmoid()
         return self.match_probability[depth](x.float()).squeeze(-1).sigmoid()
 
@@ -247,7 +264,7 @@ class MatchingNetwork(nn.Module):
         the one before, so between the rounds a few iterations are enough. With early exit the rounds end when
         the last one has changed little."""
         heard, found, before, empty = scores, None, None, 1 in scores.shape[1:]
-        enough = SETTLED if self.config.adaptivity.early_exit else 1.0
+        enough = SETTLED if self.config.policy.early_exit else 1.0
         for _ in range(0 if empty else self.config.assignment.consensus):
             found = sinkhorn(heard, max_iterations=ROUGH_ITERATIONS, start=found)
             links = mutual_soft_matches(plan(heard, found).log_scores)

@@ -12,10 +12,14 @@ def check_config(config: NetworkConfig) -> None:
     Raises:
         UsageError: names the setting and what it must be.
     """
-    context, assignment, adaptivity = config.context, config.assignment, config.adaptivity
-    demands = [
+    context, assignment, policy = config.context, config.assignment, config.policy
+    rules = [
         (
-            config.position.inputs[0] == "xy" or not config.guided,
+            bool(config.position.inputs) or config.position.kind in ("sine", "none"),
+            "position.inputs is empty; the encoding needs at least 'xy'",
+        ),
+        (
+            config.position.inputs[:1] == ("xy",) or not config.guided,
             "guided tokens need position.inputs that begin with 'xy'",
         ),
         (
@@ -31,11 +35,11 @@ def check_config(config: NetworkConfig) -> None:
             "without project, descriptor_dim must be context.dim",
         ),
         (
-            assignment.every_layer or not (adaptivity.early_exit or adaptivity.pruning),
+            assignment.every_layer or not (policy.early_exit or policy.pruning),
             "early exit and pruning need assignment.every_layer",
         ),
         (
-            assignment.dustbin == "point" or not adaptivity.pruning,
+            assignment.dustbin == "point" or not policy.pruning,
             "pruning needs assignment.dustbin 'point'",
         ),
         (
@@ -53,6 +57,6 @@ def check_config(config: NetworkConfig) -> None:
             "refinement.context.dim must be the first of backbone.widths",
         ),
     ]
-    for kept, demand in demands:
+    for kept, rule in rules:
         if not kept:
-            raise UsageError(f"network configuration: {demand}")
+            raise UsageError(f"network configuration: {rule}")
