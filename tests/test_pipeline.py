@@ -13,7 +13,7 @@ from matcher.data.images import image_from_array, read_image
 from matcher.errors import ImageError, UsageError
 from matcher.loading import resolve_device
 from matcher.match.network.inference import AttentionMatcher
-from matcher.presets import DEFAULT_PRESET
+from matcher.presets import DEFAULT_PRESET, find_preset
 from matcher.verify.thresholds import threshold_scale
 
 H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
@@ -39,7 +39,9 @@ def share_right(result: matcher.Result, homography: np.ndarray, pixels: float = 
 
 @pytest.mark.parametrize("preset", ["hybrid", "nearest"])
 def test_a_known_homography_is_found(pair, small_weights, preset):
-    options = {"weights": small_weights, "device": "cpu"} if preset == "hybrid" else {}
+    options = {}
+    if preset == "hybrid":
+        options = {"weights": small_weights, "device": "cpu", "match_threshold": 0.1}
     pipeline = matcher.load(preset, geometry="homography", max_keypoints=800, **options)
     result = pipeline.match(*pair)
     # The untrained network has no ratio test: it keeps more of what is ambiguous.
@@ -134,7 +136,9 @@ def test_extract_once_and_match_many(network, views):
 
 @pytest.mark.parametrize("preset", ["hybrid", "nearest"])
 def test_black_and_tiny_pictures_give_no_matches(small_weights, preset):
-    options = {"weights": small_weights, "device": "cpu"} if preset == "hybrid" else {}
+    options = {}
+    if preset == "hybrid":
+        options = {"weights": small_weights, "device": "cpu", "match_threshold": 0.1}
     pipeline = matcher.load(preset, **options)
     for picture in (np.zeros((100, 120), np.uint8), np.full((1, 1, 3), 200, np.uint8)):
         result = pipeline.match(picture, picture)
@@ -218,9 +222,11 @@ def test_the_threshold_cuts_matches(small_weights, pair):
     middle = float(np.median(low.scores))
     high = matcher.load("hybrid", match_threshold=middle, **options).match(*pair).matches
     assert len(low) > 20
-    kept = low.indices[low.scores > middle]
-    np.testing.assert_array_equal(high.indices[: len(kept)], kept)
-    assert len(high) <= len(low) / 2 + 1
+    above = low.scores[low.scores > middle]
+    doubled_at = find_preset("hybrid").matcher.policy.threshold_doubles_at
+    kept = low.scores > middle * (1 + doubled_at / above.sum())
+    np.testing.assert_array_equal(high.indices, low.indices[kept])
+    assert 0 < len(high) <= len(low) / 2 + 1
 
 
 def test_bad_calls_are_refused(network, views):

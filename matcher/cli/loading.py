@@ -78,7 +78,7 @@ def preset_defaults() -> dict[str, object]:
     return {
         "max_keypoints": config.extractor.max_keypoints,
         "resize": config.extractor.resize,
-        "threshold": f"{config.matcher.match_threshold:g}",
+        "threshold": f"{config.matcher.policy.match_threshold:g}",
         "geometry": config.estimation.kind,
         "keep": config.extractor.keep,
         "precision": "auto",
