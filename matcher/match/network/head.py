@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from matcher.config import AssignmentConfig
+
 
 class AssignmentHead(nn.Module):
     """One projection for similarities, and a dustbin score: a logit of each point, one number, or −∞."""
@@ -63,3 +65,8 @@ def _bordered(m0: Tensor, m1: Tensor, bin0: Tensor, bin1: Tensor, corner: Tensor
         torch.mm(m0[pair], m1[pair].t(), out=inner)
     scores[:, :-1, -1], scores[:, -1, :-1], scores[:, -1, -1] = bin0, bin1, corner
     return scores
+
+
+def build_head(config: AssignmentConfig, dim: int) -> AssignmentHead:
+    """The assignment head that a configuration names, for tokens of `dim` channels."""
+    return AssignmentHead(dim, config.dustbin, project=config.project, temperature=config.temperature)

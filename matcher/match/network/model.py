@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.config import AssignmentConfig, ContextConfig, MatchingPolicy, NetworkConfig, PositionConfig
+from matcher.config import MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
 from matcher.match.assignment import assign, dual_softmax, plan
@@ -27,9 +27,9 @@ from matcher.match.network.backbone import Backbone
 from matcher.match.network.consensus import Consensus, agreement, mutual_soft_matches
 from matcher.match.network.context import Layer
 from matcher.match.network.correspondence import CorrespondenceGuidance, Side
-from matcher.match.network.head import AssignmentHead
+from matcher.match.network.head import build_head
 from matcher.match.network.packed import Layout, interleave
-from matcher.match.network.position import MlpPosition, RotaryPosition, SinePosition, normalise_positions
+from matcher.match.network.position import build_position, normalise_positions
 from matcher.match.network.prepared import linear
 from matcher.match.network.refinement import Refinement
 from matcher.match.network.validate import check_config
@@ -309,16 +309,3 @@ def split_sides(tokens: Tokens) -> list[tuple[Side, Side]]:
         tokens.layout.split(x) for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None
     ]
     return [tuple(Side(*side) for side in zip(*pair, strict=True)) for pair in zip(*columns, strict=True)]
-
-
-def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
-    """The position encoding that a configuration names."""
-    if config.kind == "rotary":
-        return RotaryPosition(config, context.dim // context.heads)
-    added = {"mlp": MlpPosition, "sine": SinePosition}
-    return added[config.kind](config, context.dim) if config.kind in added else None
-
-
-def build_head(config: AssignmentConfig, dim: int) -> AssignmentHead:
-    """The assignment head that a configuration names, for tokens of `dim` channels."""
-    return AssignmentHead(dim, config.dustbin, project=config.project, temperature=config.temperature)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from matcher.config import PositionConfig
+from matcher.config import ContextConfig, PositionConfig
 from matcher.data.features import Features
 from matcher.data.geometry import UPRIGHT
 from matcher.errors import UsageError
@@ -224,3 +224,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Turn the channel pairs of x (T, heads, head_dim) by `rotations` (T, 2, head_dim/2) = (cos, sin)."""
     return _Rotate.apply(x, rotations)
+
+
+def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
+    """The position encoding that a configuration names."""
+    if config.kind == "rotary":
+        return RotaryPosition(config, context.dim // context.heads)
+    added = {"mlp": MlpPosition, "sine": SinePosition}
+    return added[config.kind](config, context.dim) if config.kind in added else None
