@@ -133,12 +133,6 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[MatchingNetwork, WeightsSource]:
-    """The trained model with the options applied; its file has the say on its shape."""
-    model, digest, name = load_weights(options.get("weights") or config.weights)
-    wanted = configure(replace(config, matcher=model.config), options).matcher
-    if wanted != model.config:
-        with torch.random.fork_rng(devices=[]):
-            changed = MatchingNetwork(wanted)
-        changed.load_state_dict(model.state_dict())
-        model = changed
-    return model, WeightsSource(name, digest)
+    """The trained network: its architecture from the weights file, its policy from the preset and options."""
+    network, digest, name = load_weights(options.get("weights") or config.weights)
+    return network.with_policy(config.matcher.policy), WeightsSource(name, digest)

@@ -6,7 +6,7 @@ from matcher import cli
 from matcher.cli import main
 from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, architecture, from_dict, to_dict
 from matcher.errors import UsageError
-from matcher.pipeline import load
+from matcher.loading import load
 from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
 from matcher.weights.files import load_model, read_manifest
 

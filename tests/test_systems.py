@@ -59,7 +59,9 @@ def pictures(rng) -> tuple[np.ndarray, np.ndarray]:
 def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
     kind = PRESETS[preset].extractor.kind
     options = {"weights": network_file(preset, tmp_path), "frontend_weights": front_end_file(kind, tmp_path)}
-    pipeline = matcher.load(preset, **options, device="cpu", precision="float32", max_keypoints=150)
+    pipeline = matcher.load(
+        preset, **options, device="cpu", precision="float32", max_keypoints=150, match_threshold=0.0
+    )
     assert pipeline.layers == 2
     result = pipeline.match(*pictures)
     assert result.features0.kind == result.features1.kind == kind
@@ -101,7 +103,7 @@ def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
 
 
 def test_a_variant_of_a_front_end_goes_with_its_matcher(tmp_path, pictures):
-    options = {"weights": network_file("lightglue-aliked", tmp_path), "device": "cpu", "precision": "float32"}
+    options = {"weights": network_file("lightglue-aliked", tmp_path), "device": "cpu", "match_threshold": 0.0}
     path = front_end_file("aliked", tmp_path, variant="aliked-n32")
     pipeline = matcher.load("lightglue-aliked", variant="aliked-n32", frontend_weights=path, **options)
     assert pipeline.extractor.network.desc_head.n_pos == 32
@@ -112,10 +114,11 @@ def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_p
     """Our own configuration on DISK's features: trained or not, it takes those and no others."""
     position = PositionConfig(inputs=("xy",))
     config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position)
-    model = MatchingNetwork(config)
+    model = MatchingNetwork(config).with_policy(replace(config.policy, match_threshold=0.0))
     save_model(model, tmp_path / "mine.safetensors", dtype=torch.float32)
     path = front_end_file("disk", tmp_path)
     options = {"weights": tmp_path / "mine.safetensors", "device": "cpu", "precision": "float32"}
+    options |= {"match_threshold": 0.0}
     pipeline = matcher.load("hybrid", frontend="disk", frontend_weights=path, max_keypoints=150, **options)
     found = pipeline.match(*pictures)
     assert len(found.matches) > 8
