@@ -111,3 +111,12 @@ def test_an_old_configuration_keeps_its_policy_for_recipes():
     }
     present = {"kind": "sift", "policy": {"exit_share": 0.5}}
     assert current_config(present) == present
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_header_without_position_inputs_is_refused_by_name(tmp_path, guided):
+    path = tmp_path / "empty.safetensors"
+    tables = {"guided": guided, "position": {"inputs": []}}
+    path.write_bytes(pack_tensors({"x": torch.zeros(1)}, metadata={"config": json.dumps(tables)}))
+    with pytest.raises(IntegrityError, match=r"empty\.safetensors .*position\.inputs is empty"):
+        load_model(path)

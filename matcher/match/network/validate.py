@@ -5,6 +5,8 @@ from __future__ import annotations
 from matcher.config import NetworkConfig
 from matcher.errors import UsageError
 
+Rules = list[tuple[bool, str]]  # what must hold, and what to say where it does not
+
 
 def check_config(config: NetworkConfig) -> None:
     """Refuse combinations that make no network.
@@ -12,22 +14,31 @@ def check_config(config: NetworkConfig) -> None:
     Raises:
         UsageError: names the setting and what it must be.
     """
-    context, assignment, policy = config.context, config.assignment, config.policy
-    rules = [
+    for kept, rule in (*_inputs(config), *_shapes(config), *_assignment(config), *_policy(config)):
+        if not kept:
+            raise UsageError(f"network configuration: {rule}")
+
+
+def _inputs(config: NetworkConfig) -> Rules:
+    encoded = config.position.kind in ("rotary", "mlp")
+    return [
         (
-            bool(config.position.inputs) or config.position.kind in ("sine", "none"),
-            "position.inputs is empty; the encoding needs at least 'xy'",
+            bool(config.position.inputs) or not encoded,
+            f"position.inputs is empty, but position.kind {config.position.kind!r} needs 'xy' at least",
         ),
         (
             config.position.inputs[:1] == ("xy",) or not config.guided,
             "guided tokens need position.inputs that begin with 'xy'",
         ),
+    ]
+
+
+def _shapes(config: NetworkConfig) -> Rules:
+    context, backbone, refinement = config.context, config.backbone, config.refinement
+    return [
+        (context.depth >= 1, "context.depth must be at least 1"),
         (
-            not (assignment.consensus and assignment.kind != "sinkhorn"),
-            "assignment.consensus goes with assignment.kind 'sinkhorn'",
-        ),
-        (
-            context.dim % (2 * context.heads) == 0,
+            context.heads >= 1 and context.dim % (2 * context.heads) == 0,
             f"context.dim {context.dim} must be a multiple of twice context.heads {context.heads}",
         ),
         (
@@ -35,28 +46,44 @@ def check_config(config: NetworkConfig) -> None:
             "without project, descriptor_dim must be context.dim",
         ),
         (
-            assignment.every_layer or not (policy.early_exit or policy.pruning),
-            "early exit and pruning need assignment.every_layer",
+            backbone is None or backbone.widths[-1] == config.descriptor_dim,
+            "descriptor_dim must be the last of backbone.widths",
         ),
         (
-            assignment.dustbin == "point" or not policy.pruning,
-            "pruning needs assignment.dustbin 'point'",
+            refinement is None or backbone is None or refinement.context.dim == backbone.widths[0],
+            "refinement.context.dim must be the first of backbone.widths",
+        ),
+    ]
+
+
+def _assignment(config: NetworkConfig) -> Rules:
+    assignment = config.assignment
+    return [
+        (
+            not (assignment.consensus and assignment.kind != "sinkhorn"),
+            "assignment.consensus goes with assignment.kind 'sinkhorn'",
         ),
         (
             assignment.dustbin != ("learned" if assignment.kind == "dual_softmax" else "none"),
             f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}",
         ),
         (
-            config.backbone is None or config.backbone.widths[-1] == config.descriptor_dim,
-            "descriptor_dim must be the last of backbone.widths",
-        ),
-        (
-            config.refinement is None
-            or config.backbone is None
-            or config.refinement.context.dim == config.backbone.widths[0],
-            "refinement.context.dim must be the first of backbone.widths",
+            assignment.every_layer or not config.match_probability,
+            "match_probability heads need assignment.every_layer",
         ),
     ]
-    for kept, rule in rules:
-        if not kept:
-            raise UsageError(f"network configuration: {rule}")
+
+
+def _policy(config: NetworkConfig) -> Rules:
+    assignment, policy = config.assignment, config.policy
+    return [
+        (
+            assignment.every_layer or not (policy.early_exit or policy.pruning),
+            "early exit and pruning need assignment.every_layer; switch both off (early_exit, pruning)",
+        ),
+        (
+            assignment.dustbin == "point" or not policy.pruning,
+            "pruning needs assignment.dustbin 'point'; switch it off (pruning)",
+        ),
+        (0 <= policy.match_threshold <= 1, "policy.match_threshold must be from 0 to 1"),
+    ]
