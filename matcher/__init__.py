@@ -28,6 +28,7 @@ _PUBLIC = {
     "MatcherError": "matcher.errors",
     "UsageError": "matcher.errors",
     "ImageError": "matcher.errors",
+    "ImageWarning": "matcher.errors",
     "IntegrityError": "matcher.errors",
 }
 

@@ -22,6 +22,10 @@ class ImageError(MatcherError):
     exit_code = 3
 
 
+class ImageWarning(UserWarning):
+    """Something about a picture that is read, such as that it has several pages of which one is used."""
+
+
 class IntegrityError(MatcherError):
     """Weights or stored data that are absent or damaged."""
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from matcher.config import NearestConfig, PipelineConfig
-from matcher.data.arrays import array_from
 from matcher.data.camera import Camera, as_camera
 from matcher.data.descriptors import is_raw_sift, typical_norm
 from matcher.data.features import RAW_SIFT, Features
@@ -159,9 +158,7 @@ class Pipeline:
             return read_image(
                 image, resize=resize, upright=self.upright, max_pixels=self.max_pixels, mask=mask
             )
-        if not isinstance(image, np.ndarray):
-            image = array_from(image)
-        return image_from_array(image, resize=resize, mask=mask)
+        return image_from_array(image, resize=resize, upright=self.upright, mask=mask)
 
     def extract(self, image: Picture, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one picture, for `match_features`; arguments as in `match`."""

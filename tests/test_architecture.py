@@ -34,6 +34,7 @@ PUBLIC_NAMES = [
     "FrameResult",
     "Image",
     "ImageError",
+    "ImageWarning",
     "IntegrityError",
     "Matches",
     "MatcherError",

@@ -118,7 +118,7 @@ def test_the_log_of_an_internal_error_has_its_traceback(views, tmp_path, monkeyp
     def broken(*_, **__):
         raise KeyError("surprise")
 
-    monkeypatch.setattr("matcher.pipeline.load", broken)
+    monkeypatch.setattr("matcher.loading.load", broken)
     assert run("match", *views, "--log", tmp_path / "run.log") == 1
     assert "Traceback" not in capfd.readouterr().err
     assert "KeyError: 'surprise'" in (tmp_path / "run.log").read_text()

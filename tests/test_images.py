@@ -5,15 +5,25 @@ import os
 import struct
 import sys
 import zlib
+from pathlib import Path
 
+import cv2
 import numpy as np
+import PIL.features
 import PIL.Image
 import pytest
+import torch
 from PIL import ImageOps
 
-from matcher.data.geometry import resize_points, upright_to_stored
-from matcher.data.images import image_from_array, read_image, read_mask
-from matcher.errors import ImageError, UsageError
+from matcher.data.geometry import resize_points, resized, upright_to_stored
+from matcher.data.images import MAX_PIXELS, image_from_array, read_image
+from matcher.data.masks import read_mask as read_mask_file
+from matcher.errors import ImageError, ImageWarning, UsageError
+
+
+def read_mask(path):
+    return read_mask_file(path, MAX_PIXELS)
+
 
 POINTS = np.array([[40.0, 30.0], [250.0, 40.0], [60.0, 180.0], [200.0, 150.0]])  # stored xy
 
@@ -100,7 +110,7 @@ def test_senseless_orientation_is_upright(tmp_path, noise, orientation):
     assert read_image(save(tmp_path / "a.png", noise, exif=exif(orientation))).orientation == 1
 
 
-@pytest.mark.parametrize("size", [(301, 220), (1023, 77), (97, 400)])
+@pytest.mark.parametrize("size", [(301, 220), (1023, 300), (101, 400)])
 def test_resize_round_trip_is_exact_on_both_axes(blobs, size):
     picture = np.asarray(PIL.Image.fromarray(blobs).resize(size, PIL.Image.BICUBIC))
     image = image_from_array(picture, resize=64)
@@ -222,9 +232,58 @@ def test_one_bit_and_cmyk(tmp_path, noise):
 def test_first_frame_of_many(tmp_path, noise):
     second = PIL.Image.fromarray(255 - noise)
     path = save(tmp_path / "a.tif", noise, save_all=True, append_images=[second])
-    assert np.array_equal(read_image(path).pixels, noise)
+    with pytest.warns(ImageWarning, match=r"a\.tif: has 2 pages; the first one is used"):
+        assert np.array_equal(read_image(path).pixels, noise)
     path = save(tmp_path / "a.webp", noise, save_all=True, append_images=[second], lossless=True)
-    assert np.array_equal(read_image(path).pixels, noise)
+    with pytest.warns(ImageWarning, match="2 frames"):
+        assert np.array_equal(read_image(path).pixels, noise)
+    path = save(tmp_path / "a.gif", noise[..., 0], save_all=True, append_images=[second])
+    with pytest.warns(ImageWarning, match="2 frames"):
+        grey = read_image(path).pixels
+    assert np.array_equal(grey if grey.ndim == 2 else grey[..., 0], noise[..., 0])
+
+
+def test_gif_jp2_and_avif(tmp_path, blobs):
+    for name, options in (("a.gif", {}), ("a.jp2", {}), ("a.j2k", {}), ("a.avif", {"quality": 95})):
+        if name == "a.avif" and not PIL.features.check("avif"):
+            continue
+        path = save(tmp_path / name, PIL.Image.fromarray(blobs).convert("RGB"), **options)
+        pixels = read_image(path).pixels
+        assert pixels.shape[:2] == blobs.shape
+        grey = pixels if pixels.ndim == 2 else pixels[..., 1]
+        assert np.abs(grey.astype(int) - blobs).mean() < 3, name
+
+
+def netpbm(path, kind, values, top):
+    """A binary or plain PGM or PPM file, without Pillow."""
+    height, width = values.shape[:2]
+    head = f"{kind}\n{width} {height}\n{top}\n".encode()
+    if kind in ("P2", "P3"):
+        path.write_bytes(head + " ".join(map(str, values.ravel().tolist())).encode())
+    else:
+        path.write_bytes(head + values.astype(">u2" if top > 255 else np.uint8).tobytes())
+    return path
+
+
+@pytest.mark.parametrize("top", [255, 1023, 4095, 65535])
+@pytest.mark.parametrize("kind", ["P5", "P2", "P6", "P3"])
+def test_netpbm_of_every_depth(tmp_path, rng, kind, top):
+    shape = (20, 30, 3) if kind in ("P6", "P3") else (20, 30)
+    values = rng.integers(0, top + 1, shape)
+    pixels = read_image(netpbm(tmp_path / "a.pnm", kind, values, top)).pixels
+    assert pixels.dtype == np.uint8 and pixels.shape == shape
+    assert np.abs(pixels - values * (255 / top)).max() <= 1.0
+
+
+def test_sixteen_bit_colour_png(tmp_path, rng):
+    values = rng.integers(0, 65536, (20, 30, 3), dtype=np.uint16)
+    cv2.imwrite(str(tmp_path / "a.png"), values[..., ::-1])
+    assert np.abs(read_image(tmp_path / "a.png").pixels - values / 257).max() <= 1.0
+
+
+def test_bitmaps(tmp_path):
+    (tmp_path / "a.pbm").write_bytes(b"P1\n3 2\n1 0 1\n0 0 1\n")
+    assert read_image(tmp_path / "a.pbm").pixels.tolist() == [[0, 255, 0], [255, 255, 0]]
 
 
 def test_one_pixel(tmp_path):
@@ -233,8 +292,26 @@ def test_one_pixel(tmp_path):
 
 
 def test_very_long_picture_keeps_a_pixel_of_width():
-    image = image_from_array(np.zeros((1, 40_000), np.uint8), resize=100)
-    assert image.pixels.shape == (1, 100) and image.scale == (100 / 40_000, 1.0)
+    with pytest.warns(ImageWarning, match="40000 x 1 is a long strip"):
+        image = image_from_array(np.zeros((1, 40_000), np.uint8), resize=50)
+    assert image.pixels.shape == (1, 8660) and image.scale == (8660 / 40_000, 1.0)
+
+
+@pytest.mark.parametrize(("size", "expected"), [((12000, 400), (4857, 162)), ((400, 12000), (162, 4857))])
+def test_a_panorama_is_resized_by_area_and_says_so(tmp_path, size, expected):
+    path = save(tmp_path / "wide.png", np.zeros(size[::-1], np.uint8))
+    with pytest.warns(ImageWarning, match=r"wide\.png: .* is a long strip, so it is resized by its area"):
+        image = read_image(path)
+    assert image.pixels.shape == expected[::-1]
+    assert image.pixels.size == pytest.approx(1024 * 768, rel=0.01)
+
+
+def test_ordinary_and_small_strips_are_resized_as_before(recwarn):
+    assert resized((4000, 1000), 1024)[0] == (1024, 256)
+    assert resized((1241, 376), 1024)[0] == (1024, 310)
+    assert resized((3000, 100), 1024) == ((3000, 100), (1.0, 1.0))  # has less than the area already
+    image_from_array(np.zeros((100, 3000), np.uint8))
+    assert not recwarn.list
 
 
 # --- files that must be refused ---
@@ -288,7 +365,11 @@ def test_png_with_a_wrong_checksum(tmp_path, noise):
         ("sig.png", b"\x89PNG\r\n\x1a\n" + bytes(100), "cut short"),
         ("zeros.tif", b"II*\0" + bytes(100), "cut short"),
         ("riff.webp", b"RIFF\x10\0\0\0WEBP" + bytes(40), "cut short"),
-        ("a.gif", b"GIF89a" + bytes(40), "known format"),
+        ("a.gif", b"GIF89a" + bytes(40), "cut short|damaged"),
+        ("a.jp2", b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(40), "cut short"),
+        ("a.avif", b"\0\0\0\x18ftypavif" + bytes(40), "cut short"),
+        ("a.pgm", b"P5\n9 9\n65535\n" + bytes(40), "cut short"),
+        ("a.svg", b"<svg></svg>", "known format"),
     ],
 )
 def test_what_is_no_picture(tmp_path, name, content, reason):
@@ -338,7 +419,7 @@ def test_a_bomb_is_refused_from_its_header(tmp_path, monkeypatch, recwarn):
     path = bomb(tmp_path / "bomb.png", 30_000)
     assert path.stat().st_size < 200_000
     limit = PIL.Image.MAX_IMAGE_PIXELS
-    monkeypatch.setattr("matcher.data.images.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
+    monkeypatch.setattr("matcher.data.probe.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ImageError, match=r"bomb\.png: 30000 x 30000 .*178000000.*max-pixels"):
         read_image(path)
     with pytest.raises(ImageError, match="bomb"):
@@ -360,7 +441,7 @@ def test_the_limit_is_the_callers(tmp_path, noise, monkeypatch, recwarn):
 def test_heic_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)  # as if it were not installed
     (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
-    with pytest.raises(ImageError, match=r"a\.heic.*pillow-heif.*matcher\[heif\]"):
+    with pytest.raises(ImageError, match=r"a\.heic.*pillow-heif.*matcher-vision\[heif\]"):
         read_image(tmp_path / "a.heic")
 
 
@@ -369,6 +450,12 @@ def test_heic_is_read(tmp_path, blobs):
     pillow_heif.from_pillow(PIL.Image.fromarray(blobs).convert("RGB")).save(tmp_path / "a.heic", quality=95)
     image = read_image(tmp_path / "a.heic")
     assert image.size == (300, 220) and np.abs(image.pixels[..., 1].astype(int) - blobs).mean() < 3
+
+
+@pytest.mark.parametrize("path", ["https://x.org/a/b.jpg", Path("https://x.org/a/b.jpg"), "s3://x/y.png"])
+def test_urls_are_to_be_downloaded_first(path):
+    with pytest.raises(ImageError, match=r"^(https://x\.org/a/b\.jpg|s3://x/y\.png): .*download it first"):
+        read_image(path)
 
 
 # --- masks ---
@@ -442,6 +529,7 @@ def test_array_layouts_agree(noise):
         np.zeros((20, 20), np.int64),
         np.zeros((20, 20), complex),
         np.array([["a", "b"]], dtype=object),
+        [[0, 1]],
         np.full((20, 20), 255.0),
         np.full((20, 20), -0.5),
         np.full((20, 20), np.nan),
@@ -459,3 +547,42 @@ def test_limits_must_make_sense(noise):
         image_from_array(noise, resize=0)
     with pytest.raises(UsageError, match="max_pixels"):
         read_image("a.png", max_pixels=0)
+
+
+def test_tensors_are_pictures(noise):
+    tensor = torch.from_numpy(noise)
+    for same in (
+        tensor,
+        tensor.permute(2, 0, 1),
+        tensor.permute(2, 0, 1) / 255,
+        tensor[..., :3].double() / 255,
+    ):
+        assert np.array_equal(image_from_array(same).pixels, noise)
+    assert np.array_equal(image_from_array(tensor[..., 0]).pixels, noise[..., 0])
+    assert np.array_equal(image_from_array(tensor[None, ..., 0]).pixels, noise[..., 0])
+    half = image_from_array((tensor / 255).bfloat16().requires_grad_()).pixels
+    assert np.abs(half.astype(int) - noise).max() <= 1
+    with pytest.raises(UsageError, match=r"shape \(2, 20, 20\)"):
+        image_from_array(torch.zeros(2, 20, 20))
+
+
+def test_pillow_pictures_are_read_as_their_files(tmp_path, noise):
+    for mode in ("RGB", "L", "RGBA", "LA", "P", "1", "I;16"):
+        deep = PIL.Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
+        picture = deep if mode == "I;16" else PIL.Image.fromarray(noise).convert(mode)
+        path = save(tmp_path / "a.png", picture, exif=exif(6))
+        wanted = read_image(path)
+        with PIL.Image.open(path) as opened:
+            found = image_from_array(opened)
+        assert found.size == wanted.size and found.orientation == wanted.orientation == 6
+        assert np.array_equal(found.pixels, wanted.pixels), mode
+        assert (found.mask is None) == (wanted.mask is None)
+    stored = image_from_array(PIL.Image.open(tmp_path / "a.png"), upright=False)
+    assert (stored.orientation, stored.exif_orientation) == (1, 6)
+
+
+def test_a_damaged_pillow_picture_is_an_image_error(tmp_path, noise):
+    path = save(tmp_path / "a.png", noise)
+    path.write_bytes(path.read_bytes()[:4000])
+    with pytest.raises(ImageError, match=r"a\.png.*cut short"):
+        image_from_array(PIL.Image.open(path))

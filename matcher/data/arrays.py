@@ -1,41 +1,36 @@
-"""Pictures in memory → NumPy arrays as `image_from_array` takes them: PIL pictures, torch tensors."""
+"""Pictures in memory: which arrays and tensors are pictures, and their samples as 8 bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import cv2
 import numpy as np
-import PIL.Image
 import torch
 
 from matcher.errors import UsageError
 
+ACCEPTED = "grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4) of uint8, uint16, bool or float in [0, 1]"
 
-def array_from(picture: Any) -> np.ndarray:
+
+def as_array(picture: Any) -> np.ndarray:
     """A NumPy array of a picture in memory.
 
     Args:
-        picture: an array; a PIL picture, upright or not, whose EXIF orientation is not applied; or a torch
-            tensor, (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4, on any device. Channels that come first
-            are moved behind.
+        picture: an array, or a torch tensor on any device, (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4.
+            A tensor's channels that come first are moved behind.
 
     Raises:
         UsageError: something else.
     """
     if isinstance(picture, np.ndarray):
         return picture
-    if isinstance(picture, torch.Tensor):
-        return _from_tensor(picture)
-    if isinstance(picture, PIL.Image.Image):
-        return _from_pillow(picture)
-    raise UsageError(
-        "a picture is a path, an Image, a NumPy array, a PIL picture or a torch tensor, "
-        f"not {type(picture).__name__}"
-    )
-
-
-def _from_tensor(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu()
+    if not isinstance(picture, torch.Tensor):
+        raise UsageError(
+            "a picture is a path, an Image, a NumPy array, a PIL picture or a torch tensor, "
+            f"not {type(picture).__name__}; accepted: {ACCEPTED}"
+        )
+    tensor = picture.detach().cpu()
     if tensor.dtype == torch.bfloat16:  # NumPy has none
         tensor = tensor.float()
     if tensor.dim() == 3 and tensor.shape[0] in (1, 3, 4) and tensor.shape[2] not in (1, 3, 4):
@@ -43,11 +38,33 @@ def _from_tensor(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def _from_pillow(picture: PIL.Image.Image) -> np.ndarray:
-    if picture.mode in ("1", "L", "RGB", "RGBA", "I;16", "F"):
-        return np.asarray(picture)
-    if picture.mode in ("LA", "La") or picture.has_transparency_data:
-        return np.asarray(picture.convert("RGBA"))
-    if picture.mode.startswith("I"):
-        raise UsageError(f"a PIL picture of mode {picture.mode!r} has over 16 bits; convert it to 'I;16'")
-    return np.asarray(picture.convert("RGB"))
+def split_alpha(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """(H, W), (H, W, 1), (H, W, 3) or (H, W, 4) → (H, W) or (H, W, 3), and where alpha is not 0 or None.
+
+    Raises:
+        UsageError: another shape.
+    """
+    channels = array.shape[2:] or (1,)
+    if array.ndim not in (2, 3) or channels[0] not in (1, 3, 4) or array.size == 0:
+        raise UsageError(f"an array of shape {array.shape} is not a picture; accepted: {ACCEPTED}")
+    opaque = array[..., 3] != 0 if channels[0] == 4 else None
+    if array.ndim == 3:
+        array = array[..., 0] if channels[0] == 1 else array[..., :3]
+    return array, opaque
+
+
+def to_uint8(raw: np.ndarray) -> np.ndarray:
+    """Samples of any accepted depth, scaled by the full range of their type; `ValueError` for others."""
+    raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
+    if raw.dtype == np.uint8:
+        return raw
+    if raw.dtype == np.bool_:
+        return raw * np.uint8(255)
+    if raw.dtype == np.uint16:
+        return cv2.convertScaleAbs(raw, alpha=255 / 65535)
+    if raw.dtype.kind != "f":
+        raise ValueError(f"samples of type {raw.dtype}")
+    low, high = float(raw.min()), float(raw.max())  # NaN propagates and fails the comparison
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # a hair of overshoot is interpolation's rounding
+        raise ValueError(f"float samples from {low:g} to {high:g}, which should lie in [0, 1]")
+    return np.rint(np.clip(raw, 0, 1) * np.float32(255)).astype(np.uint8)

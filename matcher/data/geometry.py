@@ -7,7 +7,11 @@ makes of them.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+
+LONGEST_ASPECT = 4.0  # longer / shorter side, above which pictures are resized by area
 
 # stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (0 is unused).
 UPRIGHT = np.array(
@@ -29,10 +33,15 @@ UPRIGHT = np.array(
 def resized(size: tuple[int, int], longer_side: int | None) -> tuple[tuple[int, int], tuple[float, float]]:
     """The size whose longer side is at most `longer_side`, and the exact scale (sx, sy) after rounding.
 
-    Pictures are only ever made smaller; None keeps them.
+    Pictures are only ever made smaller; None keeps them. A strip whose sides differ by more than
+    `LONGEST_ASPECT` would keep too few rows: it gets the area of a 4:3 picture with that longer side.
     """
     width, height = size
-    factor = 1.0 if longer_side is None else min(1.0, longer_side / max(width, height))
+    factor = 1.0
+    if longer_side is not None and max(size) > LONGEST_ASPECT * min(size):
+        factor = min(1.0, longer_side * math.sqrt(0.75 / (width * height)))
+    elif longer_side is not None:
+        factor = min(1.0, longer_side / max(width, height))
     new = (max(1, round(width * factor)), max(1, round(height * factor)))
     return new, (new[0] / width, new[1] / height)
 

@@ -23,6 +23,9 @@ PICTURE_SUFFIXES = (
     ".pgm",
     ".ppm",
     ".pbm",
+    ".gif",
+    ".jp2",
+    ".avif",
     ".heic",
     ".heif",
 )

@@ -1,0 +1,147 @@
+"""A picture file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
+
+Pillow decodes, because it raises where a file is cut short (OpenCV fills the rest with grey) and reports EXIF
+orientation separately.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+from PIL.PpmImagePlugin import PpmImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from matcher.data.geometry import UPRIGHT
+from matcher.data.probe import find_format, open_regular
+from matcher.errors import ImageError, ImageWarning, MatcherError
+
+EXIF_ORIENTATION = 0x0112
+_STRIP_ROWS = 256  # Pillow → NumPy in strips takes half the time of one piece: the copies stay in the cache
+_INVERSE_TURN = {6: 8, 8: 6}  # every other orientation undoes itself
+
+
+class Decoded(NamedTuple):
+    """A picture as stored in its file."""
+
+    samples: np.ndarray  # (H, W) or (H, W, 3) RGB, in the file's depth
+    opaque: np.ndarray | None  # (H, W) bool, where alpha is not 0; None: everywhere
+    orientation: int  # EXIF 1-8
+
+
+def decode(path: Path, max_pixels: int) -> Decoded:
+    """The first frame or page of a picture file; an `ImageWarning` says where there are more pages.
+
+    Raises:
+        ImageError: missing, not a known picture, larger than `max_pixels`, cut short or damaged.
+    """
+    with open_regular(path) as file:
+        name, opener = find_format(file, path)
+        with _decoding(path, name):
+            picture = opener(file)
+        width, height = picture.size
+        if width * height > max_pixels:
+            raise ImageError(
+                f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
+                "make the picture smaller or raise max_pixels (--max-pixels)"
+            )
+        _tell_of_pages(picture, path, name)
+        with _decoding(path, name), _quiet(width * height):
+            turned = _orientation(picture.tag_v2) if isinstance(picture, TiffImageFile) else 1
+            picture.load()
+            raw, opaque = samples_of(picture)
+            orientation = _orientation(picture.getexif()) if turned == 1 else turned
+    if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
+        back = _INVERSE_TURN.get(turned, turned)
+        raw, opaque = turned_by(raw, back), None if opaque is None else turned_by(opaque, back)
+    return Decoded(raw, opaque, orientation)
+
+
+def from_pillow(picture: PIL.Image.Image) -> Decoded:
+    """A PIL picture in memory, as it stands: what its EXIF orientation asks for is reported, not done.
+
+    Raises:
+        ImageError: it was opened from a file that is cut short or damaged.
+    """
+    path = Path(getattr(picture, "filename", "") or "the PIL picture")
+    with _decoding(path, picture.format or "picture"):
+        picture.load()
+        turned = isinstance(picture, TiffImageFile)  # by Pillow, whatever its tags say
+        return Decoded(*samples_of(picture), 1 if turned else _orientation(picture.getexif()))
+
+
+def _tell_of_pages(picture: PIL.Image.Image, path: Path, name: str) -> None:
+    try:
+        pages = getattr(picture, "n_frames", 1)
+    except Exception:  # a page behind the first is damaged, and nobody asked for it
+        return
+    if pages > 1:
+        what = "pages" if name == "TIFF" else "frames"
+        warnings.warn(f"{path}: has {pages} {what}; the first one is used", ImageWarning, stacklevel=4)
+
+
+@contextmanager
+def _decoding(path: Path, name: str) -> Iterator[None]:
+    """Whatever a decoder raises on damaged bytes, as one error that names the file and the remedy."""
+    try:
+        yield
+    except (MatcherError, MemoryError):
+        raise
+    except PIL.Image.DecompressionBombError as error:
+        raise ImageError(
+            f"{path}: the {name} is beyond its decoder's own limit ({error}); make the picture smaller"
+        ) from error
+    except Exception as error:
+        raise ImageError(
+            f"{path}: the {name} cannot be decoded ({error}); it is cut short or damaged: export it again"
+        ) from error
+
+
+def _quiet(pixels: int) -> AbstractContextManager[Any]:
+    """No warning of Pillow's for a size the caller allows; the filters stay alone where it would not warn."""
+    if pixels <= (PIL.Image.MAX_IMAGE_PIXELS or pixels):
+        return nullcontext()
+    return warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning)
+
+
+def _orientation(tags: Any) -> int:
+    value = tags.get(EXIF_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def samples_of(picture: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
+    """Samples of a decoded picture as grey or RGB in the file's depth, and where alpha is not 0."""
+    if picture.mode.startswith("I") or picture.mode == "F":
+        raw = _strips(picture)  # Pillow's own conversion to 8 bits would clip instead of scale
+        if isinstance(picture, PpmImageFile) and picture.mode == "I":
+            raw = raw.astype(np.uint16)  # Pillow scales a deep PGM to 16 bits, in 32-bit numbers
+        clear = picture.info.get("transparency")
+        return raw, raw != clear if isinstance(clear, int) else None
+    grey = picture.mode in ("1", "L", "LA", "La")
+    if not picture.has_transparency_data:
+        mode = "L" if grey else "RGB"
+        return _strips(picture if picture.mode == mode else picture.convert(mode)), None
+    raw = _strips(picture.convert("LA" if grey else "RGBA"))
+    return raw[..., 0] if grey else raw[..., :3], raw[..., -1] != 0
+
+
+def _strips(picture: PIL.Image.Image) -> np.ndarray:
+    width, height = picture.size
+    probe = np.asarray(picture.crop((0, 0, width, 1)))
+    array = np.empty((height, *probe.shape[1:]), dtype=probe.dtype)
+    for top in range(0, height, _STRIP_ROWS):
+        bottom = min(top + _STRIP_ROWS, height)
+        array[top:bottom] = np.asarray(picture.crop((0, top, width, bottom)))
+    return array
+
+
+def turned_by(array: np.ndarray, orientation: int) -> np.ndarray:
+    """Stored array (H, W[, C]) → upright view; the signed permutation that `geometry` applies to points."""
+    turn = UPRIGHT[orientation]
+    array = array if turn[0, 0] else array.swapaxes(0, 1)
+    return array[:: turn[1].sum(dtype=int), :: turn[0].sum(dtype=int)]

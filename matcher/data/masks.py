@@ -1,0 +1,44 @@
+"""Where keypoints may lie: masks from files and arrays, in stored pixels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from matcher.data.decoding import decode
+from matcher.data.probe import PathLike, as_path
+from matcher.errors import UsageError
+
+
+def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
+    """(H, W) bool from a picture file, in stored pixels: True where any channel is not 0 and alpha is not 0.
+
+    Raises:
+        ImageError: as `matcher.data.images.read_image`.
+    """
+    raw, opaque, _ = decode(as_path(path), max_pixels)
+    keep = raw != 0 if raw.ndim == 2 else np.any(raw != 0, axis=2)
+    return keep if opaque is None else keep & opaque
+
+
+def combined(
+    opaque: np.ndarray | None, mask: PathLike | np.ndarray | None, shape: tuple[int, int], max_pixels: int
+) -> np.ndarray | None:
+    """(H, W) bool: where the picture is opaque and the caller's mask keeps it; None = everywhere.
+
+    Raises:
+        ImageError: the mask's file cannot be read.
+        UsageError: the mask is of another size than the stored picture, of shape (H, W).
+    """
+    if mask is None:
+        return opaque
+    if isinstance(mask, np.ndarray):
+        name, keep = "the mask", mask != 0
+    else:
+        name, keep = str(mask), read_mask(mask, max_pixels)
+    if keep.shape != shape:
+        found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
+        raise UsageError(
+            f"{name} is {found} pixels, its picture {wanted}; "
+            "a mask has the size of the picture as stored, before EXIF orientation and resize"
+        )
+    return keep if opaque is None else keep & opaque
