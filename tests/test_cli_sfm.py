@@ -102,14 +102,81 @@ def test_too_little_to_reconstruct(tmp_path, capfd):
 
 
 def test_several_models_and_errors_in_resized_pixels_are_told():
-    from matcher.cli.sfm import told
+    from matcher.cli.sfm import summary_lines
     from matcher.collection.exporting.output import ExportReport
 
     def model(images):
         return SparseModel({f"{i}": np.eye(4)[:3] for i in range(images)}, {}, 9, 20, 2.2, 0.8)
 
     report = ExportReport(Path("m.db"), left_out=["the pair a b: damaged"])
-    lines = told(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
+    lines = summary_lines(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
     assert "left out: the pair a b: damaged" in lines and "registered images: 4 of 8" in lines
     assert "mean reprojection error: 0.800 px of the file, 0.400 px of the resized image" in lines
-    assert "1 more models that do not hang together with it: 3 images" in lines
+    assert "1 more models that share no image with it: 3 images" in lines
+
+
+def test_one_photo_is_too_few(tmp_path, capfd):
+    """It went on, and advised on `matcher collection`."""
+    render_photos(tmp_path / "photos", count=1, size=(120, 90))
+    assert run("sfm", tmp_path / "photos", "--out", tmp_path / "model", *FAST) == 2
+    assert "at least two photos" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
+
+
+def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
+    folder, _, _ = made
+    photos, model = folder / "photos", tmp_path / "model"
+    assert run("sfm", photos, "--out", model, *FAST, "--exclude", "photo0*", "--dry-run") == 0
+    told = capfd.readouterr().out
+    assert "images: 5" in told and "--exhaustive" in told and f"make {model}" in told
+    assert run("sfm", photos, "--out", model, *FAST, "--sequential", 2, "--dry-run") == 0
+    assert "--sequential 2" in capfd.readouterr().out
+    assert run("sfm", folder / "model-run", "--out", model, "--dry-run", "--include", "photo[012]*") == 0
+    told = capfd.readouterr().out
+    assert "images: 3 of 6" in told and "pairs: 10 matched" in told
+    assert run("sfm", photos, "--out", model, *FAST, "--masks", tmp_path, "--dry-run") == 2
+    assert run("sfm", photos, "--out", folder / "model", *FAST, "--dry-run") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_selected_images_are_mapped(made, tmp_path, capfd):
+    folder, _, _ = made
+    options = ("--exclude", "photo0.png", "--threads", 1)
+    assert run("sfm", folder / "model-run", "--out", tmp_path / "model", *options) == 0
+    assert "registered images: 4 of 4" in capfd.readouterr().out
+    model = pycolmap.Reconstruction(str(tmp_path / "model" / "sparse" / "0"))
+    assert {image.name for image in model.images.values()} == {f"photo{i}.png" for i in range(1, 5)}
+
+
+def test_features_of_elsewhere_and_a_restart(made, tmp_path, capfd):
+    pytest.importorskip("h5py")
+    folder, _, _ = made
+    assert run("export", folder / "model-run", "--to", "hloc", tmp_path / "hloc") == 0
+    given = ("--out", tmp_path / "model", "--features", tmp_path / "hloc" / "features.h5", *FAST)
+    assert run("sfm", folder / "photos", *given) == 0
+    assert "registered images: 5 of 5" in capfd.readouterr().out
+    assert run("sfm", folder / "photos", *given, "--overwrite", "--threshold", 0.3) == 2
+    assert "--restart" in capfd.readouterr().err
+    assert run("sfm", folder / "photos", *given, "--overwrite", "--threshold", 0.3, "--restart") == 0
+    assert "registered images: 5 of 5" in capfd.readouterr().out
+
+
+def test_the_object_reconstructs_and_exports_with_a_choice_of_cameras(made, tmp_path):
+    from matcher.collection.exporting.cameras import CameraChoice
+
+    folder, _, _ = made
+    collection = matcher.Collection.open(folder / "model-run")
+    choice = CameraChoice(model="SIMPLE_PINHOLE", sharing="single")
+    result = collection.reconstruct(tmp_path / "model", cameras=choice, include=["photo[0123]*"], threads=1)
+    assert result.largest.registered == result.images == 4
+    assert {camera["model"] for camera in result.largest.cameras.values()} == {"SIMPLE_PINHOLE"}
+    collection.export("colmap", tmp_path / "a.db", cameras=choice)
+    with pycolmap.Database.open(tmp_path / "a.db") as database:
+        assert database.num_cameras() == 1
+    with pytest.raises(matcher.UsageError, match="unknown option 'max_images'"):
+        collection.reconstruct(tmp_path / "other", max_images=3)
+    with pytest.raises(matcher.UsageError, match="at least two photos"):
+        collection.reconstruct(tmp_path / "other", include=["photo0.png"])
+    with pytest.raises(matcher.UsageError, match="no cameras"):
+        collection.export("npz", tmp_path / "a.npz", cameras=choice)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.db", "model"]

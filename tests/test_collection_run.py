@@ -8,7 +8,7 @@ from collection_runs import QUICK, contents, photos
 
 import matcher
 from matcher.cli import main
-from matcher.cli.collection import ProgressLines
+from matcher.cli.progress import ProgressLines
 from matcher.collection.collection import Collection
 from matcher.collection.descriptors import file_path
 from matcher.collection.records import Counts
@@ -92,7 +92,7 @@ def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
     shutil.copy(folder / "view 02.png", folder / "view 01.png")
     assert collect(folder, run_dir) == 0
     err = capfd.readouterr().err
-    assert "1 images have changed" in err
+    assert "1 image has changed" in err
     assert "extracting images: 1 of 1" in err and "matching pairs: 3 of 3" in err
     after = contents(run_dir)
     assert {key[1:] for key in before if key not in after or after[key] != before[key]} >= {
@@ -356,7 +356,7 @@ def test_names_that_cannot_be_stored_are_left_out(folder, tmp_path, capfd):
     shutil.copy(folder / "view 00.png", folder / ".hidden.png")
     (folder / "sub" / "loop").symlink_to(folder)
     assert collect(folder, tmp_path / "run", "--exhaustive") == 0
-    assert "2 files are left out for their names" in capfd.readouterr().err
+    assert "left out for names that cannot be stored: 2 files" in capfd.readouterr().err
     with Store.open(tmp_path / "run") as store:
         assert next(image.name for image in store.images()) == "sub/größe ß.PNG"
         assert store.counts().images == 5

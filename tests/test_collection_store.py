@@ -80,22 +80,23 @@ def test_what_does_not_fit_is_not_written(rng):
 @pytest.mark.parametrize(("kind", "dim", "per_number"), [("sift", 128, 1), ("superpoint", 256, 2)])
 def test_descriptors_take_the_bits_that_their_kind_needs(rng, kind, dim, per_number):
     wanted = features(rng, 500, kind, dim)
+    facts = {"size": (640, 480), "exif_orientation": 6, "kind": kind, "scale": (0.5, 0.4)}
     record = encode_features(wanted)
     assert len(record) < 500 * dim * per_number + 500 * 12 + 600
-    found = decode_features(record, wanted.keypoints.numpy(), (640, 480), 6, kind)
+    found = decode_features(record, wanted.keypoints.numpy(), **facts)
     error = (found.descriptors - wanted.descriptors).abs() / wanted.descriptors.abs().clamp(min=1e-3)
     assert float(error.max()) <= (0 if kind == "sift" else 2**-11)
     for name in ("keypoints", "scores", "scales", "orientations", "size", "exif_orientation"):
         assert (getattr(found, name) == getattr(wanted, name)).all(), name
     with pytest.raises(DamagedError):
-        decode_features(record[:-1], wanted.keypoints.numpy(), (640, 480), 6, kind)
+        decode_features(record[:-1], wanted.keypoints.numpy(), **facts)
     with pytest.raises(DamagedError):
-        decode_features(record, wanted.keypoints.numpy()[1:], (640, 480), 6, kind)
+        decode_features(record, wanted.keypoints.numpy()[1:], **facts)
 
 
 def test_sift_that_is_not_of_whole_numbers_is_still_kept(rng):
     wanted = replace(features(rng, 20, "any"), kind="sift")
-    found = decode_features(encode_features(wanted), wanted.keypoints.numpy(), (640, 480), 6, "sift")
+    found = decode_features(encode_features(wanted), wanted.keypoints.numpy(), size=(640, 480), kind="sift")
     assert float((found.descriptors - wanted.descriptors).abs().max()) < 1e-2
 
 

@@ -8,31 +8,39 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from matcher.cli import options
-from matcher.cli.collection import (
+from matcher.cli.collecting import (
+    Exclude,
     Exhaustive,
+    FeaturesFile,
+    Include,
+    Masks,
     PairFile,
+    Restart,
     Sequential,
     Similar,
     WorkerCount,
     choose_pairs,
     enter_images,
     match_pairs,
+    suggestion,
 )
 from matcher.cli.exits import PARTIAL
 from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
 from matcher.cli.messages import show
 
 if TYPE_CHECKING:
-    from matcher.collection.exporting.cameras import CameraChoice
+    from collections.abc import Sequence
+
     from matcher.collection.reconstruction.reconstruct import Reconstruction
+    from matcher.collection.sources import FeatureSource
     from matcher.collection.store import Store
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
-EXHAUSTIVE_UP_TO = 100  # images; 4,950 pairs
-NEIGHBOURS = 30  # of an image, of more of them
+# Of the images that a reconstruction matches in full, and of the similar ones of each in a larger collection.
+LIMITS = {"exhaustive_up_to": 100, "neighbours": 30}
 _ALWAYS = {"preset", "device", "upright"}  # options that have a value without being given
 
-Source = Annotated[
+RunOrPhotos = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="A run, or a folder of photos.")
 ]
 ModelFolder = Annotated[Path, typer.Option("--out", metavar="MODEL", help="Folder to make.")]
@@ -41,13 +49,20 @@ RunFolder = Annotated[
     typer.Option("--run", metavar="RUN_DIR", help="From photos: where matches are kept; default MODEL-run."),
 ]
 MapperChoice = Annotated[
-    Literal["incremental", "global"], typer.Option("--mapper", help="Which of COLMAP's mappers.")
+    Literal["incremental", "global"],
+    typer.Option("--mapper", help="COLMAP's incremental mapper, or its global one (GLOMAP)."),
 ]
 Threads = Annotated[
-    int, typer.Option(help="Of COLMAP; -1: all processors. 1 gives the same model every time.")
+    int,
+    typer.Option(metavar="N", help="Threads of COLMAP; -1: all cores. 1 gives the same model every time."),
 ]
-MinImages = Annotated[int, typer.Option("--min-images", min=2, help="Leave smaller models out.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of COLMAP.")]
+MinImages = Annotated[
+    int, typer.Option("--min-images", metavar="N", min=2, help="Leave out models of fewer images.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of COLMAP's random choices.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and print what would be done; write nothing.")
+]
 
 SfmOptions = Annotated[
     dict[str, Any],
@@ -57,7 +72,7 @@ SfmOptions = Annotated[
 
 
 def sfm(
-    source: Source,
+    source: RunOrPhotos,
     out: ModelFolder,
     given: SfmOptions,
     run: RunFolder = None,
@@ -65,7 +80,12 @@ def sfm(
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,
     similar: Similar = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    features: FeaturesFile = None,
+    masks: Masks = None,
     workers: WorkerCount = None,
+    restart: Restart = False,
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
@@ -74,25 +94,31 @@ def sfm(
     threads: Threads = -1,
     seed: Seed = 0,
     overwrite: options.Overwrite = False,
+    dry_run: DryRun = False,
 ) -> int:
-    """From photos, or from a run of `matcher collection`, to cameras and points (by COLMAP).
+    """Reconstruct cameras and points (by COLMAP) from photos, or from a run of `matcher collection`.
 
-    From photos, images are resized to 2048 and given 4096 keypoints unless said otherwise, of SIFT the
-    largest, which more images share; up to 100 are matched each with each, of more each with the 30 that
-    look most like it. What is matched stays in the run, so the same command goes on after an interruption.
+    Photos are first matched into RUN_DIR: up to 100 each with each, of more each with the 30 most similar
+    ones, with more and larger keypoints than `matcher collection` takes. The run stays, so the same command
+    goes on after an interruption, and `matcher sfm RUN_DIR` maps again without matching.
     """
     _check_first(out, overwrite)
-    choice = camera_choice(camera, camera_model, cameras)
     wanted = choose_pairs(pairs, exhaustive, sequential, similar)
-    if is_run(source):
-        if wanted or set(given) - _ALWAYS or not (run is workers is None):
-            raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
-        run, code = source, 0
-    else:
-        run = run or out.with_name(f"{out.name}-run")
-        code = _match(source, run, given, wanted, workers)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, overwrite=overwrite)
-    return max(code, _reconstruct(run, out, choice, mapping))
+    mapping["choice"] = camera_choice(camera, camera_model, cameras)
+    selection = dict(include=include or (), exclude=exclude or ())
+    sources = dict(masks=masks, features=features)
+    if is_run(source):
+        chosen = wanted or restart or set(given) - _ALWAYS
+        if chosen or any(value is not None for value in (run, workers, *sources.values())):
+            raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
+        return _from_run(source, out, selection, mapping, dry_run)
+    run = run or out.with_name(f"{out.name}-run")
+    found = _find_photos(source, selection, sources)
+    if dry_run:
+        return _preview_photos(found, run, out, wanted)
+    code = _match(source, run, given, wanted, workers, {**selection, **sources, "restart": restart})
+    return max(code, _reconstruct(run, out, found.names()[0], mapping))
 
 
 def _check_first(out: Path, overwrite: bool) -> None:
@@ -104,12 +130,31 @@ def _check_first(out: Path, overwrite: bool) -> None:
     check_folder(out, overwrite=overwrite)
 
 
+def _find_photos(images: Path, selection: dict[str, Any], sources: dict[str, Any]) -> FeatureSource:
+    """The photos of a reconstruction; `UsageError` for too few of them."""
+    from matcher.collection.hloc_features import find_source
+    from matcher.collection.selection import Selection
+    from matcher.collection.sources import check_masks
+    from matcher.errors import UsageError
+
+    source = find_source(images, **sources, selection=Selection.parse(**selection))
+    check_masks(source)
+    count = len(source.names()[0])
+    if count < 2:
+        raise UsageError(f"a reconstruction needs at least two photos, and {images} holds {count}")
+    return source
+
+
 def _match(
-    images: Path, run: Path, given: dict[str, Any], wanted: dict[str, Any], workers: int | None
+    images: Path,
+    run: Path,
+    given: dict[str, Any],
+    wanted: dict[str, Any],
+    workers: int | None,
+    how: dict[str, Any],
 ) -> int:
     """Make the run of a folder of photos, with the defaults of a reconstruction."""
     from matcher.collection.collection import Collection
-    from matcher.collection.sources import Photos
     from matcher.presets import configure, find_preset
 
     defaults = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
@@ -117,22 +162,53 @@ def _match(
     if extractor.kind == "sift":
         defaults["keep"] = KEEP
     opened = Collection.open(run, workers=workers, **(defaults | given))
-    enter_images(opened, images)
-    if not wanted:
-        few = len(Photos(images).names()[0]) <= EXHAUSTIVE_UP_TO
-        wanted = {"exhaustive": True} if few else {"similar": NEIGHBOURS}
-    return match_pairs(opened, wanted)
+    enter_images(opened, images, **how)
+    return match_pairs(opened, wanted, LIMITS)
 
 
-def _reconstruct(run: Path, out: Path, choice: CameraChoice, mapping: dict[str, Any]) -> int:
+def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str, Any], dry_run: bool) -> int:
+    """Map the selected images of a run, or print what would be mapped; the exit code."""
+    from matcher.collection.selection import Selection
+    from matcher.collection.store import Store
+
+    with Store.open(run) as store:
+        counts = store.counts()
+        names = Selection.parse(**selection).apply(image.name for image in store.images())
+    if not dry_run:
+        return _reconstruct(run, out, names, mapping)
+    show(f"images: {len(names)} of {counts.images} in {run}")
+    show(f"pairs: {counts.pairs_done} matched, {counts.pairs_waiting} waiting, {counts.pairs_failed} failed")
+    show(f"would make {out}")
+    return 0
+
+
+def _reconstruct(run: Path, out: Path, names: Sequence[str], mapping: dict[str, Any]) -> int:
+    """Map these images of a run and print the numbers; the exit code."""
     from matcher.collection.reconstruction.reconstruct import reconstruct
     from matcher.collection.store import Store
 
     with Store.open(run) as store:
-        made = reconstruct(store, out, choice=choice, **mapping)
-        for line in told(made, resized_scale(store)):
+        made = reconstruct(store, out, only=names, **mapping)
+        for line in summary_lines(made, resized_scale(store)):
             show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0
+
+
+def _preview_photos(source: FeatureSource, run: Path, out: Path, wanted: dict[str, Any]) -> int:
+    """Print what would be matched and made of photos."""
+    from matcher.collection.pair_choice import default_choice
+    from matcher.collection.sources import check_masks
+
+    names, _ = source.names()
+    masked = check_masks(source)
+    show(f"images: {len(names)}" + ("" if masked is None else f", {masked} with a mask"))
+    if wanted:
+        ((method, value),) = wanted.items()
+        show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
+    else:
+        show(f"pairs: {suggestion(default_choice(len(names), **LIMITS), len(names))}")
+    show(f"would {'go on with' if is_run(run) else 'make'} {run}, then make {out}")
+    return 0
 
 
 def is_run(source: Path) -> bool:
@@ -152,8 +228,8 @@ def resized_scale(store: Store) -> float | None:
     return resize / longest if longest > resize else None
 
 
-def told(made: Reconstruction, scale: float | None) -> list[str]:
-    """A reconstruction for people."""
+def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
+    """A reconstruction in numbers, ready to print."""
     from matcher.collection.reconstruction.reconstruct import PLOT
 
     model = made.largest
@@ -170,5 +246,5 @@ def told(made: Reconstruction, scale: float | None) -> list[str]:
     ]
     if len(made.models) > 1:
         sizes = ", ".join(str(other.registered) for other in made.models[1:])
-        lines.append(f"{len(made.models) - 1} more models that do not hang together with it: {sizes} images")
+        lines.append(f"{len(made.models) - 1} more models that share no image with it: {sizes} images")
     return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]

@@ -1,32 +1,41 @@
-"""A collection of images as an object: open, add images, add pairs, run, read, export."""
+"""A collection of images as an object: open, add images and pairs, run, read, export, reconstruct."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
-from matcher.collection import pairlists, runner, schema
-from matcher.collection.descriptors import file_path
+from matcher.collection import pairlists, runner
 from matcher.collection.engines import Workers, batch_size, start_engine
-from matcher.collection.locking import StoreLock
+from matcher.collection.hloc_features import find_source
+from matcher.collection.pair_choice import (
+    EXHAUSTIVE_UP_TO,
+    NEIGHBOURS,
+    PairChoice,
+    default_choice,
+    requested_choice,
+)
 from matcher.collection.pairlists import PairFault
-from matcher.collection.planning import Changes, add_pairs, refresh_images
-from matcher.collection.records import Counts, StoredPair
+from matcher.collection.planning import ImageChanges, add_pairs, refresh_images
+from matcher.collection.reverification import verify_again
+from matcher.collection.run_folder import check_writable, delete_store
 from matcher.collection.runner import OnProgress, RunReport
+from matcher.collection.selection import Selection
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes
-from matcher.collection.sources import FeatureSource, Photos
-from matcher.collection.store import Store, check_writable
+from matcher.collection.sources import FeatureSource, check_masks
+from matcher.collection.store import Store
+from matcher.collection.stored_run import StoredRun
 from matcher.collection.workers import Engine
 from matcher.collection.writer import Writer
-from matcher.data.camera import Camera
+from matcher.data.camera import Camera, as_camera
 from matcher.errors import UsageError
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 
 
-class Collection:
-    """Images and pairs in a store; see `open`.
+class Collection(StoredRun):
+    """Images and pairs in a store on disk; see `open`.
 
         collection = matcher.Collection.open("run", max_keypoints=4096)
         collection.add_images("photos")
@@ -34,14 +43,15 @@ class Collection:
         collection.run()
         for pair in collection:
             pair.name0, pair.name1, pair.matches, pair.geometry
+        collection.reconstruct("model")
 
-    Results are on disk, so a run that was interrupted goes on where it was. A script needs no guard
-    (`if __name__ == "__main__"`): workers do not import it.
+    Results are on disk, so a run that was interrupted goes on where it stopped. A script needs no
+    `if __name__ == "__main__"` guard: worker processes do not import it.
     """
 
     def __init__(self, run_dir: Path, setup: Callable[[FeatureSource], Setup], workers: Workers) -> None:
         """Use `open`."""
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         self.workers = workers
         self._setup_of = setup
         self._setup: Setup | None = None
@@ -57,13 +67,18 @@ class Collection:
         workers: Workers | int | None = None,
         **options: Unpack[LoadOptions],
     ) -> Collection:
-        """A run that exists, or one that the first `add_images` makes.
+        """An existing run, or one that the first `add_images` makes.
+
+            >>> from matcher import Collection
+            >>> Collection.open("no-such-run", preset="nearest")
+            Collection('no-such-run', no images yet)
 
         Args:
             run_dir: folder of the store.
-            preset: a name in `PRESETS`; one with keypoints of its own for each image.
-            camera: of every image that has none of its own, for essential geometry.
-            shard: "i/n", to match only part i of n of the pairs in this store.
+            preset: a name in `PRESETS`; not a detector-free one (loftr-…), which finds other keypoints for
+                every pair.
+            camera: of every image that has none of its own (`set_cameras`), for essential geometry.
+            shard: "i/n", i from 1 to n: match only part i of n of the pairs in this store.
             workers: what does the work, or the number of processes; None is one a core or GPU, 0 this one.
             options: as of `matcher.load`.
 
@@ -76,7 +91,8 @@ class Collection:
             if isinstance(given.get(name), Path):
                 given[name] = given[name].absolute()
         means = workers if isinstance(workers, Workers) else Workers(count=workers)
-        return cls(Path(run_dir), lambda source: Setup(source, preset, given, camera, part), means)
+        common = None if camera is None else as_camera(camera)
+        return cls(Path(run_dir), lambda source: Setup(source, preset, given, common, part), means)
 
     def add_images(
         self,
@@ -84,57 +100,93 @@ class Collection:
         *,
         masks: str | Path | None = None,
         features: str | Path | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         restart: bool = False,
-    ) -> Changes:
-        """Enter the images of a folder and its folders; a changed one is done again with its pairs.
+    ) -> ImageChanges:
+        """Enter the images below a folder; one whose content has changed is extracted and matched again.
 
         Args:
             folder: of the images.
-            masks: folder of images that are not black where keypoints may lie, called as those they are of.
-            features: keypoints and descriptors made elsewhere, in hloc's HDF5 layout, used instead of a front
-                end.
+            masks: folder of masks: images that are not black where keypoints may lie, called as the images
+                they belong to, or with .png behind the name or in place of its suffix.
+            features: HDF5 file with keypoints and descriptors made elsewhere, in hloc's layout, used instead
+                of a front end.
+            include: names, folders or globs of the images to take; `@FILE` is a list (see `Selection`).
+            exclude: of the images to leave out.
             restart: throw away what the store holds.
 
         Returns:
             What is new and what has changed.
 
         Raises:
-            UsageError: no folder, settings other than those of the store, another run writes it.
+            UsageError: no such folder, no images, no mask for any of them, a pattern that fits none, settings
+                other than those of the store, or another run is writing it.
             IntegrityError: the store or the weights are damaged.
         """
-        source: FeatureSource = Photos(Path(folder), None if masks is None else Path(masks))
-        if features is not None:
-            from matcher.collection.hloc_features import HlocFeatures
-
-            if masks is not None:
-                raise UsageError("masks are for extracting features; --features brings them ready-made")
-            source = HlocFeatures(Path(folder), Path(features))
-        if not source.names()[0]:  # said before anything is made
-            raise UsageError(f"{folder} holds no images")
+        selection = Selection.parse(include, exclude)
+        source = find_source(Path(folder), masks, features, selection)
+        masked = check_masks(source)  # said before anything is made
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))
         check_writable(self.run_dir)
         if restart:
-            clear(self.run_dir)
-        if not (self.run_dir / schema.DATABASE).exists():
-            Store.create(self.run_dir, settings, folder).close()
+            delete_store(self.run_dir)
+        Store.create_if_absent(self.run_dir, settings, folder)
         with Writer(self.run_dir) as writer:
             refuse_changes(self.run_dir, writer.store.settings, settings)
             self._setup = setup
-            return refresh_images(writer, source)
+            return refresh_images(writer, source, masked)
 
-    def set_cameras(self, cameras: dict[str, Camera]) -> None:
-        """Cameras of images by their names; they are used by essential geometry and by exports."""
+    def set_cameras(self, cameras: Mapping[str, Camera]) -> int:
+        """Set the cameras of images, by name; essential geometry and exports use them.
+
+        With geometry "essential", finished pairs of images whose camera changes are verified again from the
+        matches that are stored, in this process; features and matches stay.
+
+        Args:
+            cameras: name → camera, in pixels of the stored image.
+
+        Returns:
+            How many pairs were verified again.
+
+        Raises:
+            UsageError: a name that the run does not have, no camera, or another run is writing the store.
+        """
+        wanted = {name: as_camera(camera, f"the camera of {name}") for name, camera in cameras.items()}
         with Writer(self.run_dir) as writer, writer.transaction():
-            for name, camera in cameras.items():
-                if writer.store.image(name).camera != camera:
-                    writer.put_camera(name, camera)
-                    if writer.store.settings["config"]["estimation"]["kind"] == "essential":
-                        writer.forget([name])
+            changed = [name for name in wanted if writer.store.image(name).camera != wanted[name]]
+            for name in changed:
+                writer.put_camera(name, wanted[name])
+            return verify_again(writer, changed)
+
+    def suggest_pairs(
+        self, *, exhaustive_up_to: int = EXHAUSTIVE_UP_TO, neighbours: int = NEIGHBOURS
+    ) -> PairChoice | None:
+        """How to pair images that are in no pair yet: as the run did before, else by their number.
+
+        Args:
+            exhaustive_up_to: number of images up to which every pair is matched.
+            neighbours: most similar images of each, in a larger collection.
+
+        Returns:
+            For `add_pairs`; None where every image is in a pair. Of method "names" or "file" where the run's
+            pairs were listed: then only the user knows the others.
+        """
+        with self.store as store:
+            if not store.unpaired():
+                return None
+            before, counts = store.pair_choice, store.counts()
+        if before is None and counts.pairs:
+            return PairChoice("names")  # by a version that did not keep it
+        if before is None or before.by_default:
+            images = len(self._ready().source.names()[0])
+            return default_choice(images, exhaustive_up_to=exhaustive_up_to, neighbours=neighbours)
+        return before
 
     def add_pairs(
         self,
-        pairs: Iterable[tuple[str, str]] | None = None,
+        pairs: Iterable[tuple[str, str]] | PairChoice | None = None,
         *,
         file: str | Path | None = None,
         exhaustive: bool = False,
@@ -143,51 +195,57 @@ class Collection:
         on_fault: Callable[[PairFault], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
-        """Enter pairs in exactly one way; those that are finished stay finished.
+        """Enter pairs, chosen in exactly one way; finished ones stay finished.
 
         Args:
-            pairs: names of images, as a stream.
-            file: a pair list, two names a line.
-            exhaustive: all pairs of the images.
-            sequential: each image with so many that follow it by name.
-            similar: each image with so many that look like it; extracts first.
-            on_fault: told of the lines of `file` that give no pair.
-            on_progress: progress of the extraction.
+            pairs: names of two images each, as a stream, or what `suggest_pairs` gave.
+            file: a pair list, two names a line (see `pairlists`).
+            exhaustive: every pair of images.
+            sequential: each image with so many that follow it in natural order of the names.
+            similar: each image with so many that look most like it; extracts features first.
+            on_fault: called for every line of `file` that gives no pair.
+            on_progress: called with the progress of the extraction.
 
         Returns:
-            Pairs (of this shard), and how many are new.
+            Number of pairs (of this shard), and how many of them are new.
 
         Raises:
             UsageError: not exactly one way, a name that the run does not have, no `add_images` before.
         """
-        given = [exhaustive, *(choice is not None for choice in (pairs, file, sequential, similar))]
-        if sum(given) != 1:
-            raise UsageError("pairs come from one of: names, a file, every pair, neighbours, similar images")
+        choice = requested_choice(pairs, file, exhaustive, sequential, similar)
         setup = self._ready()
-        if similar is not None:
+        if choice.method == "similar":
             self.extract(everything=True, on_progress=on_progress)
         with Writer(self.run_dir) as writer:
-            names = sorted(writer.store.names().values())
-            if file is not None:
-                pairs = pairlists.read_pairs(file, names, on_fault)
-            elif exhaustive:
-                pairs = pairlists.exhaustive(names)
-            elif sequential is not None:
-                pairs = pairlists.sequential(names, sequential)
-            elif similar is not None:
-                pairs = _pair_similar(writer.store, similar)
-            return add_pairs(writer, pairs, setup.shard)
+            if choice.method == "names":
+                found = pairs
+            elif choice.method == "file":
+                names = sorted(writer.store.names().values())
+                found = pairlists.read_pairs(file, names, on_fault)
+            else:
+                found = _chosen(writer.store, choice, self._selected(writer.store.names().values()))
+            added = add_pairs(writer, found, setup.shard)
+            writer.set_pair_choice(choice)
+            return added
 
     def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:
-        """Features of the images whose pairs wait, or of all; how many images were read."""
+        """Extract features of the images whose pairs wait, or of all; how many images were read.
+
+        Raises:
+            UsageError: essential geometry without any camera, another run writes the store, no `add_images`.
+            OSError: the disk is full; what was committed stays, and the next run goes on.
+        """
+        self._check_cameras()
         with Writer(self.run_dir) as writer, closing(self._start()) as engine:
-            source = self._ready().source
-            return runner.extract(
-                writer, engine, source, everything=everything, on_progress=on_progress or _silent
-            )
+            how = {"everything": everything, "on_progress": on_progress or _silent}
+            return runner.extract(writer, engine, self._ready().source, **how)
 
     def run(
-        self, *, retry_failed: bool = False, everything: bool = False, on_progress: OnProgress | None = None
+        self,
+        *,
+        retry_failed: bool = False,
+        everything: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> RunReport:
         """Extract and match what waits, in worker processes.
 
@@ -198,55 +256,21 @@ class Collection:
 
         Raises:
             ImageError: no image at all can be used.
-            UsageError: another run writes the store, no `add_images` before.
+            UsageError: essential geometry without any camera, another run writes the store, no `add_images`.
             OSError: the disk is full; what was committed stays, and the next run goes on.
         """
+        self._check_cameras()
         setup, on_progress = self._ready(), on_progress or _silent
         with Writer(self.run_dir) as writer:
             if retry_failed:
                 with writer.transaction():
                     writer.retry_failed()
             with closing(self._start()) as engine:
-                extracted = runner.extract(
-                    writer, engine, setup.source, everything=everything, on_progress=on_progress
-                )
-                matched = runner.match(
-                    writer, engine, batch=batch_size(setup, self.workers), on_progress=on_progress
-                )
+                how = {"everything": everything, "on_progress": on_progress}
+                extracted = runner.extract(writer, engine, setup.source, **how)
+                batch = batch_size(setup, self.workers)
+                matched = runner.match(writer, engine, batch=batch, on_progress=on_progress)
                 return RunReport(extracted, matched, engine.crashes, writer.store.counts())
-
-    @property
-    def store(self) -> Store:
-        """The reading side, opened anew; close it after use (`with collection.store as store`)."""
-        return Store.open(self.run_dir)
-
-    def counts(self) -> Counts:
-        """How far the run has come."""
-        with self.store as store:
-            return store.counts()
-
-    def __iter__(self) -> Iterator[StoredPair]:
-        """Finished pairs, one after another."""
-        with self.store as store:
-            yield from store.pairs()
-
-    def export(self, form: str, out: str | Path) -> Any:
-        """Write what another program reads: "colmap", "hloc", "npz", "openmvg" or "kapture".
-
-        Args:
-            form: name of the format.
-            out: file or folder to be made.
-
-        Returns:
-            The report of the exporter: what was written and what was left out.
-
-        Raises:
-            UsageError: an unknown format, an output that cannot be written, names it cannot hold.
-        """
-        from matcher.collection.exporting.formats import export
-
-        with self.store as store:
-            return export(store, form, out)
 
     def _start(self) -> Engine:
         return start_engine(self.run_dir, self._ready(), self.workers)
@@ -256,34 +280,36 @@ class Collection:
             raise UsageError("say first where the images are: collection.add_images(FOLDER)")
         return self._setup
 
+    def _selected(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that `add_images` found: images that are gone or excluded get no new pairs."""
+        found = set(self._ready().source.names()[0])
+        return sorted(name for name in names if name in found)
 
-def _pair_similar(store: Store, k: int) -> Iterable[tuple[str, str]]:
-    """Each image with the `k` that look most like it, by a descriptor aggregated from its local ones."""
+    def _check_cameras(self) -> None:
+        """Refuse before any work what could verify no pair at all."""
+        common = self._ready().camera
+        with self.store as store:
+            kind = store.settings["config"]["estimation"]["kind"]
+            if kind != "essential" or common is not None:
+                return
+            if any(image.camera is not None for image in store.images()):
+                return  # pairs of images without one fail, and say so
+        raise UsageError(
+            "geometry 'essential' needs the camera of every image, and none is known: give one for all "
+            "(--camera fx,fy,cx,cy), or one for each with Collection.set_cameras"
+        )
+
+
+def _chosen(store: Store, choice: PairChoice, names: Sequence[str]) -> Iterable[tuple[str, str]]:
+    """The pairs of these images that a choice means."""
+    if choice.method == "exhaustive":
+        return pairlists.exhaustive(names)
+    if choice.method == "sequential":
+        return pairlists.sequential(names, choice.neighbours)
     from matcher.match.retrieval import similar_pairs
 
-    names = [image.name for image in store.images() if image.status == "done"]
-    return similar_pairs(names, store.features, k)
-
-
-def clear(run_dir: Path) -> None:
-    """Delete a store's own files and leave all others.
-
-    Raises:
-        UsageError: a run is writing it, or `run.db` is a database of something else.
-    """
-    if not schema.is_store(run_dir / schema.DATABASE):
-        raise UsageError(
-            f"{run_dir / schema.DATABASE} is no store of a matcher run, so --restart does not delete it: "
-            "move it away, or name another folder (--run)"
-        )
-    lock = StoreLock(run_dir)
-    try:
-        for suffix in ("-wal", "-shm", "-journal", ""):
-            (run_dir / f"{schema.DATABASE}{suffix}").unlink(missing_ok=True)
-        for path in run_dir.glob(file_path(run_dir, 0).name.replace("00000", "[0-9]*")):
-            path.unlink()
-    finally:
-        lock.release()
+    done = {image.name for image in store.images() if image.status == "done"}
+    return similar_pairs([name for name in names if name in done], store.features, choice.neighbours)
 
 
 def _silent(_: runner.StageProgress) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import safetensors
@@ -120,10 +120,13 @@ def encode_features(features: Features) -> bytes:
     return pack({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
-def decode_features(
-    record: bytes, keypoints: np.ndarray, size: tuple[int, int], exif: int, kind: str
-) -> Features:
+def decode_features(record: bytes, keypoints: np.ndarray, **facts: Any) -> Features:
     """Features with float32 descriptors, from a record and what the database knows.
+
+    Args:
+        record: as `encode_features` made it.
+        keypoints: (N, 2) float32 stored pixels.
+        facts: the fields of `Features` that an image has once: size, scale, exif_orientation, kind.
 
     Raises:
         DamagedError: not a record of that many keypoints.
@@ -134,7 +137,7 @@ def decode_features(
         found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
         if "frames" in arrays:  # the name in stores made before
             arrays["affine_frames"] = arrays.pop("frames")
-        return Features(keypoints, found, size=size, exif_orientation=exif, kind=kind, **arrays)
+        return Features(keypoints, found, **facts, **arrays)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"a descriptor record cannot be decoded ({error})") from error
 

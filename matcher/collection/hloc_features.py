@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from matcher.collection.sources import Extracted, is_text, stamp_of
+from matcher.collection.selection import Selection
+from matcher.collection.sources import Extracted, FeatureSource, Photos, is_text, stamp_of
 from matcher.config import NetworkConfig
 from matcher.data.features import Features
 from matcher.data.geometry import resized
@@ -33,6 +34,7 @@ class HlocFeatures:
 
     folder: Path  # where the images are, for exports that name them
     file: Path
+    selection: Selection = field(default_factory=Selection)
     uses_front_end: bool = False
 
     def settings(self) -> dict[str, Any]:
@@ -40,18 +42,18 @@ class HlocFeatures:
         return {"kind": "hloc"}
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the images in the file, and those that no store can hold.
+        """Sorted names of the selected images in the file, and those that no store can hold.
 
         Raises:
-            UsageError: the file is absent, not HDF5, or holds no features.
+            UsageError: the file is absent, not HDF5, or holds no features, or a selection that fits nothing.
         """
         names: list[str] = []
         with self._open() as file:
             file.visititems(lambda name, item: names.append(name) if "keypoints" in _keys(item) else None)
         if not names:
             raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
-        odd = [name for name in names if not is_text(name)]
-        return sorted(set(names) - set(odd)), [ascii(name) for name in odd]
+        unusable = [name for name in names if not is_text(name)]
+        return self.selection.apply(sorted(set(names) - set(unusable))), [*map(ascii, unusable)]
 
     def stamp(self, name: str) -> str:
         """Length and times of the file."""
@@ -125,6 +127,21 @@ class HlocFeatures:
             raise UsageError(f"{self.file} is not a readable HDF5 file ({error})") from None
         with file:
             yield file
+
+
+def find_source(
+    folder: Path, masks: str | Path | None, features: str | Path | None, selection: Selection
+) -> FeatureSource:
+    """Where the features of a collection come from: a file of features, or else the images themselves.
+
+    Raises:
+        UsageError: both masks and features.
+    """
+    if features is None:
+        return Photos(folder, None if masks is None else Path(masks), selection)
+    if masks is not None:
+        raise UsageError("--masks say where to find keypoints, and --features brings them: give one of them")
+    return HlocFeatures(folder, Path(features), selection)
 
 
 def _keys(item: Any) -> set[str]:

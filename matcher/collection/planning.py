@@ -22,18 +22,20 @@ _DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1
 
 
 @dataclass(frozen=True)
-class Changes:
-    """What a look at the images found."""
+class ImageChanges:
+    """What differs between the images of a folder and those of a store."""
 
     new: int = 0
-    changed: int = 0  # done again with their pairs
-    gone: int = 0  # in the store, no longer in the folder; what was matched stays
-    odd: tuple[str, ...] = ()  # file names that no store can hold
+    changed: int = 0  # extracted and matched again
+    gone: int = 0  # in the store, but no longer in the folder or not selected; what was matched stays
+    unusable: tuple[str, ...] = ()  # file names that no store can hold
+    images: int = 0  # that were found
+    masked: int | None = None  # of them, those with a mask; None where no masks were given
 
 
-def refresh_images(writer: Writer, source: FeatureSource) -> Changes:
+def refresh_images(writer: Writer, source: FeatureSource, masked: int | None = None) -> ImageChanges:
     """Enter new images; forget those whose content has changed, with their pairs. Unchanged ones stay."""
-    names, odd = source.names()
+    names, unusable = source.names()
     known = {
         name: (status, stamp, sha256)
         for name, status, stamp, sha256 in writer.execute("SELECT name, status, stamp, sha256 FROM images")
@@ -55,7 +57,8 @@ def refresh_images(writer: Writer, source: FeatureSource) -> Changes:
         if changed:
             writer.forget(changed)
         writer.set_image_folder(source.folder)
-    return Changes(len(new), len(changed), len(set(known) - set(names)), tuple(odd))
+    gone = len(set(known) - set(names))
+    return ImageChanges(len(new), len(changed), gone, tuple(unusable), len(names), masked)
 
 
 def _digest(source: FeatureSource, name: str) -> str:

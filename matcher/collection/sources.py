@@ -7,10 +7,12 @@ features of an image.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from matcher.collection.selection import Selection
 from matcher.data.features import Features
 from matcher.data.photos import list_pictures
 from matcher.errors import ImageError, UsageError
@@ -57,6 +59,7 @@ class Photos:
 
     folder: Path
     masks: Path | None = None  # a mask is called as its image, or has .png behind that or instead of .jpg
+    selection: Selection = field(default_factory=Selection)
     uses_front_end: bool = True
 
     def settings(self) -> dict[str, Any]:
@@ -64,17 +67,21 @@ class Photos:
         return {"kind": "photos", "masks": self.masks is not None}
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the images, and the file names that no store can hold.
+        """Sorted names of the selected images, and the file names that no store can hold.
 
         Raises:
-            UsageError: the folder or that of the masks is none.
+            UsageError: no folder of images or of masks, or a selection that fits nothing.
         """
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
                 raise UsageError(f"{folder} is not a folder of images")
-        found = list(list_pictures(self.folder))
-        odd = [name for name in found if not is_text(name)]
-        return sorted(set(found) - set(odd)), [ascii(name) for name in odd]
+        found = sorted(set(list_pictures(self.folder)))
+        unusable = [name for name in found if not is_text(name)]
+        return self.selection.apply(name for name in found if is_text(name)), [*map(ascii, unusable)]
+
+    def masked(self, names: Iterable[str]) -> list[str]:
+        """Those of the names whose image has a mask."""
+        return [name for name in names if len(self._files(name)) > 1]
 
     def stamp(self, name: str) -> str:
         """Length and times of the image and of its mask."""
@@ -110,6 +117,26 @@ class Photos:
             choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
             files += [mask for mask in choices if mask.is_file()][:1]
         return files
+
+
+def check_masks(source: FeatureSource) -> int | None:
+    """How many of the source's images have a mask; None where no masks were given.
+
+    Raises:
+        UsageError: there are no images, or masks were given and none of them belongs to an image.
+    """
+    names, _ = source.names()
+    if not names:
+        raise UsageError(f"{source.folder} holds no images")
+    if not isinstance(source, Photos) or source.masks is None:
+        return None
+    count = len(source.masked(names))
+    if count == 0:
+        raise UsageError(
+            f"{source.masks} holds no mask of any of the {len(names)} images of {source.folder}: the mask of "
+            f"{names[0]} is called {names[0]}, {names[0]}.png or {Path(names[0]).with_suffix('.png')}"
+        )
+    return count
 
 
 def is_text(name: str) -> bool:

@@ -7,7 +7,6 @@ read while a run writes it. `writer.py` writes it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,12 +21,15 @@ from matcher.collection import schema
 from matcher.collection.descriptors import RecordLocation, decode_features, file_path, read_record
 from matcher.collection.encoding import DamagedError, check, decode_camera, decode_keypoints, decode_pair
 from matcher.collection.locking import StoreLock
+from matcher.collection.pair_choice import PairChoice
 from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
+from matcher.collection.run_folder import check_writable
 from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
 
 STATUSES: tuple[Status, ...] = ("waiting", "done", "failed")  # by their number in the database
 _CACHED_KEYPOINTS = 1024  # images
+_PAIR = "image0, image1, seconds, crc, data"
 _IMAGE = "name, sha256, width, height, count, camera, status, reason"
 
 
@@ -69,6 +71,12 @@ class Store:
         return cls.open(folder)
 
     @classmethod
+    def create_if_absent(cls, run_dir: Path, settings: dict[str, Any], image_folder: str | Path) -> None:
+        """A new, empty store where there is none; errors as of `create`."""
+        if not (run_dir / schema.DATABASE).exists():
+            cls.create(run_dir, settings, image_folder).close()
+
+    @classmethod
     def open(cls, run_dir: str | Path) -> Store:
         """A store that exists, for reading.
 
@@ -105,6 +113,21 @@ class Store:
         """Where the images were when the run was last started."""
         return Path(self._meta("image_folder"))
 
+    @property
+    def pair_choice(self) -> PairChoice | None:
+        """How the run's pairs were chosen; None before there are any."""
+        rows = list(self.rows("SELECT value FROM meta WHERE key = 'pair_choice'"))
+        with _undamaged(self._path):
+            return PairChoice.from_json(rows[0][0]) if rows else None
+
+    def unpaired(self) -> int:
+        """How many images are in no pair, those apart that failed or have no keypoints."""
+        ends = " UNION ".join(
+            f"SELECT image{end} FROM {table}" for table in ("pairs", "failed", "waiting") for end in (0, 1)
+        )
+        usable = "(status = 0 OR status = 1 AND count > 0)"
+        return next(self.rows(f"SELECT count(*) FROM images WHERE {usable} AND id NOT IN ({ends})"))[0]
+
     def images(self) -> list[StoredImage]:
         """All images, by name."""
         folder = self.image_folder
@@ -136,16 +159,14 @@ class Store:
             UsageError: the image is not in the run, or has no keypoints (yet).
             IntegrityError: the file of its descriptors was deleted; the message names the remedy.
         """
-        number, size, exif, kind = self._done(name)
+        number, facts = self._done(name)
         sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
         place = next((RecordLocation(*row) for row in self.rows(sql, number)), None)
         try:
             if place is None:
                 raise FileNotFoundError
             with _undamaged(self._path):
-                return decode_features(
-                    read_record(self.folder, place), self._keypoints(number), size, exif, kind
-                )
+                return decode_features(read_record(self.folder, place), self._keypoints(number), **facts)
         except FileNotFoundError:
             lost = self._path if place is None else file_path(self.folder, place.file)
             raise IntegrityError(
@@ -156,13 +177,37 @@ class Store:
     def pairs(self) -> Iterator[StoredPair]:
         """Finished pairs, one after another, in an order that does not depend on when they were finished."""
         names = self.names()
-        sql = "SELECT image0, image1, seconds, crc, data FROM pairs ORDER BY image0, image1"
-        for image0, image1, seconds, crc, data in self.rows(sql):
-            name0, name1 = names[image0], names[image1]
-            with _undamaged(self._path):
-                check(data, crc, f"the pair {name0} and {name1}")
-                matches, geometry = decode_pair(data, self._keypoints(image0), self._keypoints(image1))
-            yield StoredPair(name0, name1, matches, geometry, seconds)
+        for row in self.rows(f"SELECT {_PAIR} FROM pairs ORDER BY image0, image1"):
+            yield self._pair(names, row)
+
+    def pair(self, name0: str, name1: str) -> StoredPair:
+        """One finished pair, given in either order of its images.
+
+        Raises:
+            UsageError: the run has no such image, or the pair is not finished.
+        """
+        numbers = sorted(self._number(name) for name in (name0, name1))
+        rows = list(self.rows(f"SELECT {_PAIR} FROM pairs WHERE image0 = ? AND image1 = ?", *numbers))
+        if not rows:
+            numbers.reverse()
+            rows = list(self.rows(f"SELECT {_PAIR} FROM pairs WHERE image0 = ? AND image1 = ?", *numbers))
+        if not rows:
+            raise UsageError(f"the run {self.folder} has no finished pair of {name0} and {name1}")
+        return self._pair(self.names(), rows[0])
+
+    def _pair(self, names: dict[int, str], row: tuple[Any, ...]) -> StoredPair:
+        image0, image1, seconds, crc, data = row
+        name0, name1 = names[image0], names[image1]
+        with _undamaged(self._path):
+            check(data, crc, f"the pair {name0} and {name1}")
+            matches, geometry = decode_pair(data, self._keypoints(image0), self._keypoints(image1))
+        return StoredPair(name0, name1, matches, geometry, seconds)
+
+    def _number(self, name: str) -> int:
+        rows = list(self.rows("SELECT id FROM images WHERE name = ?", name))
+        if not rows:
+            raise UsageError(f"the run {self.folder} has no image {name!r}")
+        return rows[0][0]
 
     def failed(self) -> Iterator[FailedPair]:
         """Pairs that could not be matched."""
@@ -213,15 +258,17 @@ class Store:
             raise IntegrityError(f"{self._path} has no {key}: it {schema.DAMAGED}")
         return rows[0][0]
 
-    def _done(self, name: str) -> tuple[int, tuple[int, int], int, str]:
-        """Number, size, orientation and kind of an image with keypoints."""
-        sql = "SELECT id, width, height, exif, kind FROM images WHERE name = ? AND status = 1"
+    def _done(self, name: str) -> tuple[int, dict[str, Any]]:
+        """The number of an image with keypoints, and the fields of its features that a record lacks."""
+        columns = "id, width, height, scale_x, scale_y, exif, kind"
+        sql = f"SELECT {columns} FROM images WHERE name = ? AND status = 1"
         rows = list(self.rows(sql, name))
         if not rows:
             image = self.image(name)
             raise UsageError(f"{name} has no keypoints: {image.reason or 'it is still to be read'}")
-        number, width, height, exif, kind = rows[0]
-        return number, (width, height), exif, kind
+        number, width, height, scale_x, scale_y, orientation, kind = rows[0]
+        facts = {"size": (width, height), "scale": (scale_x, scale_y), "kind": kind}
+        return number, {**facts, "exif_orientation": orientation}
 
     def _read_keypoints(self, number: int) -> np.ndarray:
         rows = list(self.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
@@ -244,20 +291,6 @@ def _undamaged(path: Path) -> Iterator[None]:
         yield
     except (DamagedError, json.JSONDecodeError) as error:
         raise IntegrityError(f"{path} {schema.DAMAGED} ({error})") from error
-
-
-def check_writable(folder: Path) -> None:
-    """Make the folder where it is absent.
-
-    Raises:
-        UsageError: it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made ({error.strerror}); name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} cannot be written; name another folder")
 
 
 def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:

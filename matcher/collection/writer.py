@@ -17,8 +17,10 @@ from matcher.collection import schema
 from matcher.collection.descriptors import MAX_BYTES, DescriptorWriter, encode_features, file_path
 from matcher.collection.encoding import checksum, encode_camera, encode_keypoints, encode_pair
 from matcher.collection.locking import StoreLock
+from matcher.collection.pair_choice import PairChoice
 from matcher.collection.records import StoredPair
-from matcher.collection.store import Store, check_writable
+from matcher.collection.run_folder import check_writable
+from matcher.collection.store import Store
 from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.errors import UsageError
@@ -223,9 +225,20 @@ class Writer:
         )
         self.execute("DELETE FROM failed")
 
+    def let_failed_pairs_wait(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Failed pairs, by the numbers of their images, are to be tried again."""
+        pairs = list(pairs)
+        tiles = ((a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b in pairs)
+        self.execute_many("INSERT OR IGNORE INTO waiting VALUES (?, ?, ?, ?)", tiles)
+        self.execute_many("DELETE FROM failed WHERE image0 = ? AND image1 = ?", pairs)
+
     def set_image_folder(self, folder: Path) -> None:
         """Where the images are now."""
         self.execute("UPDATE meta SET value = ? WHERE key = 'image_folder'", (str(folder.absolute()),))
+
+    def set_pair_choice(self, choice: PairChoice) -> None:
+        """Keep how pairs were chosen, for images that are added later."""
+        self.execute("REPLACE INTO meta VALUES ('pair_choice', ?)", (choice.to_json(),))
 
     def without_descriptors(self) -> set[int]:
         """Numbers of the images with keypoints whose descriptors were deleted or never copied."""

@@ -7,7 +7,7 @@ readers check no index, and one beyond the keypoints ends the process; here all 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,9 @@ def import_pycolmap() -> Any:
     return pycolmap
 
 
-def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) -> ExportReport:
+def write_colmap(
+    store: Store, out: Path, choice: CameraChoice | None = None, only: Collection[str] | None = None
+) -> ExportReport:
     """A database for COLMAP: cameras, images, keypoints, matches and verified pairs.
 
     All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
@@ -50,13 +52,14 @@ def write_colmap(store: Store, out: Path, choice: CameraChoice | None = None) ->
         store: the run.
         out: the database file; one that exists is replaced (`export` and the command line refuse to).
         choice: the cameras.
+        only: names of the images to write; all when absent.
 
     Raises:
         UsageError: pycolmap is absent, nothing to write, or a name that SQLite cannot hold.
         OSError: the disk is full.
     """
     pycolmap = import_pycolmap()
-    report, images = begin_export(store, out, utf8="COLMAP")
+    report, images = begin_export(store, out, utf8="COLMAP", only=only)
     cameras = group_cameras(images, choice)
     with (
         whole_file(out) as part,

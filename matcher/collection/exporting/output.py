@@ -28,6 +28,7 @@ class ExportReport:
     matches: int = 0
     given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
     left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
+    excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:

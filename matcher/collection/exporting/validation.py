@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ _TOLD = 5  # names in a message
 
 
 def begin_export(
-    store: Store, out: Path, *, utf8: str | None = None
+    store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
 ) -> tuple[ExportReport, list[StoredImage]]:
     """The report of an export, which counts what is left out, and the images that have features, by name.
 
@@ -27,12 +27,16 @@ def begin_export(
         store: the run.
         out: what is to be written.
         utf8: where the format holds names as UTF-8; None: names may be anything.
+        only: names of the images to export; all when absent.
 
     Raises:
         UsageError: there is no image, or a name is not UTF-8 and must be.
     """
     report = ExportReport(out)
     images = sorted(store.images(), key=lambda image: image.name)
+    if only is not None:
+        report.excluded = {image.name for image in images}.difference(only)
+        images = [image for image in images if image.name not in report.excluded]
     done = [image for image in images if image.status == "done"]
     for status in ("failed", "waiting"):
         names = [image.name for image in images if image.status == status]
@@ -67,6 +71,8 @@ def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportRepor
     """The pairs of those images whose every index is valid, with name0 before name1; others are left out."""
     counts = {image.name: image.count for image in images}
     for pair in store.pairs():
+        if report.excluded & {pair.name0, pair.name1}:
+            continue
         fault = _pair_fault(pair, counts)
         if fault is not None:
             report.left_out.append(f"the pair {pair.name0} {pair.name1}: {fault}")

@@ -7,9 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -35,6 +36,16 @@ class ReconstructionError(MatcherError):
     """The matches give no model, or COLMAP ended early; the message says why and what may help."""
 
     exit_code = 4
+
+
+class MappingOptions(TypedDict, total=False):
+    """How `reconstruct` maps."""
+
+    mapper: Mapper  # incremental (Schönberger and Frahm 2016; default) or global (GLOMAP, Pan et al. 2024)
+    min_images: int  # of a model, at least; smaller ones are left out; default 3
+    threads: int  # of COLMAP; −1, the default, is all processors; one thread gives the same model every time
+    seed: int  # of COLMAP's random choices; default 0
+    overwrite: bool  # write into a folder that holds files; see `exporting.output.whole_folder`
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,53 +88,54 @@ def reconstruct(
     store: Store,
     out: str | Path,
     *,
-    mapper: Mapper = "incremental",
     choice: CameraChoice | None = None,
-    min_images: int = 3,
-    threads: int = -1,
-    seed: int = 0,
-    overwrite: bool = False,
+    only: Collection[str] | None = None,
+    **options: Unpack[MappingOptions],
 ) -> Reconstruction:
     """Cameras and points from a run's verified matches.
 
     `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
-    points of the largest as PLY, an image of it, and the numbers as JSON.
+    points of the largest as PLY, a plot of it, and the numbers as JSON.
 
     Args:
         store: the run.
         out: the folder; it must not exist, or be empty.
-        mapper: incremental (Schönberger and Frahm 2016) or global (GLOMAP, Pan et al. 2024).
         choice: the cameras; given ones are kept as they are by the incremental mapper.
-        min_images: smaller models are left out.
-        threads: of COLMAP; −1 takes all processors. One thread gives the same model every time.
-        seed: of COLMAP's random choices.
-        overwrite: write into a folder that holds files: see `exporting.output.whole_folder`.
+        only: names of the images to use; all when absent.
+        options: see `MappingOptions`.
 
     Raises:
-        UsageError: pycolmap is absent, the output exists, or the run has nothing to map.
+        UsageError: pycolmap is absent, the output exists, fewer than two images, or no matches.
         ReconstructionError: no model came out, or COLMAP's process ended early.
         OSError: the disk is full.
     """
-    _check_options(mapper, min_images, threads)
+    job = _mapping_job(options)
     import_pycolmap()
     out = Path(out)
-    with whole_folder(out, overwrite=overwrite) as part:
-        report = write_colmap(store, part / DATABASE, choice)
-        if report.matches == 0:
-            raise UsageError("the run has no matches; a reconstruction needs some")
-        job = {
-            **_job(store, report, part),
-            "mapper": mapper,
-            "min_images": min_images,
-            "threads": threads,
-            "seed": seed,
-        }
-        _run_child(job)
+    with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
+        report = write_colmap(store, part / DATABASE, choice, only)
+        _check_enough(report)
+        _run_child({**job, **_paths(store, report, part)})
         models = _described_models(part, report)
     return Reconstruction(out, models, report.images, report)
 
 
-def _job(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
+def _check_enough(report: ExportReport) -> None:
+    """Refuse what COLMAP could make nothing of.
+
+    Raises:
+        UsageError: fewer than two images, or no matches.
+    """
+    if report.images < 2:
+        raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
+    if report.matches == 0:
+        raise UsageError(
+            f"the {report.images} photos have no matches: either their pairs were not matched yet (`matcher "
+            "status RUN_DIR` tells), or the photos show different things"
+        )
+
+
+def _paths(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
     """What the child process reads and writes; it verifies the pairs only where the run did not."""
     return {
         "database": str(part / DATABASE),
@@ -134,11 +146,24 @@ def _job(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
     }
 
 
-def _check_options(mapper: str, min_images: int, threads: int) -> None:
+def _mapping_job(options: MappingOptions) -> dict[str, Any]:
+    """The part of the child's job that the options say.
+
+    Raises:
+        UsageError: an unknown option, or a value out of range.
+    """
+    unknown = sorted(options.keys() - MappingOptions.__annotations__.keys())
+    if unknown:
+        known = ", ".join(MappingOptions.__annotations__)
+        raise UsageError(f"unknown option {unknown[0]!r}; there are {known}")
+    job = {"mapper": "incremental", "min_images": 3, "threads": -1, "seed": 0, **options}
+    job.pop("overwrite", None)
+    mapper, min_images, threads = job["mapper"], job["min_images"], job["threads"]
     if mapper not in MAPPERS:
         raise UsageError(f"the mapper must be {' or '.join(MAPPERS)}, not {mapper!r}")
     if min_images < 2 or threads == 0 or threads < -1:
         raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
+    return job
 
 
 def _described_models(part: Path, report: ExportReport) -> tuple[SparseModel, ...]:

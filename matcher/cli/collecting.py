@@ -1,0 +1,210 @@
+"""What `matcher collection` and `matcher sfm` share: options, and the steps from images to matched pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from matcher.cli.exits import PARTIAL
+from matcher.cli.messages import say, show
+from matcher.cli.progress import stage_progress
+
+if TYPE_CHECKING:
+    from matcher.collection.collection import Collection
+    from matcher.collection.pair_choice import PairChoice
+    from matcher.collection.runner import StageProgress
+    from matcher.collection.store import Store
+
+_SHOWN = 5  # failures that are printed
+
+PairFile = Annotated[
+    Path | None, typer.Option("--pairs", metavar="FILE", help="Match the pairs of a list, two names a line.")
+]
+Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Match every pair of images.")]
+Sequential = Annotated[
+    int | None,
+    typer.Option("--sequential", metavar="K", min=1, help="Match each image with the K that follow by name."),
+]
+Similar = Annotated[
+    int | None,
+    typer.Option("--similar", metavar="K", min=1, help="Match each image with the K that look most like it."),
+]
+FeaturesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--features", metavar="FILE.h5", help="Use keypoints and descriptors made elsewhere (hloc's layout)."
+    ),
+]
+Masks = Annotated[
+    Path | None,
+    typer.Option(
+        "--masks", metavar="DIR", help="Masks named like the images; keypoints only where they are not black."
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include", metavar="PATTERN", help="Take only these images: a name, FOLDER/, a glob, or @LIST.txt."
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="PATTERN", help="Leave these images out; may be given several times."),
+]
+WorkerCount = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", metavar="N", min=0, help="Worker processes; default: one a core or GPU. 0: none."
+    ),
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Throw away what RUN_DIR holds and begin anew.")]
+
+
+def choose_pairs(
+    pairs: Path | None, exhaustive: bool, sequential: int | None, similar: int | None
+) -> dict[str, Any]:
+    """How pairs are chosen, as `Collection.add_pairs` takes it; empty where no option says it."""
+    choice = dict(file=pairs, exhaustive=exhaustive or None, sequential=sequential, similar=similar)
+    choice = {name: value for name, value in choice.items() if value is not None}
+    if len(choice) > 1:
+        raise typer.BadParameter("give one of --pairs, --exhaustive, --sequential and --similar")
+    return choice
+
+
+def enter_images(opened: Collection, images: Path, **how: Any) -> None:
+    """Enter the images of a folder, `how` as `Collection.add_images` takes it, and say what has changed."""
+    changes = opened.add_images(images, **how)
+    if changes.masked is not None:
+        say(f"{changes.masked} of {changes.images} images have a mask")
+    if changes.changed:
+        have = "have" if changes.changed > 1 else "has"
+        say(f"{_count(changes.changed, 'image')} {have} changed: extracted and matched again")
+    if changes.gone:
+        say(
+            f"no longer in {images}, or not selected: {_count(changes.gone, 'image')} of the run; what was "
+            "matched stays (--restart throws it away)"
+        )
+    if changes.unusable:
+        some = ", ".join(changes.unusable[:_SHOWN])
+        say(f"left out for names that cannot be stored: {_count(len(changes.unusable), 'file')}: {some}")
+
+
+def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, int], **how: bool) -> int:
+    """Enter pairs, match what waits, print how it went.
+
+    Args:
+        opened: with its images.
+        choice: of `choose_pairs`; empty: as the run did before, or by the number of images.
+        limits: of that number, as `Collection.suggest_pairs` takes them.
+        how: as `Collection.run` takes it.
+
+    Returns:
+        The exit code.
+    """
+    with stage_progress() as update:
+        _enter_pairs(opened, choice or _suggested(opened, limits), update)
+        report = opened.run(on_progress=update, **how)
+    code = show_status(opened.run_dir)
+    if report.crashes:
+        died = _count(report.crashes, "worker process", "worker processes")
+        say(f"{died} died and had to be replaced; what was being worked on was tried again")
+        code = PARTIAL
+    return code
+
+
+def _suggested(opened: Collection, limits: dict[str, int]) -> dict[str, Any]:
+    """The pairs of images that are in none, which no option chose."""
+    suggested = opened.suggest_pairs(**limits)
+    if suggested is None:
+        return {}
+    say(suggestion(suggested, opened.counts().images))
+    return {"pairs": suggested} if suggested.arguments() else {}
+
+
+def suggestion(choice: PairChoice, images: int) -> str:
+    """Why these pairs were chosen, for the user."""
+    if not choice.arguments():
+        return (
+            "some images are in no pair, and the run's pairs were listed: give --pairs, --exhaustive, "
+            "--sequential or --similar to match them"
+        )
+    if not choice.by_default:
+        return f"new images are paired as before: {choice}"
+    what = "every pair is matched" if choice.neighbours is None else "each with those most like it"
+    return f"no option chooses the pairs; of {images} images {what} ({choice})"
+
+
+def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Callable[[StageProgress], None]) -> None:
+    from matcher.collection.pairlists import FaultTally
+
+    if not choice:
+        return
+    faults = FaultTally()
+    total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=update)
+    known = f", {total - new} of them in the run already" if total > new else ""
+    say(f"{_count(total, 'pair')}{known}")
+    for line in faults.lines():
+        say(f"{choice['file']}: {line}")
+
+
+def show_status(run: Path, *, check: bool = False, tracks: bool = False) -> int:
+    """Print the state of a run; the exit code that fits it."""
+    from matcher.collection.store import Store
+    from matcher.errors import IntegrityError
+
+    with Store.open(run) as store:
+        counts, settings = store.counts(), store.settings
+        show(f"{run}: {settings.get('preset', 'a run')}, images of {store.image_folder}")
+        show(
+            f"images: {counts.images_done} done, {counts.images_failed} failed, "
+            f"{counts.images_waiting} waiting"
+        )
+        lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
+        for name, reason in list(lost.items())[:_SHOWN]:
+            show(f"  failed: {name}: {reason}")
+        show(f"pairs: {counts.pairs_done} done, {counts.pairs_failed} failed, {counts.pairs_waiting} waiting")
+        for line in _failed_pairs(store, set(lost)):
+            show(f"  failed: {line}")
+        if tracks:
+            show(_track_line(store))
+        if check:
+            faults = store.check()
+            if faults:
+                raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_SHOWN])}")
+            show("nothing is damaged")
+    return PARTIAL if counts.images_failed or counts.pairs_failed else 0
+
+
+def _failed_pairs(store: Store, lost: set[str]) -> list[str]:
+    """A line for each reason why pairs failed; one for all pairs of images that failed themselves."""
+    with_lost, first, counts = 0, {}, Counter()
+    for pair in store.failed():
+        if lost & {pair.name0, pair.name1}:
+            with_lost += 1
+        else:
+            first.setdefault(pair.reason, f"{pair.name0} and {pair.name1}")
+            counts[pair.reason] += 1
+    lines = [f"{_count(with_lost, 'pair')} of images that failed"] if with_lost else []
+    for reason, count in counts.most_common(_SHOWN):
+        others = f" and {_count(count - 1, 'other pair')}" if count > 1 else ""
+        lines.append(f"{first[reason]}{others}: {reason}")
+    return lines
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _track_line(store: Store) -> str:
+    from matcher.collection.tracks import tracks_of
+
+    tracks = tracks_of(store)
+    longest = int(tracks.lengths.max()) if len(tracks) else 0
+    return (
+        f"tracks: {len(tracks)}, of {tracks.mean_length:.2f} images on average and {longest} at most; "
+        f"{tracks.conflicts} matches contradict others"
+    )

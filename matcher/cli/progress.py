@@ -1,0 +1,84 @@
+"""Progress of a collection's stages: bars on a terminal, lines elsewhere; on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from matcher.cli.messages import say, wants_progress
+
+if TYPE_CHECKING:
+    from matcher.collection.runner import StageProgress
+
+_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+_DOING = {"extract": "extracting images", "match": "matching pairs"}
+
+
+@contextmanager
+def stage_progress() -> Iterator[Callable[[StageProgress], None]]:
+    """What `Collection.run` is to call with its progress."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not (console.is_terminal and wants_progress()):
+        yield ProgressLines(say)
+        return
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        rate,
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, tuple[int, float]] = {}
+
+        def update(now: StageProgress) -> None:
+            if now.done == 0 or now.stage not in tasks:
+                task = bars.add_task(_DOING[now.stage], total=now.total, rate="")
+                tasks[now.stage] = (task, monotonic())
+            task, start = tasks[now.stage]
+            rate = _rate(now.done / max(monotonic() - start, 1e-9))
+            failed = f", {now.failed} failed" if now.failed else ""
+            bars.update(task, completed=now.done, total=now.total, rate=f"{rate}{failed}")
+
+        yield update
+
+
+class ProgressLines:
+    """Progress as lines: the first, the last, and one every ten seconds."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._stage, self._start, self._last = "", 0.0, 0.0
+
+    def __call__(self, now: StageProgress) -> None:
+        """Say how far it is, if it is time."""
+        time = self._clock()
+        if now.stage != self._stage or now.done == 0:
+            self._stage, self._start, self._last = now.stage, time, time
+            self._say(f"{_DOING[now.stage]}: {now.total}")
+        elif now.done == now.total or time - self._last >= _LINE_SECONDS:
+            self._last = time
+            rate = now.done / max(time - self._start, 1e-9)
+            left = (now.total - now.done) / rate if rate else 0.0
+            self._say(
+                f"{_DOING[now.stage]}: {now.done} of {now.total}, {now.failed} failed, {_rate(rate)}, "
+                f"{_duration(left)} left"
+            )
+
+
+def _rate(each_second: float) -> str:
+    return f"{each_second:.1f}/s" if each_second >= 1 else f"{60 * each_second:.1f}/min"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    )

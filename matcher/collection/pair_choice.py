@@ -1,0 +1,80 @@
+"""Which pairs a run matches where the user does not say it: as before, or by the number of images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from matcher.errors import UsageError
+
+PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar"]
+EXHAUSTIVE_UP_TO = 50  # images; 1,225 pairs
+NEIGHBOURS = 20  # most similar images of each, in a larger collection
+
+
+@dataclass(frozen=True)
+class PairChoice:
+    """How pairs were chosen; a store keeps it, so that images that are added later are paired alike."""
+
+    method: PairMethod
+    neighbours: int | None = None  # of sequential and similar
+    by_default: bool = False  # nobody asked for it
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as an argument of `Collection.add_pairs`; empty where pairs were listed."""
+        if self.method in ("names", "file"):
+            return {}
+        return {self.method: True if self.neighbours is None else self.neighbours}
+
+    def __str__(self) -> str:
+        """As an option of the command line."""
+        return f"--{self.method}" if self.neighbours is None else f"--{self.method} {self.neighbours}"
+
+    def to_json(self) -> str:
+        """As the store keeps it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PairChoice:
+        """The inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+def requested_choice(
+    pairs: Iterable[tuple[str, str]] | PairChoice | None,
+    file: object | None,
+    exhaustive: bool,
+    sequential: int | None,
+    similar: int | None,
+) -> PairChoice:
+    """The choice that the arguments of `Collection.add_pairs` make.
+
+    Raises:
+        UsageError: not exactly one of them was given.
+    """
+    if sum([exhaustive, *(given is not None for given in (pairs, file, sequential, similar))]) != 1:
+        raise UsageError("pairs come from exactly one of: names, a file, exhaustive, sequential=K, similar=K")
+    if isinstance(pairs, PairChoice):
+        if pairs.method in ("names", "file"):
+            raise UsageError("the pairs of this run were listed; list those of the new images as well")
+        return pairs
+    if sequential is not None or similar is not None:
+        return PairChoice("similar" if sequential is None else "sequential", sequential or similar)
+    return PairChoice("exhaustive" if exhaustive else "names" if file is None else "file")
+
+
+def default_choice(
+    images: int, *, exhaustive_up_to: int = EXHAUSTIVE_UP_TO, neighbours: int = NEIGHBOURS
+) -> PairChoice:
+    """Every pair of a small collection, the most similar images of each in a larger one.
+
+    Args:
+        images: of the collection.
+        exhaustive_up_to: images of which every pair is matched.
+        neighbours: similar images of each, in a collection of more.
+    """
+    if images <= exhaustive_up_to:
+        return PairChoice("exhaustive", by_default=True)
+    return PairChoice("similar", neighbours, by_default=True)

@@ -1,0 +1,71 @@
+"""Geometry of finished pairs estimated anew, from the matches that the store holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from matcher.collection.encoding import checksum, decode_camera, encode_pair
+from matcher.collection.store import Store
+from matcher.collection.writer import EncodedPair, Writer
+from matcher.config import EstimationConfig, from_dict
+from matcher.data.camera import Camera
+from matcher.verify.estimation import RobustEstimator
+from matcher.verify.thresholds import threshold_scale
+
+_PAIRS = "SELECT image0, image1 FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
+
+
+def verify_again(writer: Writer, names: Iterable[str]) -> int:
+    """Verify the finished pairs of images whose cameras have changed; their features and matches stay.
+
+    Pairs that failed, which may have been for want of a camera, wait again. Where the run's geometry takes no
+    cameras, there is nothing to do. To be called inside a transaction, so that a camera is never stored
+    beside a geometry that was estimated with another.
+
+    Returns:
+        How many pairs were verified.
+    """
+    store = writer.store
+    settings = store.settings
+    config = from_dict(EstimationConfig, settings["config"]["estimation"])
+    numbers = [writer.number(name) for name in names]
+    if config.kind != "essential" or not numbers:
+        return 0
+    ids = ", ".join(map(str, numbers))
+    writer.let_failed_pairs_wait(writer.execute(_PAIRS.format(table="failed", ids=ids)))
+    common = None if settings.get("camera") is None else decode_camera(settings["camera"])
+    verification = _Verification(store, RobustEstimator(config), common)
+    pairs = writer.execute(_PAIRS.format(table="pairs", ids=ids))
+    for image0, image1 in pairs:
+        writer.put_pairs([verification.pair(image0, image1)])
+    return len(pairs)
+
+
+class _Verification:
+    """Reads a finished pair and encodes it again with a new geometry."""
+
+    def __init__(self, store: Store, estimator: RobustEstimator, camera: Camera | None) -> None:
+        self._store, self._estimator, self._camera = store, estimator, camera
+        self._names = store.names()
+        self._scales: dict[int, tuple[Any, ...]] = {
+            row[0]: row[1:] for row in store.rows("SELECT id, scale_x, scale_y FROM images")
+        }
+
+    def pair(self, image0: int, image1: int) -> EncodedPair:
+        """The pair as it is to be written."""
+        found = self._store.pair(self._names[image0], self._names[image1])
+        cameras = [self._store.image(name).camera or self._camera for name in (found.name0, found.name1)]
+        matches = found.matches
+        geometry = self._estimator(
+            matches.points0,
+            matches.points1,
+            cameras=(cameras[0], cameras[1]),
+            scores=matches.scores,
+            thresholds_scale=threshold_scale(
+                self._scales[image0], self._scales[image1], self._estimator.config.kind
+            ),
+        )
+        keypoints = (self._store.keypoints(found.name0), self._store.keypoints(found.name1))
+        data = encode_pair(matches, geometry, *keypoints)
+        return EncodedPair(image0, image1, found.seconds, checksum(data), data)

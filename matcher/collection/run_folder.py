@@ -1,0 +1,46 @@
+"""The folder of a run: made where it is absent, and emptied of a store's own files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from matcher.collection import schema
+from matcher.collection.descriptors import file_path
+from matcher.collection.locking import StoreLock
+from matcher.errors import UsageError
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder where it is absent.
+
+    Raises:
+        UsageError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({error.strerror}); name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder} cannot be written; name another folder")
+
+
+def delete_store(run_dir: Path) -> None:
+    """Delete a store's own files and leave all others.
+
+    Raises:
+        UsageError: a run is writing it, or `run.db` is a database of something else.
+    """
+    if not schema.is_store(run_dir / schema.DATABASE):
+        raise UsageError(
+            f"{run_dir / schema.DATABASE} is no store of a matcher run, so --restart does not delete it: "
+            "move it away, or name another folder (--run)"
+        )
+    lock = StoreLock(run_dir)
+    try:
+        for suffix in ("-wal", "-shm", "-journal", ""):
+            (run_dir / f"{schema.DATABASE}{suffix}").unlink(missing_ok=True)
+        for path in run_dir.glob(file_path(run_dir, 0).name.replace("00000", "[0-9]*")):
+            path.unlink()
+    finally:
+        lock.release()
