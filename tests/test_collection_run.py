@@ -111,7 +111,7 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
     for options, name in (
         (["--max-keypoints", 140], "config.extractor.max_keypoints: 150 in the run, 140 now"),
         (["--resize", 150], "config.extractor.resize"),
-        (["--threshold", 0.3], "config.matcher.ratio"),
+        (["--threshold", 0.3], "config.matcher.match_threshold"),
         (["--no-upright"], "upright: True in the run, False now"),
         (["--shard", "1/2"], "shard: None in the run, 1/2 now"),
         (["--masks", folder], "source.masks"),
