@@ -11,9 +11,10 @@ from matcher.config import AssignmentConfig, MatchingPolicy
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.network import model as model_of
-from matcher.match.network.adaptivity import Tokens, keep_unless_few, ready_by_match_probability
+from matcher.match.network.adaptivity import keep_unless_few, ready_by_match_probability
 from matcher.match.network.consensus import Consensus
 from matcher.match.network.packed import Layout
+from matcher.match.network.tokens import Tokens
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (0, 9), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
 

@@ -150,7 +150,7 @@ def test_match_probabilities_decide_and_are_reported():
     first = told.layers[0]
     with torch.inference_mode():
         model = matcher.model
-        tokens = next(iter(model.states(model.tokens(*(Features.stack([f]) for f in sides)))))
+        tokens = next(model.run(model.tokens(*(Features.stack([f]) for f in sides)))).tokens
         probabilities = model.match_probabilities(tokens.x, 0).numpy()
     assert first.expected == pytest.approx(probabilities.sum() / 2, rel=1e-4)
     sure = first.confidences > 0.9

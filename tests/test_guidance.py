@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from random_matcher import CONFIG, pair
 
+from matcher.config import ALL_LAYERS
 from matcher.data.features import Features
 from matcher.match.network.correspondence import CorrespondenceGuidance, Side
 from matcher.match.network.inference import AttentionMatcher
@@ -66,10 +67,10 @@ def guided_model() -> MatchingNetwork:
     return model.eval()
 
 
-def test_states_carry_places_and_statements() -> None:
+def test_states_carry_positions_and_predictions() -> None:
     model = guided_model()
     first, second = (Features.stack([f]) for f in pair(30, 20, 1))
-    states = list(model.states(model.tokens(first, second)))
+    states = [state.tokens for state in model.run(model.tokens(first, second), ALL_LAYERS)]
     assert all(state.predicted.shape == (50, 2) for state in states)
     expected = torch.cat([normalise_positions(f)[0] for f in (first, second)])
     torch.testing.assert_close(states[-1].positions, expected)

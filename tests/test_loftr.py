@@ -293,7 +293,7 @@ def test_an_untrained_context_changes_nothing() -> None:
     features = [Features.stack([f]) for f in ours()[0]([whole(p) for p in picture_pair(0, *SIZES[0])])]
     tokens = model.tokens(*features)
     with torch.no_grad():
-        assert all(state.x.equal(tokens.x) for state in model.states(tokens))
+        assert all(state.tokens.x.equal(tokens.x) for state in model.run(tokens))
 
 
 def test_the_preset_loads_a_converted_file_and_matches(tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from random_matcher import CONFIG, matcher_with, pair, random_model
 
-from matcher.config import ContextConfig
+from matcher.config import ALL_LAYERS, ContextConfig
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
@@ -201,7 +201,7 @@ def test_training_and_inference_see_the_same_states(pairs) -> None:
     """All layers without decisions, with the gradient path, is what inference runs when it never stops."""
     model = random_model()
     first, second = (Features.stack(side) for side in zip(pairs[8], strict=True))
-    states = list(model.states(model.tokens(first, second)))
+    states = [state.tokens for state in model.run(model.tokens(first, second), ALL_LAYERS)]
     assert len(states) == CONFIG.context.depth
     assert states[-1].x.requires_grad
     scores = model.heads[-1](*states[-1].x.split([33, 33]))
@@ -252,7 +252,7 @@ def test_names_of_the_parameters() -> None:
         for k in random_model().state_dict()
     }
     block = ("qkv", "out", "ffn.widen", "ffn.norm", "ffn.narrow")
-    linear = [f"layers.N.{side}.{part}" for side in ("within", "cross") for part in block]
+    linear = [f"layers.N.{side}_block.{part}" for side in ("self", "cross") for part in block]
     linear += ["project", "heads.N.projection", "heads.N.matchability", "confidence.N"]
     assert names == {f"{n}.{kind}" for n in linear for kind in ("weight", "bias")} | {
         "position.frequencies.weight"
@@ -292,9 +292,9 @@ def test_batches_run_in_groups_on_a_processor(pairs, monkeypatch, together: int)
         sizes.append((len(tokens.pairs), len(tokens.x)))
         return true_run(self, tokens, *arguments)
 
-    true_run = MatchingNetwork._run
-    monkeypatch.setattr(MatchingNetwork, "_run", counted)
-    monkeypatch.setattr("matcher.match.network.model.TOGETHER", together)
+    true_run = MatchingNetwork.run
+    monkeypatch.setattr(MatchingNetwork, "run", counted)
+    monkeypatch.setattr("matcher.match.network.tokens.TOGETHER", together)
     for found, known in zip(run(matcher, pairs), expected, strict=True):
         assert_same(found, known)
     assert sum(number for number, _ in sizes) == len(pairs)

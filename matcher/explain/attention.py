@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.attention import Kernel, linear_attention
-from matcher.match.network.adaptivity import Tokens
 from matcher.match.network.context import Layer
 from matcher.match.network.position import rotate
+from matcher.match.network.tokens import Tokens
 
 _ROWS = 256  # listening points whose weights are held at once in a rollout
 

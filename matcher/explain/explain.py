@@ -1,8 +1,7 @@
-"""Why points matched or not: the network run again in the open, layer by layer.
+"""Why points matched or not: the network's run of one pair, recorded layer by layer.
 
-The normal path records nothing. Here the states of one pair are advanced by the same blocks, with the same
-exits and pruning, and at each layer asked points tell what they attend to, and all points how they are
-assigned; the matches are those of the normal path.
+Matching records nothing. Here the same run is consumed with more questions: at each layer, what the asked
+points attend to and how all points would be assigned. Exits, pruning and matches are those of matching.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from matcher.explain.attention import (
     strongest_attention,
 )
 from matcher.explain.layers import LayerReport, layer_report
-from matcher.match.network.adaptivity import Tokens
-from matcher.match.network.context import Layer
 from matcher.match.network.inference import AttentionMatcher, off_border
 from matcher.match.network.model import MatchingNetwork
-from matcher.match.prediction import PairPrediction
+from matcher.match.network.states import LayerState
 from matcher.pipeline import Pipeline
 
 MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
@@ -86,19 +83,16 @@ def explain(
     asked = (_indices(asked0, sizes[0], 0), _indices(asked1, sizes[1], 1))
     traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
-    model, reports, heard, inner = matcher.model, [], [], _inner(matcher.model, batch)
-    tokens, total, final = model.tokens(*batch), sum(sizes), None
-    while final is None:
-        depth, before = len(reports), tokens
-        blocks, attended = _asked_attention(model.layers[depth], before, asked, sizes[0], strongest)
-        tokens = model._advance(before, depth)
-        after, final = _decide(model, tokens, depth, total)
-        known = reports[-1].matches if reports else np.zeros((0, 2), np.int64)
-        reports.append(layer_report(model, tokens, after, depth, attended, known, total, final, inner))
-        heard.append(blocks)
-        tokens = after
-    found = matcher._read(final, 0, *batch)
-    flow = rollout(heard, np.concatenate([traced[0], traced[1] + sizes[0]]), total)
+    network, reports, inputs, known = matcher.model, [], [], np.zeros((0, 2), np.int64)
+    inner, total = _inner(network, batch), sum(sizes)
+    for state in network.run(network.tokens(*batch)):
+        blocks, attended = _asked_attention(state, asked, sizes[0], strongest)
+        report, prediction = layer_report(state, attended, known, total, inner)
+        known = report.matches
+        reports.append(report)
+        inputs.append(blocks)
+    found = matcher.read(prediction, 0, *batch)
+    flow = rollout(inputs, np.concatenate([traced[0], traced[1] + sizes[0]]), total)
     return Explanation(
         asked,
         tuple(reports),
@@ -135,10 +129,10 @@ def _indices(points: Sequence[int], size: int, image: int) -> np.ndarray:
 
 
 def _asked_attention(
-    layer: Layer, tokens: Tokens, asked: tuple[np.ndarray, np.ndarray], offset: int, strongest: int
+    state: LayerState, asked: tuple[np.ndarray, np.ndarray], offset: int, strongest: int
 ) -> tuple[list[AttentionInputs], list[Attention]]:
-    """The blocks of a layer, and what the asked points of either picture attend to in them."""
-    blocks = attention_inputs(layer, tokens, offset)
+    """The inputs of a layer's attention, and what the asked points of either image attend to."""
+    blocks = attention_inputs(state.network.layers[state.layer], state.before, offset)
     points = (asked[0], asked[1] + offset) * 2
     return blocks, [
         strongest_attention(block, own, strongest, offset) for block, own in zip(blocks, points, strict=True)
@@ -149,16 +143,6 @@ def _inner(model: MatchingNetwork, batch: list[Features]) -> tuple[Tensor, Tenso
     """(N,), (M,) bool, the points that may have a partner; None where all may."""
     border = model.config.assignment.border
     return tuple(off_border(features, border)[0] for features in batch) if border else None
-
-
-def _decide(
-    model: MatchingNetwork, tokens: Tokens, depth: int, total: int
-) -> tuple[Tokens, PairPrediction | None]:
-    """What the normal path does after a layer: the tokens that stay, or the final assignment."""
-    found: dict[int, PairPrediction] = {}
-    if depth == len(model.layers) - 1:
-        return tokens, model._assign(tokens, depth)[0]
-    return model._adapt(tokens, [total], depth, found), found.get(0)
 
 
 def _fates(

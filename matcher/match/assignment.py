@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from matcher.config import AssignmentConfig
+from matcher.match.mutual import drop_unmatched
 from matcher.match.network.blocks import exponentials, raised, row_blocks
 from matcher.match.prediction import Assignment
 from matcher.match.sinkhorn import Potentials, sinkhorn
@@ -62,12 +64,28 @@ def assign(
     max_iterations: int = 100,
     tolerance: float | None = 1e-2,
     start: Potentials | None = None,
+    record_errors: bool = False,
 ) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → `Assignment` by `sinkhorn`; masked points get −inf."""
     if 0 in (scores.shape[1] - 1, scores.shape[2] - 1):
         return _unassigned(scores)
     options = {"max_iterations": max_iterations, "tolerance": tolerance, "start": start}
-    return plan(scores, sinkhorn(scores, mask0, mask1, **options))
+    return plan(scores, sinkhorn(scores, mask0, mask1, **options, record_errors=record_errors))
+
+
+def assigned(
+    scores: Tensor, config: AssignmentConfig, start: Potentials | None = None, *, record_errors: bool = False
+) -> Assignment:
+    """Scores with dustbins (B, N+1, M+1) → `Assignment`, by the method that a configuration names.
+
+    `start` and `record_errors` are for `sinkhorn`; a dual softmax needs neither.
+    """
+    if config.kind == "dual_softmax":
+        found = dual_softmax(scores)
+    else:
+        options = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
+        found = assign(scores, **options, start=start, record_errors=record_errors)
+    return drop_unmatched(found) if config.drop_unmatched else found
 
 
 def plan(scores: Tensor, found: Potentials) -> Assignment:
@@ -79,6 +97,7 @@ def plan(scores: Tensor, found: Potentials) -> Assignment:
         log_unmatched1=log_p[:, -1, :-1],
         iterations=int(found.iterations.max()),
         converged=bool(found.converged.all()),
+        row_errors=found.row_errors,
     )
 
 

@@ -16,6 +16,8 @@ class Assignment:
     log_unmatched1: Tensor  # (B, M)
     iterations: int = 0  # Sinkhorn iterations run
     converged: bool = True  # False: the iteration limit ended it
+    # For each pair the relative error of the rows after every iteration; empty where it was not recorded.
+    row_errors: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ class Potentials:
     v: Tensor  # (B, M+1)
     iterations: Tensor  # (B,) int64
     converged: Tensor  # (B,) bool
+    row_errors: tuple[tuple[float, ...], ...] = ()  # of each pair after every iteration, where recorded
 
 
 def log_masses(
@@ -53,6 +54,7 @@ def sinkhorn(
     max_iterations: int = 100,
     tolerance: float | None = 1e-2,
     start: Potentials | None = None,
+    record_errors: bool = False,
 ) -> Potentials:
     """Scale exp(scores) until its rows and columns have their masses.
 
@@ -64,6 +66,7 @@ def sinkhorn(
             rows first. With a tolerance the side of fewer points comes first (between equals the one of
             lower dustbins), so that swapping the images transposes the plan to rounding.
         start: of similar scores under the same masks; none: rows of maximum 0.
+        record_errors: keep `row_error` of every iteration.
 
     Returns:
         Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
@@ -73,15 +76,15 @@ def sinkhorn(
     solve = _solve if mask0 is None and mask1 is None else _solve_valid
     starts = [None] * len(scores) if start is None else zip(start.u, start.v, strict=True)
     problems = map(Problem, scores, log_mu, log_nu, starts)
-    u, v, iterations, converged = zip(
-        *(solve(problem, max_iterations, tolerance) for problem in problems), strict=True
-    )
+    limits = Limits(max_iterations, tolerance, record_errors)
+    u, v, iterations, converged, errors = zip(*(solve(problem, limits) for problem in problems), strict=True)
     device = scores.device
     return Potentials(
         torch.stack(u),
         torch.stack(v),
         torch.tensor(iterations, device=device),
         torch.tensor(converged, device=device),
+        errors if record_errors else (),
     )
 
 
@@ -94,32 +97,47 @@ class Problem(NamedTuple):
     start: tuple[Tensor, Tensor] | None  # potentials (N+1,), (M+1,) to begin with
 
 
-Solution = tuple[Tensor, Tensor, int, bool]  # potentials (N+1,), (M+1,), iterations, converged
+class Limits(NamedTuple):
+    """When to stop, and whether to keep the error of every iteration."""
+
+    max_iterations: int
+    tolerance: float | None
+    record_errors: bool = False
 
 
-def _solve_valid(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+class Solution(NamedTuple):
+    """Of one pair."""
+
+    u: Tensor  # (N+1,)
+    v: Tensor  # (M+1,)
+    iterations: int
+    converged: bool
+    errors: tuple[float, ...] = ()
+
+
+def _solve_valid(problem: Problem, limits: Limits) -> Solution:
     """`_solve` for the points and dustbins of one pair that have mass; the others' potentials are −inf."""
     scores, log_mu, log_nu, start = problem
     u, v = torch.full_like(log_mu, -math.inf), torch.full_like(log_nu, -math.inf)
     rows, columns = (x.isfinite().nonzero().squeeze(1) for x in (log_mu, log_nu))
     if not len(rows) or not len(columns):
-        return u, v, 1, True
+        return Solution(u, v, 1, True)
     start = start and (start[0][rows], start[1][columns])
     inner = Problem(scores[rows[:, None], columns], log_mu[rows], log_nu[columns], start)
-    u[rows], v[columns], iterations, converged = _solve(inner, max_iterations, tolerance)
-    return u, v, iterations, converged
+    u[rows], v[columns], *rest = _solve(inner, limits)
+    return Solution(u, v, *rest)
 
 
-def _solve(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+def _solve(problem: Problem, limits: Limits) -> Solution:
     scores, log_mu, log_nu, start = problem
-    if tolerance is not None and columns_first(scores, log_mu, log_nu):
-        turned = Problem(scores.t(), log_nu, log_mu, start and start[::-1])
-        v, u, iterations, converged = _sinkhorn_pair(turned, max_iterations, tolerance)
-        return u, v, iterations, converged
-    return _sinkhorn_pair(problem, max_iterations, tolerance)
+    if limits.tolerance is not None and _columns_first(scores, log_mu, log_nu):
+        transposed = Problem(scores.t(), log_nu, log_mu, start and start[::-1])
+        v, u, *rest = _sinkhorn_pair(transposed, limits)
+        return Solution(u, v, *rest)
+    return _sinkhorn_pair(problem, limits)
 
 
-def columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
+def _columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
     """Whether the columns come first, in a way that does not depend on which image is called 0."""
     if log_mu[-1] != log_nu[-1]:
         return bool(log_mu[-1] < log_nu[-1])  # a dustbin counts the points of the other side
@@ -138,7 +156,7 @@ def row_error(ratios: Tensor) -> float:
     return max(float(points.norm()) / max(len(points), 1) ** 0.5, float(errors[-1]))
 
 
-def _sinkhorn_pair(problem: Problem, max_iterations: int, tolerance: float | None) -> Solution:
+def _sinkhorn_pair(problem: Problem, limits: Limits) -> Solution:
     """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
 
     Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
@@ -148,7 +166,8 @@ def _sinkhorn_pair(problem: Problem, max_iterations: int, tolerance: float | Non
     ones = torch.ones_like(masses)
     u, v = start or (-scores.amax(1), torch.zeros_like(log_nu))
     rows = len(log_mu)
-    kernel, iterations = ScaledKernel(scores, u, v), 1
+    max_iterations, tolerance, record = limits
+    kernel, iterations, errors = ScaledKernel(scores, u, v), 1, []
     scales = kernel.update(ones, masses)
     while True:
         low, high = scales.aminmax()
@@ -157,17 +176,19 @@ def _sinkhorn_pair(problem: Problem, max_iterations: int, tolerance: float | Non
             safe = scales.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0).log_()
             u, v = _log_iteration(scores, u + safe[:rows], v + safe[rows:], log_mu, log_nu)
             kernel, scales = ScaledKernel(scores, u, v), ones
-        if tolerance is None and iterations >= max_iterations:
+        if tolerance is None and iterations >= max_iterations and not record:
             converged = False
             break
         following = kernel.update(scales, masses)
         # A row's next scale is its mass over its sum, so this is how much too large its sum is.
-        converged = tolerance is not None and row_error(scales[:rows] / following[:rows]) <= tolerance
+        if record or tolerance is not None:
+            errors.append(row_error(scales[:rows] / following[:rows]))
+        converged = tolerance is not None and errors[-1] <= tolerance
         if converged or iterations >= max_iterations:
             break
         scales = following
         iterations += 1
-    return u + scales[:rows].log(), v + scales[rows:].log(), iterations, converged
+    return Solution(u + scales[:rows].log(), v + scales[rows:].log(), iterations, converged, tuple(errors))
 
 
 class ScaledKernel:

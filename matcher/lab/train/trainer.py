@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from matcher.config import ALL_LAYERS
 from matcher.errors import UsageError
 from matcher.lab.train.losses import (
     assignment_loss,
@@ -19,11 +20,11 @@ from matcher.lab.train.optimisers import build_optimisers
 from matcher.lab.train.pairs import PairBatch
 from matcher.lab.train.recipe import OptimiserRecipe, Recipe
 from matcher.lab.train.stage import Stage, mixed_precision
-from matcher.match.network.adaptivity import Tokens
 from matcher.match.network.consensus import mutual_soft_matches
 from matcher.match.network.correspondence import Side
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.position import normalise_positions
+from matcher.match.network.tokens import Tokens
 from matcher.weights.files import load_model
 
 
@@ -131,7 +132,7 @@ def paired_states(model: MatchingNetwork, batch: PairBatch, device: torch.device
     """The points of image 0 and 1 after each layer, (B, N, …) float32."""
     with mixed_precision(device):
         tokens = model.tokens(batch.features0.to(device), batch.features1.to(device))
-        return [_paired(state) for state in model.states(tokens)]
+        return [_paired(state.tokens) for state in model.run(tokens, ALL_LAYERS)]
 
 
 def _paired(tokens: Tokens) -> tuple[Side, Side]:

@@ -6,48 +6,54 @@ LightGlue (Lindenberger et al. 2023), section 3.3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from matcher.config import MatchingPolicy
-from matcher.match.network.packed import Layout
+from matcher.match.network.packed import Layout, image_sums
+from matcher.match.network.tokens import Tokens
 
-NEGLIGIBLE = 0.5  # points: a pair that expects fewer matches than this need not go on
+NEGLIGIBLE = 0.5  # matches: a pair of which fewer than this are still open need not go on
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """The live points of the pairs still running, packed."""
+class Decision(NamedTuple):
+    """What happens to the pairs and points of a batch after a layer."""
 
-    x: Tensor  # (T, dim)
-    rotations: Tensor | None  # (T, 2, head_dim/2)
-    index: Tensor  # (T,) int64, the input point each token is
-    layout: Layout
-    pairs: tuple[int, ...]  # which input pair each entry of the layout is
-    positions: Tensor  # (T, 2) normalised positions
-    predicted: Tensor | None = None  # (T, 2) places of partners that the last layer stated, if guided
+    exiting: tuple[int, ...]  # entries of the layout that stop here
+    assigned: Tensor | None  # (T,) bool, points that are assigned if their pair stops here; None: all
+    kept: Tensor | None  # (T,) bool, points that go on if their pair does; None: all
 
-    def keep(self, keep: Tensor, pairs: list[int]) -> Tokens:
-        """Only the tokens marked in `keep` (T,) bool and only the entries `pairs` of the layout."""
-        lengths = [int(n) for n in _sums(keep, self.layout)]
-        counts = tuple((lengths[2 * p], lengths[2 * p + 1]) for p in pairs)
-        alive = torch.zeros_like(keep)
-        for p in pairs:
-            alive[self.layout.starts[2 * p] : self.layout.starts[2 * p + 2]] = True
-        chosen = (keep & alive).nonzero().squeeze(1)
-        return replace(
-            self,
-            x=self.x[chosen],
-            rotations=None if self.rotations is None else self.rotations[chosen],
-            index=self.index[chosen],
-            positions=self.positions[chosen],
-            predicted=None if self.predicted is None else self.predicted[chosen],
-            layout=Layout(counts),
-            pairs=tuple(self.pairs[p] for p in pairs),
-        )
+
+def decide(
+    tokens: Tokens,
+    confident: Tensor,
+    probability: Tensor,
+    totals: dict[int, int],
+    policy: MatchingPolicy,
+    *,
+    predicted: bool,
+) -> Decision:
+    """Which pairs stop after a layer, and which of their points are dropped.
+
+    Args:
+        tokens: the live points.
+        confident: (T,) bool, points that are sure of their partner.
+        probability: (T,) of a match.
+        totals: points of each input pair before any pruning.
+        policy: with exit and pruning.
+        predicted: whether heads of their own predict `probability`. Then points that are unlikely to match
+            take no part in an exiting pair's assignment; without (LightGlue) all live points do.
+    """
+    keep, exiting = keep_mask(probability, confident, policy), []
+    if policy.early_exit and predicted:
+        exiting = ready_by_match_probability(tokens, confident, probability, policy)
+    elif policy.early_exit:
+        exiting = ready_by_confidence(tokens, confident, totals, policy)
+    kept = keep_unless_few(keep, tokens.layout, policy.min_pruned_share)
+    return Decision(tuple(exiting), keep if predicted else None, None if bool(kept.all()) else kept)
 
 
 def confidence_threshold(layer: int, depth: int) -> float:
@@ -56,7 +62,7 @@ def confidence_threshold(layer: int, depth: int) -> float:
 
 
 def ready_by_confidence(
-    tokens: Tokens, confident: Tensor, totals: list[int], config: MatchingPolicy
+    tokens: Tokens, confident: Tensor, totals: dict[int, int], policy: MatchingPolicy
 ) -> list[int]:
     """Entries of the layout whose share of confident points lets them stop.
 
@@ -64,18 +70,18 @@ def ready_by_confidence(
         tokens: the live points.
         confident: (T,) bool.
         totals: points of each input pair before any pruning; dropped points count as confident.
-        config: with `exit_share`.
+        policy: with `exit_share`.
     """
-    doubtful = _per_pair(~confident, tokens.layout)
+    unsure = _per_pair(~confident, tokens.layout)
     return [
         entry
         for entry, pair in enumerate(tokens.pairs)
-        if doubtful[entry] < (1 - config.exit_share) * totals[pair]
+        if unsure[entry] < (1 - policy.exit_share) * totals[pair]
     ]
 
 
 def ready_by_match_probability(
-    tokens: Tokens, confident: Tensor, match_probability: Tensor, config: MatchingPolicy
+    tokens: Tokens, confident: Tensor, probability: Tensor, policy: MatchingPolicy
 ) -> list[int]:
     """Entries of the layout where enough of the matches to be expected are there already.
 
@@ -85,31 +91,30 @@ def ready_by_match_probability(
     Args:
         tokens: the live points.
         confident: (T,) bool.
-        match_probability: (T,) probability of a partner at the last layer.
-        config: with `exit_share`.
+        probability: (T,) of a partner at the last layer.
+        policy: with `exit_share`.
     """
-    expected = _per_pair(match_probability.double(), tokens.layout)
-    doubtful = _per_pair(torch.where(confident, 0.0, match_probability).double(), tokens.layout)
+    expected = _per_pair(probability.double(), tokens.layout)
+    unsure = _per_pair(torch.where(confident, 0.0, probability).double(), tokens.layout)
     return [
         entry
         for entry in range(len(tokens.pairs))
-        if doubtful[entry] < (1 - config.exit_share) * expected[entry] + NEGLIGIBLE
+        if unsure[entry] < (1 - policy.exit_share) * expected[entry] + NEGLIGIBLE
     ]
 
 
-def keep_mask(matchable: Tensor, confident: Tensor, config: MatchingPolicy) -> Tensor:
-    """(T,) bool: points that may still find a partner, by its probability `matchable` (T,); without pruning
-    all may."""
-    if not config.pruning:
+def keep_mask(probability: Tensor, confident: Tensor, policy: MatchingPolicy) -> Tensor:
+    """(T,) bool: points that may still find a partner, by its probability (T,); without pruning all may."""
+    if not policy.pruning:
         return torch.ones_like(confident)
-    keep = matchable > config.prune_matchability
-    return keep | ~confident if config.prune_confident_only else keep
+    keep = probability > policy.prune_matchability
+    return keep | ~confident if policy.prune_confident_only else keep
 
 
 def keep_unless_few(keep: Tensor, layout: Layout, least: float) -> Tensor:
     """`keep` (T,) bool, but all points of pairs that would lose less than the share `least`.
 
-    Pictures with equally many points run faster than those that differ by a few.
+    Images with equally many points run faster than those that differ by a few.
     """
     kept, starts = _per_pair(keep.int(), layout), layout.starts[::2]
     lengths = [end - start for start, end in pairwise(starts)]
@@ -118,14 +123,6 @@ def keep_unless_few(keep: Tensor, layout: Layout, least: float) -> Tensor:
 
 
 def _per_pair(values: Tensor, layout: Layout) -> list[float]:
-    """Sums of values (T,) over both pictures of each entry of the layout."""
-    sums = _sums(values, layout).tolist()
+    """Sums of values (T,) over both images of each entry of the layout."""
+    sums = image_sums(values, layout).tolist()
     return [a + b for a, b in zip(sums[0::2], sums[1::2], strict=True)]
-
-
-def _sums(values: Tensor, layout: Layout) -> Tensor:
-    """Sums of values (T,) over each picture of the layout."""
-    starts = torch.tensor(layout.starts, device=values.device)
-    sums = values.cumsum(0)
-    totals = torch.cat([sums.new_zeros(1), sums])
-    return totals[starts[1:]] - totals[starts[:-1]]

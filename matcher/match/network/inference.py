@@ -62,9 +62,9 @@ class AttentionMatcher:
         """
         moved = [f.to(self.device) for f in (features0, features1)]
         prediction = self.model(*moved)
-        return [self._read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
+        return [self.read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
 
-    def _read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
+    def read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
         """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
         config, sides = self.model.config, (features0, features1)
         local, scores = mutual_matches(

@@ -13,16 +13,7 @@ from torch.nn import functional as F
 from matcher.config import MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
-from matcher.match.assignment import assign, dual_softmax, plan
-from matcher.match.mutual import drop_unmatched
-from matcher.match.network.adaptivity import (
-    Tokens,
-    confidence_threshold,
-    keep_mask,
-    keep_unless_few,
-    ready_by_confidence,
-    ready_by_match_probability,
-)
+from matcher.match.assignment import assigned, plan
 from matcher.match.network.backbone import Backbone
 from matcher.match.network.consensus import Consensus, agreement, mutual_soft_matches
 from matcher.match.network.context import Layer
@@ -32,12 +23,13 @@ from matcher.match.network.packed import Layout, interleave
 from matcher.match.network.position import build_position, normalise_positions
 from matcher.match.network.prepared import linear
 from matcher.match.network.refinement import Refinement
+from matcher.match.network.states import LayerState
+from matcher.match.network.tokens import Tokens, groups, split_sides
 from matcher.match.network.validate import check_config
-from matcher.match.prediction import Assignment, PairPrediction, Prediction
+from matcher.match.prediction import PairPrediction, Prediction
 from matcher.match.sinkhorn import Potentials, sinkhorn
 from matcher.match.steering import aligned
 
-TOGETHER = 1024  # tokens of a batch that run at once on a processor; one pair may have more
 SETTLED = 0.85  # share of the links that a round of consensus left as they were, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
@@ -162,18 +154,32 @@ class MatchingNetwork(nn.Module):
             descriptors.to(self.project.weight.dtype), self.project.weight, self.project.bias
         ).float()
 
-    def states(self, tokens: Tokens) -> Iterator[Tokens]:
-        """Tokens after each layer, all layers, nothing dropped: what training looks at."""
+    def run(self, tokens: Tokens, policy: MatchingPolicy | None = None) -> Iterator[LayerState]:
+        """The network, layer by layer: matching, training and explanation all consume this one loop.
+
+        A pair that stops leaves the run and so do points that are dropped, as each yielded state decides; the
+        run ends with the last pair.
+
+        Args:
+            tokens: of some pairs, from `tokens`.
+            policy: of exit and pruning; the network's own when absent. `ALL_LAYERS` runs all layers on all
+                points.
+        """
+        totals = dict(zip(tokens.pairs, (n + m for n, m in tokens.layout.counts), strict=True))
         for depth in range(len(self.layers)):
-            tokens = self._advance(tokens, depth)
-            yield tokens
+            after = self._advance(tokens, depth)
+            state = LayerState(self, policy or self.config.policy, depth, tokens, after, totals)
+            yield state
+            tokens = state.tokens if state.is_last else state.remaining
+            if not tokens.pairs:
+                return
 
     def _advance(self, tokens: Tokens, depth: int) -> Tokens:
         x = self.layers[depth](tokens.x, tokens.rotations, tokens.layout)
         if self.guidance is None:
             return replace(tokens, x=x)
-        x, stated = self.guidance(x, depth)
-        return replace(tokens, x=x, predicted=stated)
+        x, predicted = self.guidance(x, depth)
+        return replace(tokens, x=x, predicted=predicted)
 
     def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
         """Scores with dustbins (…, N+1, M+1), float32, of points after layer `depth`."""
@@ -189,50 +195,11 @@ class MatchingNetwork(nn.Module):
     def forward(self, features0: Features, features1: Features) -> Prediction:
         """Assignments of B pairs (both arguments batched), with early exit and pruning as configured."""
         tokens = self.tokens(features0, features1)
-        totals = [n + m for n, m in tokens.layout.counts]
         found: dict[int, PairPrediction] = {}
-        for together in _groups(tokens):
-            self._run(together, totals, found)
-        return Prediction(tuple(found[pair] for pair in range(len(totals))))
-
-    def _run(self, tokens: Tokens, totals: list[int], found: dict[int, PairPrediction]) -> None:
-        """All layers of some pairs, whose assignments go to `found`."""
-        last = len(self.layers) - 1
-        for depth in range(len(self.layers)):
-            tokens = self._advance(tokens, depth)
-            if depth == last:
-                found |= self._assign(tokens, depth)
-                break
-            tokens = self._adapt(tokens, totals, depth, found)
-            if not tokens.pairs:
-                break
-
-    def _adapt(
-        self, tokens: Tokens, totals: list[int], depth: int, found: dict[int, PairPrediction]
-    ) -> Tokens:
-        """Let sure pairs leave (their assignment goes to `found`) and drop points that cannot match."""
-        config = self.config.policy
-        if not (config.early_exit or config.pruning):
-            return tokens
-        confident = self.confidences(tokens.x, depth) > confidence_threshold(depth, len(self.layers))
-        matchable = self.match_probabilities(tokens.x, depth)
-        keep, leaving = keep_mask(matchable, confident, config), []
-        if config.early_exit and self.config.match_probability:
-            leaving = ready_by_match_probability(tokens, confident, matchable, config)
-        elif config.early_exit:
-            leaving = ready_by_confidence(tokens, confident, totals, config)
-        if (
-            leaving
-        ):  # with match probabilities, points that are unlikely to match are left out; LightGlue keeps all
-            last = keep if self.config.match_probability else torch.ones_like(keep)
-            found |= self._assign(tokens.keep(last, leaving), depth)
-        staying = [entry for entry in range(len(tokens.pairs)) if entry not in leaving]
-        if not staying:
-            return tokens.keep(confident, staying)
-        keep = keep_unless_few(keep, tokens.layout, config.min_pruned_share)
-        if leaving or not bool(keep.all()):
-            return tokens.keep(keep, staying)
-        return tokens
+        for together in groups(tokens):
+            for state in self.run(together):
+                found |= state.assign()
+        return Prediction(tuple(found[pair] for pair in range(len(tokens.pairs))))
 
     def confidences(self, x: Tensor, depth: int) -> Tensor:
         """(T,) probability that the last layer would not change a point's partner any more."""
@@ -245,67 +212,34 @@ class MatchingNetwork(nn.Module):
             return self.heads[depth].logits(x).sigmoid()
         return self.match_probability[depth](x.float()).squeeze(-1).sigmoid()
 
-    def _assign(self, tokens: Tokens, depth: int) -> dict[int, PairPrediction]:
+    def assign(self, tokens: Tokens, depth: int, *, record_errors: bool = False) -> dict[int, PairPrediction]:
+        """Assignments of all pairs of `tokens`, which are those after layer `depth`, by input pair."""
         found = {}
         for pair, sides, index in zip(
             tokens.pairs, split_sides(tokens), tokens.layout.split(tokens.index), strict=True
         ):
             side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides)
             scores = self.scores(side0, side1, depth)
-            assignment = self._transport(*self.with_consensus(scores, side0.positions, side1.positions))
+            scores, start = self._with_consensus(scores, side0.positions, side1.positions)
+            assignment = assigned(scores, self.config.assignment, start, record_errors=record_errors)
             kept = () if self.fine is None else (side.x for side in sides)
             found[pair] = PairPrediction(assignment, *index, depth + 1, *kept)
         return found
 
-    def with_consensus(
+    def _with_consensus(
         self, scores: Tensor, positions0: Tensor, positions1: Tensor
     ) -> tuple[Tensor, Potentials | None]:
-        """Scores after the rounds of consensus, and potentials to begin with: each assignment goes on from
-        the one before, so between the rounds a few iterations are enough. With early exit the rounds end when
-        the last one has changed little."""
-        heard, found, before, empty = scores, None, None, 1 in scores.shape[1:]
+        """Scores after the rounds of consensus, and potentials to begin with.
+
+        Each assignment goes on from the one before, so between the rounds a few iterations are enough. With
+        early exit the rounds end when the last one has changed little.
+        """
+        corrected, found, before, empty = scores, None, None, 1 in scores.shape[1:]
         enough = SETTLED if self.config.policy.early_exit else 1.0
         for _ in range(0 if empty else self.config.assignment.consensus):
-            found = sinkhorn(heard, max_iterations=ROUGH_ITERATIONS, start=found)
-            links = mutual_soft_matches(plan(heard, found).log_scores)
+            found = sinkhorn(corrected, max_iterations=ROUGH_ITERATIONS, start=found)
+            links = mutual_soft_matches(plan(corrected, found).log_scores)
             if before is not None and agreement(before, links[0]) > enough:
                 break
-            heard, before = self.consensus(scores, positions0, positions1, links), links[0]
-        return heard, found
-
-    def _transport(self, scores: Tensor, start: Potentials | None) -> Assignment:
-        config = self.config.assignment
-        if config.kind == "dual_softmax":
-            assignment = dual_softmax(scores)
-        else:
-            assignment = assign(
-                scores, max_iterations=config.max_iterations, tolerance=config.tolerance, start=start
-            )
-        return drop_unmatched(assignment) if config.drop_unmatched else assignment
-
-
-def _groups(tokens: Tokens) -> Iterator[Tokens]:
-    """Pairs that run together: on a processor as many as its caches and a few allocations hold, else all.
-
-    Large batches gain nothing there, and memory that is touched for the first time costs more than they save.
-    """
-    counts = [n + m for n, m in tokens.layout.counts]
-    if tokens.x.device.type != "cpu" or sum(counts) <= TOGETHER or len(counts) < 2:
-        yield tokens
-        return
-    everything = torch.ones(len(tokens.x), dtype=torch.bool)
-    group: list[int] = []
-    for entry, count in enumerate(counts):
-        if group and sum(counts[e] for e in group) + count > TOGETHER:
-            yield tokens.keep(everything, group)
-            group = []
-        group.append(entry)
-    yield tokens.keep(everything, group)
-
-
-def split_sides(tokens: Tokens) -> list[tuple[Side, Side]]:
-    """The two pictures of every pair."""
-    columns = [
-        tokens.layout.split(x) for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None
-    ]
-    return [tuple(Side(*side) for side in zip(*pair, strict=True)) for pair in zip(*columns, strict=True)]
+            corrected, before = self.consensus(scores, positions0, positions1, links), links[0]
+        return corrected, found

@@ -151,6 +151,14 @@ def attend_to(
     return torch.cat(messages)
 
 
+def image_sums(values: Tensor, layout: Layout) -> Tensor:
+    """Sums of values (T,) over each image of the layout (2·B,)."""
+    starts = torch.tensor(layout.starts, device=values.device)
+    sums = values.cumsum(0)
+    totals = torch.cat([sums.new_zeros(1), sums])
+    return totals[starts[1:]] - totals[starts[:-1]]
+
+
 def interleave(first: list[Tensor], second: list[Tensor]) -> Tensor:
     """Per-pair tensors of image 0 and image 1 as one packed list in the order of `Layout`."""
     return torch.cat([x for pair in zip(first, second, strict=True) for x in pair])
