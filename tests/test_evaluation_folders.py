@@ -12,8 +12,8 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.data.photos import data_folder
 from matcher.errors import UsageError
-from matcher.lab.evaluate.judge import Observation, judge, true_matches
-from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.evaluate.measure import ExtractedImage, find_ground_truth, measure_pair
+from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.pairs.protocols import protocol_of
 from matcher.lab.pairs.sets import SetOptions, find_sets
 
@@ -60,9 +60,9 @@ def test_coarse_truths_are_left_out():
 )
 def test_truth_agrees_with_what_descriptors_find(name, key, least):
     """A wrong convention, direction or scale of the truth would leave hardly any match correct."""
-    entrant = Entrant("nearest", matcher.load("nearest", max_keypoints=800, match_threshold=0.35))
+    method = Method("nearest", matcher.load("nearest", max_keypoints=800, match_threshold=0.35))
     for pair_set in find_sets(name, SetOptions(pairs=2)):
-        found = evaluate(pair_set.first(1), [entrant])
+        found = evaluate(pair_set.first(1), [method])
         assert found.values["nearest"][key].mean() > least
         if pair_set.protocol == "pose":
             assert found.values["nearest"]["error"].mean() < 3
@@ -70,9 +70,9 @@ def test_truth_agrees_with_what_descriptors_find(name, key, least):
 
 @needs_bench
 def test_poses_of_the_castle_fit_its_photos():
-    entrant = Entrant("nearest", matcher.load("nearest", max_keypoints=1000))
+    method = Method("nearest", matcher.load("nearest", max_keypoints=1000))
     (pair_set,) = find_sets("sceaux_castle", SetOptions(pairs=1))
-    found = evaluate(pair_set, [entrant], seeds=2)
+    found = evaluate(pair_set, [method], seeds=2)
     assert found.values["nearest"]["error"].shape == (2, 1)
     assert found.values["nearest"]["error"].max() < 3
     assert found.values["nearest"]["precision3"].mean() > 0.7
@@ -93,7 +93,7 @@ def test_bench_is_all_folders():
 
 def test_disparity_labels_judge_matches_and_the_oracle():
     """Twenty points, all shifted by 4 px to the left; the labels know the left half of the picture."""
-    from matcher.lab.pairs.protocols import CorrespondencePair, Picture
+    from matcher.lab.pairs.protocols import CorrespondencePair, PairImage
 
     rng = np.random.default_rng(0)
     points0 = np.stack([np.repeat(np.arange(5), 4) * 20 + 10.0, np.tile(np.arange(4), 5) * 15 + 10.0], axis=1)
@@ -101,16 +101,16 @@ def test_disparity_labels_judge_matches_and_the_oracle():
     points1 = points0 - [4, 0]
     y, x = np.mgrid[0:80, 0:50]
     labels = np.stack([x.ravel(), y.ravel()], axis=1).astype(float)
-    side = Picture(Path("x.png"))
+    side = PairImage(Path("x.png"))
     pair = CorrespondencePair("x", "", side, side, labels, labels - [4, 0])
     image = Image(np.zeros((0, 0), np.uint8), (100, 80))
     sides = [
-        Observation(Features(p, np.zeros((20, 4), np.float32), size=(100, 80)), image)
+        ExtractedImage(Features(p, np.zeros((20, 4), np.float32), size=(100, 80)), image)
         for p in (points0, points1)
     ]
-    truth = true_matches(pair, *sides)
+    truth = find_ground_truth(pair, *sides)
     known = points0[:, 0] < 49.5
-    assert truth.possible[1].tolist() == [[i, i] for i in np.flatnonzero(known)]
+    assert truth.matches[1].tolist() == [[i, i] for i in np.flatnonzero(known)]
     indices = np.stack([np.arange(20), np.arange(20)], axis=1)
     indices[0, 1], indices[1, 1] = 1, 0
     matches = Matches(
@@ -119,7 +119,7 @@ def test_disparity_labels_judge_matches_and_the_oracle():
         points1[indices[:, 1]].astype(np.float32),
         np.ones(20, np.float32),
     )
-    found = judge(pair, *sides, matches, truth, [])
+    found = measure_pair(pair, *sides, matches, truth, [])
     assert found["precision3"] == pytest.approx((known.sum() - 2) / known.sum())
     assert found["recall3"] == pytest.approx((known.sum() - 2) / known.sum())
 
@@ -133,7 +133,7 @@ def test_absent_data_and_unknown_names(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match="is empty"):
         find_sets(str(tmp_path), SetOptions())
     (tmp_path / "notes.md").write_text("nothing")
-    with pytest.raises(UsageError, match="no layout"):
+    with pytest.raises(UsageError, match="no known layout"):
         find_sets(str(tmp_path), SetOptions())
     assert os.environ["MATCHER_DATA"] == str(data_folder())
 

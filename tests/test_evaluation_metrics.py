@@ -6,8 +6,8 @@ from matcher.lab.evaluate.metrics import (
     auc,
     corner_error,
     distances,
+    ground_truth_matches,
     pose_error,
-    possible_matches,
     precision,
     recall,
     repeatability,
@@ -76,9 +76,9 @@ def test_precision_and_recall_of_a_small_case():
     keypoints0 = np.array([[0.0, 0.0], [10.0, 0.0], [20.0, 0.0], [30.0, 0.0]])
     keypoints1 = np.array([[0.5, 0.0], [12.0, 0.0], [90.0, 0.0], [30.2, 0.0]])
     errors = distances(keypoints0, keypoints1)
-    possible = possible_matches(errors, 3)
+    possible = ground_truth_matches(errors, 3)
     assert possible.tolist() == [[0, 0], [1, 1], [3, 3]]
-    assert possible_matches(errors, 1).tolist() == [[0, 0], [3, 3]]
+    assert ground_truth_matches(errors, 1).tolist() == [[0, 0], [3, 3]]
     indices = np.array([[0, 0], [1, 2], [2, 1]])  # one right, one wrong, one of an impossible keypoint
     found = errors[indices[:, 0], indices[:, 1]]
     assert precision(found, 3) == pytest.approx(1 / 3)
@@ -86,14 +86,14 @@ def test_precision_and_recall_of_a_small_case():
     assert recall(indices[1:], found[1:], possible, 3) == 0
     assert precision(found[:0], 3) == 0
     assert np.isnan(recall(indices, found, possible[:0], 3))
-    assert possible_matches(np.zeros((0, 3)), 3).shape == (0, 2)
+    assert ground_truth_matches(np.zeros((0, 3)), 3).shape == (0, 2)
 
 
 def test_a_match_of_the_twin_of_a_keypoint_is_found():
     keypoints0 = np.array([[5.0, 5.0], [5.0, 5.0], [50.0, 5.0]])  # two orientations of one place
     keypoints1 = np.array([[5.0, 5.0], [50.0, 5.0]])
     errors = distances(keypoints0, keypoints1)
-    possible = possible_matches(errors, 3)
+    possible = ground_truth_matches(errors, 3)
     assert possible.tolist() == [[0, 0], [2, 1]]
     for taken in (0, 1):
         indices = np.array([[taken, 0]])

@@ -13,8 +13,8 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.errors import ImageError, UsageError
-from matcher.lab.evaluate.judge import Observation, judge, true_matches
-from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.evaluate.measure import ExtractedImage, find_ground_truth, measure_pair
+from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
 from matcher.lab.pairs.depth import DepthCamera, depth_at, reproject
 from matcher.lab.pairs.multiview import overlap_of
@@ -137,14 +137,14 @@ def test_rendered_views_are_two_sets(rendered):
     assert (moved.protocol, len(moved), relit.protocol, len(relit)) == ("depth", 2, "homography", 1)
     assert all(protocol_of(pair) == "depth" for pair in moved.pairs)
     assert moved.pairs[0].groups == ("overlap 50–100 %", "angle 0–15°", "same light")
-    assert moved.pairs[1].groups[2] == "another light" and relit.pairs[0].group == "day and night"
-    found = evaluate(moved, [Entrant("nearest", matcher.load("nearest", max_keypoints=400))], seeds=2)
+    assert moved.pairs[1].groups[2] == "different lights" and relit.pairs[0].group == "day and night"
+    found = evaluate(moved, [Method("nearest", matcher.load("nearest", max_keypoints=400))], seeds=2)
     values = found.values["nearest"]
     assert values["error"].shape == (2, 2) and values["precision3"].mean() > 0.9
-    assert values["recall3"].mean() > 0.3 and (values["right"] <= values["right10"]).all()
+    assert values["recall3"].mean() > 0.3 and (values["correct"] <= values["correct10"]).all()
     assert found.values["oracle"]["precision3"].mean() == 1
     text = as_markdown(as_object(found))
-    assert "| another light | 1 | nearest |" in text and "essential by PoseLib" in text
+    assert "| different lights | 1 | nearest |" in text and "essential geometry by PoseLib" in text
 
 
 def test_recorded_views_have_their_pairs(recorded):
@@ -152,7 +152,7 @@ def test_recorded_views_have_their_pairs(recorded):
     (pair,) = found.pairs
     assert pair.groups == ("overlap 50–100 %", "angle 0–15°") and pair.name == "0-1"
     assert pair.cam1_from_cam0 == pytest.approx(POSES[1] @ np.linalg.inv(POSES[0]))
-    measured = evaluate(found, [Entrant("nearest", matcher.load("nearest", max_keypoints=400))])
+    measured = evaluate(found, [Method("nearest", matcher.load("nearest", max_keypoints=400))])
     assert measured.values["nearest"]["precision3"][0, 0] > 0.9
 
 
@@ -163,18 +163,18 @@ def test_matches_are_judged_by_what_depth_tells(rendered):
     points1 = np.where(seen[:, None], moved, 50.0) + np.array([[0.5, 0], [6, 0], [0, 0], [0, 0]])
     indices = np.repeat(np.arange(4)[:, None], 2, axis=1)
     sides = [
-        Observation(
+        ExtractedImage(
             Features(points.astype(np.float32), np.zeros((4, 128), np.float32), size=SIZE),
             Image(np.zeros((0, 0), np.uint8), SIZE),
         )
         for points in (points0, points1)
     ]
-    truth = true_matches(pair, *sides)
+    truth = find_ground_truth(pair, *sides)
     matches = Matches(indices, *(side.features.keypoints.numpy() for side in sides), np.ones(4, np.float32))
-    found = judge(pair, *sides, matches, truth, [RobustEstimator(EstimationConfig(kind="essential"))])
+    found = measure_pair(pair, *sides, matches, truth, [RobustEstimator(EstimationConfig(kind="essential"))])
     # One within 3 px, one within 10, one that the other picture does not show; the last has no depth.
     assert (found["precision3"], found["precision10"]) == pytest.approx((1 / 3, 2 / 3))
-    assert (found["right"], found["right10"]) == (1, 2)
+    assert (found["correct"], found["correct10"]) == (1, 2)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"views": []}'])

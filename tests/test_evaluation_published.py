@@ -10,7 +10,7 @@ import pytest
 
 import matcher
 from matcher.errors import UsageError
-from matcher.lab.evaluate.run import Entrant, evaluate
+from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.pairs.sets import SetOptions, find_sets
 from matcher.lab.pairs.synthetic import warp
 
@@ -19,8 +19,8 @@ T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 
 
 
 @pytest.fixture
-def entrants():
-    return [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
+def methods():
+    return [Method("nearest", matcher.load("nearest", max_keypoints=300))]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def words(*matrices):
     return " ".join(f"{value:.6f}" for matrix in matrices for value in np.ravel(matrix))
 
 
-def test_hpatches(tmp_path, picture, entrants):
+def test_hpatches(tmp_path, picture, methods):
     H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
     large = cv2.resize(picture, (1280, 960), interpolation=cv2.INTER_CUBIC)
     large = np.repeat(large[..., None], 3, axis=2)
@@ -47,7 +47,7 @@ def test_hpatches(tmp_path, picture, entrants):
     (found,) = find_sets(str(tmp_path), SetOptions())
     assert (len(found), found.shorter_side) == (4, 480)  # the large sequence is left out
     assert sorted(pair.group for pair in found.pairs) == ["illumination"] * 2 + ["viewpoint"] * 2
-    measured = evaluate(found.first(1), entrants)
+    measured = evaluate(found.first(1), methods)
     assert measured.values["nearest"]["error"][0, 0] < 1
     assert measured.values["nearest"]["precision3"][0, 0] > 0.9
     image = found.pairs[0].image0.open(1024, found.shorter_side)
@@ -87,16 +87,16 @@ def test_damaged_lists(tmp_path, picture):
     with pytest.raises(UsageError, match="line 2"):
         find_sets(str(path), SetOptions())
     path.write_text("a.png b.png\n")
-    with pytest.raises(UsageError, match="not a pair list"):
+    with pytest.raises(UsageError, match="not a list of pairs"):
         find_sets(str(path), SetOptions())
 
 
-def test_intrinsics_of_another_size_are_refused(tmp_path, picture, entrants):
+def test_intrinsics_of_another_size_are_refused(tmp_path, picture, methods):
     cv2.imwrite(str(tmp_path / "a.png"), picture)
     (tmp_path / "pairs.txt").write_text(f"a.png a.png {words(4 * K, 4 * K, T)}\n")
     (found,) = find_sets(str(tmp_path), SetOptions())
     with pytest.raises(UsageError, match="another size"):
-        evaluate(found, entrants)
+        evaluate(found, methods)
 
 
 def scene(tmp_path, picture):
@@ -159,7 +159,7 @@ def test_scene_files_with_holes(tmp_path, picture):
         find_sets(str(tmp_path), SetOptions())
 
 
-def test_wxbs(tmp_path, picture, entrants):
+def test_wxbs(tmp_path, picture, methods):
     folder = tmp_path / "v1.1" / "WGBS" / "wall"
     folder.mkdir(parents=True)
     H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
@@ -172,7 +172,7 @@ def test_wxbs(tmp_path, picture, entrants):
     (found,) = find_sets(str(tmp_path), SetOptions())
     assert (found.name, found.protocol, len(found)) == ("wxbs", "correspondences", 1)
     assert found.pairs[0].group == "WGBS" and found.pairs[0].name == "WGBS/wall"
-    values = evaluate(found, entrants).values
+    values = evaluate(found, methods).values
     assert list(values) == ["nearest"]
     assert values["nearest"]["labels10"][0, 0] > 0.8 and np.isnan(values["nearest"]["precision3"]).all()
     (folder / "corrs.txt").write_text("1 2 3\n")

@@ -13,7 +13,7 @@ from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
 from matcher.data.photos import find_pictures
-from matcher.lab.evaluate.run import Entrant, FrontEndKey, evaluate
+from matcher.lab.evaluate.run import FrontEndKey, Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
 from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
 from matcher.verify.estimation import RobustEstimator
@@ -38,8 +38,8 @@ def photos(tmp_path, rng):
 
 @pytest.fixture
 def found(photos):
-    entrants = [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
-    return evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), entrants)
+    methods = [Method("nearest", matcher.load("nearest", max_keypoints=300))]
+    return evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), methods)
 
 
 def test_rows_and_bounds(found):
@@ -55,8 +55,8 @@ def test_rows_and_bounds(found):
 
 
 def test_evaluation_is_deterministic(photos, found):
-    entrants = [Entrant("nearest", matcher.load("nearest", max_keypoints=300))]
-    again = evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), entrants)
+    methods = [Method("nearest", matcher.load("nearest", max_keypoints=300))]
+    again = evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), methods)
     for name, measures in found.values.items():
         for key, values in measures.items():
             if key != "milliseconds":
@@ -75,7 +75,7 @@ def test_tables_say_how_they_were_made(found):
     }
     figure = table["rows"][0]["all"]["AUC@5 px"]
     assert figure["low"] <= figure["value"] <= figure["high"]
-    difference = table["rows"][1]["minus_nearest"]["recall@3 px"]
+    difference = table["rows"][1]["minus_baseline"]["recall@3 px"]
     assert difference["value"] == pytest.approx(1 - table["rows"][0]["all"]["recall@3 px"]["value"], abs=1e-5)
     text = as_markdown(table)
     assert (
@@ -87,7 +87,7 @@ def test_tables_say_how_they_were_made(found):
 
 def test_unrelated_pairs_count_what_is_kept(photos):
     found = evaluate(
-        unrelated_set(find_pictures(photos), count=4), [Entrant("nearest", matcher.load("nearest"))]
+        unrelated_set(find_pictures(photos), count=4), [Method("nearest", matcher.load("nearest"))]
     )
     assert list(found.values) == ["nearest"]
     assert set(found.values["nearest"]) >= {"matches", "accepted"}
@@ -122,7 +122,11 @@ def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, cap
     assert names == ["nearest", "hybrid small", "hybrid small, full depth", "oracle"]
     assert table["max_keypoints"] == 100 and table["mean_keypoints"] <= 100
     full = table["rows"][2]
-    assert full["depth"] == 3 and full["all"]["layers"]["value"] == 3 and full["all"]["kept"]["value"] == 1
+    assert (
+        full["depth"] == 3
+        and full["all"]["layers"]["value"] == 3
+        and full["all"]["keypoints kept"]["value"] == 1
+    )
     assert len(full["weights"]["sha256"]) == 64
     assert (tmp_path / "out" / "synthetic.md").read_text().split("<!--")[0] in printed
     assert "synthetic: 4 of 4 pairs" in said
@@ -171,8 +175,8 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
     ("arguments", "code", "message"),
     [
         (["{empty}"], 2, "is empty"),
-        (["{text}"], 2, "not a pair list"),
-        (["{folder_of_text}"], 2, "no layout"),
+        (["{text}"], 2, "not a list of pairs"),
+        (["{folder_of_text}"], 2, "no known layout"),
         (["no_such_folder"], 2, "the sets are synthetic"),
         (["{broken}", "--preset", "nearest"], 3, "no pair could be read"),
         (["{photos}", "--levels", "1,9", "--preset", "nearest"], 2, "levels"),

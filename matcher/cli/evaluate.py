@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,8 @@ from matcher.cli import options
 from matcher.cli.messages import complain, say, show, wants_progress
 
 if TYPE_CHECKING:
-    from matcher.lab.evaluate.run import Entrant, Progress
+    from matcher.lab.evaluate.methods import MethodOptions
+    from matcher.lab.evaluate.run import Method
     from matcher.lab.pairs.protocols import PairSet
 
 PARTIAL = 4
@@ -23,36 +25,60 @@ _SUFFIXES = (".md", ".json")
 
 Where = Annotated[
     str,
-    typer.Argument(metavar="SET_OR_DIR", show_default=False, help="A named set, a folder or a pair list."),
+    typer.Argument(
+        metavar="SET|DIR|FILE", show_default=False, help="Name of a set, a folder, or a list of pairs."
+    ),
 ]
 Presets = Annotated[
     list[str] | None,
     typer.Option(
         "--preset",
-        help=f"May be repeated; default: {options.DEFAULT_PRESET}. Nearest neighbours are always a row.",
+        metavar="NAME",
+        autocompletion=options.complete_preset,
+        help=f"Preset to measure; repeat for several.  [default: {options.DEFAULT_PRESET}]",
     ),
 ]
 WeightsFiles = Annotated[
-    list[Path] | None, typer.Option(metavar="FILE", help="Weights file; may be repeated, a row each.")
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Weights of the matcher; repeat for several, each is a row."),
 ]
 FrontEnds = Annotated[
     list[str] | None,
     typer.Option(
         "--frontend-weights",
         metavar="FILE",
-        help="Of the front end `learned`; may be repeated, rows for each. `shipped` is the usual file.",
+        help="Weights of the learned front end, or `shipped`; repeat for several, each is a row.",
+    ),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compare",
+        metavar="PRESET|FILE",
+        help="Measure exactly these presets, matcher weights or front-end weights (at least two) and report "
+        "their paired differences from the first.",
     ),
 ]
 FullDepth = Annotated[
     bool, typer.Option("--full-depth", help="Add a row for each network without early exit and pruning.")
 ]
-Pairs = Annotated[int | None, typer.Option(help="At most so many pairs, spread over the set.")]
-Levels = Annotated[str, typer.Option(help="Of synthetic pairs: how hard.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of synthetic pairs and intervals.")]
-EstimatorSeeds = Annotated[int, typer.Option(min=1, help="Poses are estimated so often.")]
-Images = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a pair list's pictures are.")]
-Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Write SET.md and SET.json there.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Of the processor; default: all.")]
+Pairs = Annotated[
+    int | None, typer.Option(metavar="N", help="Measure at most N pairs, spread evenly over the set.")
+]
+Levels = Annotated[
+    str, typer.Option(metavar="LIST", help="Difficulty of synthetic pairs, 0 (lighting only) to 4.")
+]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of synthetic pairs and of the bootstrap.")]
+EstimatorSeeds = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Estimate each pose with N seeds and average.")
+]
+Images = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder that the image names in a list of pairs refer to.")
+]
+Output = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write the tables there as SET.md and SET.json.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads.  [default: all cores]")]
 
 
 def evaluate(
@@ -60,6 +86,7 @@ def evaluate(
     preset: Presets = None,
     weights: WeightsFiles = None,
     frontend_weights: FrontEnds = None,
+    compare: Compare = None,
     full_depth: FullDepth = False,
     max_keypoints: options.MaxKeypoints = None,
     resize: options.Resize = None,
@@ -75,42 +102,82 @@ def evaluate(
     device: options.Device = "auto",
     threads: Threads = None,
 ) -> int:
-    """Measure presets side by side on pairs with a known truth.
+    """Measure the accuracy of presets on image pairs with ground truth.
 
-    SET_OR_DIR: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu, multimodal, middlebury2003,
-    kitti_mini, sceaux_castle or bench (all of these folders), kitchen, bookstore or multiview (both), found
-    in the folder named by MATCHER_DATA; or a folder with the layout of HPatches, MegaDepth-1500,
-    ScanNet-1500, WxBS or one of the above; or any folder of photos, which are warped into synthetic pairs.
+    Without --compare, nearest-neighbour matching is always measured too, and the other rows are compared
+    with it.
+
+    SET, in the folder named by MATCHER_DATA: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu,
+    multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore,
+    multiview (both).
+
+    DIR: a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above;
+    or any folder of photos, from which synthetic pairs are made.
+
+    FILE: a list of image pairs with intrinsics and poses, as SuperGlue and glue-factory write it.
     """
     _limit(threads)
+    from matcher.lab.evaluate.methods import MethodOptions, build_methods
     from matcher.lab.pairs.sets import SetOptions, find_sets
 
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     _check_output(output, [pair_set.name for pair_set in sets], overwrite)
-    common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
-    network = {"match_threshold": threshold, "precision": precision}
-    chosen = preset or [options.DEFAULT_PRESET]
-    entrants = _entrants(chosen, weights or [], frontend_weights or [], full_depth, common, network)
-    skipped = sum(_measure(pair_set, entrants, seed, estimator_seeds, output) for pair_set in sets)
+    shared = MethodOptions(
+        common={"max_keypoints": max_keypoints, "resize": resize, "device": device},
+        network={"match_threshold": threshold, "precision": precision},
+        full_depth=full_depth,
+    )
+    presets = preset or [options.DEFAULT_PRESET]
+    if compare:
+        methods = _compared(compare, presets, weights or [], frontend_weights or [], shared)
+    else:
+        methods = build_methods(presets, weights or [], frontend_weights or [], shared)
+    table = TableOptions(seed, methods[0].name if compare else None, output)
+    skipped = sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets)
     if skipped:
         complain(f"{skipped} pairs were skipped; the tables say why")
     return PARTIAL if skipped else 0
 
 
-def _measure(
-    pair_set: PairSet, entrants: list[Entrant], seed: int, estimator_seeds: int, output: Path | None
-) -> int:
+@dataclass(frozen=True)
+class TableOptions:
+    """How results are reported."""
+
+    seed: int  # of the bootstrap
+    baseline: str | None  # the method that the others are compared with; None for `nearest`
+    folder: Path | None  # of the written files
+
+
+def _measure(pair_set: PairSet, methods: list[Method], estimator_seeds: int, options: TableOptions) -> int:
     """Measure one set, print its table, write its files; the number of pairs that were skipped."""
     from matcher.lab.evaluate.run import evaluate as run
-    from matcher.lab.evaluate.tables import as_markdown, as_object
+    from matcher.lab.evaluate.tables import BASELINE, as_markdown, as_object
 
     with _progress(pair_set.name) as progress:
-        found = run(pair_set, entrants, seeds=estimator_seeds, progress=progress)
-    table = {**as_object(found, seed=seed), "version": matcher.__version__}
+        found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
+    table = as_object(found, baseline=options.baseline or BASELINE, seed=options.seed)
+    table["version"] = matcher.__version__
     show(as_markdown(table), always=True)
-    if output is not None:
-        _write(output, pair_set.name, table)
+    if options.folder is not None:
+        _write(options.folder, pair_set.name, table)
     return len(found.skipped)
+
+
+def _compared(
+    compare: list[str],
+    presets: list[str],
+    weights: list[Path],
+    front_ends: list[str],
+    shared: MethodOptions,
+) -> list[Method]:
+    from matcher.errors import UsageError
+    from matcher.lab.evaluate.methods import compared_methods
+
+    for name, given in (("--preset", presets), ("--weights", weights), ("--frontend-weights", front_ends)):
+        if len(given) > 1:
+            raise UsageError(f"{name} can be given once with --compare; list what is compared by --compare")
+    front_end = front_ends[0] if front_ends and front_ends[0] != "shipped" else None
+    return compared_methods(compare, presets[0], weights[0] if weights else None, front_end, shared)
 
 
 def _levels(text: str) -> tuple[int, ...]:
@@ -119,69 +186,11 @@ def _levels(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError as error:
-        raise UsageError(f"--levels must be numbers such as 1,2,3,4, not {text!r}") from error
-
-
-def _entrants(
-    presets: list[str],
-    weights: list[Path],
-    front_ends: list[str],
-    full_depth: bool,
-    common: dict[str, object],
-    network: dict[str, object],
-) -> list[Entrant]:
-    """A row for every preset, weights file and front-end file, full-depth rows where asked for; before them
-    `nearest`, and nearest neighbours of the same keypoints."""
-    from matcher.config import NearestConfig
-    from matcher.lab.evaluate.run import Entrant
-    from matcher.loading import load
-    from matcher.presets import PRESETS, find_preset
-
-    kinds = {find_preset(name).extractor.kind for name in presets} | {find_preset("nearest").extractor.kind}
-    plain = [
-        name
-        for name, config in PRESETS.items()
-        if isinstance(config.matcher, NearestConfig) and config.extractor.kind in kinds
-    ]
-    rows = {}
-
-    def add(name: str, words: str = "", **given: object) -> None:
-        for front_end, title in _front_ends(find_preset(name).extractor.kind, front_ends):
-            row = " ".join(filter(None, (name, words, title)))
-            for ending, more in _DEPTHS[: 1 + (full_depth and name not in plain)]:
-                pipeline = load(name, frontend_weights=front_end, **given, **more, **common)
-                rows[row + ending] = Entrant(row + ending, pipeline)
-
-    for name in plain:
-        add(name)
-    for name in presets:
-        if name not in plain:
-            for file in weights or [None]:
-                add(name, "" if file is None else _short(file, weights), weights=file, **network)
-    return list(rows.values())
-
-
-_DEPTHS = (("", {}), (", full depth", {"early_exit": False, "pruning": False}))
-
-
-def _front_ends(kind: str, files: list[str]) -> list[tuple[str | None, str]]:
-    """The weights files of a preset's front end, each with what its row is called."""
-    if kind != "learned" or not files:
-        return [(None, "")]
-    paths = [Path(file) for file in files]
-    return [
-        (None, "with the shipped front end") if file == "shipped" else (file, f"with {_short(path, paths)}")
-        for file, path in zip(files, paths, strict=True)
-    ]
-
-
-def _short(file: Path, weights: list[Path]) -> str:
-    """The file's stem, or its whole path where another file has the same stem."""
-    return file.stem if sum(other.stem == file.stem for other in weights) == 1 else str(file)
+        raise UsageError(f"--levels must be a list of numbers such as 1,2,3,4, not {text!r}") from error
 
 
 def _check_output(folder: Path | None, names: list[str], overwrite: bool) -> None:
-    """Make the folder, and refuse before any work files that may not be written there."""
+    """Make the folder, and refuse at once if a file in it may not be overwritten."""
     from matcher.errors import UsageError
     from matcher.files import check_output
 
@@ -190,7 +199,7 @@ def _check_output(folder: Path | None, names: list[str], overwrite: bool) -> Non
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {folder}: not a folder that can be made ({error.strerror})") from error
+        raise UsageError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
     for name in names:
         for suffix in _SUFFIXES:
             check_output(folder / f"{name}{suffix}", (suffix,), overwrite=overwrite)
@@ -210,15 +219,15 @@ def _write(folder: Path, name: str, table: dict[str, object]) -> None:
 
 
 def _limit(threads: int | None) -> None:
-    """Torch and OpenCV read these when they are loaded, which is after this."""
+    """Torch and OpenCV read these variables when they are imported, which is later."""
     if threads is not None:
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
             os.environ[variable] = str(threads)
 
 
 @contextmanager
-def _progress(name: str) -> Iterator[Progress]:
-    """A bar on a terminal, a line every tenth of the way elsewhere; on standard error."""
+def _progress(name: str) -> Iterator[Callable[[int, int], object]]:
+    """On standard error: a progress bar on a terminal, elsewhere a line for every tenth of the pairs."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,1 +1,1 @@
-"""Benchmarks: pairs with a truth, what a matcher makes of them, and tables that say how sure they are."""
+"""Accuracy: run methods on pairs with ground truth and report metrics with confidence intervals."""

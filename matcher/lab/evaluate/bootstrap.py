@@ -1,4 +1,4 @@
-"""How sure a figure is: 95 % intervals by resampling the pairs (Efron 1979), seeded."""
+"""Confidence intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # (…, n) → (…,)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its interval."""
+    """A statistic and its confidence interval."""
 
     value: float
     low: float
@@ -28,25 +28,25 @@ def resample(count: int, seed: int) -> np.ndarray:
 
 
 def estimate(values: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
-    """A statistic of the pairs' values, and the percentile interval over resampled pairs.
+    """A statistic over pairs with its percentile bootstrap interval.
 
     Args:
-        values: (S, n): of n pairs under S estimator seeds; the statistic is averaged over the seeds.
-        statistic: along the last axis.
+        values: (S, n) of n pairs under S estimator seeds; the statistic is averaged over the seeds.
+        statistic: a function along the last axis.
         draws: (R, n) from `resample`.
     """
     return _summary(statistic(values), statistic(values[:, draws]).mean(axis=0), values.shape[1])
 
 
 def difference(values: np.ndarray, other: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
-    """As `estimate`, of the difference between two rows on the same resampled pairs (a paired interval)."""
+    """As `estimate`, for the difference of two methods on the same resampled pairs (a paired interval)."""
     by_seed = statistic(values) - statistic(other)
     resampled = statistic(values[:, draws]).mean(axis=0) - statistic(other[:, draws]).mean(axis=0)
     return _summary(by_seed, resampled, values.shape[1])
 
 
 def mean(values: np.ndarray) -> np.ndarray:
-    """Mean along the last axis of what is known; NaN where nothing is."""
+    """Mean of the finite values along the last axis; NaN without any."""
     known = np.isfinite(values)
     count = known.sum(axis=-1)
     total = np.where(known, values, 0.0).sum(axis=-1)
@@ -59,7 +59,7 @@ def median(values: np.ndarray) -> np.ndarray:
 
 
 def _summary(by_seed: np.ndarray, resampled: np.ndarray, pairs: int) -> Estimate:
-    """One pair says nothing of the others, so it has no interval."""
+    """A single pair has no interval."""
     value, spread = float(by_seed.mean()), float(by_seed.std())
     known = resampled[np.isfinite(resampled)]
     if not len(known) or pairs < 2:

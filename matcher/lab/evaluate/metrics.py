@@ -1,6 +1,6 @@
-"""The field's measures of matches and of the geometry estimated from them.
+"""Metrics of matches and of the geometry estimated from them.
 
-Pixels are those of the pictures as matched, after resizing; `scale0`, `scale1` are resized / stored size.
+Errors are in pixels of the resized images; `scale0`, `scale1` are resized / stored size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def corner_error(
 
     Args:
         estimated: (3, 3) stored pixels; None is a failed estimation.
-        truth: (3, 3) stored pixels.
+        truth: (3, 3) stored pixels, the ground truth.
         size: stored (width, height) of image 0; the corners are the centres of its corner pixels.
         scale1: resized / stored size of image 1.
 
@@ -35,10 +35,11 @@ def corner_error(
 
 
 def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
-    """Area below the cumulative curve of errors up to a threshold, divided by the threshold.
+    """Area under the cumulative error curve up to a threshold, normalised by the threshold.
 
-    Trapezoids from (0, 0) through (k-th smallest error, k/n), flat after the last error below the threshold:
-    the definition of SuperGlue's evaluation (Sarlin et al. 2020, section 5.2), which every later paper uses.
+    The trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last error below
+    the threshold: the definition of SuperGlue's evaluation (Sarlin et al. 2020, section 5.2), which every
+    later paper uses.
 
     Args:
         errors: (…, n); infinite for failures.
@@ -52,7 +53,7 @@ def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
     if count == 0:
         return np.full(errors.shape[:-1], np.nan)
     ordered = np.sort(errors, axis=-1)
-    # searchsorted places an error equal to the threshold after it
+    # an error equal to the threshold counts as above it
     below = ordered < threshold
     steps = np.diff(np.minimum(ordered, threshold), axis=-1, prepend=0.0)
     rank = np.arange(1, count + 1)
@@ -63,12 +64,12 @@ def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def pose_error(estimated: np.ndarray | None, truth: np.ndarray) -> tuple[float, float]:
-    """Angle of the rotation between two poses, and between their translations, in degrees.
+    """Angular errors of the rotation and of the translation's direction, in degrees.
 
-    The sign of a translation is free, as in the field's evaluations (SuperGlue, section 5.2): 180° is 0.
+    The sign of the translation is ignored, as in SuperGlue (section 5.2): an error of 180° counts as 0.
 
     Args:
-        estimated: (4, 4) cam1_from_cam0; None is a failed estimation, both errors infinite.
+        estimated: (4, 4) cam1_from_cam0; None for a failed estimation, whose errors are infinite.
         truth: (4, 4) cam1_from_cam0, any scale.
     """
     if estimated is None or not np.isfinite(estimated).all():
@@ -88,9 +89,9 @@ def reprojection_errors(
     scale0: float = 1.0,
     scale1: float = 1.0,
 ) -> np.ndarray:
-    """(K,) distance of matched points (K, 2) under a homography, the mean of both directions, resized pixels.
+    """(K,) reprojection errors of matched points (K, 2), the mean of both directions, in resized pixels.
 
-    Points behind the horizon are infinitely far.
+    The error of a point beyond the horizon is infinite.
     """
     forward = np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=-1) * scale1
     backward = np.linalg.norm(warp_points(points1, np.linalg.inv(H_1_from_0)) - points0, axis=-1) * scale0
@@ -111,17 +112,17 @@ def reprojection_matrix(
 
 
 def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(N, M) float32 Euclidean distances of (N, 2) and (M, 2); infinite where a point of one side is NaN."""
+    """(N, M) float32 Euclidean distances of (N, 2) and (M, 2); infinite where either point is NaN."""
     far0, far1 = (np.nan_to_num(points.astype(np.float32), nan=np.inf) for points in (points0, points1))
     with np.errstate(over="ignore"):
         return np.hypot(far0[:, None, 0] - far1[None, :, 0], far0[:, None, 1] - far1[None, :, 1])
 
 
-def possible_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
-    """(K, 2) int64: keypoints that are each other's nearest under the truth, and nearer than `threshold`.
+def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
+    """(K, 2) int64: mutual nearest keypoints under the ground truth, with an error below `threshold`.
 
     Args:
-        errors: (N, M) distances under the truth.
+        errors: (N, M) errors of every pair of keypoints under the ground truth.
     """
     if 0 in errors.shape:
         return np.zeros((0, 2), dtype=np.int64)
@@ -132,23 +133,23 @@ def possible_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def repeatability(errors: np.ndarray, seen0: np.ndarray, seen1: np.ndarray, threshold: float) -> float:
-    """Share of the keypoints whose place the other picture shows that have one there, too, of both pictures.
+    """Share of the covisible keypoints that are detected again in the other image, over both images.
 
     Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4.
 
     Args:
-        errors: (N, M) distances under the truth.
-        seen0, seen1: (N,) and (M,) bool, keypoints whose place the other picture shows.
-        threshold: in the unit of the distances.
+        errors: (N, M) errors of every pair of keypoints under the ground truth.
+        seen0, seen1: (N,) and (M,) bool, keypoints whose position lies inside the other image.
+        threshold: in the unit of the errors.
 
     Returns:
-        In [0, 1]; NaN where nothing is seen by both.
+        In [0, 1]; NaN if no keypoint is covisible.
     """
     if not (seen0.any() or seen1.any()):
         return float("nan")
     near = errors < threshold
-    again0, again1 = near.any(axis=1) & seen0, near.any(axis=0) & seen1
-    return float((again0.sum() + again1.sum()) / (seen0.sum() + seen1.sum()))
+    found0, found1 = near.any(axis=1) & seen0, near.any(axis=0) & seen1
+    return float((found0.sum() + found1.sum()) / (seen0.sum() + seen1.sum()))
 
 
 def precision(errors: np.ndarray, threshold: float) -> float:
@@ -156,21 +157,21 @@ def precision(errors: np.ndarray, threshold: float) -> float:
     return float(np.mean(errors < threshold)) if len(errors) else 0.0
 
 
-def recall(indices: np.ndarray, errors: np.ndarray, possible: np.ndarray, threshold: float) -> float:
-    """Share of the possible matches of which either keypoint has a match within the threshold.
+def recall(indices: np.ndarray, errors: np.ndarray, expected: np.ndarray, threshold: float) -> float:
+    """Share of the ground-truth matches of which either keypoint has a correct match.
 
-    A detector puts several keypoints on one place (SIFT: one for each orientation), and which of them the
-    truth pairs up is arbitrary: a match of the twin is that match found.
+    Detectors may put several keypoints at one position (SIFT: one per orientation), and which of them are
+    mutual nearest neighbours is arbitrary, so a correct match of either keypoint counts.
 
     Args:
-        indices: (K, 2) of the matches found.
-        errors: (K,) of these matches under the truth.
-        possible: (P, 2) from `possible_matches` at the same threshold.
+        indices: (K, 2) predicted matches.
+        errors: (K,) of these matches under the ground truth.
+        expected: (P, 2) from `ground_truth_matches` at the same threshold.
 
     Returns:
-        In [0, 1]; NaN where nothing is possible.
+        In [0, 1]; NaN without ground-truth matches.
     """
-    if not len(possible):
+    if not len(expected):
         return float("nan")
     found = indices[errors < threshold]
-    return float((np.isin(possible[:, 0], found[:, 0]) | np.isin(possible[:, 1], found[:, 1])).mean())
+    return float((np.isin(expected[:, 0], found[:, 0]) | np.isin(expected[:, 1], found[:, 1])).mean())

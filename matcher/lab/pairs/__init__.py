@@ -1,1 +1,1 @@
-"""Pairs of pictures with a known truth."""
+"""Pairs of images with ground truth: benchmark sets and synthetic pairs."""

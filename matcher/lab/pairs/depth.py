@@ -1,6 +1,6 @@
-"""Where points of one picture lie in another, by depth and pose.
+"""Reprojection of points from one image into another by depth and pose.
 
-Depth is z of every `stride`-th pixel of every `stride`-th row, in metres as the poses, 0 where unknown.
+A depth map holds z of every `stride`-th pixel in both directions, in metres like the poses, 0 if unknown.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 
 from matcher.errors import ImageError
 
-EDGE = 0.05  # relative difference of neighbouring depths beyond which a surface ends
-AGREEMENT = 0.03  # relative difference of depths at which a point is the one that the other picture shows
-_SLACK = 0.02  # added to it, in the unit of the poses: two centimetres
+EDGE = 0.05  # relative difference of neighbouring depths beyond which they belong to two surfaces
+AGREEMENT = 0.03  # relative difference of depths up to which a point is visible in the other image
+_SLACK = 0.02  # metres, added to that difference
 _MILLIMETRES = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class DepthCamera:
-    """A calibrated picture with its depth."""
+    """The camera and the depth map of an image."""
 
-    path: Path  # of the depth, a 16-bit PNG in millimetres
+    path: Path  # of the depth map, a 16-bit PNG in millimetres
     stride: int
-    K: np.ndarray  # (3, 3) of the stored picture
-    camera_from_world: np.ndarray  # (4, 4), metres
+    K: np.ndarray  # (3, 3) of the stored image
+    cam_from_world: np.ndarray  # (4, 4), metres
 
     def depth(self) -> np.ndarray:
         """(h, w) float32 metres.
@@ -36,14 +36,14 @@ class DepthCamera:
         """
         found = cv2.imread(str(self.path), cv2.IMREAD_UNCHANGED)
         if found is None or found.ndim != 2:
-            raise ImageError(f"{self.path}: no depth in it (a grey 16-bit PNG in millimetres)")
+            raise ImageError(f"{self.path}: no depth map; a grey 16-bit PNG in millimetres is needed")
         return found.astype(np.float32) * np.float32(_MILLIMETRES)
 
 
 def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
-    """(N,) depth at points (N, 2), bilinear in the inverse depth.
+    """(N,) depth at points (N, 2), interpolated bilinearly in inverse depth.
 
-    NaN where it is unknown, beyond the picture, or where a surface ends between the four values.
+    NaN where it is unknown, outside the image, or at a depth edge.
     """
     depth = camera.depth()
     at = np.nan_to_num(points, nan=-1e6).clip(-1e6, 1e6) / camera.stride
@@ -61,16 +61,16 @@ def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
 
 
 def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> tuple[np.ndarray, np.ndarray]:
-    """Where points (N, 2) of one picture lie in another.
+    """Project points (N, 2) of one image into another.
 
     Returns:
-        (N, 2) stored pixels of the target, NaN where depth does not tell, infinite where the target does not
-        show the point: it lies behind something, behind the camera or beside the picture; and (N,) bool,
-        points that the target shows.
+        (N, 2) stored pixels of the target: NaN where the depth cannot decide, infinite where the point is not
+        visible in the target (occluded, behind the camera or outside the image); and (N,) bool, the points
+        that are visible.
     """
     z = depth_at(points, source)
     rays = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(source.K).T
-    pose = target.camera_from_world @ np.linalg.inv(source.camera_from_world)
+    pose = target.cam_from_world @ np.linalg.inv(source.cam_from_world)
     there = (rays * z[:, None]) @ pose[:3, :3].T + pose[:3, 3]
     front = there[:, 2] > 1e-6
     lifted = there @ target.K.T

@@ -1,4 +1,4 @@
-"""What a benchmark is: pairs of pictures, each with one kind of truth, in a set opened one by one."""
+"""Sets of image pairs with ground truth; the kind of ground truth is the protocol of evaluation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrela
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """One side of a pair: a file, or pixels that were made from it."""
+class PairImage:
+    """One image of a pair: a file, or pixels that were made from it."""
 
     path: Path
-    pixels: np.ndarray | None = None  # (H, W) or (H, W, 3) uint8; then they are the stored picture
+    pixels: np.ndarray | None = None  # (H, W) or (H, W, 3) uint8; if given, these are the stored image
 
     def open(self, resize: int | None, shorter_side: int | None = None) -> Image:
-        """The picture ready for a front end.
+        """The image, resized for a front end.
 
         Args:
-            resize: longer side in pixels; only ever made smaller.
-            shorter_side: instead, the shorter side (HPatches is measured at 480); only ever made smaller.
+            resize: the longer side in pixels; images are never enlarged.
+            shorter_side: the shorter side instead (480 for HPatches); images are never enlarged.
 
         Raises:
             ImageError: the file cannot be read.
@@ -48,35 +48,35 @@ class Picture:
 @dataclass(frozen=True, eq=False)
 class _Pair:
     name: str
-    group: str  # pairs of one group are also reported together: a level, a frame gap, a category
-    image0: Picture
-    image1: Picture
+    group: str  # for results by group: a level, a frame gap, a category
+    image0: PairImage
+    image1: PairImage
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """All groups that the pair is reported in."""
+        """All groups that the pair belongs to."""
         return (self.group,)
 
 
 @dataclass(frozen=True, eq=False)
 class HomographyPair(_Pair):
-    """Two pictures of a plane, or from one place."""
+    """Two images of a plane, or from one viewpoint."""
 
     H_1_from_0: np.ndarray  # (3, 3) stored pixels of image 0 to stored pixels of image 1
 
 
 @dataclass(frozen=True, eq=False)
 class PosePair(_Pair):
-    """Two calibrated pictures."""
+    """Two calibrated images with their relative pose."""
 
-    K0: np.ndarray  # (3, 3) of the stored picture
+    K0: np.ndarray  # (3, 3) of the stored image
     K1: np.ndarray
-    cam1_from_cam0: np.ndarray  # (4, 4) takes camera-0 points to camera 1; any scale
+    cam1_from_cam0: np.ndarray  # (4, 4), the translation up to scale
 
 
 @dataclass(frozen=True, eq=False)
 class DepthPair(PosePair):
-    """Two calibrated pictures with depth."""
+    """Two calibrated images with their relative pose and depth maps."""
 
     view0: DepthCamera
     view1: DepthCamera
@@ -84,22 +84,22 @@ class DepthPair(PosePair):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Of overlap, angle, light."""
+        """The groups of overlap, angle and light."""
         return (self.group, *self.more_groups)
 
 
 @dataclass(frozen=True, eq=False)
 class CorrespondencePair(_Pair):
-    """Two pictures with points known to correspond: set by hand, or one a pixel from a disparity map."""
+    """Two images with labelled correspondences: set by hand, or one per pixel from a disparity map."""
 
     points0: np.ndarray  # (K, 2) stored pixels
     points1: np.ndarray  # (K, 2)
-    dense: bool = True  # whether a label is near every keypoint, so that matches can be judged one by one
+    dense: bool = True  # whether labels are so dense that single matches can be judged
 
 
 @dataclass(frozen=True, eq=False)
 class UnrelatedPair(_Pair):
-    """Two pictures of different things: every match is wrong."""
+    """Two images of different things: every match is wrong."""
 
 
 Pair = HomographyPair | PosePair | DepthPair | CorrespondencePair | UnrelatedPair
@@ -113,27 +113,27 @@ _PROTOCOLS: dict[type, ProtocolName] = {
 
 
 def protocol_of(pair: Pair) -> ProtocolName:
-    """The name of the protocol that a pair is judged by."""
+    """The protocol that a pair is evaluated by."""
     return _PROTOCOLS[type(pair)]
 
 
 @dataclass(frozen=True, eq=False)
 class PairSet:
-    """A benchmark; `pairs[i]` may read and render, so that only one pair is in memory at a time."""
+    """A benchmark; `pairs[i]` may read or render images, so only one pair is in memory at a time."""
 
     name: str
     protocol: ProtocolName
     pairs: Sequence[Pair]
-    shorter_side: int | None = None  # the size that the set's published figures are measured at
-    oracle: bool = False  # whether the truth tells which keypoints belong together
-    note: str = ""  # what a reader of the table must know
+    shorter_side: int | None = None  # of the resized images, where published results prescribe it
+    oracle: bool = False  # whether the ground truth decides which keypoints correspond
+    note: str = ""  # what readers of the table must know
 
     def __len__(self) -> int:
         """The number of pairs."""
         return len(self.pairs)
 
     def first(self, count: int) -> PairSet:
-        """`count` pairs spread evenly over the set; all where it has fewer.
+        """`count` pairs spread evenly over the set, or all if it has fewer.
 
         Raises:
             UsageError: a count below 1.
@@ -143,21 +143,21 @@ class PairSet:
         if count >= len(self):
             return self
         index = np.linspace(0, len(self) - 1, count).round().astype(int).tolist()
-        return replace(self, pairs=Chosen(self.pairs, tuple(index)))
+        return replace(self, pairs=PairSubset(self.pairs, tuple(index)))
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen(Sequence[Pair]):
-    """Some pairs of a sequence, still opened one at a time."""
+class PairSubset(Sequence[Pair]):
+    """Some pairs of a sequence, opened one at a time."""
 
     pairs: Sequence[Pair]
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def __getitem__(self, position: int) -> Pair:
-        return self.pairs[self.places[position]]
+        return self.pairs[self.indices[position]]
 
     def __iter__(self) -> Iterator[Pair]:
-        return (self.pairs[i] for i in self.places)
+        return (self.pairs[i] for i in self.indices)

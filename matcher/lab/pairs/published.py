@@ -1,4 +1,4 @@
-"""Readers of the field's published benchmarks, in the layouts they are distributed in.
+"""Readers of published benchmarks in their distributed layouts.
 
 HPatches: `hpatches-sequences-release` (Balntas et al. 2017). ScanNet-1500 and MegaDepth-1500: text lists of
 pairs with intrinsics and pose (SuperGlue, glue-factory), or LoFTR's scene files `*.npz`. WxBS: version 1.1.
@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.errors import UsageError
 from matcher.lab.pairs.folders import read_matrix
-from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, PairSet, Picture, PosePair
+from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, PairImage, PairSet, PosePair
 
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
 _LARGE = (
@@ -28,39 +28,39 @@ _LARGE = (
     "v_astronautis",
     "v_talent",
 )
-_SHORTER_SIDE = 480  # the pictures' size in the published figures
+_SHORTER_SIDE = 480  # pixels, as in published results
 _KINDS = {"i_": "illumination", "v_": "viewpoint"}
 
 
 def read_hpatches(folder: Path) -> PairSet:
     """SEQUENCE/1.ppm … 6.ppm with H_1_2 … H_1_6; measured at a shorter side of 480 pixels."""
     pairs = []
-    for truth in sorted(folder.glob("*/H_1_*")):
-        sequence, number = truth.parent, truth.name.removeprefix("H_1_")
+    for path in sorted(folder.glob("*/H_1_*")):
+        sequence, number = path.parent, path.name.removeprefix("H_1_")
         if sequence.name in _LARGE:
             continue
-        sides = (Picture(sequence / "1.ppm"), Picture(sequence / f"{number}.ppm"))
+        sides = (PairImage(sequence / "1.ppm"), PairImage(sequence / f"{number}.ppm"))
         group = _KINDS.get(sequence.name[:2], "")
-        pairs.append(HomographyPair(f"{sequence.name} 1-{number}", group, *sides, read_matrix(truth, (3, 3))))
-    note = f"the {len(_LARGE)} large sequences are left out; shorter side {_SHORTER_SIDE} px"
+        pairs.append(HomographyPair(f"{sequence.name} 1-{number}", group, *sides, read_matrix(path, (3, 3))))
+    note = f"The {len(_LARGE)} large sequences are left out. Shorter side {_SHORTER_SIDE} px"
     return PairSet("hpatches", "homography", tuple(pairs), shorter_side=_SHORTER_SIDE, oracle=True, note=note)
 
 
 def is_wxbs(folder: Path) -> bool:
-    """Whether pairs with landmarks lie in a folder or in its `v1.1`."""
+    """Whether a folder, or its `v1.1`, has the layout of WxBS."""
     return any(_wxbs_root(folder).glob("*/*/corrs.txt"))
 
 
 def read_wxbs(folder: Path) -> PairSet:
-    """Mishkin et al. 2015, version 1.1: CATEGORY/PAIR/01.png, 02.png, corrs.txt (a line x0 y0 x1 y1)."""
+    """Mishkin et al. 2015, version 1.1: CATEGORY/PAIR/01.png, 02.png, corrs.txt (x0 y0 x1 y1 per line)."""
     pairs, root = [], _wxbs_root(folder)
     for path in sorted(root.glob("*/*/corrs.txt")):
         labels = read_matrix(path, (-1, 4))
-        sides = (Picture(path.parent / "01.png"), Picture(path.parent / "02.png"))
+        sides = (PairImage(path.parent / "01.png"), PairImage(path.parent / "02.png"))
         name = f"{path.parent.parent.name}/{path.parent.name}"
         both = labels[:, :2], labels[:, 2:]
         pairs.append(CorrespondencePair(name, path.parent.parent.name, *sides, *both, dense=False))
-    note = "a few dozen correspondences a pair are set by hand; labels@1…10 px is what is published"
+    note = "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric"
     return PairSet("wxbs", "correspondences", tuple(pairs), note=note)
 
 
@@ -69,7 +69,7 @@ def _wxbs_root(folder: Path) -> Path:
 
 
 def is_pair_list(path: Path) -> bool:
-    """Whether the first line of a text file is a pair with intrinsics and pose."""
+    """Whether the first line of a text file is an image pair with intrinsics and pose."""
     try:
         with path.open(encoding="utf-8") as file:
             return _parse_line(file.readline().split()) is not None
@@ -78,18 +78,18 @@ def is_pair_list(path: Path) -> bool:
 
 
 def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
-    """A line a pair: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
+    """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
 
     SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
-    The rotations, hints in quarter turns, are not applied: K and pose are those of the pictures as stored.
+    The rotations (quarter turns) are not applied: K and pose are those of the stored images.
 
     Args:
         path: the list.
-        images: the folder that the names refer to; when absent, the list's own, its `images` or
-            `scans_test` folder, or the one above is taken, whichever has the first picture.
+        images: the folder that the names are relative to; by default the folder of the list, its `images` or
+            `scans_test`, or a folder above, whichever has the first image.
 
     Raises:
-        UsageError: a line that is no pair, or pictures that are nowhere.
+        UsageError: a malformed line, or images that are not found.
     """
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -102,22 +102,22 @@ def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
                 )
             rows.append(row)
     if not rows:
-        raise UsageError(f"{path}: the list has no pairs")
+        raise UsageError(f"{path}: the list is empty")
     root = _image_root(path, rows[0][0], images)
     pairs = tuple(
-        PosePair(f"{name0} {name1}", "", Picture(root / name0), Picture(root / name1), K0, K1, T)
+        PosePair(f"{name0} {name1}", "", PairImage(root / name0), PairImage(root / name1), K0, K1, T)
         for name0, name1, K0, K1, T in rows
     )
-    return PairSet(path.stem, "pose", pairs, note="rotation hints in the list are not applied")
+    return PairSet(path.stem, "pose", pairs, note="The rotations in the list are not applied")
 
 
 def read_scene_files(folder: Path, images: Path | None = None) -> PairSet:
     """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
 
-    Poses are world to camera. The paths in them begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
+    Poses are cam_from_world. Image paths begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
 
     Raises:
-        UsageError: a file that is not such a scene, or pictures that are nowhere.
+        UsageError: a file of another layout, or images that are not found.
     """
     pairs: list[PosePair] = []
     for path in scene_files(folder):
@@ -138,7 +138,7 @@ def _scene_pairs(path: Path, scene: dict[str, Any], images: Path | None) -> list
         root = root or _image_root(path, name0, None)
         K0, K1 = (np.asarray(scene["intrinsics"][i], dtype=np.float64).reshape(3, 3) for i in (a, b))
         T0, T1 = (np.asarray(scene["poses"][i], dtype=np.float64).reshape(4, 4) for i in (a, b))
-        sides = (Picture(root / name0), Picture(root / name1))
+        sides = (PairImage(root / name0), PairImage(root / name1))
         pairs.append(PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, K0, K1, T1 @ np.linalg.inv(T0)))
     return pairs
 
@@ -176,7 +176,7 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
     here = source.parent
-    places = (
+    folders = (
         here,
         here / "images",
         here / "scans_test",
@@ -184,23 +184,23 @@ def _image_root(source: Path, name: str, images: Path | None) -> Path:
         here.parent / "images",
         here.parent.parent,
     )
-    candidates = (images,) if images is not None else places
-    for place in candidates:
-        if (place / name).is_file():
-            return place
+    candidates = (images,) if images is not None else folders
+    for folder in candidates:
+        if (folder / name).is_file():
+            return folder
     tried = ", ".join(map(str, candidates))
-    raise UsageError(f"{source}: its first picture {name} is not in {tried}; name the folder by --images")
+    raise UsageError(f"{source}: its first image {name} is not in {tried}; give its folder with --images")
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles NumPy arrays and plain values and nothing else: a scene file may come from anywhere."""
+    """Unpickles NumPy arrays and plain values only: a scene file may come from an untrusted source."""
 
     _ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"})
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "numpy" and name in self._ALLOWED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a scene file")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a scene file")
 
 
 def _read_scene(path: Path) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _read_scene(path: Path) -> dict[str, Any]:
 
 
 def _read_array(file: BinaryIO) -> np.ndarray:
-    """One `.npy`; arrays of objects go through the unpickler that only knows arrays."""
+    """One `.npy`; object arrays go through the restricted unpickler."""
     version = np.lib.format.read_magic(file)
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = reader(file)

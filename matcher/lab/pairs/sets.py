@@ -1,4 +1,4 @@
-"""From a name or a folder to its pair sets."""
+"""Find the pair sets of a name, a folder or a list of pairs."""
 
 from __future__ import annotations
 
@@ -22,56 +22,59 @@ _BENCH = (
     "kitti_mini",
     "sceaux_castle",
 )
-# Where the real and the rendered room lie; "multiview" is both.
-_ROOMS = {
+# A recorded and a rendered scene; "multiview" is both.
+_MULTIVIEW = {
     "kitchen": Path("multiview") / "val" / "kitchen",
     "bookstore": Path("multiview") / "val" / "bookstore_rendered",
 }
-NAMES = ("synthetic", "unrelated", *_BENCH, "bench", *_ROOMS, "multiview")
+NAMES = ("synthetic", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview")
 
 
 @dataclass(frozen=True)
 class SetOptions:
-    """What narrows or shapes the sets."""
+    """Options of the sets."""
 
-    pairs: int | None = None  # at most so many; None: 400 synthetic, 200 unrelated, all of the others
+    pairs: int | None = None  # at most so many; None: 400 synthetic, 200 unrelated, all pairs of other sets
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
     seed: int = 0  # of synthetic and unrelated pairs
-    images: Path | None = None  # where the names in a pair list refer to
+    images: Path | None = None  # folder of the images that a list of pairs names
 
 
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
-    """The sets of a name in `NAMES`, a folder of a known layout, a folder of photos, or a pair list.
+    """The sets of a name in `NAMES`, a folder of a known layout, a folder of photos, or a list of pairs.
 
     Raises:
-        UsageError: no such name or path, a folder that is empty or of no known layout, or a damaged truth.
+        UsageError: an unknown name, an absent or empty path, a folder of no known layout, or damaged files.
+        ImageError: a depth map that cannot be read.
     """
     if where in NAMES:
         return list(_narrowed(_named(where, options), options))
     path = Path(where)
     if not path.exists():
         raise UsageError(
-            f"{where}: neither a folder or pair list nor a set; the sets are {', '.join(NAMES)}, and they "
-            f"lie in the folder named by {DATA_VARIABLE}"
+            f"{where}: no such set, folder or list of pairs; the sets are {', '.join(NAMES)}, "
+            f"in the folder named by {DATA_VARIABLE}"
         )
     if path.is_file():
         if not published.is_pair_list(path):
-            raise UsageError(f"{path}: not a pair list (one pair per line: name0 name1 [rot0 rot1] K0 K1 T)")
+            raise UsageError(
+                f"{path}: not a list of pairs (a line for each: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
+            )
         return list(_narrowed([published.read_pair_list(path, options.images)], options))
     return list(_narrowed(_of_folder(path, options), options))
 
 
 def _named(name: str, options: SetOptions) -> list[PairSet]:
     root = data_folder()
-    names = {"bench": _BENCH, "multiview": tuple(_ROOMS)}.get(name, (name,))
+    names = {"bench": _BENCH, "multiview": tuple(_MULTIVIEW)}.get(name, (name,))
     found = []
     for each in names:
         below = _PHOTOS if each in ("synthetic", "unrelated") else Path("bench") / each
-        folder = root / _ROOMS.get(each, below)
+        folder = root / _MULTIVIEW.get(each, below)
         if not folder.is_dir():
             raise UsageError(
-                f"set {each!r} should lie in {folder}, which is absent; set {DATA_VARIABLE} to the folder "
-                "that holds photos/, bench/ and multiview/, or name a folder of your own"
+                f"the set {each!r} is looked for in {folder}, which is absent; set {DATA_VARIABLE} to the "
+                "folder that holds photos/, bench/ and multiview/, or give a folder of your own"
             )
         if each == "synthetic":
             found.append(_synthetic(find_pictures(folder), options))
@@ -92,9 +95,9 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
         photos = find_pictures(folder)
     except UsageError as error:
         raise UsageError(
-            f"{folder}: no layout that is known here (HPatches, MegaDepth-1500, ScanNet-1500, WxBS, pair "
-            "lists, views with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo) and "
-            "no photos to make pairs of"
+            f"{folder}: no known layout (HPatches, MegaDepth-1500, ScanNet-1500, WxBS, lists of pairs, views "
+            "with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo), and no photos to "
+            "make synthetic pairs from"
         ) from error
     return [_synthetic(photos, options)]
 
@@ -102,7 +105,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
 def _narrowed(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
     for pair_set in found:
         if not len(pair_set):
-            raise UsageError(f"{pair_set.name}: its folder has the layout but not one pair")
+            raise UsageError(f"{pair_set.name}: its folder has the right layout but no pairs")
         yield pair_set if options.pairs is None else pair_set.first(options.pairs)
 
 
@@ -136,7 +139,7 @@ _Reader = Callable[[Path], list[PairSet]]
 
 
 def _layouts(options: SetOptions) -> list[tuple[_Fits, _Reader]]:
-    """What shows that a folder has a layout, and its reader."""
+    """Tests of a folder's layout, each with the reader of that layout."""
     images = options.images
     return [
         (_hpatches_root, lambda f: [published.read_hpatches(_hpatches_root(f))]),

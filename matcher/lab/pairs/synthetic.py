@@ -1,7 +1,7 @@
-"""Photos → pairs with an exact homography: image 0 is the photo, image 1 a warped, disturbed view of it.
+"""Synthetic pairs with exact homographies: image 0 is a photo, image 1 a warped view with other lighting.
 
-The view has the photo's size; what lies outside the photo is black. Everything follows from a seed and the
-pair's number, so a pair is the same whatever else is drawn.
+The view has the size of the photo and is black outside it. A pair depends on the seed and its own number
+only, not on which other pairs are drawn.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy as np
 from matcher.data.geometry import inside, warp_points
 from matcher.data.images import read_image
 from matcher.errors import ImageError, UsageError
-from matcher.lab.pairs.protocols import HomographyPair, PairSet, Picture, UnrelatedPair
+from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, UnrelatedPair
 
-LONGER_SIDE = 640  # larger photos are shrunk to it, so that a level means the same on every folder
-_LEAST_OVERLAP = 0.4  # share of the photo that the view still shows
-_LEAST_SIDE = 32
+LONGER_SIDE = 640  # of photos, so that a level means the same for all folders
+_MIN_OVERLAP = 0.4  # share of the photo that is visible in the view
+_MIN_SIDE = 32
 
 
 @dataclass(frozen=True)
 class Level:
-    """How far a view may be from its photo."""
+    """How much a view may differ from its photo."""
 
-    rotation: float  # degrees, either way
-    perspective: float  # corners move by up to this share of the side
-    scale: float  # size changes by up to this factor, either way
-    shift: float  # share of the side
-    light: float  # strength of the photometric change, see `disturb`
+    rotation: float  # degrees, in both directions
+    perspective: float  # corners move by up to this share of the sides
+    scale: float  # zoom in or out by up to this factor
+    shift: float  # share of the sides
+    light: float  # strength of the photometric augmentation, see `disturb`
 
 
 LEVELS = {
-    0: Level(rotation=0, perspective=0, scale=1, shift=0, light=2.0),  # the light alone, and much of it
+    0: Level(rotation=0, perspective=0, scale=1, shift=0, light=2.0),  # only lighting, but strong
     1: Level(rotation=15, perspective=0.10, scale=1.3, shift=0.05, light=0.5),
     2: Level(rotation=25, perspective=0.16, scale=1.5, shift=0.08, light=0.8),
     3: Level(rotation=35, perspective=0.22, scale=1.8, shift=0.10, light=1.1),
@@ -45,7 +45,7 @@ LEVELS = {
 
 @dataclass(frozen=True, eq=False)
 class SyntheticPairs(Sequence[HomographyPair]):
-    """Warped pairs, rendered when they are asked for; pair i has level i modulo the number of levels."""
+    """Warped pairs, rendered on access; pair i has level i modulo the number of levels."""
 
     photos: tuple[Path, ...]
     levels: tuple[int, ...]
@@ -58,15 +58,15 @@ class SyntheticPairs(Sequence[HomographyPair]):
     def __getitem__(self, position: int) -> HomographyPair:
         if not 0 <= position < self.total:
             raise IndexError(position)
-        turn, place = divmod(position, len(self.levels))
-        level = self.levels[place]
-        # Every level sees the same photos, in an order of the seed's own.
+        turn, index = divmod(position, len(self.levels))
+        level = self.levels[index]
+        # All levels use the same photos, in an order that depends on the seed.
         order = np.random.default_rng([self.seed, turn // len(self.photos)]).permutation(len(self.photos))
         path = self.photos[order[turn % len(self.photos)]]
         pixels = read_image(path, resize=LONGER_SIDE, upright=False).pixels
-        if min(pixels.shape[:2]) < _LEAST_SIDE:
+        if min(pixels.shape[:2]) < _MIN_SIDE:
             raise ImageError(
-                f"{path}: too small to be warped; photos of {_LEAST_SIDE} pixels or more are needed"
+                f"{path}: too small for synthetic pairs; photos need at least {_MIN_SIDE} pixels a side"
             )
         rng = np.random.default_rng([self.seed, level, turn])
         homography = draw_homography((pixels.shape[1], pixels.shape[0]), LEVELS[level], rng)
@@ -74,8 +74,8 @@ class SyntheticPairs(Sequence[HomographyPair]):
         return HomographyPair(
             name=f"{path.parent.name}/{path.name} level {level} number {turn}",
             group=f"level {level}",
-            image0=Picture(path, pixels),
-            image1=Picture(path, view),
+            image0=PairImage(path, pixels),
+            image1=PairImage(path, view),
             H_1_from_0=homography,
         )
 
@@ -83,7 +83,7 @@ class SyntheticPairs(Sequence[HomographyPair]):
 def synthetic_set(
     photos: Sequence[Path], *, count: int = 400, levels: Sequence[int] = (1, 2, 3, 4), seed: int = 0
 ) -> PairSet:
-    """`count` warped pairs, the levels in turn.
+    """`count` warped pairs, cycling through the levels.
 
     Raises:
         UsageError: an unknown level or a count below 1.
@@ -98,13 +98,19 @@ def synthetic_set(
         protocol="homography",
         pairs=SyntheticPairs(tuple(photos), tuple(levels), count, seed),
         oracle=True,
-        note=f"{len(photos)} photos, shrunk to at most {LONGER_SIDE} pixels; image 0 is the photo, image 1 a "
-        f"warped view of the photo's size with a black border; seed {seed}",
+        note=f"{len(photos)} photos, resized to at most {LONGER_SIDE} pixels. Image 0 is the photo, image 1 "
+        f"a warped view of the same size with a black border. Seed {seed}",
     )
 
 
 def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generator) -> np.ndarray:
-    """(3, 3) photo to view, drawn again until the view shows enough of the photo."""
+    """A random H_1_from_0 (3, 3) under which enough of the photo stays visible.
+
+    Args:
+        size: (width, height) of the photo in pixels.
+        level: bounds of the change.
+        rng: the source of randomness.
+    """
     width, height = size
     centre = (np.array(size, dtype=np.float64) - 1) / 2
     corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
@@ -121,14 +127,14 @@ def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generato
         if not cv2.isContourConvex(target.astype(np.float32)):
             continue
         homography = cv2.getPerspectiveTransform(corners.astype(np.float32), target.astype(np.float32))
-        if inside(warp_points(grid, homography), size).mean() >= _LEAST_OVERLAP:
+        if inside(warp_points(grid, homography), size).mean() >= _MIN_OVERLAP:
             return homography
 
 
 def warp(pixels: np.ndarray, H_1_from_0: np.ndarray) -> np.ndarray:
-    """The picture under a homography, on a canvas of its own size, black outside.
+    """The image (H, W[, 3]) uint8 warped by a homography, of the same size and black outside.
 
-    Where the view is smaller than the photo, the photo is blurred first, so that nothing aliases.
+    If the homography shrinks the image, it is blurred first to avoid aliasing.
     """
     height, width = pixels.shape[:2]
     area = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
@@ -141,7 +147,7 @@ def warp(pixels: np.ndarray, H_1_from_0: np.ndarray) -> np.ndarray:
 
 
 def disturb(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np.ndarray:
-    """Another camera and light: gain, gamma, a shading from one side, blur, noise, JPEG; uint8 as given."""
+    """Photometric augmentation of (H, W[, 3]) uint8: gain, gamma, shading gradient, blur, noise and JPEG."""
     height, width = pixels.shape[:2]
     gain, gamma = 1 + 0.35 * strength * rng.uniform(-1, 1), 2 ** (0.6 * strength * rng.uniform(-1, 1))
     direction, depth = rng.uniform(0, 2 * np.pi), 0.4 * strength * rng.random()
@@ -161,7 +167,7 @@ def disturb(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np
 
 @dataclass(frozen=True, eq=False)
 class UnrelatedPairs(Sequence[UnrelatedPair]):
-    """Pairs of different photos, of different folders where there are several."""
+    """Pairs of different photos, from different folders if there are several."""
 
     photos: tuple[Path, ...]
     total: int
@@ -178,19 +184,19 @@ class UnrelatedPairs(Sequence[UnrelatedPair]):
         others = [path for path in self.photos if path.parent != path0.parent]
         others = others or [path for path in self.photos if path != path0]
         path1 = others[rng.integers(len(others))]
-        return UnrelatedPair(f"{path0.name} {path1.name}", "", Picture(path0), Picture(path1))
+        return UnrelatedPair(f"{path0.name} {path1.name}", "", PairImage(path0), PairImage(path1))
 
 
 def unrelated_set(photos: Sequence[Path], *, count: int = 200, seed: int = 0) -> PairSet:
-    """`count` pairs of photos that have nothing to do with each other.
+    """`count` pairs of unrelated photos.
 
     Raises:
         UsageError: fewer than two photos, or a count below 1.
     """
     if len(photos) < 2 or count < 1:
         raise UsageError(
-            f"unrelated pairs need two photos and a count of at least 1, not {len(photos)}, {count}"
+            f"unrelated pairs need at least two photos and a count of at least 1, not {len(photos)}, {count}"
         )
     folders = len({path.parent for path in photos})
-    note = f"{len(photos)} photos of {folders} folders; seed {seed}"
+    note = f"{len(photos)} photos from {folders} folders. Seed {seed}"
     return PairSet("unrelated", "unrelated", UnrelatedPairs(tuple(photos), count, seed), note=note)

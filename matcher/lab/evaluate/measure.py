@@ -1,4 +1,4 @@
-"""One pair, one row: what the truth says of the matches, as numbers under the names that the tables use."""
+"""The metrics of one method on one pair, by the names that the columns of the tables refer to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from matcher.errors import UsageError
 from matcher.lab.evaluate.metrics import (
     corner_error,
     distances,
+    ground_truth_matches,
     pose_error,
-    possible_matches,
     precision,
     recall,
     repeatability,
@@ -31,18 +31,18 @@ from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
-THRESHOLDS = (1, 3)  # pixels of the pictures as matched
+THRESHOLDS = (1, 3)  # pixels of the resized images
 ORACLE_THRESHOLD = 3
-LOOSE = 10  # pixels; where poses or labels are coarse
-_MAX_LABELS = 2000  # a disparity map has a label a pixel; evenly chosen ones say as much
+COARSE = 10  # pixels; for ground truth that is itself only good to several pixels
+_MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample of them is enough
 
 
 @dataclass(frozen=True, eq=False)
-class Observation:
-    """What a front end made of one picture."""
+class ExtractedImage:
+    """The features that a front end extracted from one image."""
 
     features: Features
-    image: Image  # without its pixels
+    image: Image  # its pixels are dropped
 
     @property
     def scale(self) -> float:
@@ -56,39 +56,39 @@ class Observation:
 
 
 @dataclass(frozen=True, eq=False)
-class Truth:
-    """What the keypoints of a pair allow."""
+class GroundTruth:
+    """The matches that exist between the extracted keypoints of a pair."""
 
-    possible: Mapping[int, np.ndarray]  # (P, 2) keypoints that belong together, by threshold in pixels
-    repeatability: float = math.nan  # at the largest of the thresholds; of homographies
+    matches: Mapping[int, np.ndarray]  # (P, 2) corresponding keypoints, by threshold in pixels
+    repeatability: float = math.nan  # at the largest threshold; homographies only
 
 
-def true_matches(pair: Pair, side0: Observation, side1: Observation) -> Truth | None:
-    """Which keypoints belong together; None where the pair's truth cannot tell."""
+def find_ground_truth(pair: Pair, side0: ExtractedImage, side1: ExtractedImage) -> GroundTruth | None:
+    """The ground-truth matches of the keypoints; None if the pair has only a pose or sparse labels."""
     points0, points1 = side0.keypoints, side1.keypoints
-    again = math.nan
+    repeated = math.nan
     if isinstance(pair, HomographyPair):
         errors = reprojection_matrix(points0, points1, pair.H_1_from_0, side0.scale, side1.scale)
         seen0 = inside(warp_points(points0, pair.H_1_from_0), side1.image.size)
         seen1 = inside(warp_points(points1, np.linalg.inv(pair.H_1_from_0)), side0.image.size)
-        again = repeatability(errors, seen0, seen1, max(THRESHOLDS))
+        repeated = repeatability(errors, seen0, seen1, max(THRESHOLDS))
     elif isinstance(pair, CorrespondencePair):
         if not pair.dense:
             return None
-        errors = distances(partners(pair, points0), points1) * side1.scale
+        errors = distances(corresponding_points(pair, points0), points1) * side1.scale
     elif isinstance(pair, DepthPair):
         moved0, _ = reproject(points0, pair.view0, pair.view1)
         errors = distances(moved0, points1) * side1.scale
     else:
         return None
-    widest = possible_matches(errors, max(THRESHOLDS))  # a smaller threshold keeps the nearer ones of these
-    near = errors[widest[:, 0], widest[:, 1]]
-    return Truth({threshold: widest[near < threshold] for threshold in THRESHOLDS}, again)
+    widest = ground_truth_matches(errors, max(THRESHOLDS))  # smaller thresholds select from these
+    error = errors[widest[:, 0], widest[:, 1]]
+    return GroundTruth({threshold: widest[error < threshold] for threshold in THRESHOLDS}, repeated)
 
 
-def oracle(truth: Truth, side0: Observation, side1: Observation) -> Matches:
-    """The true assignment of the same keypoints: the most that any matcher can reach."""
-    indices = truth.possible[ORACLE_THRESHOLD]
+def oracle(truth: GroundTruth, side0: ExtractedImage, side1: ExtractedImage) -> Matches:
+    """All ground-truth matches of the same keypoints: an upper bound for every matcher."""
+    indices = truth.matches[ORACLE_THRESHOLD]
     return Matches(
         indices=indices,
         points0=side0.features.keypoints.numpy()[indices[:, 0]],
@@ -99,25 +99,29 @@ def oracle(truth: Truth, side0: Observation, side1: Observation) -> Matches:
     )
 
 
-def judge(
+def measure_pair(
     pair: Pair,
-    side0: Observation,
-    side1: Observation,
+    side0: ExtractedImage,
+    side1: ExtractedImage,
     matches: Matches,
-    truth: Truth | None,
+    truth: GroundTruth | None,
     estimators: Sequence[RobustEstimator],
 ) -> dict[str, float | np.ndarray]:
-    """Measures of one pair.
+    """Compute the metrics of the pair's protocol.
 
     Args:
-        pair: with its truth.
+        pair: with its ground truth.
         side0, side1: the features that were matched.
-        matches: of them.
-        truth: from `true_matches`.
-        estimators: of the protocol's geometry, one a seed; measures of the geometry are (S,).
+        matches: predicted between these features.
+        truth: from `find_ground_truth`.
+        estimators: S robust estimators of the protocol's geometry, one per seed.
+
+    Returns:
+        Metric name to value; metrics of the estimated geometry are (S,) arrays. Errors in pixels of the
+        resized images or in degrees, NaN where the ground truth cannot decide.
 
     Raises:
-        UsageError: intrinsics that belong to pictures of another size.
+        UsageError: the intrinsics belong to images of another size.
     """
     total = len(side0.features) + len(side1.features)
     found: dict[str, float | np.ndarray] = {
@@ -141,8 +145,8 @@ def judge(
     return found | {"accepted": np.array([float(g.status == "ok") for g in geometries])}
 
 
-def partners(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
-    """(N, 2) where points of image 0 lie in image 1, by the label of the same pixel; NaN without a label."""
+def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
+    """(N, 2) positions in image 1 of points (N, 2) in image 0, by the label of the pixel; NaN without one."""
     width, height = (int(pair.points0[:, axis].max(initial=0)) + 2 for axis in (0, 1))
     label = np.full((height, width), -1, dtype=np.int64)
     cells = np.rint(pair.points0).astype(np.int64)
@@ -156,8 +160,8 @@ def partners(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
 
 def _estimate(
     estimator: RobustEstimator,
-    side0: Observation,
-    side1: Observation,
+    side0: ExtractedImage,
+    side1: ExtractedImage,
     matches: Matches,
     cameras: tuple[Camera, Camera] | None,
 ) -> TwoViewGeometry:
@@ -167,10 +171,10 @@ def _estimate(
 
 def _homography(
     pair: HomographyPair,
-    side0: Observation,
-    side1: Observation,
+    side0: ExtractedImage,
+    side1: ExtractedImage,
     matches: Matches,
-    truth: Truth,
+    truth: GroundTruth,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
     errors = reprojection_errors(
@@ -181,36 +185,36 @@ def _homography(
         side1.scale,
     )
     corners = [corner_error(g.matrix, pair.H_1_from_0, side0.image.size, side1.scale) for g in geometries]
-    right = errors[errors < max(THRESHOLDS)]
+    correct = errors[errors < max(THRESHOLDS)]
     found = {
         "error": np.array(corners),
         "repeatability": truth.repeatability,
-        "right": float(len(right)),
-        "residual": float(right.mean()) if len(right) else float("nan"),
+        "correct": float(len(correct)),
+        "residual": float(correct.mean()) if len(correct) else float("nan"),
     }
     return found | _precision_and_recall(matches, errors, errors, truth)
 
 
 def _correspondences(
     pair: CorrespondencePair,
-    side0: Observation,
-    side1: Observation,
+    side0: ExtractedImage,
+    side1: ExtractedImage,
     matches: Matches,
-    truth: Truth,
+    truth: GroundTruth,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
-    """Matches of pixels without a label are not judged, and with sparse labels none is."""
+    """Matches of unlabelled pixels are not judged; with sparse labels no match is."""
     step = max(1, len(pair.points0) // _MAX_LABELS)
     labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
-    agreeing = np.zeros((len(geometries), LOOSE))
-    for row, geometry in zip(agreeing, geometries, strict=True):
+    near_line = np.zeros((len(geometries), COARSE))
+    for row, geometry in zip(near_line, geometries, strict=True):
         if geometry.matrix is not None:
             distance = epipolar_distance(labels0, labels1, geometry.matrix) * side1.scale
-            row[:] = (distance[:, None] < np.arange(1, LOOSE + 1)).mean(axis=0)
-    found = {"labels3": agreeing[:, ORACLE_THRESHOLD - 1], f"labels{LOOSE}": agreeing.mean(axis=1)}
+            row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
+    found = {"labels3": near_line[:, ORACLE_THRESHOLD - 1], f"labels{COARSE}": near_line.mean(axis=1)}
     if truth is None:
         return found | {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
-    expected = partners(pair, matches.points0.astype(np.float64))
+    expected = corresponding_points(pair, matches.points0.astype(np.float64))
     errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
     judged = errors[np.isfinite(errors)]
     known = np.nan_to_num(errors, nan=np.inf)
@@ -218,34 +222,34 @@ def _correspondences(
 
 
 def _depth(
-    pair: DepthPair, side0: Observation, side1: Observation, matches: Matches, truth: Truth
+    pair: DepthPair, side0: ExtractedImage, side1: ExtractedImage, matches: Matches, truth: GroundTruth
 ) -> dict[str, float]:
-    """Matches are judged by the depth of picture 0; those of unknown depth, and at edges, are not."""
+    """Matches are judged by the depth of image 0, except where it is unknown or has an edge."""
     expected, _ = reproject(matches.points0.astype(np.float64), pair.view0, pair.view1)
     errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
     judged = errors[~np.isnan(errors)]
     loose = {
-        f"precision{LOOSE}": precision(judged, LOOSE),
-        "right": float((judged < max(THRESHOLDS)).sum()),
-        f"right{LOOSE}": float((judged < LOOSE).sum()),
+        f"precision{COARSE}": precision(judged, COARSE),
+        "correct": float((judged < max(THRESHOLDS)).sum()),
+        f"correct{COARSE}": float((judged < COARSE).sum()),
     }
     return loose | _precision_and_recall(matches, judged, np.nan_to_num(errors, nan=np.inf), truth)
 
 
 def _precision_and_recall(
-    matches: Matches, judged: np.ndarray, errors: np.ndarray, truth: Truth
+    matches: Matches, judged: np.ndarray, errors: np.ndarray, truth: GroundTruth
 ) -> dict[str, float]:
     found = {}
     for threshold in THRESHOLDS:
         found[f"precision{threshold}"] = precision(judged, threshold)
-        found[f"recall{threshold}"] = recall(matches.indices, errors, truth.possible[threshold], threshold)
+        found[f"recall{threshold}"] = recall(matches.indices, errors, truth.matches[threshold], threshold)
     return found
 
 
 def _pose(
     pair: PosePair,
-    side0: Observation,
-    side1: Observation,
+    side0: ExtractedImage,
+    side1: ExtractedImage,
     matches: Matches,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
@@ -258,14 +262,14 @@ def _pose(
     return {"error": angles.max(axis=1), "rotation": angles[:, 0], "translation": angles[:, 1], **found}
 
 
-def _cameras(pair: PosePair, side0: Observation, side1: Observation) -> tuple[Camera, Camera]:
+def _cameras(pair: PosePair, side0: ExtractedImage, side1: ExtractedImage) -> tuple[Camera, Camera]:
     cameras = []
     for K, side in ((pair.K0, side0), (pair.K1, side1)):
         width, height = side.image.size
         if not (0 < K[0, 2] < width and 0 < K[1, 2] < height):
             raise UsageError(
-                f"{side.image.path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside {width} x "
-                f"{height} pixels; the intrinsics belong to pictures of another size"
+                f"{side.image.path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside the image "
+                f"of {width} x {height} pixels; the intrinsics belong to images of another size"
             )
         cameras.append(Camera.from_K(K, size=(width, height)))
     return cameras[0], cameras[1]
