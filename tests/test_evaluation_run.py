@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import cv2
 import numpy as np
@@ -13,8 +14,10 @@ from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
 from matcher.data.photos import find_pictures
+from matcher.lab.evaluate.methods import MethodOptions, build_methods
 from matcher.lab.evaluate.run import FrontEndKey, Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
+from matcher.lab.pairs.sets import NAMES
 from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.files import save_front_end
@@ -160,6 +163,93 @@ def test_features_are_kept_by_file_and_precision(tmp_path):
     assert len({FrontEndKey.of(pipe) for pipe in pipes}) == 4
     again = matcher.load("hybrid-learned", precision="float32")
     assert FrontEndKey.of(again) == FrontEndKey.of(pipes[0])
+
+
+def test_methods_of_two_precisions_get_their_own_features(photos):
+    """Each method of a run has the metrics that it has in a run of its own."""
+    pair_set = synthetic_set(find_pictures(photos), count=2, levels=(1,))
+    options = {"max_keypoints": 200, "device": "cpu"}
+    methods = [
+        Method(precision, matcher.load("nearest-learned", precision=precision, **options))
+        for precision in ("float32", "bfloat16")
+    ]
+    together = evaluate(pair_set, methods).values
+    for method in methods:
+        alone = evaluate(pair_set, [method]).values[method.name]
+        for key in ("error", "precision3", "repeatability", "matches"):
+            assert np.array_equal(together[method.name][key], alone[key])
+    assert not np.array_equal(together["float32"]["residual"], together["bfloat16"]["residual"])
+
+
+def test_nearest_neighbours_extract_in_the_precision_asked_for():
+    options = MethodOptions(network={"precision": "float32"})
+    methods = {method.name: method.pipeline for method in build_methods(["hybrid-learned"], options=options)}
+    assert list(methods) == ["nearest", "nearest-learned", "hybrid-learned"]
+    assert FrontEndKey.of(methods["nearest-learned"]) == FrontEndKey.of(methods["hybrid-learned"])
+
+
+def compare(photos, out, *arguments):
+    code = run(
+        "evaluate", photos, "--pairs", 4, "--levels", 1, "--max-keypoints", 200, "--output", out, *arguments
+    )  # fmt: skip
+    assert code == 0
+    return json.loads((out / "synthetic.json").read_text())
+
+
+def test_compare_presets(photos, tmp_path, capsys):
+    table = compare(photos, tmp_path, "--compare", "nearest-learned", "--compare", "nearest")
+    assert table["baseline"] == "nearest-learned"
+    rows = {row["name"]: row for row in table["rows"]}
+    assert list(rows)[:2] == ["nearest-learned", "nearest"] and "hybrid-learned" not in rows
+    assert "minus_baseline" not in rows["nearest-learned"]
+    for column in ("precision@3 px", "AUC@5 px"):
+        difference = rows["nearest"]["minus_baseline"][column]
+        apart = [rows[name]["all"][column]["value"] for name in ("nearest", "nearest-learned")]
+        assert difference["value"] == pytest.approx(apart[0] - apart[1], abs=1e-5)
+        assert difference["low"] <= difference["value"] <= difference["high"]
+    assert "Difference from `nearest-learned` on the same pairs:" in capsys.readouterr().out
+
+
+def test_compare_matcher_weights(photos, small_weights, tmp_path):
+    table = compare(
+        photos, tmp_path / "out", "--preset", "hybrid", "--compare", "shipped", "--compare", small_weights
+    )
+    assert [row["name"] for row in table["rows"]] == ["hybrid shipped", "hybrid small", "oracle"]
+    shipped, small = table["rows"][:2]
+    assert shipped["weights"]["name"] == "hybrid" and small["weights"]["name"] == "small"
+    assert "AUC@5 px" in small["minus_baseline"] and "minus_baseline" not in shipped
+
+
+def test_compare_front_ends(photos, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_front_end(build("learned").network, "learned", other)
+    arguments = ("--preset", "nearest-learned", "--compare", other, "--compare", "shipped")
+    table = compare(photos, tmp_path / "out", *arguments)
+    ours, shipped = table["rows"][:2]
+    assert (ours["name"], shipped["name"]) == ("nearest-learned other", "nearest-learned shipped")
+    assert (ours["frontend_weights"], shipped["frontend_weights"]) == (str(other), None)
+    assert shipped["minus_baseline"]["recall@3 px"]["value"] != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--compare", "nearest"], 2, "at least two"),
+        (["--compare", "nearest", "--compare", "nearest"], 2, "at least two"),
+        (["--compare", "nearest", "--compare", "nosuch"], 2, "neither a preset nor a file"),
+        (["--compare", "nearest", "--compare", "{photos}/0.png"], 5, "not a safetensors file"),
+        (["--compare", "nearest", "--compare", "hybrid", *["--preset", "hybrid"] * 2], 2, "--preset can be"),
+    ],
+)
+def test_comparisons_that_cannot_be_made(photos, capsys, arguments, code, message):
+    assert run("evaluate", photos, *(argument.format(photos=photos) for argument in arguments)) == code
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_set(capsys):
+    assert run("evaluate", "--help") == 0
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert set(NAMES) <= words
 
 
 def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
