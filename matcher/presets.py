@@ -294,7 +294,7 @@ def _check_values(given: dict[str, Any]) -> None:
 
 
 def _check_for_nearest(given: dict[str, Any], front_end: str) -> None:
-    """Without a network some options mean nothing and are refused; precision is for learned front ends too."""
+    """Without a network some options mean nothing and are refused; precision is for front ends too."""
     useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
     if front_end == "sift" and given.get("precision", "auto") not in ("auto", "float32"):
         useless.append("precision")
