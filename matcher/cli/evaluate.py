@@ -122,16 +122,11 @@ def evaluate(
 
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     _check_output(output, [pair_set.name for pair_set in sets], overwrite)
-    shared = MethodOptions(
-        common={"max_keypoints": max_keypoints, "resize": resize, "device": device},
-        network={"match_threshold": threshold, "precision": precision},
-        full_depth=full_depth,
-    )
-    presets = preset or [options.DEFAULT_PRESET]
-    if compare:
-        methods = _compared(compare, presets, weights or [], frontend_weights or [], shared)
-    else:
-        methods = build_methods(presets, weights or [], frontend_weights or [], shared)
+    common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
+    network = {"match_threshold": threshold, "precision": precision}
+    shared = MethodOptions(common, network, full_depth)
+    chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
+    methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)
     table = TableOptions(seed, methods[0].name if compare else None, output)
     skipped = sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets)
     if skipped:
