@@ -107,9 +107,8 @@ def evaluate(
     Without --compare, nearest-neighbour matching is always measured too, and the other rows are compared
     with it.
 
-    SET, in the folder named by MATCHER_DATA: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu,
-    multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore,
-    multiview (both).
+    SET, in $MATCHER_DATA: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu, multimodal,
+    middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore, multiview (both).
 
     DIR: a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above;
     or any folder of photos, from which synthetic pairs are made.
