@@ -1,36 +1,37 @@
-"""The house rules as functions of parsed source: floors, circles, import-time work, public descriptions."""
+"""The rules of the sources as functions of parsed code: layers, circles, work at import, docstrings."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FACADE = "matcher"  # matcher/__init__.py: names its modules in strings, imported by the top floor only
-TOP = 13
+FACADE = "matcher"  # matcher/__init__.py: names its modules in strings, imported by the top layer only
+MAP = ROOT / "matcher" / "README.md"
 
-FLOORS = {
-    "errors": 1,
-    "config": 1,
-    "files": 2,
-    "presets": 2,
-    "data": 3,
-    "kernels": 3,
-    "attention": 4,
-    "extract": 4,
-    "match": 5,
-    "verify": 5,
-    "weights": 6,
-    "drawing": 6,
-    "result": 7,
-    "pipeline": 8,
-    "loading": 9,
-    "sequence": 10,
-    "collection": 10,
-    "explain": 11,
-    "serve": 12,
-    "lab": 12,
-    "cli": TOP,
-    "__main__": TOP + 1,
-}
+
+def read_tree() -> list[tuple[str, str]]:
+    """Paths and descriptions of the tree in the map, a folder's path ending in a slash."""
+    found, parents = [], []
+    for line in _tree_lines():
+        layer, indent, name, text = re.fullmatch(r"(\d*)(\s+)(\S+)\s\s+(\S.*)", line).groups()
+        depth = 0 if layer else len(indent) // 2 - 2
+        parents = [*parents[:depth], name]
+        found.append(("".join(parents), text))
+    return found
+
+
+def read_layers() -> dict[str, int]:
+    """The layer of every file and folder at the top of the package, as the map has it."""
+    numbered = (re.match(r"(\d+)\s+(\S+)", line) for line in _tree_lines())
+    return {match[2].removesuffix(".py").rstrip("/"): int(match[1]) for match in numbered if match}
+
+
+def _tree_lines() -> list[str]:
+    return MAP.read_text("utf-8").split("```layers\n")[1].split("```")[0].splitlines()
+
+
+LAYERS = read_layers()
+TOP = LAYERS["cli"]  # may import the facade
 
 # Calls that may run while a module is imported: they build a constant and touch nothing else.
 PURE_CALLS = {
@@ -71,7 +72,7 @@ def made_up(**sources: str) -> Modules:
 
 
 def imports(modules: Modules, name: str) -> set[str]:
-    """All that a module imports, at any depth, as dotted names; `from room import file` names the file."""
+    """All that a module imports, at any depth, as dotted names; `from folder import file` names the file."""
     found = set()
     for node in ast.walk(modules[name]):
         if isinstance(node, ast.Import):
@@ -89,27 +90,28 @@ def imports(modules: Modules, name: str) -> set[str]:
     return found
 
 
-def room(name: str) -> str:
+def part_of(name: str) -> str:
+    """The file or folder at the top of the package that a module is in."""
     return name.split(".")[1] if "." in name else FACADE
 
 
-def floor_faults(modules: Modules) -> list[str]:
+def layer_faults(modules: Modules) -> list[str]:
     """Imports that go up or sideways."""
     faults = []
     for name in modules:
-        here = room(name)
+        here = part_of(name)
         for target in sorted(imports(modules, name)):
             if target.split(".")[0] != "matcher":
                 continue
-            there = room(target)
+            there = part_of(target)
             if here == FACADE:
                 faults.append(f"{name} imports {target}: the facade is lazy")
             elif there == FACADE:
-                if FLOORS.get(here, 0) < TOP:
+                if LAYERS.get(here, 0) < TOP:
                     faults.append(f"{name} imports the facade")
-            elif there != here and FLOORS.get(there, 99) >= FLOORS.get(here, 0):
+            elif there != here and LAYERS.get(there, 99) >= LAYERS.get(here, 0):
                 faults.append(
-                    f"{name} (floor {FLOORS.get(here)}) imports {target} (floor {FLOORS.get(there)})"
+                    f"{name} (layer {LAYERS.get(here)}) imports {target} (layer {LAYERS.get(there)})"
                 )
     return faults
 

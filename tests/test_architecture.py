@@ -1,4 +1,4 @@
-"""The house rules, checked on every file of the package, and the exact list of public names."""
+"""The rules of the sources, checked on every file of the package, and the exact list of public names."""
 
 import ast
 import json
@@ -10,18 +10,18 @@ import tomllib
 import pytest
 from source_rules import (
     FACADE,
-    FLOORS,
+    LAYERS,
     ROOT,
     circles,
     definitions,
-    floor_faults,
     import_time_faults,
     imports,
+    layer_faults,
     made_up,
+    part_of,
     plain_classes,
     public_faults,
     read_package,
-    room,
 )
 
 import matcher
@@ -79,28 +79,28 @@ def in_all(check) -> list[str]:
     return [f"{name}: {fault}" for name, module in PACKAGE.items() for fault in check(name, module)]
 
 
-def test_every_file_has_a_floor():
-    unknown = {name for name in PACKAGE if room(name) != FACADE and room(name) not in FLOORS}
-    assert not unknown, f"give these a floor in FLOORS and in the design: {sorted(unknown)}"
+def test_every_file_has_a_layer():
+    unknown = {name for name in PACKAGE if part_of(name) != FACADE and part_of(name) not in LAYERS}
+    assert not unknown, f"give these a layer in matcher/README.md: {sorted(unknown)}"
 
 
 def test_imports_go_down():
-    assert floor_faults(PACKAGE) == []
+    assert layer_faults(PACKAGE) == []
 
 
 def test_no_circles():
     assert circles(PACKAGE) == []
 
 
-def test_the_rules_of_floors_see_every_kind_of_import():
+def test_the_rules_of_layers_see_every_kind_of_import():
     assert (
-        floor_faults(
+        layer_faults(
             made_up(data__image="import torch", verify__distances="from matcher.data.image import Image")
         )
         == []
     )
-    assert floor_faults(made_up(pipeline="", sequence="from matcher import pipeline")) == []
-    assert floor_faults(made_up(match__model="from .context import Layer", match__context="")) == []
+    assert layer_faults(made_up(pipeline="", sequence="from matcher import pipeline")) == []
+    assert layer_faults(made_up(match__model="from .context import Layer", match__context="")) == []
     for bad in (
         made_up(data__image="from matcher.verify.distances import sampson", verify__distances=""),  # up
         made_up(
@@ -115,7 +115,7 @@ def test_the_rules_of_floors_see_every_kind_of_import():
             "matcher": ast.parse("from matcher.pipeline import load"),
         },  # a facade not lazy
     ):
-        assert len(floor_faults(bad)) == 1
+        assert len(layer_faults(bad)) == 1
     turn = made_up(match__a="from .b import x", match__b="def f():\n    from matcher.match import a")
     assert circles(turn) == ["matcher.match.a", "matcher.match.b"]
 
