@@ -31,16 +31,20 @@ class Guide:
 
     def motions(self, points: np.ndarray) -> np.ndarray:
         """(N, 6, 2) motions of the links that begin nearest to each point (N, 2)."""
-        if len(points) == 0:
-            return np.zeros((0, _NEIGHBOURS, 2), np.float32)
-        start, queries = (np.ascontiguousarray(p, dtype=np.float32) for p in (self.start, points))
-        tree = cv2.flann_Index(start, {"algorithm": _ONE_TREE})
-        nearest, _ = tree.knnSearch(queries, _NEIGHBOURS, params={"checks": _UNLIMITED})
-        return (self.end - self.start)[nearest]
+        return (self.end - self.start)[nearest(self.start, points, _NEIGHBOURS)]
 
     def motion(self, points: np.ndarray) -> np.ndarray:
         """(N, 2) their median."""
         return np.median(self.motions(points), axis=1)
+
+
+def nearest(points: np.ndarray, queries: np.ndarray, count: int) -> np.ndarray:
+    """(N, count) rows of the `points` (K, 2), K ≥ count, nearest to each query (N, 2), the nearest first."""
+    if len(queries) == 0:
+        return np.zeros((0, count), np.int64)
+    known, asked = (np.ascontiguousarray(each, dtype=np.float32) for each in (points, queries))
+    tree = cv2.flann_Index(known, {"algorithm": _ONE_TREE})
+    return tree.knnSearch(asked, count, params={"checks": _UNLIMITED})[0]
 
 
 def typical_limit(descriptors0: np.ndarray, descriptors1: np.ndarray) -> float:

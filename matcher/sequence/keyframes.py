@@ -10,6 +10,8 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.sequence.frames import FrameLinks
 
+_FEW = 20  # close links below which their share says nothing
+
 
 @dataclass(eq=False)
 class KeptFrame:
@@ -24,6 +26,7 @@ class KeptFrame:
     depths: np.ndarray  # (N,) float64, NaN where unknown
     world_from_cam: np.ndarray | None = None  # (4, 4)
     most_links: int = 0  # that a later frame had to it
+    most_close_links: int = 0  # the same, of points that are close
     begins_anew: bool = False  # it was linked to nothing before it
 
 
@@ -37,6 +40,29 @@ class KeyframeRule:
     def wants(self, kept: float, parallax: float, size: tuple[int, int]) -> bool:
         """Whether a frame with this share of tracks and this parallax (pixels) is to be the next keyframe."""
         return kept < self.kept or parallax > self.parallax * float(np.hypot(*size))
+
+
+def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> float:
+    """Share of a keyframe's links that a later frame still has, of the most that any frame had.
+
+    Far points tell how the camera turned, only close ones how far it moved (Mur-Artal and Tardós 2017,
+    section III-E), and close ones are the first to leave the picture. So of all points and the close ones,
+    the smaller share counts.
+
+    Args:
+        keyframe: its record of the most links is kept up to date.
+        links: keyframe → later frame.
+        close: depth below which a point is close; None: none is.
+    """
+    rows = links.indices[links.consistent, 0]
+    keyframe.most_links = max(keyframe.most_links, len(rows))
+    share = len(rows) / max(keyframe.most_links, 1)
+    if close is None:
+        return share
+    with np.errstate(invalid="ignore"):
+        near = int(np.count_nonzero(keyframe.depths[rows] < close))
+    keyframe.most_close_links = max(keyframe.most_close_links, near)
+    return min(share, near / keyframe.most_close_links) if keyframe.most_close_links >= _FEW else share
 
 
 def through(keyframe: KeptFrame, previous: KeptFrame, links: FrameLinks) -> np.ndarray:

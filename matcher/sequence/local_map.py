@@ -10,7 +10,7 @@ from matcher.config import EstimationConfig
 from matcher.data.matches import Matches
 from matcher.sequence.frames import FrameLinks, FrameStatus
 from matcher.sequence.guided import Guide
-from matcher.sequence.keyframes import KeptFrame, KeyframeRule, median_parallax, through
+from matcher.sequence.keyframes import KeptFrame, KeyframeRule, median_parallax, share_left, through
 from matcher.sequence.linking import Linker
 from matcher.sequence.lost_tracks import LostTracks
 from matcher.sequence.pose_tracking import PoseTracker
@@ -18,18 +18,22 @@ from matcher.sequence.relocalisation import KeyframeIndex, MatchPairs, verify_ca
 from matcher.sequence.tracks import TrackIds
 from matcher.verify.estimation import RobustEstimator
 
+CLOSE = 40.0  # baselines; points nearer than that have a depth that says how far the camera moved
 CANDIDATES = 3  # keyframes that a lost frame is compared with
 
 
 class LocalMap:
     """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
 
-    def __init__(self, poses: PoseTracker, window: int, guided: bool, rule: KeyframeRule) -> None:
+    def __init__(
+        self, poses: PoseTracker, window: int, guided: bool, rule: KeyframeRule, baseline: float | None
+    ) -> None:
         self.linker = Linker(RobustEstimator(EstimationConfig(kind="fundamental")), guided)
         self.poses, self.index = poses, KeyframeIndex()
         self.keyframes: deque[KeptFrame] = deque(maxlen=window)
         self.previous: KeptFrame | None = None
         self._keyframe: KeptFrame | None = None
+        self._close = None if baseline is None else CLOSE * baseline
         self._rule, self._tracks, self._missing = rule, TrackIds(), LostTracks()
         self._guide: Guide | None = None
 
@@ -88,9 +92,8 @@ class LocalMap:
             self._keep(current)
             return {"is_keyframe": True, "pose_status": pose_status}
         pose_status, T = self.poses.locate(keyframe, current, links)
-        agreeing = int(links.consistent.sum())
-        keyframe.most_links = max(keyframe.most_links, agreeing)
-        kept, parallax = agreeing / keyframe.most_links, median_parallax(keyframe, current.keypoints, links)
+        kept = share_left(keyframe, links, self._close)
+        parallax = median_parallax(keyframe, current.keypoints, links)
         wanted = self._rule.wants(kept, parallax, current.image.size)
         if wanted and (pose_status in ("ok", "no_camera") or kept < self._rule.kept / 2):
             self.poses.promote(keyframe, current, links, T)

@@ -84,7 +84,7 @@ class Tracker:
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
         self._contrast = AdaptiveContrast()
         poses = PoseTracker(camera, measured=baseline is not None)
-        self._map = LocalMap(poses, window, guided, rule)
+        self._map = LocalMap(poses, window, guided, rule, baseline)
         self._count = 0
         self._spent: dict[str, float] = {}
 
@@ -243,10 +243,10 @@ class Tracker:
         """The points in the right picture of a pair, verified and searched; sets the depths."""
         if pair is None:
             return None
-        links, guide = self._map.linker.verify(current, others[0], pair)
+        links, _ = self._map.linker.verify(current, others[0], pair)
         right = partners(current.keypoints, others[0].keypoints, links)
         if self._map.linker.guided:
-            right = complete_partners((images[0], images[1]), current.keypoints, right, guide)
+            right = complete_partners((images[0], images[1]), current.keypoints, right)
         if self._window is not None:
             right = within(current.keypoints, right, self._window)
         if self.camera is not None and self.baseline is not None:
