@@ -9,7 +9,7 @@ import pytest
 from matcher.data.features import Features
 from matcher.data.geometry import upright_size, upright_to_stored
 from matcher.data.images import image_from_array, read_image
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
 from matcher.drawing.attention import draw_attention
 from matcher.drawing.canvas import figure_pixels, header_height, save_figure
 from matcher.drawing.keypoints import draw_fates
@@ -259,7 +259,9 @@ def test_stacked_pictures_lie_above_each_other():
 
 def test_fates_have_their_colours():
     points = np.array([[50.0, 50.0], [200.0, 50.0], [350.0, 50.0]])
-    pixels = body(draw_fates(grey(), grey(), points, MISSING, [-1, 0, 3], [], layers=6)).astype(int)
+    pixels = body(draw_fates(grey(), grey(), points, MISSING, [MATCHED, UNMATCHED, 3], [], layers=6)).astype(
+        int
+    )
     matched, unmatched, pruned = (pixels[100, round(2 * x + 0.5)] for x in points[:, 0])
     assert matched[2] > matched[0] + 80  # sky blue
     assert unmatched[0] > unmatched[2] + 80  # vermilion

@@ -10,8 +10,9 @@ from random_matcher import CONFIG, matcher_with, pair, random_model
 from matcher.config import ContextConfig
 from matcher.data.features import Features
 from matcher.data.images import read_image
+from matcher.data.matches import MATCHED, UNMATCHED
 from matcher.errors import UsageError
-from matcher.explain.explain import MATCHED, explain, nearest_keypoint
+from matcher.explain.explain import explain, nearest_keypoint
 from matcher.explain.rules import rules, sureness
 from matcher.match.network import context
 from matcher.match.network.grid import GridExtractor
@@ -50,7 +51,7 @@ def test_the_matches_are_those_of_the_normal_path(changes, counts):
     assert len(told.layers) == before.layers_run
     for fate, kept in zip(told.fates, (before.kept0, before.kept1), strict=True):
         assert (fate <= 0).sum() == kept and (fate == MATCHED).sum() == len(before)
-        assert set(fate[fate > 0]) <= set(range(1, before.layers_run + 1)) and not (fate < MATCHED).any()
+        assert set(fate[fate > 0]) <= set(range(1, before.layers_run + 1)) and not (fate < UNMATCHED).any()
     for flow in told.rollout:
         np.testing.assert_allclose(flow.sum(1), 1, atol=1e-3)
 

@@ -10,7 +10,7 @@ import matcher
 from matcher.data.features import Features
 from matcher.data.images import read_image
 from matcher.match.network.position import normalise_positions
-from matcher.match.steering import STEERABLE, TURNS, aligned, positions, quarter_turns, steered
+from matcher.match.steering import STEERABLE, TURNS, aligned, quarter_turns, rotated_descriptors, steered
 
 
 @pytest.fixture
@@ -101,9 +101,11 @@ def test_descriptors_of_several_precisions_go_together(features):
 
 def test_all_positions_of_a_picture(features):
     descriptors = features.unstack()[1].descriptors
-    found = positions(descriptors.numpy(), STEERABLE)
+    found = rotated_descriptors(descriptors.numpy(), STEERABLE)
     for turn in range(TURNS):
         expected = steered(descriptors[None], torch.tensor([turn]))[0]
         np.testing.assert_array_equal(found[turn], expected.numpy())
-    assert len(positions(descriptors.numpy(), "sift")) == 1
-    assert [x.shape for x in positions(np.zeros((0, 64), np.float32), STEERABLE)] == [(0, 64)] * TURNS
+    assert len(rotated_descriptors(descriptors.numpy(), "sift")) == 1
+    assert [x.shape for x in rotated_descriptors(np.zeros((0, 64), np.float32), STEERABLE)] == [
+        (0, 64)
+    ] * TURNS

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from matcher.data.matches import UNMATCHED
 from matcher.lab.train.losses import (
     assignment_loss,
     confidence_loss,
@@ -13,7 +14,7 @@ from matcher.lab.train.losses import (
     matchability_loss,
     statement_loss,
 )
-from matcher.lab.train.pairs import IGNORED, UNMATCHED
+from matcher.lab.train.pairs import IGNORED
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.match.sinkhorn import log_masses, sinkhorn
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from training_data import cached, flat_view, look, texture
 
+from matcher.data.matches import UNMATCHED
 from matcher.lab.train.pairs import (
     IGNORED,
-    UNMATCHED,
     collate,
     reproject,
     to_features,

@@ -12,6 +12,9 @@ from matcher.config import GeometryKind, GeometryStatus
 if TYPE_CHECKING:
     import cv2
 
+UNMATCHED = -1  # in place of a partner's index, and among the fates of keypoints
+MATCHED = 0  # among the fates of keypoints, beside UNMATCHED and n > 0: pruned after layer n
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Matches:

@@ -8,6 +8,7 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
 from matcher.data.image import Image
+from matcher.data.matches import MATCHED, UNMATCHED
 from matcher.drawing.canvas import (
     SKY,
     VERMILION,
@@ -19,7 +20,6 @@ from matcher.drawing.canvas import (
     two_pictures,
 )
 
-MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
 _CROWD = 2048  # points of a picture beyond which dots are smaller, so that they never cover it
 
 

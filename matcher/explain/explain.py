@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from matcher.data.features import Features
+from matcher.data.matches import MATCHED, UNMATCHED
 from matcher.errors import UsageError
 from matcher.explain.attention import (
     Attention,
@@ -28,8 +29,6 @@ from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.states import LayerState
 from matcher.pipeline import Pipeline
 
-MATCHED, UNMATCHED = -1, 0  # fates; n > 0 is a point that was pruned at layer n
-
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
@@ -39,7 +38,7 @@ class Explanation:
     layers: tuple[LayerReport, ...]
     matches: np.ndarray  # (K, 2) int64, above the threshold, best first
     scores: np.ndarray  # (K,)
-    fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer that pruned
+    fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer (from 1)
     traced: tuple[np.ndarray, np.ndarray]  # input points whose rollout was computed
     rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32 of those, rows sum to 1
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.data.features import Features
 from matcher.errors import UsageError
-from matcher.match.steering import STEERABLE, TURNS, positions
+from matcher.match.steering import STEERABLE, TURNS, rotated_descriptors
 
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less
@@ -121,7 +121,7 @@ def similar_pairs(
     tables = np.zeros((TURNS if kind == STEERABLE else 1, len(names), vocabulary.length), np.float16)
     for index, name in enumerate(names):
         local = _strongest(features(name))
-        for table, position in zip(tables, positions(local, kind), strict=True):
+        for table, position in zip(tables, rotated_descriptors(local, kind), strict=True):
             if len(local):
                 table[index] = vocabulary.describe(position)
     for first, second in neighbour_pairs(tables[0], k, tables[1:]).tolist():

@@ -2,8 +2,8 @@
 
 A descriptor of the front end `learned` is trained to have four groups of values that move on by one when its
 picture is turned by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle between
-two pictures, turning one's descriptors by the right quarter leaves 45 degrees or less, and the picture need
-not be looked at again.
+two images, rotating one's descriptors by the right quarter turn leaves 45 degrees or less, without extracting
+features again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from matcher.data.features import Features
+from matcher.match.mutual import mutual_best
 
 TURNS = 4  # quarter turns of a full one; a descriptor has a group of values for each
 STEERABLE = "learned"  # the front end whose descriptors these are
 # Clockwise quarter turns that EXIF orientations without a mirror ask for.
 EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}
 
-_LOOKED_AT = 256  # points of each picture, the best ones when they come from their front end
-_DOUBT = 1.15  # a turn must have so many times the evidence of no turn
+_COMPARED = 256  # points of each image, the best ones when they come from their front end
+_MIN_GAIN = 1.15  # a turn must have so many times the evidence of no turn
 # What EXIF calls a picture that needs one turn more than orientation 1 … 8; 0 is unused.
 _TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
@@ -34,7 +35,7 @@ def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
     return groups.gather(2, order[:, None, :, None].expand_as(groups)).flatten(-2)
 
 
-def positions(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
+def rotated_descriptors(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
     """Descriptors (N, D) of a picture as it is and, where the front end's can be turned, after each quarter
     turn."""
     count, size = descriptors.shape
@@ -70,21 +71,20 @@ def quarter_turns(features0: Features, features1: Features) -> Tensor:
 
     The evidence for a turn is the sum of the similarities of mutually nearest descriptors.
     """
-    own, others = (f.descriptors[:, :_LOOKED_AT].float() for f in (features0, features1))
-    held, there = (f.mask[:, :_LOOKED_AT] for f in (features0, features1))
+    own, others = (f.descriptors[:, :_COMPARED].float() for f in (features0, features1))
+    held, there = (f.mask[:, :_COMPARED] for f in (features0, features1))
     barred = ~(held[:, :, None] & there[:, None])
     every = torch.arange(TURNS, device=others.device)
     with torch.autocast(own.device.type, enabled=False):
         evidence = torch.stack(
             [_evidence(own @ steered(others, turn.expand(len(own))).mT, barred) for turn in every]
         )
-    evidence[0] *= _DOUBT
+    evidence[0] *= _MIN_GAIN
     return evidence.argmax(0)
 
 
 def _evidence(similarity: Tensor, barred: Tensor) -> Tensor:
     """(B,) of similarities (B, N, M), of which those barred do not count."""
     similarity = similarity.masked_fill(barred, -1.0)
-    best, chosen = similarity.max(2)
-    mutual = similarity.amax(1).gather(1, chosen) == best
+    best, _, mutual = mutual_best(similarity)
     return (best.clamp(min=0) * mutual).sum(1)

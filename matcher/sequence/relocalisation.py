@@ -10,7 +10,7 @@ import numpy as np
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.retrieval import Vocabulary, learn_vocabulary
-from matcher.match.steering import aligned, positions
+from matcher.match.steering import aligned, rotated_descriptors
 from matcher.sequence.frames import FrameLinks
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.linking import MIN_LINKS, Linker
@@ -41,7 +41,7 @@ class KeyframeIndex:
         for keyframe in keyframes:
             if keyframe.index not in self._described:
                 self._described[keyframe.index] = self._vocabulary.describe(keyframe.descriptors)
-        shown = positions(frame.descriptors, frame.features.kind)
+        shown = rotated_descriptors(frame.descriptors, frame.features.kind)
         queries = np.stack([self._vocabulary.describe(position) for position in shown])
         similarity = np.stack([queries @ self._described[k.index] for k in keyframes]).max(1)
         return [keyframes[i] for i in np.argsort(-similarity, kind="stable")[:count]]

@@ -67,7 +67,7 @@ const line = (ink, from, to, colour, width, dash = []) => {
   ink.setLineDash([]);
 };
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
-const fateColour = fate => fate < 0 ? BLUE : fate === 0 ? RED : WHITE;
+const fateColour = fate => fate === 0 ? BLUE : fate < 0 ? RED : WHITE;
 
 // What does not depend on the chosen point: pictures, lines, keypoints.
 function paint() {
@@ -91,7 +91,7 @@ function paint() {
     image.points.forEach((_, point) => {
       const fate = image.fates[point], wanted = +pruned.input.value;
       if (wanted && fate !== wanted) return;
-      if (fate < 0 && !visible(data.matches[image.partner.get(point)])) return;
+      if (fate === 0 && !visible(data.matches[image.partner.get(point)])) return;
       dot(ink, at(side, point), 2.6 * unit, BLACK);
       dot(ink, at(side, point), 1.8 * unit, fateColour(fate));
     });

@@ -12,7 +12,7 @@ import numpy as np
 from matcher.config import NetworkConfig
 from matcher.data.geometry import resize_points, stored_to_upright
 from matcher.data.image import Image
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
 from matcher.explain.attention import Attention
 from matcher.explain.explain import Explanation
 from matcher.explain.layers import LayerReport
@@ -112,8 +112,8 @@ def _picture(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> dict[s
     jpeg = cv2.imencode(".jpg", shown, [cv2.IMWRITE_JPEG_QUALITY, 80])[1].tobytes()
     upright = resize_points(stored_to_upright(keypoints, image.size, image.orientation), image.scale)
     places = resize_points(upright, (shape[0] / width, shape[1] / height))
-    fates = np.zeros(len(keypoints), int)
-    fates[matched] = -1
+    fates = np.full(len(keypoints), UNMATCHED)
+    fates[matched] = MATCHED
     return {
         "name": str(image.path),
         "size": shape,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.lab.train.pairs import UNMATCHED
+from matcher.data.matches import UNMATCHED
 from matcher.match.assignment import dual_softmax
 from matcher.match.network.blocks import LEAST_EXPONENT
 from matcher.match.sinkhorn import log_masses

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from matcher.data.features import Features
+from matcher.data.matches import UNMATCHED
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.scenes import NOTHING
 from matcher.lab.train.views import CachedView, plane_of
-from matcher.match.steering import EXIF_TURNS, aligned, positions
+from matcher.match.steering import EXIF_TURNS, aligned, rotated_descriptors
 
-IGNORED, UNMATCHED = -2, -1
+IGNORED = -2  # among partners, beside UNMATCHED: no loss is taken of the point
 QUARTER_TURNS = (1, 8, 3, 6)  # EXIF orientations without a mirror
 
 ViewPair = tuple[CachedView, CachedView]
@@ -104,7 +105,7 @@ def unrelated(view: CachedView) -> CachedView:
 
 def to_features(view: CachedView, orientation: int = 1) -> Features:
     """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
-    turned = positions(view.unit_descriptors(), view.kind)
+    turned = rotated_descriptors(view.unit_descriptors(), view.kind)
     return Features(
         keypoints=view.keypoints,
         descriptors=turned[EXIF_TURNS[orientation] % len(turned)],
