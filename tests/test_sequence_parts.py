@@ -290,7 +290,7 @@ def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
     index = KeyframeIndex()
     for i in (2, 5, 7):
         seen = scenes[i] + 0.1 * rng.normal(size=(150, 32)).astype(np.float32)
-        query = Kept(99, positions(seen, kind)[-1])  # turned, where descriptors turn
+        query = Kept(99, rotated_descriptors(seen, kind)[-1])  # turned, where descriptors turn
         likely = index.candidates(query, keyframes, 3)
         assert likely[0].index == 10 * i and len(likely) == 3
     moved_on = [Kept(100 + i, scene) for i, scene in enumerate(scenes[:3])]
