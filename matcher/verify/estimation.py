@@ -20,6 +20,7 @@ from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line, only_rotates
 from matcher.verify.distances import fundamental_from_pose, sampson
+from matcher.verify.undistortion import undistort
 
 _MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points that fix the model
 _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
@@ -69,7 +70,8 @@ class RobustEstimator:
         Args:
             points0: (K, 2) stored pixels of image 0; non-finite rows are never inliers.
             points1: (K, 2) stored pixels of image 1.
-            cameras: of image 0 and 1, in stored pixels; used by essential only.
+            cameras: of image 0 and 1, in stored pixels; used by essential only, which estimates from points
+                without the lens distortion that they describe.
             scores: taken for the protocol; every match is sampled alike.
             thresholds_scale: stored pixels per resized pixel; one factor for both pictures.
 
@@ -78,7 +80,8 @@ class RobustEstimator:
             lie before it), F or E of Frobenius norm 1; E = [t]× R up to scale, cam1_from_cam0 with |t| = 1.
 
         Raises:
-            UsageError: arrays not (K, 2) alike, a scale that is not positive, essential without cameras.
+            UsageError: arrays not (K, 2) alike, a scale that is not positive, essential without cameras or
+                with a distortion model that cannot be inverted here.
         """
         kind = self.config.kind
         pairs = _pairs(points0, points1)
@@ -88,7 +91,7 @@ class RobustEstimator:
         if not 0 < thresholds_scale < _LIMIT:
             raise UsageError(f"thresholds_scale must be positive and finite, not {thresholds_scale}")
         if kind == "essential":
-            cameras = _scaled(cameras, thresholds_scale)
+            pairs, cameras = _pinhole(pairs, cameras, thresholds_scale)
         usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
         # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
         distinct, inverse = np.unique(pairs[usable] / thresholds_scale, axis=0, return_inverse=True)
@@ -143,11 +146,15 @@ def _pairs(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     return np.concatenate(sides, axis=1).astype(np.float64)
 
 
-def _scaled(cameras: tuple[Camera, Camera] | None, scale: float) -> tuple[Camera, Camera]:
+def _pinhole(
+    pairs: np.ndarray, cameras: tuple[Camera, Camera] | None, scale: float
+) -> tuple[np.ndarray, tuple[Camera, Camera]]:
+    """Points (K, 4) without lens distortion, stored pixels, and pinhole cameras of the resized pictures."""
     if cameras is None:
         raise UsageError("the essential matrix needs the cameras of both images: cameras=(Camera, Camera)")
+    sides = [undistort(pairs[:, 2 * i : 2 * i + 2], camera) for i, camera in enumerate(cameras)]
     first, second = (Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)
-    return first, second
+    return np.concatenate(sides, axis=1), (first, second)
 
 
 def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
@@ -171,11 +178,16 @@ def _homography(points0: np.ndarray, points1: np.ndarray, threshold: float) -> _
         return None
     if matrix is None or not np.isfinite(matrix).all():
         return None
+    # OpenCV gives H[2, 2] = 1: where the first pixel lies beyond the horizon, all points would lie behind it.
+    matrix = _facing(matrix, points0)
     found = _transfer(points0, points1, matrix) <= threshold
-    matrix = _refined(poselib.refine_homography, points0, points1, matrix, found)
-    if np.median(points0 @ matrix[2, :2] + matrix[2, 2]) < 0:  # the first pixel lies beyond the horizon
-        matrix = -matrix
+    matrix = _facing(_refined(poselib.refine_homography, points0, points1, matrix, found), points0)
     return _Model(matrix, _transfer(points0, points1, matrix) <= threshold)
+
+
+def _facing(homography: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """The homography with the sign that puts most of the points before its horizon."""
+    return -homography if np.median(points @ homography[2, :2] + homography[2, 2]) < 0 else homography
 
 
 def _transfer(points0: np.ndarray, points1: np.ndarray, homography: np.ndarray) -> np.ndarray:
