@@ -11,6 +11,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 GeometryKind = Literal["fundamental", "homography", "essential", "none"]
 GeometryStatus = Literal["ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated"]
 T = TypeVar("T")
+GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,11 @@ class PipelineConfig:
     extractor: ExtractorConfig = ExtractorConfig()
     estimation: EstimationConfig = EstimationConfig()
     weights: str | None = None  # name in the weights manifest
+
+
+def depth(config: PipelineConfig) -> int:
+    """Depth of the network of a configuration, 0 without one."""
+    return config.matcher.context.depth if isinstance(config.matcher, NetworkConfig) else 0
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -1,5 +1,10 @@
 """Failures whose messages are for the user; `exit_code` is what the command line returns."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 # What `pip` calls this project. `matcher` on the package index is a project of somebody else.
 DISTRIBUTION = "matcher-vision"
 
@@ -35,3 +40,11 @@ class IntegrityError(MatcherError):
 def install_command(extra: str) -> str:
     """The command that installs an optional part of this package, such as `app`; for messages."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
+    """A message for a name that is not known: the nearest one, and all of them."""
+    known = list(known)
+    near = get_close_matches(str(name), known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else "."
+    return f"unknown {what} {name!r}{hint} Known: {', '.join(known)}"

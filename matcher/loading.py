@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
-from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig, Precision
+from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig, Precision
 from matcher.data.images import MAX_PIXELS
 from matcher.data.protocols import Extractor
-from matcher.errors import UsageError
+from matcher.errors import UsageError, unknown_name
 from matcher.extract.registry import find_front_end
 from matcher.extract.shared import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
@@ -21,29 +23,55 @@ from matcher.match.nearest import NearestMatcher
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
 from matcher.match.network.model import MatchingNetwork
+from matcher.options import LoadOptions, configure, given_options
 from matcher.pipeline import Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, configure, find_preset
+from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
+from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.result import WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.published.catalogue import fill_extractor, load_weights
-
-GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
 
 
 def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeline:
     """Build the pipeline of a preset.
 
+    >>> import matcher
+    >>> matcher.load("nearest", max_keypoints=512, geometry="homography")
+    Pipeline('nearest', cpu, up to 1024 pixels, homography)
+
     Args:
-        preset: a name in `PRESETS`.
-        options: weights, frontend, variant, frontend_weights, device, precision, max_keypoints, resize,
-            match_threshold, early_exit, pruning, geometry, upright, max_pixels; `LoadOptions` describes them.
+        preset: a name in `matcher.PRESETS`, or of a preset that an installed package adds.
+        weights: of the network: a name of `matcher weights list`, or a safetensors file.
+        frontend: another front end, such as "disk"; its features must be what the matcher takes.
+        variant: which of the front end's published networks, such as "aliked-n32".
+        frontend_weights: file of a learned front end's parameters.
+        device: "auto" (CUDA where there is one, else the processor), "cpu", "cuda", "cuda:1" or "mps".
+        precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
+        max_keypoints: at most so many in a picture.
+        resize: longer side in pixels; larger pictures are made smaller.
+        keep: "strongest" or "largest" of SIFT's keypoints, where a picture has too many.
+        match_threshold: least score of a match, 0 to 1.
+        ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
+        early_exit: stop a pair at the layer where it is sure.
+        pruning: drop keypoints that cannot match.
+        geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
+        upright: turn pictures as their EXIF orientation says; True unless it is said otherwise.
+        max_pixels: width · height above which a file is refused before it is decoded.
+
+    An option that is None or left out is the preset's own.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
         IntegrityError: weights that are absent or damaged.
     """
-    config = configure(find_preset(preset), options)
-    given = {name: value for name, value in options.items() if value is not None}
+    if preset not in PRESETS and (plugin := find_plugin(preset)) is not None:
+        return _from_plugin(plugin, given_options(options))
+    if preset not in PRESETS:
+        raise UsageError(unknown_name("preset", preset, [*PRESETS, *plugin_names()]))
+    return _build(preset, configure(PRESETS[preset], options), given_options(options))
+
+
+def _build(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
     device = resolve_device(given.get("device", "auto"))
     on_grid = config.extractor.kind == GRID_KIND
     if on_grid:
@@ -56,9 +84,9 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         matcher, source = NearestMatcher(config.matcher, device=device), None
     else:
         precision = resolve_precision(given.get("precision", "auto"), device)
-        model, source = _trained(config, options)
-        config = replace(config, matcher=model.config)
-        matcher = AttentionMatcher(model, device=device, precision=precision)
+        network, source = _trained(config, given)
+        config = replace(config, matcher=network.config)
+        matcher = AttentionMatcher(network, device=device, precision=precision)
         if on_grid:
             extractor = _grid_extractor(matcher, source.name)
     return Pipeline(
@@ -71,6 +99,20 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         upright=given.get("upright", True),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
+
+
+def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
+    """The pipeline that another package builds."""
+    build, package = load_plugin(plugin), package_of(plugin)
+    whose = f"the preset {plugin.name!r} of {package}"
+    try:
+        inspect.signature(build).bind(**given)
+    except TypeError as error:
+        raise UsageError(f"{whose} does not take these options: {error}") from None
+    pipeline = build(**given)
+    if not isinstance(pipeline, Pipeline):
+        raise UsageError(f"{whose} must return a matcher.Pipeline, not {type(pipeline).__name__}")
+    return replace(pipeline, preset=plugin.name, package=package)
 
 
 def build_extractor(
@@ -132,7 +174,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _trained(config: PipelineConfig, options: LoadOptions) -> tuple[MatchingNetwork, WeightsSource]:
+def _trained(config: PipelineConfig, options: Mapping[str, Any]) -> tuple[MatchingNetwork, WeightsSource]:
     """The trained network: its architecture from the weights file, its policy from the preset and options."""
     network, digest, name = load_weights(options.get("weights") or config.weights)
     return network.with_policy(config.matcher.policy), WeightsSource(name, digest)

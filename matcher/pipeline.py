@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from matcher.config import NearestConfig, PipelineConfig
+from matcher.config import NearestConfig, PipelineConfig, depth
 from matcher.data.camera import Camera, as_camera
 from matcher.data.descriptors import is_raw_sift, typical_norm
 from matcher.data.features import RAW_SIFT, Features
@@ -22,7 +22,6 @@ from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network.inference import AttentionMatcher
-from matcher.presets import depth
 from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
@@ -59,6 +58,7 @@ class Pipeline:
     weights: WeightsSource | None = None
     upright: bool = True
     max_pixels: int = MAX_PIXELS
+    package: str | None = None  # name and version of the package that added the preset
 
     def __post_init__(self) -> None:
         if self.extractor is None:

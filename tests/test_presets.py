@@ -4,10 +4,19 @@ import pytest
 
 from matcher import cli
 from matcher.cli import main
-from matcher.config import NearestConfig, NetworkConfig, PipelineConfig, architecture, from_dict, to_dict
+from matcher.config import (
+    NearestConfig,
+    NetworkConfig,
+    PipelineConfig,
+    architecture,
+    depth,
+    from_dict,
+    to_dict,
+)
 from matcher.errors import UsageError
 from matcher.loading import load
-from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, depth, find_preset
+from matcher.options import LoadOptions, configure
+from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
 from matcher.weights.files import load_model, read_manifest
 
 

@@ -14,9 +14,10 @@ DEFAULT_PRESET = "hybrid-learned"  # that of matcher.presets; a test compares th
 
 def complete_preset(incomplete: str) -> list[str]:
     """Names of presets that begin so, for the shell's completion."""
+    from matcher.plugins import plugin_names
     from matcher.presets import PRESETS
 
-    return [name for name in PRESETS if name.startswith(incomplete)]
+    return [name for name in dict.fromkeys([*PRESETS, *plugin_names()]) if name.startswith(incomplete)]
 
 
 Preset = Annotated[

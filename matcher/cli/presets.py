@@ -8,6 +8,7 @@ from matcher.cli.messages import show
 def presets() -> None:
     """List the presets: front end, matcher and weights."""
     from matcher.config import NetworkConfig
+    from matcher.plugins import find_plugin, package_of, plugin_names
     from matcher.presets import DEFAULT_PRESET, PRESETS
 
     for name, config in PRESETS.items():
@@ -23,3 +24,6 @@ def presets() -> None:
             source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         default = " (default)" if name == DEFAULT_PRESET else ""
         show(f"{name + default:<24} {source}; {how}")
+    for name in plugin_names():
+        if name not in PRESETS:
+            show(f"{name:<24} added by {package_of(find_plugin(name))}")

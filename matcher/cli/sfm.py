@@ -155,7 +155,8 @@ def _match(
 ) -> int:
     """Make the run of a folder of photos, with the defaults of a reconstruction."""
     from matcher.collection.collection import Collection
-    from matcher.presets import configure, find_preset
+    from matcher.options import configure
+    from matcher.presets import find_preset
 
     defaults = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
     extractor = configure(find_preset(given["preset"]), {"frontend": given.get("frontend")}).extractor

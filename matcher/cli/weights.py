@@ -48,8 +48,7 @@ def verify_weights(
     ] = None,
 ) -> None:
     """Check weights files against their checksums; exit code 5 if one is missing or damaged."""
-    from matcher.errors import IntegrityError, UsageError
-    from matcher.presets import unknown_name
+    from matcher.errors import IntegrityError, UsageError, unknown_name
     from matcher.weights.files import read_manifest, verify
     from matcher.weights.published.catalogue import locate, read_catalogue
 

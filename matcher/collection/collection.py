@@ -31,7 +31,8 @@ from matcher.collection.workers import Engine
 from matcher.collection.writer import Writer
 from matcher.data.camera import Camera, as_camera
 from matcher.errors import UsageError
-from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.options import LoadOptions
+from matcher.presets import DEFAULT_PRESET
 
 
 class Collection(StoredRun):

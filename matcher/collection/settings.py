@@ -10,13 +10,13 @@ from typing import Any
 
 from matcher.collection.encoding import encode_camera
 from matcher.collection.sources import FeatureSource
-from matcher.config import to_dict
+from matcher.config import GRID_KIND, to_dict
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
-from matcher.loading import GRID_KIND, load
+from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Pipeline
-from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
+from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
@@ -41,7 +41,7 @@ def build(setup: Setup) -> Pipeline:
             that needs cameras without any.
         IntegrityError: weights that are absent or damaged.
     """
-    if find_preset(setup.preset).extractor.kind == GRID_KIND:
+    if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
         raise UsageError(
             f"{setup.preset} finds its points anew for every pair, so an image has no keypoints that its "
@@ -64,6 +64,7 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "source": setup.source.settings(),
         "camera": None if setup.camera is None else encode_camera(setup.camera),
         "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
+        **({} if pipeline.package is None else {"package": pipeline.package}),
     }
 
 

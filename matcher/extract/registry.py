@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from matcher.errors import UsageError
+from matcher.errors import UsageError, unknown_name
 from matcher.extract import learned, superpoint
 from matcher.extract.shared import FrontEnd
-from matcher.presets import unknown_name
 
 _OWN = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from matcher.config import GRID_KIND
 from matcher.errors import UsageError
-from matcher.loading import GRID_KIND, load
+from matcher.loading import load
+from matcher.options import LoadOptions
 from matcher.pipeline import Pipeline
-from matcher.presets import LoadOptions
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
 MATCH_THRESHOLD = 0.2

@@ -15,8 +15,9 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.errors import ImageError, UsageError
+from matcher.options import LoadOptions
 from matcher.pipeline import Picture, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.presets import DEFAULT_PRESET
 from matcher.sequence.budget import Choice, choose, for_neighbours, limited
 from matcher.sequence.clock import Clock
 from matcher.sequence.contrast import AdaptiveContrast

@@ -70,7 +70,7 @@ class RobustEstimator:
         Args:
             points0: (K, 2) stored pixels of image 0; non-finite rows are never inliers.
             points1: (K, 2) stored pixels of image 1.
-            cameras: of image 0 and 1, in stored pixels; used by essential only, after undistorting the points.
+            cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
             scores: taken for the protocol; every match is sampled alike.
             thresholds_scale: stored pixels per resized pixel; one factor for both pictures.
 

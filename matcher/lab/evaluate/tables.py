@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from matcher.config import depth
 from matcher.lab.evaluate.bootstrap import COVERAGE, Estimate, difference, estimate, resample
 from matcher.lab.evaluate.columns import COLUMNS, MEANING, Column
 from matcher.lab.evaluate.run import GEOMETRY, Evaluation, FrontEndKey
-from matcher.presets import depth
 
 BASELINE = "nearest"
 _ESTIMATORS = {

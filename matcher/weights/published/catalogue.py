@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from matcher.config import ExtractorConfig, from_dict
-from matcher.errors import IntegrityError, UsageError
+from matcher.errors import IntegrityError, UsageError, unknown_name
 from matcher.files import cache_folder
 from matcher.match.network.model import MatchingNetwork
-from matcher.presets import unknown_name
 from matcher.weights.files import fill_front_end, load_model, read_manifest, verify
 
 CATALOGUE = Path(__file__).with_name("catalogue.toml")

@@ -1,0 +1,117 @@
+"""The options that adjust a preset: their names, what each means, and where it lies in a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from matcher.config import (
+    GRID_KIND,
+    GeometryKind,
+    NearestConfig,
+    PipelineConfig,
+    Precision,
+    from_dict,
+    to_dict,
+)
+from matcher.errors import UsageError, unknown_name
+
+
+class LoadOptions(TypedDict, total=False):
+    """What adjusts a preset; None always means the preset's own value."""
+
+    weights: str | Path | None  # a name in the manifest or a safetensors file
+    frontend: str | None  # another front end, such as "disk"; its features must be what the matcher takes
+    variant: str | None  # which of the front end's published networks, such as "aliked-n32"
+    frontend_weights: str | Path | None  # of a learned front end
+    device: str | None  # "auto" (CUDA when there is one, else the processor), "cpu", "cuda", "cuda:1", "mps"
+    precision: Precision | None  # of the network; "auto" is what the device is fast at
+    max_keypoints: int | None  # a picture
+    resize: int | None  # longer side in pixels; larger pictures are made smaller
+    keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
+    match_threshold: float | None  # least score of a match, 0 to 1
+    ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
+    early_exit: bool | None  # stop a pair at the layer where it is sure
+    pruning: bool | None  # drop points that cannot match
+    geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
+    upright: bool | None  # turn pictures as their EXIF orientation says
+    max_pixels: int | None  # larger pictures are refused before they are decoded
+
+
+# Where an option lies in a configuration; the other options steer how a pipeline is built.
+_PLACES = {
+    "frontend": ("extractor", "kind"),
+    "variant": ("extractor", "variant"),
+    "max_keypoints": ("extractor", "max_keypoints"),
+    "resize": ("extractor", "resize"),
+    "keep": ("extractor", "keep"),
+    "geometry": ("estimation", "kind"),
+}
+_NETWORK = {name: ("matcher", "policy", name) for name in ("match_threshold", "early_exit", "pruning")}
+_NEAREST = {name: ("matcher", name) for name in ("match_threshold", "ratio")}
+
+
+def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
+    """The configuration with the options of `LoadOptions` put in their places.
+
+    Raises:
+        UsageError: an unknown option, a value of the wrong type or out of range, or an option that the
+            configuration has no use for.
+    """
+    given = given_options(options)
+    if GRID_KIND in (given.get("frontend"), config.extractor.kind) and given.keys() & {"frontend", "variant"}:
+        raise UsageError(f"the cells of a grid ({GRID_KIND}) and a front end cannot stand in for each other")
+    values = to_dict(config)
+    if isinstance(config.matcher, NearestConfig):
+        _check_for_nearest(given)
+        places = _PLACES | _NEAREST
+    elif "ratio" in given:
+        raise UsageError("ratio is for the presets without a network (nearest, nearest-learned)")
+    else:
+        places = _PLACES | _NETWORK
+    for name, (*tables, key) in places.items():
+        if name in given:
+            table = values
+            for step in tables:
+                table = table[step]
+            table[key] = given[name]
+    try:
+        matcher = from_dict(type(config.matcher), values.pop("matcher"), "matcher")
+        return replace(from_dict(PipelineConfig, values), matcher=matcher)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not None.
+
+    Raises:
+        UsageError: an unknown option, or a value of the wrong type or out of range.
+    """
+    for name in options:
+        if name not in LoadOptions.__annotations__:
+            raise UsageError(unknown_name("option", name, LoadOptions.__annotations__))
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in ("max_keypoints", "resize", "max_pixels"):
+        if name in given and (type(given[name]) is not int or given[name] < 1):
+            raise UsageError(f"{name} must be a whole number of at least 1, not {given[name]!r}")
+    threshold = given.get("match_threshold", 0.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise UsageError(f"match_threshold must be a number from 0 to 1, not {threshold!r}")
+    ratio = given.get("ratio", 1.0)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
+    if not isinstance(given.get("upright", True), bool):
+        raise UsageError(f"upright must be True or False, not {given['upright']!r}")
+    return given
+
+
+def _check_for_nearest(given: dict[str, Any]) -> None:
+    """Without a network some options mean nothing and are refused."""
+    useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
+    if given.get("precision", "auto") not in ("auto", "float32"):
+        useless.append("precision")
+    if useless:
+        raise UsageError(f"this preset has no network, so {useless[0]} means nothing to it")

@@ -1,0 +1,146 @@
+"""Parts of one's own in a pipeline, and presets that other packages add."""
+
+import sys
+import textwrap
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher import Features, Image, Matches, Pipeline, UsageError
+from matcher.cli import main
+from matcher.plugins import plugin_names
+
+
+class Corners:
+    """A toy front end: corners, each described by the pixels around it."""
+
+    def __call__(self, images: list[Image]) -> list[Features]:
+        return [self.find(image) for image in images]
+
+    def find(self, image: Image) -> Features:
+        grey = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
+        points = cv2.goodFeaturesToTrack(grey, 300, 0.01, 7)
+        points = np.zeros((0, 2)) if points is None else points[:, 0]
+        patches = [cv2.getRectSubPix(grey, (15, 15), tuple(map(float, p))).ravel() for p in points]
+        values = np.array(patches, dtype=np.float32).reshape(len(points), 225)
+        values -= values.mean(axis=1, keepdims=True)
+        values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-6)
+        return Features.from_image(image, points, values, kind="corners")
+
+
+class MostAlike:
+    """A toy matcher: mutual nearest neighbours by correlation."""
+
+    def __call__(self, features0: Features, features1: Features) -> list[Matches]:
+        return [self.match(*pair) for pair in zip(features0.unstack(), features1.unstack(), strict=True)]
+
+    def match(self, features0: Features, features1: Features) -> Matches:
+        if 0 in (len(features0), len(features1)):
+            return Matches.from_indices([], features0.keypoints, features1.keypoints, [])
+        alike = (features0.descriptors @ features1.descriptors.T).numpy()
+        best = alike.argmax(1)
+        rows = np.flatnonzero((alike.argmax(0)[best] == np.arange(len(best))) & (alike.max(1) > 0.8))
+        pairs = np.column_stack([rows, best[rows]])
+        return Matches.from_indices(pairs, features0.keypoints, features1.keypoints, alike[rows, best[rows]])
+
+
+@pytest.fixture
+def shifted(views) -> tuple[np.ndarray, np.ndarray]:
+    picture = cv2.cvtColor(cv2.imread(str(views[0])), cv2.COLOR_BGR2RGB)
+    return picture[:-8, :-12], picture[8:, 12:]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"extractor": Corners(), "matcher": MostAlike()},
+        {"extractor": Corners()},
+        {"matcher": MostAlike()},
+        {},
+    ],
+)
+def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
+    pipeline = Pipeline(**parts)
+    result = pipeline.match(*shifted)
+    assert len(result.matches) > 100
+    assert np.abs(np.median(result.points0 - result.points1, axis=0) - [12, 8]).max() < 0.5
+    assert result.geometry.status == "ok" and result.preset == "custom" and result.layers == 0
+    features = [pipeline.extract(picture) for picture in shifted]
+    again = pipeline.match_features(*features)
+    np.testing.assert_array_equal(again.indices, result.matches.indices)
+    np.testing.assert_array_equal(pipeline.verify(*features, again).inliers, result.inliers)
+    assert len(pipeline.match(np.zeros((50, 60), np.uint8), shifted[0]).matches) == 0
+    assert "custom" not in repr(pipeline) and "Pipeline(extractor=" in repr(pipeline)
+
+
+def test_parts_that_return_something_else_are_named(shifted):
+    class Wrong:
+        def __call__(self, *_):
+            return [1]
+
+    with pytest.raises(UsageError, match="the extractor Wrong must return a list with one Features"):
+        Pipeline(extractor=Wrong()).extract(shifted[0])
+    with pytest.raises(UsageError, match="the matcher Wrong must return a list with one Matches"):
+        Pipeline(matcher=Wrong()).match(*shifted)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Puts a distribution with presets on the path: `package(name, module's source, {preset: function})`."""
+
+    def add(name: str, source: str, presets: dict[str, str]) -> None:
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        info = tmp_path / f"{name}-2.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.1\n")
+        lines = "".join(f"{preset} = {name}:{function}\n" for preset, function in presets.items())
+        (info / "entry_points.txt").write_text(f"[matcher.presets]\n{lines}")
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return add
+
+
+GOOD = """
+    from matcher import Pipeline
+    def few(max_keypoints=50, geometry="homography"):
+        from matcher import load
+        return load("nearest", max_keypoints=max_keypoints, geometry=geometry)
+    def wrong():
+        return 3
+    constant = 5
+"""
+
+
+def test_a_package_adds_a_preset(package, shifted, capfd):
+    package("toy_presets", GOOD, {"few": "few", "wrong": "wrong", "constant": "constant", "nearest": "wrong"})
+    package("broken_presets", "raise OSError('no licence')", {"broken": "anything"})
+    assert plugin_names() == ["broken", "constant", "few", "nearest", "wrong"]
+    assert main(["presets"]) == 0
+    assert "few                      added by toy_presets 2.1" in capfd.readouterr().out
+    assert "toy_presets" not in sys.modules and "broken_presets" not in sys.modules  # names cost no import
+    pipeline = matcher.load("few")
+    assert (pipeline.preset, pipeline.package) == ("few", "toy_presets 2.1")
+    assert pipeline.config.estimation.kind == "homography"
+    assert len(matcher.load("few", max_keypoints=20).extract(shifted[0])) == 20
+    assert matcher.load("nearest").package is None  # a preset of ours keeps its name
+    with pytest.raises(UsageError, match=r"'few' of toy_presets 2\.1 does not take .*'precision'"):
+        matcher.load("few", precision="float32")
+    with pytest.raises(UsageError, match="unknown option 'colour'"):
+        matcher.load("few", colour=3)
+    with pytest.raises(UsageError, match=r"must return a matcher\.Pipeline, not int"):
+        matcher.load("wrong")
+    with pytest.raises(UsageError, match="is not a function"):
+        matcher.load("constant")
+    with pytest.raises(UsageError, match=r"of broken_presets 2\.1 cannot be loaded \(OSError: no licence\)"):
+        matcher.load("broken")
+    with pytest.raises(UsageError, match="unknown preset 'fwe', did you mean 'few'"):
+        matcher.load("fwe")
+
+
+def test_two_packages_with_one_name(package):
+    package("toy_one", GOOD, {"few": "few"})
+    package("toy_two", GOOD, {"few": "few"})
+    with pytest.raises(UsageError, match=r"'few' is added by toy_one 2\.1 and toy_two 2\.1"):
+        matcher.load("few")
