@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, default=12, help="pairs an image that workers match")
     args = parser.parse_args()
 
-    from matcher.collection import figures
     from matcher.data.photos import data_folder
+    from matcher.lab.benchmark.collections import measure_reconstruction, measure_workers
 
     data = data_folder()
     options = {"preset": args.preset, "device": "cpu"}
@@ -45,13 +45,13 @@ def main() -> None:
     if "castle" in args.what:
         sizes = {"max_keypoints": args.max_keypoints or 4096, "resize": args.resize, "keep": args.keep}
         scene = data / "bench" / "sceaux_castle"
-        for title, found in figures.measure_reconstruction(scene, args.work / "castle", options | sizes):
+        for title, found in measure_reconstruction(scene, args.work / "castle", options | sizes):
             print(title, json.dumps(found), flush=True)
     if "workers" in args.what:
         sizes = {"max_keypoints": args.max_keypoints or 512}
         photos = data / "photos" / "val"
         work, more = args.work / "workers", {"neighbours": args.neighbours}
-        rows = figures.measure_workers(photos, work, options | sizes, ARRANGEMENTS, **more)
+        rows = measure_workers(photos, work, options | sizes, ARRANGEMENTS, **more)
         for title, found in rows:
             print(title, json.dumps(found), flush=True)
     if "retrieval" in args.what:

@@ -360,3 +360,24 @@ def test_camera_choices(tmp_path):
         CameraChoice(model="fisheye")
     with pytest.raises(UsageError, match="auto, single or each"):
         CameraChoice(sharing="some")
+
+
+def test_a_distorted_camera_is_exported_with_its_distortion(store, tmp_path):
+    """It was written as a pinhole camera, without a word."""
+    camera = Camera(900, 900, 511.5, 383.5, SIZE, "SIMPLE_RADIAL", (0.05,))
+    ((exported, _),) = group_cameras(list(store.images()), CameraChoice(camera=camera))
+    assert (exported.model, exported.params) == ("SIMPLE_RADIAL", (900, 512, 384, 0.05))
+    export(store, "openmvg", tmp_path / "radial", CameraChoice(camera=camera))
+    scene = json.loads((tmp_path / "radial" / "sfm_data.json").read_text())
+    data = scene["intrinsics"][0]["value"]["ptr_wrapper"]["data"]
+    assert data["disto_k3"] == [0.05, 0, 0] and data["principal_point"] == [511.5, 383.5]
+    fisheye = Camera(900, 900, 511.5, 383.5, SIZE, "OPENCV_FISHEYE", (0.1, 0, 0, 0))
+    with pytest.raises(UsageError, match="OPENCV_FISHEYE"):
+        export(store, "openmvg", tmp_path / "fisheye", CameraChoice(camera=fisheye))
+    assert not (tmp_path / "fisheye").exists()
+
+
+def test_a_camera_of_another_size_is_refused(store):
+    camera = Camera(900, 900, 511.5, 383.5, (640, 480))
+    with pytest.raises(UsageError, match="640 x 480"):
+        group_cameras(list(store.images()), CameraChoice(camera=camera))

@@ -10,6 +10,7 @@ from browser import browser, needs_browser
 from collection_runs import QUICK, photos
 
 from matcher.cli import main
+from matcher.collection.collection import Collection
 from matcher.collection.records import StoredPair
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.explain.report.graph import lay_out
@@ -63,11 +64,14 @@ def test_the_page_counts_what_the_store_holds(run, written):
     assert sum(count for _, count in data["statuses"]) == len(pairs) == 15
     assert [sum(histogram) for histogram in data["histograms"]] == [15, 15]
     inliers = {(p.name0, p.name1): int(p.geometry.inliers.sum()) for p in pairs}
-    assert {(row[0], row[1]): row[3] for row in data["worst"]} == inliers
+    assert {(row[0], row[1]): row[3] for row in data["weakest"]} == inliers
     sound = {(p.name0, p.name1) for p in pairs if p.geometry.status == "ok"}
     nodes = [node[0] for node in data["graph"]["nodes"]]
     assert {(nodes[a], nodes[b]) for a, b, *_ in data["graph"]["edges"]} == sound and len(sound) == 10
     assert dict((name, degree) for name, *_, degree in data["graph"]["nodes"])["noise.png"] == 0
+    tracks = Collection.open(run).tracks()
+    assert data["tracks"]["count"] == len(tracks) and data["tracks"]["conflicts"] == tracks.conflicts
+    assert sum(length * count for length, count in data["tracks"]["lengths"]) == len(tracks.images)
     assert data["failures"]["images"][0] == 1 and data["failures"]["images"][1][0][0] == "broken.jpg"
     assert data["failures"]["pairs"][0] == counts.pairs_failed > 0
 
@@ -85,7 +89,7 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
     with browser() as page:
         page.open(written.as_uri())
         page.wait("return document.body.dataset.ready")
-        assert "15 pairs are finished" in page.text("#summary")
+        assert "15 pairs are matched" in page.text("#summary")
         place = page.run(
             "const [x, y] = at(nodes.findIndex(node => node[0] === arguments[0]));"
             "graph.scrollIntoView(); const now = graph.getBoundingClientRect();"
@@ -93,13 +97,13 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
             ODD,
         )
         page.click("#graph", at=place)
-        assert page.text("#info") == f"{ODD}: 4 pairs with a geometry"
+        assert page.text("#info") == f"{ODD}: 4 verified pairs"
         assert page.run("return document.querySelectorAll('img').length") == 0
         page.screenshot(tmp_path / "run.png")
-        assert "nearest" in page.text("#tables") and ODD in page.text("#worst")
+        assert "nearest" in page.text("#tables") and ODD in page.text("#weakest")
         assert "broken.jpg" in page.text("#failed-images")
-        assert len(page.find("#worst a")) == 3 and page.complaints() == []
-        page.click("#worst a")
+        assert len(page.find("#weakest a")) == 3 and page.complaints() == []
+        page.click("#weakest a")
         page.wait("return location.pathname.includes('report_pairs') && document.body.dataset.ready")
         assert "Click a keypoint" in page.text("#info") and page.complaints() == []
         page.click("#controls a")
@@ -108,14 +112,16 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
 
 def test_a_run_without_pairs_makes_a_useful_page(tmp_path):
     photos(tmp_path / "photos", 2)
-    given = ["collection", str(tmp_path / "photos"), "--run", str(tmp_path / "run"), "--workers", "0"]
-    assert main([*given, *QUICK]) == 0
+    options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
+    Collection.open(tmp_path / "run", **options).add_images(tmp_path / "photos")
     out = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "run"), "--output", str(out)]) == 0
     data = page_data(out)
     assert data["counts"][0][0] == "images" and sum(data["counts"][0][1:]) == 2
     assert (
-        data["counts"][1][1:] == [0, 0, 0] and data["worst"] == [] and not (tmp_path / "page_pairs").exists()
+        data["counts"][1][1:] == [0, 0, 0]
+        and data["weakest"] == []
+        and not (tmp_path / "page_pairs").exists()
     )
 
 
@@ -163,14 +169,17 @@ def test_one_pass_keeps_the_worst_and_the_best():
     counts = rng.integers(0, 300, 200)
     pairs = [stored(n, int(c), int(c) + 5, "ok" if c > 15 else "too_few") for n, c in enumerate(counts)]
     found = collect_statistics(iter(pairs), 20, 30)
-    assert [row.inliers for row in found.worst] == sorted(counts)[:20]
-    assert [row.inliers for row in found.best] == sorted(counts)[::-1][:30]
+    assert [row.inliers for row in found.weakest] == sorted(counts)[:20]
+    assert [row.inliers for row in found.strongest] == sorted(counts)[::-1][:30]
     assert found.pairs == 200 and found.seconds == 100.0
     assert found.statuses["ok"] == (counts > 15).sum() and sum(found.inliers.values()) == 200
     assert sum(found.degree.values()) == 2 * (counts > 15).sum() and found.tried["3"] == 2
-    assert collect_statistics(iter(pairs), 0, 0).worst == [] and collect_statistics(iter(()), 5, 5).best == []
+    assert (
+        collect_statistics(iter(pairs), 0, 0).weakest == []
+        and collect_statistics(iter(()), 5, 5).strongest == []
+    )
     free = collect_statistics(iter([stored(0, 0, 7, "not_estimated")]), 1, 1)
-    assert free.best[0].inliers == 7
+    assert free.strongest[0].inliers == 7
 
 
 def test_bins_hold_their_counts():

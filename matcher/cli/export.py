@@ -18,16 +18,25 @@ if TYPE_CHECKING:
 GivenCamera = Annotated[
     str | None,
     typer.Option(
-        "--camera", metavar="fx,fy,cx,cy", help="Of every photo, in pixels of the file; kept as it is."
+        "--camera",
+        metavar="fx,fy,cx,cy",
+        help="Camera of every photo, in pixels of the file; it is not refined.",
     ),
 ]
 CameraModel = Annotated[
-    Literal["SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV"],
-    typer.Option("--camera-model", help="Of cameras that are not given."),
+    str,
+    typer.Option(
+        "--camera-model",
+        metavar="MODEL",
+        help="COLMAP's model of cameras that are not given, such as PINHOLE, RADIAL or OPENCV.",
+    ),
 ]
 Cameras = Annotated[
     Literal["auto", "single", "each"],
-    typer.Option("--cameras", help="Shared by size, folder and EXIF; one for all; or each photo its own."),
+    typer.Option(
+        "--cameras",
+        help="Photos that share a camera: those of one size, folder and EXIF (auto); all; or none.",
+    ),
 ]
 
 

@@ -16,14 +16,12 @@ _SHOWN = 5
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="The page; default: RUN_DIR/report.html.")
+        Path | None, typer.Option(metavar="FILE.html", help="Name of the page; default: RUN_DIR/report.html.")
     ] = None,
-    pages: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Pairs with a page of their own, the worst first.")
-    ] = 20,
+    pages: Annotated[int, typer.Option(metavar="N", min=0, help="Make pages of the N weakest pairs.")] = 20,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Show a run as a page: pair graph, match counts, failures, worst pairs; also while it is going on."""
+    """Write a page about a run: pair graph, match counts, tracks, failures, and the weakest pairs."""
     from matcher.explain.report.run import write_run_report
 
     written = write_run_report(run, output, pages=pages, overwrite=overwrite)

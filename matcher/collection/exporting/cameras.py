@@ -12,7 +12,7 @@ from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from matcher.data.camera import Camera
+from matcher.data.camera import CAMERA_MODELS, Camera
 from matcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,27 +25,28 @@ _FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diag
 _EXIF, _FOCAL, _FOCAL_35MM = 0x8769, 0x920A, 0xA405
 _MAKE, _MODEL = 0x010F, 0x0110
 
-# How many parameters follow the focal lengths (one or two) and the principal point; they start at 0.
-_MODELS = {
-    "SIMPLE_PINHOLE": (1, 0),
-    "PINHOLE": (2, 0),
-    "SIMPLE_RADIAL": (1, 1),
-    "RADIAL": (1, 2),
-    "OPENCV": (2, 4),
-}
-MODELS = tuple(_MODELS)
+# COLMAP's models that can start without distortion.
+MODELS = tuple(name for name in CAMERA_MODELS if name != "FOV")
 
 
 @dataclass(frozen=True)
 class CameraChoice:
-    """How an export sets cameras up."""
+    """How an export or a reconstruction sets cameras up.
+
+        >>> from matcher.collection.exporting.cameras import CameraChoice
+        >>> CameraChoice(model="OPENCV", sharing="single").camera is None
+        True
+
+    Raises:
+        UsageError: an unknown model or way of sharing.
+    """
 
     camera: Camera | None = None  # of all photos, stored pixels; None: from the store, EXIF or a guess
     sharing: Sharing = "auto"  # same size, folder and EXIF · one for all photos · each photo its own
     model: str = "SIMPLE_RADIAL"  # of cameras that are not given
 
     def __post_init__(self) -> None:
-        if self.model not in _MODELS:
+        if self.model not in MODELS:
             raise UsageError(f"the camera model must be one of {', '.join(MODELS)}, not {self.model!r}")
         if self.sharing not in ("auto", "single", "each"):
             raise UsageError(f"cameras are shared auto, single or each, not {self.sharing!r}")
@@ -53,7 +54,7 @@ class CameraChoice:
 
 @dataclass(frozen=True)
 class Intrinsics:
-    """One camera in COLMAP's terms."""
+    """One camera in COLMAP's terms; the centre of the first pixel is (0.5, 0.5)."""
 
     model: str
     size: tuple[int, int]
@@ -76,13 +77,18 @@ def group_cameras(
     """The cameras of a collection, each with its photos.
 
     Raises:
-        UsageError: one camera for photos of different sizes.
+        UsageError: one camera for photos of different sizes, or one that was calibrated at another size.
     """
     choice = choice or CameraChoice()
     groups: dict[tuple, list[StoredImage]] = {}
     found: dict[tuple, _Exif] = {}
     for image in images:
         known = choice.camera or image.camera
+        if known is not None and known.size not in (None, image.size):
+            raise UsageError(
+                f"{image.name} has {image.size[0]} x {image.size[1]} pixels, its camera was given for "
+                f"{known.size[0]} x {known.size[1]}"
+            )
         exif = _Exif() if known is not None else read_exif(image.path)
         key: tuple = (image.size, known)
         if choice.sharing == "each":
@@ -102,10 +108,9 @@ def group_cameras(
 def _intrinsics(key: tuple, exif: _Exif, model: str) -> Intrinsics:
     size, camera = key[:2]
     if camera is not None:
-        params = (camera.fx, camera.fy, camera.cx + HALF_PIXEL, camera.cy + HALF_PIXEL)
-        return Intrinsics("PINHOLE", size, params, given=True, focal_known=True)
+        return Intrinsics(camera.model, size, camera.to_colmap()[1], given=True, focal_known=True)
     focal = exif.focal_35mm / hypot(*_FULL_FRAME) * hypot(*size)
-    focals, more = _MODELS[model]
+    focals, more = CAMERA_MODELS[model]
     start = (focal or GUESSED_FOCAL * max(size),) * focals
     params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)
     return Intrinsics(model, size, params, given=False, focal_known=focal > 0)

@@ -20,6 +20,8 @@ from matcher.collection.exporting.validation import (
     valid_keypoints,
     valid_pairs,
 )
+from matcher.data.camera import CAMERA_MODELS
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage, StoredPair
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _NEW = 1 << 31  # cereal's mark of an object that is written for the first time
 _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
+_RADIAL = ("SIMPLE_RADIAL", "RADIAL")  # x · (1 + k1 r² + k2 r⁴), as OpenMVG has it
 _MATCH_FILES = {"fundamental": "f", "essential": "e", "homography": "h"}
 
 
@@ -44,8 +47,8 @@ def write_openmvg(
         overwrite: see `output.whole_folder`.
 
     Raises:
-        UsageError: nothing to write, or photos of one name in several folders: OpenMVG names their regions by
-            the last part of the name without its ending.
+        UsageError: nothing to write, a camera with another distortion, or photos of one name in several
+            folders: OpenMVG names their regions by the last part of the name without its ending.
         OSError: the disk is full.
     """
     report, images = begin_export(store, out, utf8="JSON")
@@ -109,14 +112,19 @@ def _scene(
 
 def _intrinsic(camera: Intrinsics, number: int, pointer: int) -> dict[str, Any]:
     """OpenMVG has one focal length; its name for the model is told once, later ones refer to it."""
-    two = camera.model in ("PINHOLE", "OPENCV")
-    principal = camera.params[2:4] if two else camera.params[1:3]
+    focals, _ = CAMERA_MODELS[camera.model]
+    principal, distortion = camera.params[focals : focals + 2], camera.params[focals + 2 :]
+    if camera.model not in _RADIAL and any(distortion):
+        raise UsageError(
+            f"openmvg is given pinhole cameras with radial distortion, and {camera.model} is another model: "
+            "export to colmap or kapture"
+        )
     data = {
         "width": camera.size[0],
         "height": camera.size[1],
-        "focal_length": float(np.mean(camera.params[:2])) if two else camera.params[0],
+        "focal_length": float(np.mean(camera.params[:focals])),
         "principal_point": [value - HALF_PIXEL for value in principal],
-        "disto_k3": [0.0, 0.0, 0.0],
+        "disto_k3": [*distortion, 0.0, 0.0, 0.0][:3] if camera.model in _RADIAL else [0.0, 0.0, 0.0],
     }
     first = number == 0
     return _pointer("pinhole_radial_k3" if first else None, _NEW + 1 if first else 1, data, pointer)

@@ -7,7 +7,7 @@ const pairRow = ([name0, name1, matches, inliers, status, seconds, link]) =>
 const PAIR = ["image 0", "image 1", "matches", "inliers", "geometry", "seconds", ""];
 
 // The graph.
-const slider = make("label", "least inliers of a pair ", byId("controls"));
+const slider = make("label", "minimum inliers of a pair ", byId("controls"));
 const least = make("input", undefined, slider), shown = make("span", "", slider);
 const most = Math.max(1, ...edges.map(edge => edge[2]));
 Object.assign(least, { type: "range", id: "least", min: 0, max: most, value: 0 });
@@ -60,7 +60,7 @@ function describe() {
     return;
   }
   const own = edges.filter(edge => edge[0] === chosen || edge[1] === chosen).sort((a, b) => b[2] - a[2]);
-  byId("info").textContent = `${nodes[chosen][0]}: ${nodes[chosen][4]} pairs with a geometry`;
+  byId("info").textContent = `${nodes[chosen][0]}: ${nodes[chosen][4]} verified pairs`;
   table(`Pairs of ${nodes[chosen][0]}`, ["with", "inliers", "matches"], own.map(([a, b, inliers, matches]) =>
     [nodes[a === chosen ? b : a][0], inliers, matches]), byId("rows"), "words");
 }
@@ -96,20 +96,23 @@ function histogram(title, counts) {
     if (count) ink.fillText(count, x + wide / 2, 150 - tall);
     ink.fillText(data.bins[bin] + (bin ? "+" : ""), x + wide / 2, 170);
   });
-  ink.fillText("at least so many of a pair; above: pairs", 235, 187);
+  ink.fillText("of a pair, at least; above each bar the number of pairs", 235, 187);
 }
 
+const STATUS = {
+  ok: "verified", low_inliers: "with too few inliers", too_few: "with too few matches", degenerate: "degenerate",
+  no_model: "without a model", not_estimated: "not verified",
+};
 const [images, pairs] = data.counts;
 byId("summary").textContent = pairs[1]
-  ? `${pairs[1]} pairs are finished, in ${data.seconds} s of matching; ` +
-    data.statuses.map(([status, count]) => `${count} ${status}`).join(", ") + "."
-  : "No pair is finished in this run yet: `matcher collection` with --exhaustive, --similar K, --sequential K or " +
-    "--pairs FILE adds pairs and matches them.";
+  ? `${pairs[1]} pairs are matched, which took ${data.seconds} s: ` +
+    data.statuses.map(([status, count]) => `${count} ${STATUS[status] || status}`).join(", ") + "."
+  : "No pair is matched in this run yet: `matcher collection IMAGES --run RUN_DIR` matches them.";
 table("Run", ["what", "value"], data.origin, undefined, "words");
 table("Progress", ["", "done", "failed", "waiting"], data.counts);
 byId("legend").textContent = `${nodes.length} of ${data.graph.images} images, ${edges.length} of ` +
-  `${data.graph.pairs} pairs with a geometry; darker and thicker: more inliers (most: ${most}). ` +
-  "White: an image without partners, orange: one that failed.";
+  `${data.graph.pairs} verified pairs; darker and thicker: more inliers (most: ${most}). ` +
+  "White: an image without a verified pair, orange: one that failed.";
 drawGraph();
 describe();
 if (pairs[1]) {
@@ -117,7 +120,13 @@ if (pairs[1]) {
   histogram("Inliers", data.histograms[1]);
 }
 const rest = make("div", undefined, document.body);
-if (data.worst.length) table("Worst pairs", PAIR, data.worst.map(pairRow), rest, "words").id = "worst";
+if (data.tracks && data.tracks.count) {
+  const { count, mean, conflicts, lengths } = data.tracks;
+  table("Tracks", ["images of a track", "tracks"], lengths, rest).id = "tracks";
+  make("p", `${count} tracks of ${mean} images on average, joined from the verified matches; ` +
+    `${conflicts} matches contradict others and are left out.`, rest);
+}
+if (data.weakest.length) table("Weakest pairs", PAIR, data.weakest.map(pairRow), rest, "words").id = "weakest";
 for (const [what, title] of [["images", "Images that failed"], ["pairs", "Pairs that failed"],
   ["pages", "Pairs without a page"]]) {
   const [count, rows] = data.failures[what];
@@ -125,6 +134,6 @@ for (const [what, title] of [["images", "Images that failed"], ["pairs", "Pairs 
   if (count) table(title + more, ["which", "why"], rows, rest, "words").id = `failed-${what}`;
 }
 if (data.alone.length)
-  table("Images, those with the fewest partners first", ["image", "keypoints", "pairs", "with a geometry"],
+  table("Images, those with the fewest verified pairs first", ["image", "keypoints", "pairs", "verified"],
     data.alone, rest, "words").id = "images";
 document.body.dataset.ready = "yes";

@@ -1,7 +1,8 @@
-"""The page of a whole run: pair graph, match counts, failures, worst pairs, and pages of pairs beside it."""
+"""The page of a whole run: pair graph, match counts, failures, weakest pairs, and pages of pairs beside it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ import numpy as np
 
 from matcher.collection.records import StoredImage, StoredPair
 from matcher.collection.store import Store
+from matcher.collection.tracks import tracks_of
 from matcher.data.images import read_image
 from matcher.errors import ImageError, UsageError
 from matcher.explain.report.graph import lay_out
@@ -22,6 +24,7 @@ from matcher.explain.report.statistics import BINS, PairRow, RunStatistics, coll
 from matcher.files import check_output, refuse_foreign, write_output
 
 PAGES = 20  # pages of pairs made when nothing else is said
+_TRACKED = 5_000_000  # verified matches whose tracks are joined, some seconds a million
 _ROWS = 500  # of a table
 _NODES, _EDGES = 400, 4000  # of the graph: what a page shows legibly and at once
 _SIDE = 1024  # pixels, longer side of an image
@@ -44,12 +47,12 @@ class RunPages:
 def write_run_report(
     run_dir: str | Path, path: str | Path | None = None, *, pages: int = PAGES, overwrite: bool = False
 ) -> RunPages:
-    """Write the page of a run and, in a folder beside it, pages of its worst pairs; each whole or not at all.
+    """Write the page of a run and, in a folder beside it, pages of its weakest pairs; each whole or not at all.
 
     Args:
         run_dir: of the store, which is only read.
         path: .html; `report.html` in the run's folder when absent.
-        pages: pairs that get a page of their own, the worst first; their images are read again.
+        pages: pairs that get a page of their own, the weakest first; their images are read again.
         overwrite: replace files that no earlier report wrote.
 
     Raises:
@@ -64,7 +67,7 @@ def write_run_report(
         path = check_output(path, (".html",), overwrite=overwrite)
         found = collect_statistics(store.pairs(), max(_ROWS, pages), _EDGES)
         folder = path.with_name(f"{path.stem}_pairs")
-        links, left_out = _write_pairs(store, found.worst[:pages], folder, path.name, overwrite)
+        links, left_out = _write_pairs(store, found.weakest[:pages], folder, path.name, overwrite)
         data = _run_data(store, found, links, left_out)
     write_output(path, build_page(f"matcher run {run_dir.name}", ("elements.js", "run.js"), _RUN_BODY, data))
     return RunPages(path, len(links), tuple(left_out))
@@ -149,8 +152,9 @@ def _run_data(
         "histograms": [
             [counter[number] for number in range(len(BINS))] for counter in (found.matches, found.inliers)
         ],
+        "tracks": _tracks(store, found),
         "graph": _graph(found, images),
-        "worst": [_cells(row, links) for row in found.worst],
+        "weakest": [_cells(row, links) for row in found.weakest],
         "alone": [
             [image.name, image.count, found.tried[image.name], found.degree[image.name]]
             for image in sorted(images, key=lambda i: (found.degree[i.name], i.name))
@@ -164,25 +168,39 @@ def _run_data(
     }
 
 
+def _tracks(store: Store, found: RunStatistics) -> dict[str, Any] | None:
+    """Lengths of the tracks that the verified matches make; None for a run too large to hold in memory."""
+    if found.verified_matches > _TRACKED:
+        return None
+    tracks = tracks_of(store)
+    lengths = Counter(tracks.lengths.tolist())
+    return {
+        "count": len(tracks),
+        "mean": round(tracks.mean_length, 2),
+        "conflicts": tracks.conflicts,
+        "lengths": sorted(lengths.items()),
+    }
+
+
 def _cells(row: PairRow, links: dict[tuple[str, str], str]) -> list[Any]:
     link = links.get((row.name0, row.name1))
     return [row.name0, row.name1, row.matches, row.inliers, row.status, round(row.seconds, 3), link]
 
 
 def _graph(found: RunStatistics, images: Sequence[StoredImage]) -> dict[str, Any]:
-    """Images with most partners and the strongest pairs between them, with places on a unit square."""
+    """Images with most partners and the strongest pairs between them, with positions on a unit square."""
     by_degree = sorted(images, key=lambda image: (-found.degree[image.name], image.name))[:_NODES]
     nodes = sorted(image.name for image in by_degree)
     number = {name: index for index, name in enumerate(nodes)}
-    rows = [row for row in found.best if row.name0 in number and row.name1 in number]
+    rows = [row for row in found.strongest if row.name0 in number and row.name1 in number]
     edges = np.array([[number[row.name0], number[row.name1]] for row in rows], np.int64).reshape(-1, 2)
     inliers = np.array([row.inliers for row in rows], np.float64)
-    places = lay_out(len(nodes), edges, np.sqrt(np.maximum(inliers, 1)))
+    positions = lay_out(len(nodes), edges, np.sqrt(np.maximum(inliers, 1)))
     status = {image.name: image.status for image in images}
     return {
         "nodes": [
-            [name, *np.round(place, 4).tolist(), status[name], found.degree[name]]
-            for name, place in zip(nodes, places, strict=True)
+            [name, *np.round(position, 4).tolist(), status[name], found.degree[name]]
+            for name, position in zip(nodes, positions, strict=True)
         ],
         "edges": [[*map(int, edge), row.inliers, row.matches] for edge, row in zip(edges, rows, strict=True)],
         "images": len(images),

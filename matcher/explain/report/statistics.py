@@ -1,4 +1,4 @@
-"""What a run comes to, from one pass over its pairs in bounded memory, however many there are."""
+"""Statistics of a run, from one pass over its pairs in bounded memory, however many there are."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin 
 
 @dataclass(frozen=True, order=True)
 class PairRow:
-    """A pair without its matches; rows are ordered, the worst first."""
+    """A pair without its matches; rows are ordered, the weakest first."""
 
-    sound: bool  # a geometry was found, or none was asked for
+    verified: bool  # a geometry was found, or none was asked for
     inliers: int  # matches, where no geometry was asked for
     matches: int
     name0: str
@@ -27,46 +27,48 @@ class PairRow:
 
 @dataclass
 class RunStatistics:
-    """Counts, and the rows that a page has room for."""
+    """What a page shows of a run: counts, and the rows it has room for."""
 
-    room: int  # rows kept of the worst pairs
+    limit: int  # rows kept of the weakest pairs
     edges: int  # rows kept of the pairs with most inliers
     pairs: int = 0
     seconds: float = 0.0
+    verified_matches: int = 0  # inliers of the verified pairs
     statuses: Counter = field(default_factory=Counter)
     matches: Counter = field(default_factory=Counter)  # pairs by bin
     inliers: Counter = field(default_factory=Counter)
-    degree: Counter = field(default_factory=Counter)  # sound pairs of each image
+    degree: Counter = field(default_factory=Counter)  # verified pairs of each image
     tried: Counter = field(default_factory=Counter)  # pairs of each image
-    worst: list[PairRow] = field(default_factory=list)  # the worst first, once all are added
-    best: list[PairRow] = field(default_factory=list)  # the best first
+    weakest: list[PairRow] = field(default_factory=list)  # the weakest first, once all are added
+    strongest: list[PairRow] = field(default_factory=list)  # the strongest first
 
 
-def collect_statistics(pairs: Iterable[StoredPair], room: int, edges: int) -> RunStatistics:
+def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> RunStatistics:
     """Go once over the pairs of a run.
 
     Args:
         pairs: as a store gives them.
-        room, edges: how many of the worst and of the best are kept.
+        limit, edges: how many of the weakest and of the strongest are kept.
     """
-    found = RunStatistics(room, edges)
-    worst: list[tuple] = []
+    found = RunStatistics(limit, edges)
+    weakest: list[tuple] = []
     for pair in pairs:
         row = _row(pair)
         found.pairs += 1
         found.seconds += pair.seconds
+        found.verified_matches += row.inliers if row.verified else 0
         found.statuses[row.status] += 1
         found.matches[bin_of(row.matches)] += 1
         found.inliers[bin_of(row.inliers)] += 1
         for name in (row.name0, row.name1):
             found.tried[name] += 1
-            found.degree[name] += row.sound
-        if row.sound:
-            _keep(found.best, row, row, edges)
-        key = (-row.sound, -row.inliers, -row.matches, found.pairs)  # the last: rows are never compared
-        _keep(worst, key, (key, row), room)
-    found.best.sort(reverse=True)
-    found.worst = [row for _, row in sorted(worst, reverse=True)]
+            found.degree[name] += row.verified
+        if row.verified:
+            _keep(found.strongest, row, row, edges)
+        key = (-row.verified, -row.inliers, -row.matches, found.pairs)  # the last: rows are never compared
+        _keep(weakest, key, (key, row), limit)
+    found.strongest.sort(reverse=True)
+    found.weakest = [row for _, row in sorted(weakest, reverse=True)]
     return found
 
 
@@ -74,8 +76,8 @@ def _row(pair: StoredPair) -> PairRow:
     status, matches = pair.geometry.status, len(pair.matches)
     free = status == "not_estimated"
     inliers = matches if free else int(pair.geometry.inliers.sum())
-    sound = matches > 0 if free else status == "ok"
-    return PairRow(sound, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
+    verified = matches > 0 if free else status == "ok"
+    return PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
 
 
 def _keep(heap: list, key: object, item: object, limit: int) -> None:

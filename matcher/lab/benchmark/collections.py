@@ -1,4 +1,4 @@
-"""Figures of collections: reconstructions beside known poses and beside COLMAP's own features; workers."""
+"""Measurements of collections: reconstructions against known poses and COLMAP's own features; workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from matcher.errors import UsageError
 def measure_reconstruction(
     folder: Path, work: Path, options: Mapping[str, Any], *, threads: int = 1, seed: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One scene, reconstructed in four ways from as many keypoints: a title and figures of each.
+    """One scene, reconstructed in four ways from as many keypoints: a title and measurements of each.
 
     By `reconstruct`; by pycolmap alone from what is exported to COLMAP; from what is exported to hloc, read
     as hloc does and verified by COLMAP; and with COLMAP's own SIFT and matcher. Every pair is matched.

@@ -1,4 +1,4 @@
-"""The figures of collections, on scenes whose truth is known."""
+"""Measurements of collections, on scenes whose truth is known."""
 
 import json
 
