@@ -81,7 +81,7 @@ def refuse_foreign(path: Path, *, overwrite: bool) -> None:
     """
     if not overwrite and (path.exists() or path.is_symlink()) and not is_ours(path):
         raise UsageError(
-            f"{path} exists, and what is in it would be lost: name another file, or replace it with --overwrite"
+            f"{path} exists, and its content would be lost: name another file, or replace it with --overwrite"
         )
 
 

@@ -1,4 +1,4 @@
-"""The page of a whole run: pair graph, match counts, failures, weakest pairs, and pages of pairs beside it."""
+"""The page of a run: pair graph, match counts, tracks, failures, weakest pairs; pages of pairs beside it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class RunPages:
 def write_run_report(
     run_dir: str | Path, path: str | Path | None = None, *, pages: int = PAGES, overwrite: bool = False
 ) -> RunPages:
-    """Write the page of a run and, in a folder beside it, pages of its weakest pairs; each whole or not at all.
+    """Write the page of a run and, in a folder beside it, pages of its weakest pairs.
+
+    Each file appears whole or not at all.
 
     Args:
         run_dir: of the store, which is only read.
