@@ -1,9 +1,9 @@
-"""Measure how fast the networks are here, beside other implementations with the same parameters.
+"""Measure the speed of the networks on this machine, next to other implementations with the same parameters.
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
 Needs `pip install 'matcher-vision[benchmark]'`. Times are wall-clock seconds of calls that alternate in one
-process; every figure of speed in the README was made by this script, in about six minutes on two cores.
+process. All timings in the README come from this script, which takes about six minutes on two cores.
 """
 
 import argparse
@@ -24,15 +24,15 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, help="of the processor; default: what torch takes")
-    parser.add_argument("--repeats", type=int, default=5, help="of every call")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that every row runs")
-    parser.add_argument("--only", help="rows whose name holds this: lightglue, superglue, loftr, ragged, …")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: those of torch")
+    parser.add_argument("--repeats", type=int, default=5, help="of each call")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that every row runs")
+    parser.add_argument("--only", help="rows whose name contains this: lightglue, superglue, loftr, …")
+    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="processor seconds of this process instead of wall-clock ones: for one thread on a busy machine",
+        help="CPU seconds of this process instead of wall-clock seconds, for one thread on a busy machine",
     )
     options = parser.parse_args()
     if options.threads:

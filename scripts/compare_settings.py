@@ -1,9 +1,9 @@
-"""Measure one preset with two settings on the same warped photos: equal matches, accuracy, time.
+"""Compare two settings of a preset on the same synthetic pairs: identical matches, accuracy, time.
 
     python scripts/compare_settings.py precision PHOTOS [--max-keypoints 2048] [--pairs 400]
     python scripts/compare_settings.py adaptivity PHOTOS --levels 1,2
 
-`precision` is what "auto" means here against float32, `adaptivity` early exit and pruning against neither.
+`precision` compares "auto" with float32, `adaptivity` early exit and pruning with neither.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def main() -> int:
             "geometry": "homography",
             "weights": options.weights,
         }
-        twins = [load(options.preset, **common, **settings) for settings in SETTINGS[options.what]]
-        found = compare(*twins, pairs, Stopwatch(torch.device(options.device)))
+        pipelines = [load(options.preset, **common, **settings) for settings in SETTINGS[options.what]]
+        found = compare(*pipelines, pairs, Stopwatch(torch.device(options.device)))
     except MatcherError as error:
         print(error, file=sys.stderr)
         return 2

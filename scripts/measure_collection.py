@@ -3,7 +3,7 @@
     python scripts/measure_collection.py [castle] [workers] [retrieval] [--weights FILE] [--work FOLDER]
 
 Data is looked for in the folder named by MATCHER_DATA (default ../shared). What is matched is kept in the
-work folder, so new weights need a new one; retrieval takes the castle's pairs from there.
+work folder, so new weights workload a new one; retrieval takes the castle's pairs from there.
 """
 
 import argparse

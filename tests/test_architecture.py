@@ -71,6 +71,9 @@ IMPORT_NAMES = {
 }
 TRAINING_MAY_USE = {"torch", "numpy", "cv2", "safetensors"}
 
+# Classes of one name, each with the modules that may have it.
+SAME_NAME = {"Camera": ["matcher.data.camera", "matcher.lab.train.relief.render"]}
+
 PACKAGE = read_package()
 FILES = sorted((ROOT / "matcher").rglob("*.py"))
 
@@ -165,6 +168,15 @@ def test_names_say_what_things_are():
             if isinstance(node, ast.ClassDef) and re.search(r"Manager|Wrapper|Helper|Utils?$", node.name):
                 bad.append(f"{name}.{node.name}")
     assert bad == []
+
+
+def test_no_two_classes_share_a_name():
+    homes: dict[str, list[str]] = {}
+    for name, module in PACKAGE.items():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == SAME_NAME
 
 
 def test_files_and_functions_can_be_read_in_one_sitting():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from matcher.lab.benchmark.references import naive_sinkhorn
 from matcher.match.assignment import assign, dual_softmax
 from matcher.match.mutual import mutual_matches
 from matcher.match.network.head import AssignmentHead
@@ -23,18 +24,6 @@ def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float 
     scores *= contrast
     scores[0, -1, -1] = 0
     return scores
-
-
-def naive_sinkhorn(scores: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column updates in the log domain, one entry at a time."""
-    rows, columns = scores.shape
-    log_mu = np.log([1.0] * (rows - 1) + [columns - 1])
-    log_nu = np.log([1.0] * (columns - 1) + [rows - 1])
-    u, v = np.zeros(rows), np.zeros(columns)
-    for _ in range(iterations):
-        u = np.array([log_mu[i] - np.logaddexp.reduce(scores[i] + v) for i in range(rows)])
-        v = np.array([log_nu[j] - np.logaddexp.reduce(scores[:, j] + u) for j in range(columns)])
-    return u, v
 
 
 def log_plan(scores: torch.Tensor, **options) -> torch.Tensor:
@@ -56,7 +45,7 @@ def relative_errors(log_p: torch.Tensor, rows: int, columns: int) -> tuple[float
 def test_sinkhorn_is_the_loop(rows: int, columns: int, iterations: int) -> None:
     scores = scores_with_matches(rows, columns, contrast=2.0)
     found = sinkhorn(scores, max_iterations=iterations, tolerance=None)
-    u, v = naive_sinkhorn(scores[0].double().numpy(), iterations)
+    u, v = (potential[0].numpy() for potential in naive_sinkhorn(scores.double(), iterations))
     gauge = found.u[0, 0].item() - u[0]
     np.testing.assert_allclose(found.u[0] - gauge, u, atol=2e-5)
     np.testing.assert_allclose(found.v[0] + gauge, v, atol=2e-5)
@@ -91,7 +80,7 @@ def test_a_start_of_other_scores_leads_to_the_same_plan() -> None:
 def test_the_loop_and_sinkhorn_meet_where_scaling_leaves_float32() -> None:
     """Scores of ±60 drive the scaling vectors out of range, so that they are absorbed on the way."""
     scores = scores_with_matches(12, 9, contrast=20.0)
-    u, v = naive_sinkhorn(scores[0].double().numpy(), 3000)
+    u, v = (potential[0].numpy() for potential in naive_sinkhorn(scores.double(), 3000))
     expected = np.exp(scores[0].double().numpy() + u[:, None] + v)
     plan = log_plan(scores, max_iterations=3000, tolerance=None)[0].exp()
     np.testing.assert_allclose(plan, expected, atol=1e-3)
@@ -337,11 +326,7 @@ def test_scores_so_low_that_exponentials_vanish(tolerance: float | None) -> None
     """What is cut off at e⁻⁸⁰ must not be heard: neither in plans nor in dual softmax."""
     scores = scores_with_matches(40, 30, seed=1)
     scores[:, :-1, :-1] -= 300 * (torch.rand(40, 30, generator=torch.Generator().manual_seed(0)) < 0.3)
-    log_mu, log_nu = log_masses(scores.double())
-    u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
-    for _ in range(300):
-        u = log_mu - torch.logsumexp(scores.double() + v.unsqueeze(1), dim=2)
-        v = log_nu - torch.logsumexp(scores.double() + u.unsqueeze(2), dim=1)
+    u, v = naive_sinkhorn(scores.double(), 300)
     expected = (scores.double() + u.unsqueeze(2) + v.unsqueeze(1))[:, :-1, :-1]
     found = assign(scores, max_iterations=300, tolerance=tolerance)
     torch.testing.assert_close(found.log_scores.double(), expected, atol=1e-3, rtol=1e-5)

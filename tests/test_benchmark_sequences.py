@@ -43,13 +43,13 @@ def test_a_made_up_drive_is_measured_without_error(nearest, tmp_path):
     found = measure_driving(tmp_path, nearest)
     assert found["stereo"]["poses"] == 5
     assert found["stereo"]["segments"][0]["translation"] < 0.05
-    assert found["links_right"] > 0.97 and found["rows_right"] > 0.97
+    assert found["link_precision"] > 0.97 and found["row_precision"] > 0.97
     assert found["depth_difference"] < 0.03
     assert 3.5 < found["mean_track_length"] <= 5
     bare = measure_bare(tmp_path, nearest)
-    assert 2 <= bare["mean_track_length"] <= 5 and bare["rows_right"] > 0.9
+    assert 2 <= bare["mean_track_length"] <= 5 and bare["row_precision"] > 0.9
     (tmp_path / "image_r" / "04.png").unlink()
-    with pytest.raises(UsageError, match="alike in number"):
+    with pytest.raises(UsageError, match="same number"):
         measure_driving(tmp_path, nearest)
 
 
@@ -62,9 +62,9 @@ def test_a_made_up_disparity_is_measured(nearest, tmp_path):
     disparity[:120] = 88  # wrong there on purpose
     cv2.imwrite(str(tmp_path / "disp2.pgm"), disparity)
     found = measure_disparity(tmp_path, nearest)
-    assert found["bare_matches"] > 60 and found["points"] >= 60
-    assert 0.3 < found["bare_right"] < 0.7
-    assert 0.3 < found["points_right"] < 0.7
+    assert found["matcher_matches"] > 60 and found["tracker_points"] >= 60
+    assert 0.3 < found["matcher_precision"] < 0.7
+    assert 0.3 < found["tracker_precision"] < 0.7
     with pytest.raises(UsageError, match="disp2"):
         measure_disparity(tmp_path / "none", nearest)
 
@@ -96,5 +96,5 @@ def test_the_driving_pictures_are_followed():
     found = measure_driving(folder, pipeline, frames=15)
     assert found["stereo"]["poses"] == 15
     assert found["stereo"]["segments"][0]["translation"] < 0.03
-    assert found["links_right"] > 0.9 and found["rows_right"] > 0.96
+    assert found["link_precision"] > 0.9 and found["row_precision"] > 0.96
     assert found["depth_difference"] < 0.03

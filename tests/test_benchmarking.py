@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic, its peers' parameters, and a small run of every row; nothing about speed."""
+"""The benchmark: its arithmetic, its references, and a small run of every row; nothing about speed."""
 
 import json
 from dataclasses import replace
@@ -10,12 +10,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from matcher.config import ContextConfig, NetworkConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
-from matcher.lab.benchmark import rows
-from matcher.lab.benchmark.machine import Ceilings, Need, count_need, describe_machine, measure_ceilings
-from matcher.lab.benchmark.peers import kornia_lightglue, lightglue_tensors, random_batch, with_parameters
+from matcher.lab.benchmark import network_rows
+from matcher.lab.benchmark.machine import (
+    PeakRates,
+    Workload,
+    count_workload,
+    describe_machine,
+    measure_peak_rates,
+)
+from matcher.lab.benchmark.network_rows import OFF, BenchmarkRow, as_kornia
+from matcher.lab.benchmark.references import (
+    kornia_lightglue,
+    lightglue_tensors,
+    naive_sinkhorn,
+    random_batch,
+    with_parameters,
+)
 from matcher.lab.benchmark.report import check_device, format_row, run_benchmark, to_json
-from matcher.lab.benchmark.rows import OFF, Row, as_kornia
-from matcher.lab.benchmark.shipped import naive_sinkhorn
 from matcher.lab.benchmark.timing import Samples, Stopwatch, memory_above
 from matcher.match.assignment import assign
 from matcher.match.network.model import MatchingNetwork
@@ -36,7 +47,7 @@ class Clock:
 
 def test_samples() -> None:
     samples = Samples((3.0, 1.0, 8.0, 2.0))
-    assert (samples.low, samples.middle, samples.high) == (1.0, 2.5, 8.0)
+    assert (samples.minimum, samples.median, samples.maximum) == (1.0, 2.5, 8.0)
 
 
 def test_calls_alternate_after_a_warm_up_that_does_not_count() -> None:
@@ -58,7 +69,7 @@ def test_no_round_begins_when_the_time_is_over() -> None:
 
 
 def test_ratios_and_units() -> None:
-    row = Row("work", "peer", Samples((0.1, 0.2, 0.3)), Samples((0.8,)), note="so")
+    row = BenchmarkRow("work", "peer", Samples((0.1, 0.2, 0.3)), Samples((0.8,)), note="so")
     assert row.ratio == pytest.approx(4.0)
     assert format_row(row) == (
         "| work | peer | 100.0 / 200.0 / 300.0 ms | 800.0 / 800.0 / 800.0 ms | 4.00 | so |"
@@ -81,22 +92,22 @@ def test_operations_are_those_that_torch_counts(shared: bool) -> None:
     # Beside the layers and the similarity: upright positions (twice) and directions, phases, matchabilities.
     scale = 2 * (50 + 70)
     upright, phases, logits = scale * 3 * 4, scale * 5 * 8, scale * 32
-    need = count_need(context, 50, 70, 4)
+    workload = count_workload(context, 50, 70, 4)
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mv" not in str(op))
-    assert counted == need.operations + upright + phases + logits
+    assert counted == workload.operations + upright + phases + logits
 
 
-def test_the_floor_is_the_slower_of_both_limits() -> None:
-    assert Need(operations=100, bytes=10).seconds(10.0, 10.0) == 10.0
-    assert Need(operations=100, bytes=10).seconds(100.0, 0.5) == 20.0
+def test_the_roofline_is_the_slower_of_both_limits() -> None:
+    assert Workload(operations=100, bytes=10).seconds(10.0, 10.0) == 10.0
+    assert Workload(operations=100, bytes=10).seconds(100.0, 0.5) == 20.0
 
 
-def test_the_machine_and_its_ceilings() -> None:
+def test_the_machine_and_its_peak_rates() -> None:
     machine = describe_machine(CPU)
     assert machine.processor
     assert machine.threads == torch.get_num_threads()
-    ceilings = measure_ceilings(WATCH, torch.bfloat16, side=64)
-    assert min(ceilings.float32, ceilings.half, ceilings.copy) > 0
+    peaks = measure_peak_rates(WATCH, torch.bfloat16, side=64)
+    assert min(peaks.float32, peaks.half, peaks.copy) > 0
 
 
 def test_memory_is_what_a_call_allocates() -> None:
@@ -109,13 +120,14 @@ def test_memory_is_what_a_call_allocates() -> None:
 
 def test_naive_sinkhorn_is_ours_without_a_stop() -> None:
     scores = 3 * torch.randn(2, 9, 7, generator=torch.Generator().manual_seed(0))
-    log_p = naive_sinkhorn(scores, 30)
+    u, v = naive_sinkhorn(scores, 30)
+    log_p = scores + u.unsqueeze(2) + v.unsqueeze(1)
     ours = assign(scores, max_iterations=30, tolerance=None)
     torch.testing.assert_close(log_p[:, :-1, :-1], ours.log_scores, atol=1e-4, rtol=0)
     torch.testing.assert_close(log_p[:, -1, :-1], ours.log_unmatched1, atol=1e-4, rtol=0)
 
 
-def test_a_peer_and_ours_with_its_parameters_find_the_same() -> None:
+def test_a_reference_and_ours_with_its_parameters_find_the_same() -> None:
     peer = kornia_lightglue()
     ours = with_parameters(lightglue_tensors(peer), "lightglue-superpoint", CPU, "float32", **OFF)
     sides = [random_batch(40, 2, CPU, seed) for seed in (0, 1)]
@@ -127,7 +139,7 @@ def test_a_peer_and_ours_with_its_parameters_find_the_same() -> None:
 
 
 def test_ragged_rows_count_pairs_that_differ(monkeypatch) -> None:
-    true_call = rows.with_parameters
+    true_call = network_rows.with_parameters
 
     def swapped(*arguments, **options):
         matcher = true_call(*arguments, **options)
@@ -138,8 +150,8 @@ def test_ragged_rows_count_pairs_that_differ(monkeypatch) -> None:
 
         return match
 
-    monkeypatch.setattr(rows, "with_parameters", swapped)
-    (row,) = rows.ragged(replace(WATCH, repeats=1), 2, 30, 60)
+    monkeypatch.setattr(network_rows, "with_parameters", swapped)
+    (row,) = network_rows.ragged(replace(WATCH, repeats=1), 2, 30, 60)
     assert not row.note.startswith("2 of 2")
 
 
@@ -148,14 +160,15 @@ def test_every_row_runs(views, shipped_weights) -> None:
     lines = []
     report = run_benchmark(WATCH, views, quick=True, progress=lines.append)
     works = " ".join(row.work for row in report.rows)
-    for part in ("LightGlue", "SuperGlue", "LoFTR", "in one batch", "Sinkhorn", "context", "features cached"):
+    names = "LightGlue", "SuperGlue", "LoFTR", "in one batch", "Sinkhorn", "attention layers"
+    for part in (*names, "features cached"):
         assert part in works
     assert len(lines) == 5 + len(report.rows) + 1
-    assert all(min(row.ours.low, row.theirs.low) > 0 for row in report.rows if row.unit == "ms")
+    assert all(min(row.ours.minimum, row.theirs.minimum) > 0 for row in report.rows if row.unit == "ms")
     assert set(report.stages) >= {"read", "extract", "match", "verify", "total"}
     data = json.loads(json.dumps(to_json(report)))
     assert [row["work"] for row in data["rows"]] == [row.work for row in report.rows]
-    assert data["rows"][0]["ours"]["median"] == pytest.approx(report.rows[0].ours.middle)
+    assert data["rows"][0]["ours"]["median"] == pytest.approx(report.rows[0].ours.median)
     ragged = next(row for row in report.rows if "in one batch" in row.work)
     assert ragged.note.startswith("3 of 3")
 
@@ -175,8 +188,8 @@ def test_devices() -> None:
             check_device("cuda")
 
 
-def test_floors_are_shares_of_the_ceilings() -> None:
-    slow = Ceilings(float32=1e6, half=1e6, copy=1e12)
-    row = next(rows.lightglue(replace(WATCH, repeats=1), 16, slow))
-    need = count_need(ContextConfig(dim=256, depth=9), 16, 16, 2)
-    assert f"{need.operations / 1e6 / row.ours.middle:.0%} of the floor" in row.note
+def test_rows_say_their_share_of_the_roofline() -> None:
+    slow = PeakRates(float32=1e6, half=1e6, copy=1e12)
+    row = next(network_rows.lightglue(replace(WATCH, repeats=1), 16, slow))
+    workload = count_workload(ContextConfig(dim=256, depth=9), 16, 16, 2)
+    assert f"{workload.operations / 1e6 / row.ours.median:.0%} of the roofline" in row.note

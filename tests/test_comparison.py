@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.lab.benchmark.comparison import Comparison, Twin, compare
+from matcher.lab.benchmark.comparison import Comparison, SettingResult, compare
 from matcher.lab.benchmark.timing import Stopwatch
 from matcher.lab.pairs.synthetic import synthetic_set
 from matcher.loading import load
@@ -24,8 +24,8 @@ def test_a_pipeline_is_identical_to_itself(views, shipped_weights) -> None:
     assert found.identical == 1.0 and found.either > 40
     assert found.first.errors == found.second.errors
     assert found.first.layers == [first.layers] * 2 and found.first.kept == [1.0] * 2
-    for twin in (found.first, found.second):
-        assert all(0 < part < whole for part, whole in zip(twin.context, twin.match, strict=True))
+    for setting in (found.first, found.second):
+        assert all(0 < part < whole for part, whole in zip(setting.context, setting.match, strict=True))
     assert "100.00% of" in found.lines()[-1]
 
 
@@ -37,8 +37,8 @@ def test_other_matches_are_seen(views, shipped_weights) -> None:
 
 
 def test_accuracy_and_ratios() -> None:
-    first = Twin(None, errors=[1.0, np.inf], context=[1.0], match=[2.0], layers=[3], kept=[0.5])
+    first = SettingResult(None, errors=[1.0, np.inf], context=[1.0], match=[2.0], layers=[3], kept=[0.5])
     second = replace(first, context=[3.0], match=[8.0])
     assert first.accuracy()[1] == pytest.approx(0.45)
     text = Comparison(first, second, same=49, either=50).lines()[-1]
-    assert "98.00% of 50" in text and "3.00× as fast on the context, 4.00×" in text
+    assert "98.00% of 50" in text and "3.00× as fast in the attention layers, 4.00×" in text

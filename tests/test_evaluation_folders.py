@@ -12,7 +12,7 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.data.photos import data_folder
 from matcher.errors import UsageError
-from matcher.lab.evaluate.measure import ExtractedImage, find_ground_truth, measure_pair
+from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
 from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.pairs.protocols import protocol_of
 from matcher.lab.pairs.sets import SetOptions, find_sets
@@ -105,7 +105,7 @@ def test_disparity_labels_judge_matches_and_the_oracle():
     pair = CorrespondencePair("x", "", side, side, labels, labels - [4, 0])
     image = Image(np.zeros((0, 0), np.uint8), (100, 80))
     sides = [
-        ExtractedImage(Features(p, np.zeros((20, 4), np.float32), size=(100, 80)), image)
+        ImageFeatures(Features(p, np.zeros((20, 4), np.float32), size=(100, 80)), image)
         for p in (points0, points1)
     ]
     truth = find_ground_truth(pair, *sides)

@@ -13,7 +13,7 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.errors import ImageError, UsageError
-from matcher.lab.evaluate.measure import ExtractedImage, find_ground_truth, measure_pair
+from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
 from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
 from matcher.lab.pairs.depth import DepthCamera, depth_at, reproject
@@ -163,7 +163,7 @@ def test_matches_are_judged_by_what_depth_tells(rendered):
     points1 = np.where(seen[:, None], moved, 50.0) + np.array([[0.5, 0], [6, 0], [0, 0], [0, 0]])
     indices = np.repeat(np.arange(4)[:, None], 2, axis=1)
     sides = [
-        ExtractedImage(
+        ImageFeatures(
             Features(points.astype(np.float32), np.zeros((4, 128), np.float32), size=SIZE),
             Image(np.zeros((0, 0), np.uint8), SIZE),
         )

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from matcher.data.matches import UNMATCHED
+from matcher.lab.benchmark.references import naive_sinkhorn
 from matcher.lab.train.losses import (
     assignment_loss,
     confidence_loss,
@@ -16,7 +17,7 @@ from matcher.lab.train.losses import (
 )
 from matcher.lab.train.pairs import IGNORED
 from matcher.lab.train.recipe import OptimiserRecipe
-from matcher.match.sinkhorn import log_masses, sinkhorn
+from matcher.match.sinkhorn import sinkhorn
 
 RECIPE = OptimiserRecipe()
 
@@ -28,12 +29,8 @@ def random_scores(rows: int = 9, columns: int = 12, spread: float = 3.0) -> Tens
 
 
 def unrolled(scores: Tensor, iterations: int) -> Tensor:
-    """Log-domain Sinkhorn, every iteration differentiated."""
-    log_mu, log_nu = log_masses(scores)
-    v = torch.zeros_like(log_nu)
-    for _ in range(iterations):
-        u = log_mu - torch.logsumexp(scores + v.unsqueeze(1), dim=2)
-        v = log_nu - torch.logsumexp(scores + u.unsqueeze(2), dim=1)
+    """The log plan of plain Sinkhorn, every iteration differentiated."""
+    u, v = naive_sinkhorn(scores, iterations)
     return scores + u.unsqueeze(2) + v.unsqueeze(1)
 
 

@@ -36,7 +36,7 @@ _HIDDEN = 256  # of the descriptor's perceptron
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant picture stays constant
 
 
-class Block(nn.Sequential):
+class ConvNormRelu(nn.Sequential):
     """Convolution, batch normalisation, ReLU; once trained, the second is part of the first."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, *, normalised: bool) -> None:
@@ -59,12 +59,12 @@ class FeatureNetwork(nn.Module):
         self.encoder = nn.ModuleList()
         before = 1
         for width, depth in zip(WIDTHS, DEPTHS, strict=True):
-            blocks = [Block(before, width, 5 if before == 1 else 3, 2, normalised=normalised)]
-            blocks += [Block(width, width, 3, 1, normalised=normalised) for _ in range(depth - 1)]
+            blocks = [ConvNormRelu(before, width, 5 if before == 1 else 3, 2, normalised=normalised)]
+            blocks += [ConvNormRelu(width, width, 3, 1, normalised=normalised) for _ in range(depth - 1)]
             self.encoder.append(nn.Sequential(*blocks))
             before = width
         self.lift = nn.ModuleList(nn.Conv2d(upper, lower, 1) for lower, upper in pairwise(WIDTHS))
-        self.mix = Block(WIDTHS[0], WIDTHS[0], 3, 1, normalised=normalised)
+        self.mix = ConvNormRelu(WIDTHS[0], WIDTHS[0], 3, 1, normalised=normalised)
         self.points = nn.Conv2d(WIDTHS[0], 4, 3, padding=1)
         self.descriptor = nn.Sequential(
             nn.Linear(sum(WIDTHS), _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, DESCRIPTOR_DIM)
@@ -110,7 +110,7 @@ def folded(network: FeatureNetwork) -> FeatureNetwork:
     plain = FeatureNetwork().eval()
     network = network.eval()
     for ours, trained in zip(plain.modules(), network.modules(), strict=True):
-        if isinstance(ours, Block):
+        if isinstance(ours, ConvNormRelu):
             convolution, norm, _ = trained
             gain = norm.weight / (norm.running_var + norm.eps).sqrt()
             ours[0].weight.data.copy_(convolution.weight * gain[:, None, None, None])
@@ -125,7 +125,7 @@ def unfolded(plain: FeatureNetwork, pixels: Tensor) -> FeatureNetwork:
     """A network to train on: batch normalisation begins with the statistics of `pixels` (B, 1, H, W), so that
     what is computed of them stays as it is."""
     network, seen = FeatureNetwork(normalised=True), []
-    blocks = [part for part in plain.modules() if isinstance(part, Block)]
+    blocks = [part for part in plain.modules() if isinstance(part, ConvNormRelu)]
 
     def look(_: nn.Module, __: tuple[Tensor], maps: Tensor) -> None:
         seen.append(torch.var_mean(maps, (0, 2, 3), correction=0))
@@ -134,7 +134,7 @@ def unfolded(plain: FeatureNetwork, pixels: Tensor) -> FeatureNetwork:
     plain(pixels)
     for hook in hooks:
         hook.remove()
-    fresh = [part for part in network.modules() if isinstance(part, Block)]
+    fresh = [part for part in network.modules() if isinstance(part, ConvNormRelu)]
     for (convolution, norm, _), ours, (variance, mean) in zip(fresh, blocks, seen, strict=True):
         convolution.weight.copy_(ours[0].weight)
         norm.weight.copy_((variance + norm.eps).sqrt())

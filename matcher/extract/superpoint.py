@@ -25,7 +25,7 @@ _STAGES = (64, 64, 128, 128)  # two convolutions each, pooling by 2 after all bu
 _HEAD = 256
 
 
-class Block(nn.Module):
+class ConvReluNorm(nn.Module):
     """Convolution, then ReLU, then batch normalisation; the last two where a layer has them."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, rectify: bool, normalised: bool) -> None:
@@ -54,7 +54,7 @@ class SuperPoint(nn.Module):
         super().__init__()
         widths = [width for width in _STAGES for _ in range(2)]
         self.encoder = nn.ModuleList(
-            Block(inputs, outputs, 3, rectify=True, normalised=normalised)
+            ConvReluNorm(inputs, outputs, 3, rectify=True, normalised=normalised)
             for inputs, outputs in zip([1, *widths], widths, strict=False)
         )
         self.points = self._head(CELL**2 + 1, normalised)
@@ -64,8 +64,8 @@ class SuperPoint(nn.Module):
     @staticmethod
     def _head(outputs: int, normalised: bool) -> nn.Sequential:
         return nn.Sequential(
-            Block(_STAGES[-1], _HEAD, 3, rectify=True, normalised=normalised),
-            Block(_HEAD, outputs, 1, rectify=False, normalised=normalised),
+            ConvReluNorm(_STAGES[-1], _HEAD, 3, rectify=True, normalised=normalised),
+            ConvReluNorm(_HEAD, outputs, 1, rectify=False, normalised=normalised),
         )
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""How fast: our networks against other implementations with the same parameters, on this machine."""
+"""Speed and memory on this machine, next to other implementations with the same parameters."""

@@ -1,4 +1,4 @@
-"""Measurements of collections: reconstructions against known poses and COLMAP's own features; workers."""
+"""Benchmarks of collections: reconstructions against known poses and COLMAP's features; workers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from matcher.errors import UsageError
 def measure_reconstruction(
     folder: Path, work: Path, options: Mapping[str, Any], *, threads: int = 1, seed: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One scene, reconstructed in four ways from as many keypoints: a title and measurements of each.
+    """Reconstruct one scene in four ways from equally many keypoints, and yield a title and metrics of each.
 
-    By `reconstruct`; by pycolmap alone from what is exported to COLMAP; from what is exported to hloc, read
-    as hloc does and verified by COLMAP; and with COLMAP's own SIFT and matcher. Every pair is matched.
+    With `reconstruct`; with pycolmap from the COLMAP export; with pycolmap from the hloc export, read as hloc
+    does and verified by COLMAP; and with COLMAP's own SIFT and matcher. All pairs are matched.
 
     Args:
         folder: `images` of one camera, and `poses.json`: a list of `image` and `C`, the camera's centre (3).
-        work: where runs and models are kept; what is matched there already is not matched again.
+        work: folder of runs and models; pairs that are matched there already are not matched again.
         options: of `Collection.open`, with `resize` and `max_keypoints`.
-        threads: of COLMAP's mapping; one gives the same model every time.
+        threads: of COLMAP's mapper; with one thread the model is reproducible.
         seed: of COLMAP.
 
     Raises:
-        UsageError: files that are absent, or pycolmap or h5py is not installed.
+        UsageError: files are absent, or pycolmap or h5py is not installed.
     """
     pycolmap, photos, truth = import_pycolmap(), folder / "images", _read_centres(folder / "poses.json")
     import_h5py()
@@ -72,11 +72,11 @@ def measure_reconstruction(
 
 
 def database_from_hloc(folder: Path, path: Path, camera: Any) -> None:
-    """A COLMAP database of hloc's files, as hloc makes one: half a pixel is added, and COLMAP verifies.
+    """A COLMAP database from hloc's files, as hloc makes it: half a pixel is added, and COLMAP verifies.
 
     Args:
         folder: with hloc's three files.
-        path: the database; one that is there is replaced.
+        path: of the database; an existing one is replaced.
         camera: of all images, a `pycolmap.Camera`.
     """
     pycolmap, h5py = import_pycolmap(), import_h5py()
@@ -147,7 +147,7 @@ def _described(model: Any, database: Path, truth: Mapping[str, np.ndarray]) -> d
 
 
 def aligned(found: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Points (N, 3) after the similarity that brings them closest to the true ones (Umeyama 1991)."""
+    """Points (N, 3) after the similarity transform that best aligns them to `truth` (Umeyama 1991)."""
     mean0, mean1 = found.mean(axis=0), truth.mean(axis=0)
     centred0, centred1 = found - mean0, truth - mean1
     u, d, vt = np.linalg.svd(centred1.T @ centred0)
@@ -164,18 +164,18 @@ def measure_workers(
     *,
     neighbours: int = 12,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """How fast pairs of a folder are matched from features that are there, by processes and threads.
+    """Measure how fast pairs of a folder are matched from stored features, by processes and threads.
 
     Args:
         folder: of the images.
-        work: where the runs are kept; features that are there already are not extracted again.
+        work: folder of the runs; features that are stored there already are not extracted again.
         options: of `Collection.open`.
-        arrangements: title → processes (0: the one that writes) and threads of each.
-        neighbours: each image is matched with so many that follow it by name.
+        arrangements: title → number of processes (0: the writing process itself) and threads of each.
+        neighbours: number of images, following by name, that each image is matched with.
 
     Yields:
-        A title, and `pairs`, `seconds` in all, with the start of the workers, `pairs_per_second` in all and
-        `steady`, from the first commit on, NaN where there was one only.
+        A title, and `pairs`, `seconds` including the start of the workers, `pairs_per_second` over that time,
+        and `steady`, the rate after the first commit (NaN if there was only one).
     """
     extracted = Collection.open(work / "features", workers=0, **options)
     extracted.add_images(folder)

@@ -1,4 +1,4 @@
-"""The machine, what it can do at best, and what a network needs of it."""
+"""The machine, its peak rates, and the work of a network (a roofline model)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from matcher.lab.benchmark.timing import Stopwatch
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the figures were measured."""
+    """The machine that a benchmark ran on."""
 
     processor: str
     cores: int
     threads: int
-    units: str  # for half precision
+    units: str  # instruction sets for half precision
     device: str
     torch: str
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """The best that this device does with a large matrix product and a large copy."""
+class PeakRates:
+    """The rates that this device reaches in a large matrix product and a large copy."""
 
     float32: float  # operations a second
-    half: float  # in the half precision that "auto" means here, or bfloat16
+    half: float  # in the half precision that "auto" selects here, else bfloat16
     copy: float  # bytes a second, read and written
 
 
 def describe_machine(device: torch.device) -> Machine:
-    """This machine, as far as the system says."""
+    """This machine, as far as the operating system describes it."""
     checks = {"amx": torch.cpu._is_amx_tile_supported, "avx512_bf16": torch.cpu._is_avx512_bf16_supported}
     cuda = device.type == "cuda"
     return Machine(
@@ -56,8 +56,8 @@ def _processor() -> str:
 
 
 @torch.inference_mode()
-def measure_ceilings(watch: Stopwatch, half: torch.dtype, side: int = 2048) -> Ceilings:
-    """Products of square matrices of `side`, and a copy of 16 of them, in turn."""
+def measure_peak_rates(watch: Stopwatch, half: torch.dtype, side: int = 2048) -> PeakRates:
+    """Measure products of square matrices of `side`, and a copy of 16 of them, alternately."""
     rng = torch.Generator().manual_seed(0)
     square = torch.randn(side, side, generator=rng).to(watch.device)
     halved, large = square.to(half), square.repeat(16, 1)
@@ -70,44 +70,44 @@ def measure_ceilings(watch: Stopwatch, half: torch.dtype, side: int = 2048) -> C
         }
     )
     operations = 2 * side**3
-    return Ceilings(
-        float32=operations / times["float32"].low,
-        half=operations / times["half"].low,
-        copy=2 * large.nbytes / times["copy"].low,
+    return PeakRates(
+        float32=operations / times["float32"].minimum,
+        half=operations / times["half"].minimum,
+        copy=2 * large.nbytes / times["copy"].minimum,
     )
 
 
 @dataclass(frozen=True)
-class Need:
-    """What the context layers and the last similarity need at least."""
+class Workload:
+    """The least operations and memory traffic of the attention layers and the last similarity."""
 
     operations: int  # multiplications and additions of matrix products
     bytes: int  # parameters read once, tokens and similarities read or written once by every product
 
     def seconds(self, operations: float, copy: float) -> float:
-        """The floor, were nothing but the slower of both to be done."""
+        """The roofline time: that of the slower of computation and memory traffic."""
         return max(self.operations / operations, self.bytes / copy)
 
 
-def count_need(config: ContextConfig, points0: int, points1: int, width: int) -> Need:
-    """Of one pair without exit and pruning.
+def count_workload(config: ContextConfig, points0: int, points1: int, width: int) -> Workload:
+    """Count the work of one pair without early exit and pruning.
 
-    A token costs 10·dim² multiply-adds in a block with queries and keys of its own, 9·dim² where they are
-    one: 3 (2) for queries, keys, values, 1 for the output, 4 and 2 for the feed-forward part.
+    A token costs 10·dim² multiply-adds in a block with separate queries and keys, 9·dim² where they are
+    shared: 3 (2) for queries, keys, values, 1 for the output, 4 and 2 for the feed-forward part.
 
     Args:
         config: of the context.
-        points0, points1: of either image.
+        points0, points1: keypoints of the two images.
         width: bytes of a number in the tokens.
     """
     tokens, dim = points0 + points1, config.dim
-    projected = (10, 9 if config.shared_qk else 10)  # within, across
+    projected = (10, 9 if config.shared_qk else 10)  # self, cross
     linear = tokens * dim**2 * sum(projected)
     attention = 2 * dim * (points0**2 + points1**2 + 2 * points0 * points1)
     assignment = tokens * dim**2 + points0 * points1 * dim
     # In and out: projection 1 + 3, attention 3 + 1, output 1 + 1, widening 2 + 2, narrowing 2 + 1.
     moved = 2 * 17 * tokens * dim * width + sum(projected) * dim**2 * width
-    return Need(
+    return Workload(
         operations=2 * (config.depth * (linear + attention) + assignment),
         bytes=config.depth * moved + 4 * points0 * points1,
     )

@@ -1,4 +1,4 @@
-"""The whole benchmark: which rows, in which order, and how they are printed."""
+"""The benchmark as a whole: which rows it has, their order, and how they are printed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from matcher.errors import UsageError
-from matcher.lab.benchmark import rows, shipped
-from matcher.lab.benchmark.machine import Ceilings, Machine, describe_machine, measure_ceilings
-from matcher.lab.benchmark.rows import Row
+from matcher.lab.benchmark import network_rows, preset_rows
+from matcher.lab.benchmark.machine import Machine, PeakRates, describe_machine, measure_peak_rates
+from matcher.lab.benchmark.network_rows import BenchmarkRow
 from matcher.lab.benchmark.timing import Samples, Stopwatch
 from matcher.loading import load
 from matcher.match.network.inference import DTYPES, resolve_precision
@@ -21,13 +21,13 @@ _SCALES = {"ms": 1e3, "MiB": 2.0**-20}
 
 
 @dataclass
-class Report:
-    """What was measured."""
+class BenchmarkReport:
+    """The machine and all measurements."""
 
     machine: Machine
-    ceilings: Ceilings
-    half: str  # the precision of ceilings.half
-    rows: list[Row] = field(default_factory=list)
+    peaks: PeakRates
+    half: str  # the precision of `peaks.half`
+    rows: list[BenchmarkRow] = field(default_factory=list)
     stages: dict[str, Samples] = field(default_factory=dict)  # of one match of two files, in seconds
 
 
@@ -38,43 +38,43 @@ def run_benchmark(
     quick: bool = False,
     only: str | None = None,
     progress: Callable[[str], object] | None = None,
-) -> Report:
-    """Measure everything that this device is asked for.
+) -> BenchmarkReport:
+    """Run the benchmark.
 
     Args:
-        watch: the device, how often and for how long a row is repeated.
-        pictures: two files that show one scene.
-        quick: small sizes and few repeats, to see that every row runs.
-        only: rows in whose description this text occurs; the machine is always described.
-        progress: called with each line of the table as soon as it is known.
+        watch: the device, and how often and for how long rows are repeated.
+        pictures: two image files of one scene.
+        quick: small sizes and few repeats, to check that every row runs.
+        only: run the rows whose name contains this text; the machine is always described.
+        progress: called with each line of the table as soon as it is measured.
 
     Raises:
-        UsageError: a peer is not installed.
+        UsageError: a package to compare with is not installed.
     """
     if quick:
         watch = replace(watch, repeats=min(watch.repeats, 2))
     precision = resolve_precision("auto", watch.device)
     half = precision if precision != "float32" else "bfloat16"
-    ceilings = measure_ceilings(watch, DTYPES[half], side=256 if quick else 2048)
-    report = Report(describe_machine(watch.device), ceilings, half)
+    peaks = measure_peak_rates(watch, DTYPES[half], side=256 if quick else 2048)
+    report = BenchmarkReport(describe_machine(watch.device), peaks, half)
     tell = progress or (lambda line: None)
     for line in heading(report):
         tell(line)
-    for name, make in _plan(watch, ceilings, pictures, quick):
+    for name, make in _plan(watch, peaks, pictures, quick):
         if only is None or only.lower() in name.lower():
             for row in make():
                 report.rows.append(row)
                 tell(format_row(row))
     if watch.device.type == "cpu" and (only is None or only in "stages"):
-        report.stages = shipped.stages(load(max_keypoints=_limit(quick)), pictures, watch.repeats)
+        report.stages = preset_rows.stages(load(max_keypoints=_limit(quick)), pictures, watch.repeats)
         tell(format_stages(report.stages))
     return report
 
 
 def _plan(
-    watch: Stopwatch, ceilings: Ceilings, pictures: tuple[Path, Path], quick: bool
-) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
-    """Descriptions and rows; nothing is built before it is asked for."""
+    watch: Stopwatch, peaks: PeakRates, pictures: tuple[Path, Path], quick: bool
+) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
+    """Names of rows, each with a function that measures them."""
     cuda = watch.device.type == "cuda"
     sizes = (64,) if quick else (512, 1024, 2048, 4096) if cuda else (512, 1024, 2048)
     large = 64 if quick else 2048
@@ -82,28 +82,28 @@ def _plan(
         for points in sizes:
             yield (
                 f"lightglue {points} batch {batch}",
-                lambda n=points, b=batch: rows.lightglue(watch, n, ceilings, b),
+                lambda n=points, b=batch: network_rows.lightglue(watch, n, peaks, b),
             )
-    yield "superglue", lambda: rows.superglue(watch, large)
-    yield "loftr", lambda: rows.loftr(watch, *((64, 48) if quick else (640, 480)))
-    yield "ragged", lambda: rows.ragged(watch, *((3, 8, 24) if quick else (16, 300, 700)))
-    yield "memory", lambda: rows.lightglue_memory(watch, 64 if quick else 4096)
+    yield "superglue", lambda: network_rows.superglue(watch, large)
+    yield "loftr", lambda: network_rows.loftr(watch, *((64, 48) if quick else (640, 480)))
+    yield "ragged", lambda: network_rows.ragged(watch, *((3, 8, 24) if quick else (16, 300, 700)))
+    yield "memory", lambda: network_rows.lightglue_memory(watch, 64 if quick else 4096)
     limit = _limit(quick)
 
-    def on_pictures(measure: Callable[..., Iterator[Row]]) -> Iterator[Row]:
-        side = 2 * shipped.LONGER_SIDE
-        pipe = load(device=str(watch.device), max_keypoints=limit, resize=side, **rows.OFF)
-        features = tuple(pipe.extract(shipped.enlarged(path)) for path in pictures)
+    def on_pictures(measure: Callable[..., Iterator[BenchmarkRow]]) -> Iterator[BenchmarkRow]:
+        side = 2 * preset_rows.LONGER_SIDE
+        pipe = load(device=str(watch.device), max_keypoints=limit, resize=side, **network_rows.OFF)
+        features = tuple(pipe.extract(preset_rows.enlarged(path)) for path in pictures)
         return measure(pipe, features)
 
     frame = (64, 48) if quick else (640, 480)
-    yield "extraction", lambda: shipped.extraction(watch, pictures[0], frame, limit // 2)
-    yield "sinkhorn", lambda: on_pictures(lambda pipe, found: shipped.sinkhorn(watch, pipe, found))
-    yield "adaptivity", lambda: on_pictures(lambda _, found: shipped.adaptivity(watch, found))
+    yield "extraction", lambda: preset_rows.extraction(watch, pictures[0], frame, limit // 2)
+    yield "sinkhorn", lambda: on_pictures(lambda pipe, found: preset_rows.sinkhorn(watch, pipe, found))
+    yield "adaptivity", lambda: on_pictures(lambda _, found: preset_rows.adaptivity(watch, found))
     for points in (limit // 4, limit // 2, limit):
         yield (
             f"one against many {points}",
-            lambda n=points: shipped.one_against_many(
+            lambda n=points: preset_rows.one_against_many(
                 watch, load(device=str(watch.device), max_keypoints=n), pictures, 2 if quick else 100
             ),
         )
@@ -114,7 +114,11 @@ def _limit(quick: bool) -> int:
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name; `UsageError` if it is not there."""
+    """The device of that name.
+
+    Raises:
+        UsageError: neither cpu nor cuda, or no CUDA device here.
+    """
     device = torch.device(name)
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"the benchmark runs on cpu or cuda, not on {name}")
@@ -123,43 +127,43 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def heading(report: Report) -> list[str]:
-    """The machine, its ceilings, and the head of the table."""
-    machine, ceilings = report.machine, report.ceilings
+def heading(report: BenchmarkReport) -> list[str]:
+    """The machine, its peak rates, and the head of the table."""
+    machine, peaks = report.machine, report.peaks
     return [
         f"{machine.processor}, {machine.cores} cores, {machine.threads} threads, bfloat16 units: "
         f"{machine.units}; device {machine.device}; torch {machine.torch}",
-        f"ceilings: float32 {ceilings.float32 / 1e9:.0f} GFLOP/s, {report.half} {ceilings.half / 1e9:.0f} "
-        f"GFLOP/s (matrix products), copy {ceilings.copy / 1e9:.1f} GB/s",
+        f"peak rates: float32 {peaks.float32 / 1e9:.0f} GFLOP/s, {report.half} {peaks.half / 1e9:.0f} "
+        f"GFLOP/s (matrix products), copy {peaks.copy / 1e9:.1f} GB/s",
         "",
         "| work | against | ours: min / median / max | theirs | ratio | |",
         "|---|---|---|---|---|---|",
     ]
 
 
-def format_row(row: Row) -> str:
+def format_row(row: BenchmarkRow) -> str:
     """A row of the Markdown table."""
     ours, theirs = (_spread(samples, row.unit) for samples in (row.ours, row.theirs))
     return f"| {row.work} | {row.against} | {ours} | {theirs} | {row.ratio:.2f} | {row.note} |"
 
 
 def format_stages(stages: dict[str, Samples]) -> str:
-    """The stages of a match of two files, in one line."""
-    parts = ", ".join(f"{name} {1e3 * samples.middle:.0f}" for name, samples in stages.items())
-    return f"\na match of two files, median milliseconds by stage: {parts}"
+    """The stages of matching two files, in one line."""
+    parts = ", ".join(f"{name} {1e3 * samples.median:.0f}" for name, samples in stages.items())
+    return f"\nmatching two files, median milliseconds per stage: {parts}"
 
 
 def _spread(samples: Samples, unit: str) -> str:
     scale = _SCALES[unit]
-    values = [scale * value for value in (samples.low, samples.middle, samples.high)]
+    values = [scale * value for value in (samples.minimum, samples.median, samples.maximum)]
     return f"{' / '.join(f'{value:.1f}' for value in values)} {unit}"
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: BenchmarkReport) -> dict[str, Any]:
     """The report as plain data; times in seconds, memory in bytes."""
     return {
         "machine": asdict(report.machine),
-        "ceilings": {**asdict(report.ceilings), "half_precision": report.half},
+        "peaks": {**asdict(report.peaks), "half_precision": report.half},
         "rows": [
             {
                 "work": row.work,
@@ -177,5 +181,5 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def _numbers(samples: Samples) -> dict[str, Any]:
-    found = {"min": samples.low, "median": samples.middle, "max": samples.high}
+    found = {"min": samples.minimum, "median": samples.median, "max": samples.maximum}
     return {**found, "values": list(samples.values)}

@@ -1,4 +1,4 @@
-"""Figures of sequences on data with a known truth: tracks, odometry, stereo, latency."""
+"""Benchmarks of sequences on data with ground truth: tracks, odometry, stereo depth, latency."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from matcher.sequence.tracks import TrackIds
 from matcher.sequence.trajectory import read_poses
 from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 
-NEAR = 2.0  # pixels within which a match is right
-_NEAR_DEPTH = 30.0  # metres; depths are compared nearer than that
-_EVERY = 5  # of the frames whose depths and bare matches are looked at
+NEAR = 2.0  # pixels within which a match is correct
+_NEAR_DEPTH = 30.0  # metres; depths are compared up to that distance
+_EVERY = 5  # frames between those whose depths and plain matches are compared
 
 
 def read_calibration(path: Path) -> tuple[Camera, float]:
@@ -50,10 +50,10 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
 
     Returns:
         `stereo` and `mono`: segments (length, count, translation, rotation), poses, keyframes;
-        `mean_track_length` of tracks of two frames and more; `links_right`, the share of links frame to frame
-        within 2 px of the true epipolar geometry; `rows_right`, the share of left/right points (those found
-        by search among them) within 2 px of the row, epipolar window off, `right_points` a frame;
-        `depth_difference`, the median relative difference from OpenCV's SGBM nearer than 30 m.
+        `mean_track_length` of tracks of two or more frames; `link_precision`, the share of links to the
+        previous frame within 2 px of the true epipolar geometry; `row_precision`, the share of stereo points
+        (including those of the guided search) within 2 px of the row; `stereo_points` per frame;
+        `depth_difference`, the median relative difference from OpenCV's SGBM at depths below 30 m.
 
     Raises:
         UsageError: files that are absent or do not fit each other.
@@ -62,7 +62,10 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
     _, truth = read_poses(folder / "poses.txt")
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
     if len(left) < 2 or len(left) != len(right) or len(left) > len(truth):
-        raise UsageError(f"{folder}: image_l and image_r need pictures alike in number, and a pose for each")
+        raise UsageError(
+            f"{folder}: image_l and image_r must have the same number of images, and "
+            "poses.txt a pose for each"
+        )
     stereo = Tracker(pipeline, camera, baseline=baseline)
     pairs = [stereo.push_stereo(*names) for names in zip(left, right, strict=True)]
     mono = Tracker(pipeline, camera)
@@ -72,20 +75,20 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
         "stereo": _odometry(pairs, truth, with_scale=False),
         "mono": _odometry(singles, truth, with_scale=True),
         "mean_track_length": _logged(pairs).mean_track_length(),
-        "links_right": _links_right(pairs, truth, camera),
-        "rows_right": float(np.mean(rows <= NEAR)),
-        "right_points": len(rows) / len(pairs),
+        "link_precision": _link_precision(pairs, truth, camera),
+        "row_precision": float(np.mean(rows <= NEAR)),
+        "stereo_points": len(rows) / len(pairs),
         "depth_difference": _against_sgbm(pairs, left, right, camera.fx * baseline),
     }
 
 
 def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None) -> dict[str, float]:
-    """The matcher alone on the same pictures: no search, no keyframes, and geometry only where it is said.
+    """The matcher alone on the same images: no guided search, no keyframes, and geometry only where stated.
 
     Returns:
         `mean_track_length` of tracks chained from frame to frame; of left/right matches of every fifth frame
-        `rows_right` and how many, `right_points`; `rows_right_verified` of those that one fundamental matrix
-        explains.
+        `row_precision` and their number, `stereo_points`; `row_precision_verified` of those that are inliers
+        of one fundamental matrix.
     """
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
     tracks, lengths, rows, agreeing = TrackIds(), Counter(), [], []
@@ -107,9 +110,9 @@ def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None)
     near, inliers = np.concatenate(rows) <= NEAR, np.concatenate(agreeing)
     return {
         "mean_track_length": float(np.mean(linked)) if linked else 0.0,
-        "rows_right": float(np.mean(near)) if len(near) else 0.0,
-        "rows_right_verified": float(np.mean(near[inliers])) if inliers.any() else 0.0,
-        "right_points": len(near) / len(rows),
+        "row_precision": float(np.mean(near)) if len(near) else 0.0,
+        "row_precision_verified": float(np.mean(near[inliers])) if inliers.any() else 0.0,
+        "stereo_points": len(near) / len(rows),
     }
 
 
@@ -122,8 +125,9 @@ def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
         pipeline: what is measured.
 
     Returns:
-        `bare_matches`, `bare_right`: matches whose left point has a true disparity, and the share of them
-        within 2 px of it; `points`, `points_right`: the same of what `Tracker.push_stereo` says.
+        `matcher_matches`, `matcher_precision`: number of matches whose left point has a known disparity, and
+        the share of them within 2 px of it; `tracker_points`, `tracker_precision`: the same for the stereo
+        points of `Tracker.push_stereo`.
     """
     truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE)
     if truth is None:
@@ -134,8 +138,8 @@ def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
     seen = np.isfinite(result.right[:, 0])
     table = {}
     for names, points0, points1 in (
-        (("bare_matches", "bare_right"), bare.points0, bare.points1),
-        (("points", "points_right"), result.keypoints[seen], result.right[seen]),
+        (("matcher_matches", "matcher_precision"), bare.points0, bare.points1),
+        (("tracker_points", "tracker_precision"), result.keypoints[seen], result.right[seen]),
     ):
         x, y = np.rint(points0).astype(int).T
         disparity = truth[y.clip(0, truth.shape[0] - 1), x.clip(0, truth.shape[1] - 1)] / 4.0
@@ -200,7 +204,7 @@ def _odometry(results: Sequence[FrameResult], truth: np.ndarray, *, with_scale: 
     }
 
 
-def _links_right(results: Sequence[FrameResult], truth: np.ndarray, camera: Camera) -> float:
+def _link_precision(results: Sequence[FrameResult], truth: np.ndarray, camera: Camera) -> float:
     K = camera.K
     errors = []
     for result in results:

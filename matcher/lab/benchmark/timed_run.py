@@ -1,11 +1,10 @@
-"""One timed run in a process of its own, whose threads were set before torch was loaded.
+"""A timed run in its own process, whose number of threads was set before torch was imported.
 
     python -m matcher.lab.benchmark.timed_run IMAGES RUN_DIR WORKERS THREADS OPTIONS
 
-Matches the waiting pairs of a run whose features are there. Prints the number of pairs, the seconds in all,
-and pairs a second from the first commit on, when every worker has started ("nan" where there was one commit
-only).
-OPTIONS is a JSON object with keyword arguments of `Collection.open`.
+Matches the waiting pairs of a run whose features are stored. Prints the number of pairs, the total seconds,
+and the pairs per second after the first commit, when all workers have started ("nan" if there was only one
+commit). OPTIONS is a JSON object with keyword arguments of `Collection.open`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timing: calls in turn in one process, so that what else the machine does meets all of them alike."""
+"""Timing of alternating calls in one process, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ _CLEAR = Path("/proc/self/clear_refs")
 class Samples:
     """Measurements of one call."""
 
-    values: tuple[float, ...]  # seconds, or whatever was measured, in the order of measuring
+    values: tuple[float, ...]  # seconds or bytes, in the order of measuring
 
     @property
-    def low(self) -> float:
-        """The least."""
+    def minimum(self) -> float:
+        """The smallest value."""
         return min(self.values)
 
     @property
-    def middle(self) -> float:
-        """The median."""
+    def median(self) -> float:
+        """The median value."""
         return median(self.values)
 
     @property
-    def high(self) -> float:
-        """The greatest."""
+    def maximum(self) -> float:
+        """The largest value."""
         return max(self.values)
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """How calls are measured."""
+    """How calls are timed."""
 
     device: torch.device
     repeats: int = 5  # of every call, at most
-    seconds: float = 40.0  # no further round begins after that
+    seconds: float = 40.0  # no new round starts after that
     clock: Callable[[], float] = perf_counter
 
     def synchronise(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def once(self, call: Call) -> float:
-        """Seconds of one call, the device's work included."""
+        """Seconds of one call, including the work of the device."""
         self.synchronise()
         start = self.clock()
         call()
@@ -62,7 +62,7 @@ class Stopwatch:
         return self.clock() - start
 
     def alternate(self, calls: Mapping[str, Call]) -> dict[str, Samples]:
-        """Every call once to warm up, then all in turn, `repeats` times or until `seconds` are over."""
+        """Run every call once as a warm-up, then all alternately, `repeats` times or for `seconds`."""
         for call in calls.values():
             self.once(call)
         found: dict[str, list[float]] = {name: [] for name in calls}
@@ -76,10 +76,10 @@ class Stopwatch:
 
 
 def memory_above(call: Call, device: torch.device) -> int | None:
-    """Bytes that a call needed above the level before it; None where it cannot be measured.
+    """Peak memory of a call above the level before it, in bytes; None where it cannot be measured.
 
-    On CUDA what the allocator handed out; on Linux the peak of the resident set, after what the process had
-    freed was given back; measured after the call has run once.
+    On CUDA the peak of the allocator; on Linux the peak of the resident set, after freed memory was returned
+    to the system. The call runs once before it is measured.
     """
     call()
     if device.type == "cuda":

@@ -38,7 +38,7 @@ _MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample of them
 
 
 @dataclass(frozen=True, eq=False)
-class ExtractedImage:
+class ImageFeatures:
     """The features that a front end extracted from one image."""
 
     features: Features
@@ -63,7 +63,7 @@ class GroundTruth:
     repeatability: float = math.nan  # at the largest threshold; homographies only
 
 
-def find_ground_truth(pair: Pair, side0: ExtractedImage, side1: ExtractedImage) -> GroundTruth | None:
+def find_ground_truth(pair: Pair, side0: ImageFeatures, side1: ImageFeatures) -> GroundTruth | None:
     """The ground-truth matches of the keypoints; None if the pair has only a pose or sparse labels."""
     points0, points1 = side0.keypoints, side1.keypoints
     repeated = math.nan
@@ -86,7 +86,7 @@ def find_ground_truth(pair: Pair, side0: ExtractedImage, side1: ExtractedImage) 
     return GroundTruth({threshold: widest[error < threshold] for threshold in THRESHOLDS}, repeated)
 
 
-def oracle(truth: GroundTruth, side0: ExtractedImage, side1: ExtractedImage) -> Matches:
+def oracle(truth: GroundTruth, side0: ImageFeatures, side1: ImageFeatures) -> Matches:
     """All ground-truth matches of the same keypoints: an upper bound for every matcher."""
     indices = truth.matches[ORACLE_THRESHOLD]
     return Matches(
@@ -101,8 +101,8 @@ def oracle(truth: GroundTruth, side0: ExtractedImage, side1: ExtractedImage) -> 
 
 def measure_pair(
     pair: Pair,
-    side0: ExtractedImage,
-    side1: ExtractedImage,
+    side0: ImageFeatures,
+    side1: ImageFeatures,
     matches: Matches,
     truth: GroundTruth | None,
     estimators: Sequence[RobustEstimator],
@@ -160,8 +160,8 @@ def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.nda
 
 def _estimate(
     estimator: RobustEstimator,
-    side0: ExtractedImage,
-    side1: ExtractedImage,
+    side0: ImageFeatures,
+    side1: ImageFeatures,
     matches: Matches,
     cameras: tuple[Camera, Camera] | None,
 ) -> TwoViewGeometry:
@@ -171,8 +171,8 @@ def _estimate(
 
 def _homography(
     pair: HomographyPair,
-    side0: ExtractedImage,
-    side1: ExtractedImage,
+    side0: ImageFeatures,
+    side1: ImageFeatures,
     matches: Matches,
     truth: GroundTruth,
     geometries: Sequence[TwoViewGeometry],
@@ -197,8 +197,8 @@ def _homography(
 
 def _correspondences(
     pair: CorrespondencePair,
-    side0: ExtractedImage,
-    side1: ExtractedImage,
+    side0: ImageFeatures,
+    side1: ImageFeatures,
     matches: Matches,
     truth: GroundTruth,
     geometries: Sequence[TwoViewGeometry],
@@ -222,7 +222,7 @@ def _correspondences(
 
 
 def _depth(
-    pair: DepthPair, side0: ExtractedImage, side1: ExtractedImage, matches: Matches, truth: GroundTruth
+    pair: DepthPair, side0: ImageFeatures, side1: ImageFeatures, matches: Matches, truth: GroundTruth
 ) -> dict[str, float]:
     """Matches are judged by the depth of image 0, except where it is unknown or has an edge."""
     expected, _ = reproject(matches.points0.astype(np.float64), pair.view0, pair.view1)
@@ -248,8 +248,8 @@ def _precision_and_recall(
 
 def _pose(
     pair: PosePair,
-    side0: ExtractedImage,
-    side1: ExtractedImage,
+    side0: ImageFeatures,
+    side1: ImageFeatures,
     matches: Matches,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
@@ -262,7 +262,7 @@ def _pose(
     return {"error": angles.max(axis=1), "rotation": angles[:, 0], "translation": angles[:, 1], **found}
 
 
-def _cameras(pair: PosePair, side0: ExtractedImage, side1: ExtractedImage) -> tuple[Camera, Camera]:
+def _cameras(pair: PosePair, side0: ImageFeatures, side1: ImageFeatures) -> tuple[Camera, Camera]:
     cameras = []
     for K, side in ((pair.K0, side0), (pair.K1, side1)):
         width, height = side.image.size

@@ -13,8 +13,8 @@ from matcher.config import ExtractorConfig, GeometryKind
 from matcher.data.matches import Matches
 from matcher.errors import ImageError
 from matcher.lab.evaluate.measure import (
-    ExtractedImage,
     GroundTruth,
+    ImageFeatures,
     find_ground_truth,
     measure_pair,
     oracle,
@@ -90,16 +90,16 @@ class _FeatureCache:
 
     def __init__(self, shorter_side: int | None) -> None:
         self.shorter_side = shorter_side
-        self.kept: OrderedDict[tuple[FrontEndKey, str], ExtractedImage] = OrderedDict()
+        self.kept: OrderedDict[tuple[FrontEndKey, str], ImageFeatures] = OrderedDict()
 
-    def __call__(self, source: PairImage, pipeline: Pipeline) -> ExtractedImage:
+    def __call__(self, source: PairImage, pipeline: Pipeline) -> ImageFeatures:
         key = (FrontEndKey.of(pipeline), str(source.path))
         if source.pixels is None and key in self.kept:
             self.kept.move_to_end(key)
             return self.kept[key]
         image = source.open(pipeline.config.extractor.resize, self.shorter_side)
         features = pipeline.extractor([image])[0]
-        extracted = ExtractedImage(features, replace(image, pixels=np.zeros((0, 0), np.uint8), mask=None))
+        extracted = ImageFeatures(features, replace(image, pixels=np.zeros((0, 0), np.uint8), mask=None))
         if source.pixels is None:
             self.kept[key] = extracted
             while len(self.kept) > _CACHED_IMAGES:
@@ -162,7 +162,7 @@ def _measure(
     pair: Pair,
     pair_set: PairSet,
     methods: Sequence[Method],
-    sides: Sequence[tuple[ExtractedImage, ExtractedImage]],
+    sides: Sequence[tuple[ImageFeatures, ImageFeatures]],
     seeds: Sequence[int],
     *,
     warm_up: bool,
@@ -182,7 +182,7 @@ def _measure(
 
 
 def _ground_truths(
-    pair: Pair, methods: Sequence[Method], sides: Sequence[tuple[ExtractedImage, ExtractedImage]]
+    pair: Pair, methods: Sequence[Method], sides: Sequence[tuple[ImageFeatures, ImageFeatures]]
 ) -> dict[FrontEndKey, GroundTruth | None]:
     truths: dict[FrontEndKey, GroundTruth | None] = {}
     for method, (side0, side1) in zip(methods, sides, strict=True):
@@ -196,7 +196,7 @@ def _oracles(
     pair: Pair,
     pair_set: PairSet,
     methods: Sequence[Method],
-    sides: Sequence[tuple[ExtractedImage, ExtractedImage]],
+    sides: Sequence[tuple[ImageFeatures, ImageFeatures]],
     truths: dict[FrontEndKey, GroundTruth | None],
     seeds: Sequence[int],
 ) -> dict[str, dict[str, float | np.ndarray]]:
@@ -228,7 +228,7 @@ def _estimators(pipeline: Pipeline, pair_set: PairSet, seeds: Sequence[int]) -> 
     return [RobustEstimator(replace(config, seed=seed)) for seed in seeds]
 
 
-def _timed(pipeline: Pipeline, side0: ExtractedImage, side1: ExtractedImage) -> tuple[Matches, float]:
+def _timed(pipeline: Pipeline, side0: ImageFeatures, side1: ImageFeatures) -> tuple[Matches, float]:
     """The matches of one pair, and the milliseconds that matching took."""
     start = perf_counter()
     matches = pipeline.match_features_batch([(side0.features, side1.features)])[0]

@@ -1,4 +1,7 @@
-"""Other implementations with random parameters, our networks with the same, and features for both."""
+"""Reference implementations (networks of kornia and transformers, plain Sinkhorn) and inputs for them.
+
+The networks have random parameters; `with_parameters` builds ours with the same ones.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,33 @@ from matcher.data.features import Features
 from matcher.errors import UsageError, install_command
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
+from matcher.match.sinkhorn import log_masses
 from matcher.presets import find_preset
 from matcher.weights.published.conversion import SYSTEMS, choose_layout, convert
 
-SIZE = (1024, 768)  # of the pictures on which random keypoints lie
+SIZE = (1024, 768)  # of the images that random keypoints belong to
 _PREFIX = "transformers."  # of kornia's LightGlue; the published file has the block's name first
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A module with random parameters, in evaluation mode; the caller's generator does not notice."""
+    """A module with random parameters in evaluation mode; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().eval().requires_grad_(False)
 
 
 def kornia_lightglue() -> nn.Module:
-    """kornia's LightGlue for SuperPoint, exit and pruning off."""
+    """kornia's LightGlue for SuperPoint, without early exit and pruning."""
     from kornia.feature.lightglue import LightGlue
 
     settings = {"depth_confidence": -1, "width_confidence": -1, "filter_threshold": 0.0}
     return seeded(lambda: LightGlue(features=None, **settings))
 
 
-def lightglue_tensors(peer: nn.Module) -> dict[str, Tensor]:
-    """The parameters of kornia's LightGlue by the names of the published files."""
+def lightglue_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """The parameters of kornia's LightGlue under the names of the published files."""
     tensors = {}
-    for name, value in peer.state_dict().items():
+    for name, value in network.state_dict().items():
         if name.startswith(_PREFIX):
             layer, block, rest = name.removeprefix(_PREFIX).split(".", 2)
             name = f"{block}.{layer}.{rest}"
@@ -58,13 +62,13 @@ def transformers_superglue() -> nn.Module:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
         raise UsageError(
-            f"SuperGlue is measured against transformers: {install_command('benchmark')}"
+            f"SuperGlue is compared with transformers, which is not installed: {install_command('benchmark')}"
         ) from error
     return seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0)))
 
 
 def kornia_loftr() -> nn.Module:
-    """kornia's LoFTR as the outdoor checkpoint has it."""
+    """kornia's LoFTR with the settings of the outdoor checkpoint."""
     from kornia.feature.loftr.loftr import LoFTR, default_cfg
 
     coarse = {**default_cfg["coarse"], "temp_bug_fix": False}
@@ -76,9 +80,9 @@ def kornia_loftr() -> nn.Module:
 def with_parameters(
     tensors: dict[str, Tensor], preset: str, device: torch.device, precision: Precision, **policy: bool
 ) -> AttentionMatcher:
-    """Our network of a preset with the parameters of a peer, by their published names.
+    """Our network of a preset with the parameters of a reference, given under their published names.
 
-    Random parameters are sure of nothing: every mutual match counts, here as with the peers.
+    The match threshold is 0, as in the references: random parameters give low match probabilities.
     """
     config = find_preset(preset).matcher
     config = replace(config, policy=replace(config.policy, match_threshold=0.0, **policy))
@@ -90,7 +94,7 @@ def with_parameters(
 
 
 def random_features(count: int, width: int = 256, seed: int = 0, kind: str = "superpoint") -> Features:
-    """Keypoints anywhere on a picture, with random unit descriptors."""
+    """Uniformly random keypoints with random unit descriptors."""
     rng = np.random.default_rng(seed)
     descriptors = rng.normal(size=(count, width))
     descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
@@ -106,13 +110,30 @@ def random_features(count: int, width: int = 256, seed: int = 0, kind: str = "su
 
 
 def random_batch(count: int, batch: int, device: torch.device, seed: int = 0) -> Features:
-    """`batch` pictures of `count` keypoints each."""
+    """A batch of `batch` images with `count` keypoints each."""
     return Features.stack([random_features(count, seed=batch * seed + b) for b in range(batch)]).to(device)
 
 
-def noise_picture(width: int, height: int, seed: int = 0) -> np.ndarray:
-    """(height, width) uint8, smooth noise."""
+def noise_image(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """(height, width) uint8 of smooth noise."""
     import cv2
 
     noise = cv2.GaussianBlur(np.random.default_rng(seed).standard_normal((height, width)), (0, 0), 2.0)
     return cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+
+
+def naive_sinkhorn(scores: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Potentials u (B, N+1) and v (B, M+1) by alternating log-sum-exp over rows and columns.
+
+    The textbook form of the algorithm (Cuturi 2013) in the log domain, differentiable, for comparison.
+
+    Args:
+        scores: (B, N+1, M+1) with the dustbins last.
+        iterations: of a row and a column update each.
+    """
+    log_mu, log_nu = log_masses(scores)
+    u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
+    for _ in range(iterations):
+        u = log_mu - torch.logsumexp(scores + v.unsqueeze(1), dim=2)
+        v = log_nu - torch.logsumexp(scores + u.unsqueeze(2), dim=1)
+    return u, v

@@ -1,4 +1,4 @@
-"""The rows of the benchmark that compare networks with other implementations, one function each."""
+"""The rows of the benchmark that compare networks with other implementations, one function per row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.kernels import SWITCH, kernels
-from matcher.lab.benchmark.machine import Ceilings, count_need
-from matcher.lab.benchmark.peers import (
+from matcher.lab.benchmark.machine import PeakRates, count_workload
+from matcher.lab.benchmark.references import (
     kornia_lightglue,
     kornia_loftr,
     lightglue_tensors,
-    noise_picture,
+    noise_image,
     random_batch,
     random_features,
     transformers_superglue,
@@ -31,8 +31,8 @@ OFF = {"early_exit": False, "pruning": False}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One work done by us and by another."""
+class BenchmarkRow:
+    """A measurement of this package next to one of another implementation or setting."""
 
     work: str
     against: str
@@ -43,12 +43,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times as much the other one needs, of the medians."""
-        return self.theirs.middle / self.ours.middle if self.ours.middle else float("inf")
+        """The ratio of the medians: above 1, ours is faster or smaller."""
+        return self.theirs.median / self.ours.median if self.ours.median else float("inf")
 
 
 def as_kornia(features: Features) -> dict[str, Tensor]:
-    """A batch as kornia's LightGlue takes it."""
+    """A batch as kornia's LightGlue expects it."""
     return {
         "keypoints": features.keypoints,
         "descriptors": features.descriptors,
@@ -56,8 +56,8 @@ def as_kornia(features: Features) -> dict[str, Tensor]:
     }
 
 
-def lightglue(watch: Stopwatch, points: int, ceilings: Ceilings, batch: int = 1) -> Iterator[Row]:
-    """LightGlue's shape, 9 layers of 256, in the precision of "auto" and in float32, against kornia."""
+def lightglue(watch: Stopwatch, points: int, peaks: PeakRates, batch: int = 1) -> Iterator[BenchmarkRow]:
+    """LightGlue's architecture (9 layers of 256) in precision "auto" and in float32, against kornia."""
     peer = kornia_lightglue().to(watch.device)
     tensors = lightglue_tensors(peer)
     sides = [random_batch(points, batch, watch.device, seed) for seed in (0, 1)]
@@ -75,20 +75,20 @@ def lightglue(watch: Stopwatch, points: int, ceilings: Ceilings, batch: int = 1)
         times = watch.alternate({**calls, "kornia": lambda: peer(data)})
     for name in calls:
         exact = name.startswith("float32")
-        need = count_need(networks["float32"].model.config.context, points, points, 4 if exact else 2)
-        floor = batch * need.seconds(ceilings.float32 if exact else ceilings.half, ceilings.copy)
-        yield Row(
-            f"LightGlue shape, {batch} × {points} points, {name}",
+        workload = count_workload(networks["float32"].model.config.context, points, points, 4 if exact else 2)
+        roofline = batch * workload.seconds(peaks.float32 if exact else peaks.half, peaks.copy)
+        yield BenchmarkRow(
+            f"LightGlue architecture, {batch} × {points} points, {name}",
             "kornia, float32",
             times[name],
             times["kornia"],
-            note=f"{floor / times[name].middle:.0%} of the floor's speed ({1e3 * floor:.1f} ms); "
-            f"{batch / times[name].middle:.1f} pairs/s",
+            note=f"{roofline / times[name].median:.0%} of the roofline ({1e3 * roofline:.1f} ms); "
+            f"{batch / times[name].median:.1f} pairs/s",
         )
 
 
 def without_kernels(call: Callable[[], object]) -> object:
-    """What a call gives with stock operators, though the compiled kernels are there."""
+    """The result of a call with the compiled kernels switched off."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     try:
@@ -100,8 +100,8 @@ def without_kernels(call: Callable[[], object]) -> object:
             os.environ[SWITCH] = before
 
 
-def lightglue_memory(watch: Stopwatch, points: int = 4096) -> Iterator[Row]:
-    """Memory above the level before the call, in the precision of "auto"."""
+def lightglue_memory(watch: Stopwatch, points: int = 4096) -> Iterator[BenchmarkRow]:
+    """Peak memory of a call above the level before it, in precision "auto"."""
     peer = kornia_lightglue().to(watch.device)
     network = with_parameters(lightglue_tensors(peer), "lightglue-superpoint", watch.device, "auto", **OFF)
     sides = [random_batch(points, 1, watch.device, seed) for seed in (0, 1)]
@@ -111,12 +111,12 @@ def lightglue_memory(watch: Stopwatch, points: int = 4096) -> Iterator[Row]:
         if ours is not None:
             theirs = memory_above(lambda: peer(data), watch.device)
     if ours is not None and theirs is not None:
-        work = f"memory, LightGlue shape, {points} points, {network.precision}"
-        yield Row(work, "kornia, float32", Samples((ours,)), Samples((theirs,)), unit="MiB")
+        work = f"memory, LightGlue architecture, {points} points, {network.precision}"
+        yield BenchmarkRow(work, "kornia, float32", Samples((ours,)), Samples((theirs,)), unit="MiB")
 
 
-def superglue(watch: Stopwatch, points: int) -> Iterator[Row]:
-    """SuperGlue's shape with 100 iterations of Sinkhorn, in the precision of "auto"."""
+def superglue(watch: Stopwatch, points: int) -> Iterator[BenchmarkRow]:
+    """SuperGlue's architecture with 100 Sinkhorn iterations, in precision "auto"."""
     peer = transformers_superglue().to(watch.device)
     tensors = {k: v for k, v in peer.state_dict().items() if not k.startswith("keypoint_detector.")}
     network = with_parameters(tensors, "superglue-outdoor", watch.device, "auto")
@@ -130,25 +130,25 @@ def superglue(watch: Stopwatch, points: int) -> Iterator[Row]:
 
     with torch.inference_mode():
         times = watch.alternate({"ours": lambda: network(*sides), "theirs": theirs})
-    yield Row(
-        f"SuperGlue shape, {points} points, {network.precision}",
+    yield BenchmarkRow(
+        f"SuperGlue architecture, {points} points, {network.precision}",
         "transformers, float32",
         times["ours"],
         times["theirs"],
-        note=f"{network.model.config.assignment.max_iterations} iterations of Sinkhorn in both",
+        note=f"{network.model.config.assignment.max_iterations} Sinkhorn iterations in both",
     )
 
 
-def loftr(watch: Stopwatch, width: int = 640, height: int = 480) -> Iterator[Row]:
-    """LoFTR from pixels to matches, backbone included, in the precision of "auto"."""
+def loftr(watch: Stopwatch, width: int = 640, height: int = 480) -> Iterator[BenchmarkRow]:
+    """LoFTR from pixels to matches, including the backbone, in precision "auto"."""
     peer = kornia_loftr().to(watch.device)
     network = with_parameters(dict(peer.state_dict()), "loftr-outdoor", watch.device, "auto")
     extractor = GridExtractor(network.model.backbone, "loftr")
-    pictures = [noise_picture(width, height, seed) for seed in (0, 1)]
-    images = [Image(picture, (width, height)) for picture in pictures]
+    noise = [noise_image(width, height, seed) for seed in (0, 1)]
+    images = [Image(picture, (width, height)) for picture in noise]
     data = {
         f"image{i}": torch.from_numpy(picture)[None, None].float().to(watch.device) / 255
-        for i, picture in enumerate(pictures)
+        for i, picture in enumerate(noise)
     }
 
     def ours() -> Matches:
@@ -159,11 +159,11 @@ def loftr(watch: Stopwatch, width: int = 640, height: int = 480) -> Iterator[Row
         note = f"{len(ours())} and {len(peer(data)['confidence'])} matches refined"
         times = watch.alternate({"ours": ours, "theirs": lambda: peer(data)})
     work = f"LoFTR, {width}×{height}, {network.precision}"
-    yield Row(work, "kornia, float32", times["ours"], times["theirs"], note=note)
+    yield BenchmarkRow(work, "kornia, float32", times["ours"], times["theirs"], note=note)
 
 
-def ragged(watch: Stopwatch, pairs: int, low: int, high: int) -> Iterator[Row]:
-    """Pairs of different sizes in one batch, against the same one by one; matches counted in float32."""
+def ragged(watch: Stopwatch, pairs: int, low: int, high: int) -> Iterator[BenchmarkRow]:
+    """Pairs with different numbers of keypoints in one batch, against one by one, in float32."""
     peer = kornia_lightglue()
     network = with_parameters(lightglue_tensors(peer), "lightglue-superpoint", watch.device, "float32", **OFF)
     rng = torch.Generator().manual_seed(0)
@@ -182,7 +182,7 @@ def ragged(watch: Stopwatch, pairs: int, low: int, high: int) -> Iterator[Row]:
     times = watch.alternate(
         {"batch": lambda: network(*batch), "singles": lambda: [network(*pair) for pair in singles]}
     )
-    yield Row(
+    yield BenchmarkRow(
         f"{pairs} pairs of {low}–{high} points in one batch, float32",
         "one by one",
         times["batch"],
