@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from matcher.lab.train.recipe import Recipe
 
 
+Rendered = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Rendered views, for recipes with a share of them.")
+]
+Real = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Views of real places with depth and poses, likewise.")
+]
+
+
 def train(
     recipe: Annotated[
         Path | None,
@@ -33,6 +41,8 @@ def train(
         Path | None,
         typer.Option(metavar="DIR", help="Other photos to validate on; a tenth is held out if absent."),
     ] = None,
+    rendered: Rendered = None,
+    real: Real = None,
     run: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Checkpoint, log, curve and weights; runs/NAME if absent."),
@@ -60,7 +70,7 @@ def train(
     with _stop_signals() as received:
         weights = _training_of(chosen)(
             chosen,
-            RunOptions(photos, validation, run, device, view_workers),
+            RunOptions(photos, validation, run, device, rendered, real, view_workers),
             _log,
             stopped=lambda: bool(received),
             on_validation=lambda rows: write_curve(rows, run / "curve.png", chosen.name),
