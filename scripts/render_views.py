@@ -25,10 +25,11 @@ import numpy as np
 import OpenEXR
 from mathutils import Vector
 from mathutils.bvhtree import BVHTree
-from render_world import dress, furnish, light_up
+from render_world import develop, dress, furnish, light_up
 
 WIDTH, HEIGHT, DEPTH_STEP = 640, 480, 2
 FAR = 60.0  # metres; what is farther has no depth
+ANCHORS = 3  # of which the one with most to see is taken
 CLEARANCE = 0.35  # metres of air around a camera
 COARSE = np.stack(np.meshgrid(np.arange(20, WIDTH, 40.0), np.arange(20, HEIGHT, 40.0)), -1).reshape(-1, 2)
 
@@ -130,7 +131,7 @@ def shares(world: World, camera: Camera, other: Camera) -> float:
 def draw_anchor(world: World, rng: np.random.Generator) -> Camera:
     """A camera as people hold one, in the open, whose picture is neither all wall nor all void."""
     while True:
-        height = rng.uniform(0.5, 2.0)
+        height = rng.uniform(0.7, 1.9)
         centre = np.append(rng.uniform(world.low[:2], world.high[:2]), world.low[2] + height)
         if not world.is_free(centre):
             continue
@@ -143,6 +144,12 @@ def draw_anchor(world: World, rng: np.random.Generator) -> Camera:
         spread = np.std(1 / z[near]) * np.median(z[near]) if near.any() else 0
         if near.mean() > 0.8 and 0.7 < np.median(z[near]) < 7 and (z < 0.4).mean() < 0.1 and spread > 0.08:
             return camera
+
+
+def variety(world: World, camera: Camera) -> float:
+    """How much the depth varies from one coarse pixel to the next, in logarithms: bare walls teach little."""
+    z = world.depth(camera, COARSE).clip(0.1, FAR).reshape(-1, len(np.unique(COARSE[:, 0])))
+    return float(np.abs(np.diff(np.log(z), axis=0)).mean() + np.abs(np.diff(np.log(z), axis=1)).mean())
 
 
 def draw_neighbour(world: World, anchor: Camera, rng: np.random.Generator) -> Camera | None:
@@ -202,30 +209,6 @@ def expose(thing: bpy.types.Object, camera: Camera, folder: Path) -> np.ndarray:
     ).astype(np.float32)
 
 
-def develop(light: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(H, W, 3) uint8 blue, green, red: exposure, white balance, tone, then a sensor's blur and noise."""
-    light = np.nan_to_num(light.clip(0, 1e3))
-    grey = light.mean(-1)
-    gain = 0.18 / np.exp(np.log(grey + 1e-4).mean()) * 2 ** rng.normal(0, 0.5)
-    gain = min(gain, 2.2 / max(np.percentile(grey, 90), 1e-4))
-    average = light.reshape(-1, 3).mean(0) + 1e-6
-    white = (average.mean() / average) ** rng.uniform(0.2, 0.9)
-    exposed = light * (gain * white).astype(np.float32)
-    tone = (1 - np.exp(-exposed)) ** (1 / rng.uniform(1.9, 2.4))
-    if rng.random() < 0.15:
-        length, turn = int(rng.integers(3, 8)), rng.uniform(0, math.pi)
-        kernel = np.zeros((9, 9), np.float32)
-        reach = np.array([math.cos(turn), math.sin(turn)]) * length / 2
-        cv2.line(
-            kernel, np.rint(4 - reach).astype(int).tolist(), np.rint(4 + reach).astype(int).tolist(), 1.0
-        )
-        tone = cv2.filter2D(tone, -1, kernel / kernel.sum())
-    tone = cv2.GaussianBlur(tone, (0, 0), rng.uniform(0.3, 0.9))
-    noise = rng.standard_normal(tone.shape, np.float32)
-    tone = tone + noise * (rng.uniform(0.002, 0.01) + rng.uniform(0.002, 0.02) * np.sqrt(tone))
-    return (tone[..., ::-1] * 255).clip(0, 255).astype(np.uint8)
-
-
 def main() -> None:
     """Parse, dress the world, and render group after group."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -247,7 +230,8 @@ def main() -> None:
     world, views = World(), []
     panoramas = sorted(asked.hdri.glob("*.hdr"))
     while len(views) < asked.views:
-        cameras = [draw_anchor(world, rng)]
+        anchors = [draw_anchor(world, rng) for _ in range(ANCHORS)]
+        cameras = [max(anchors, key=lambda camera: variety(world, camera))]
         cameras += [c for c in (draw_neighbour(world, cameras[0], rng) for _ in range(4)) if c]
         if len(cameras) > 2:
             group = views[-1]["group"] + 1 if views else 0

@@ -1,4 +1,4 @@
-"""How `render_views.py` dresses a world: furniture, materials, posters, clutter and lights, all at random."""
+"""How `render_views.py` dresses a world: furniture, materials, posters, clutter, lights, pictures."""
 
 from __future__ import annotations
 
@@ -215,3 +215,27 @@ def _hang_lamp(tree: object, anchor: Camera, rng: np.random.Generator) -> None:
     lamp = bpy.data.objects.new("lamp", data)
     lamp.location, lamp.visible_camera = (float(x), float(y), max(float(height), 1.4)), False
     bpy.context.scene.collection.objects.link(lamp)
+
+
+def develop(light: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(H, W, 3) uint8 blue, green, red: exposure, white balance, tone, then a sensor's blur and noise."""
+    light = np.nan_to_num(light.clip(0, 1e3))
+    grey = light.mean(-1)
+    gain = 0.18 / np.exp(np.log(grey + 1e-4).mean()) * 2 ** rng.normal(0, 0.5)
+    gain = min(gain, 2.2 / max(np.percentile(grey, 90), 1e-4))
+    average = light.reshape(-1, 3).mean(0) + 1e-6
+    white = (average.mean() / average) ** rng.uniform(0.2, 0.9)
+    exposed = light * (gain * white).astype(np.float32)
+    tone = (1 - np.exp(-exposed)) ** (1 / rng.uniform(1.9, 2.4))
+    if rng.random() < 0.15:
+        length, turn = int(rng.integers(3, 8)), rng.uniform(0, math.pi)
+        kernel = np.zeros((9, 9), np.float32)
+        reach = np.array([math.cos(turn), math.sin(turn)]) * length / 2
+        cv2.line(
+            kernel, np.rint(4 - reach).astype(int).tolist(), np.rint(4 + reach).astype(int).tolist(), 1.0
+        )
+        tone = cv2.filter2D(tone, -1, kernel / kernel.sum())
+    tone = cv2.GaussianBlur(tone, (0, 0), rng.uniform(0.3, 0.9))
+    noise = rng.standard_normal(tone.shape, np.float32)
+    tone = tone + noise * (rng.uniform(0.002, 0.01) + rng.uniform(0.002, 0.02) * np.sqrt(tone))
+    return (tone[..., ::-1] * 255).clip(0, 255).astype(np.uint8)

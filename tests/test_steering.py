@@ -9,6 +9,8 @@ import torch
 import matcher
 from matcher.data.features import Features
 from matcher.data.images import read_image
+from matcher.match import steering
+from matcher.match.network import inference
 from matcher.match.network.position import normalise_positions
 from matcher.match.steering import STEERABLE, TURNS, aligned, quarter_turns, rotated_descriptors, steered
 
@@ -109,3 +111,32 @@ def test_all_positions_of_a_picture(features):
     assert [x.shape for x in rotated_descriptors(np.zeros((0, 64), np.float32), STEERABLE)] == [
         (0, 64)
     ] * TURNS
+
+
+def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
+    """Most points of both pictures are unlike; twenty are alike after two quarter turns, none before."""
+    own, other = unit(rng.normal(size=(300, 64))), unit(rng.normal(size=(300, 64)))
+    kept = steered(torch.from_numpy(own)[None], torch.tensor([2]))[0].numpy()
+    other[:20] = unit(kept[:20] + 0.05 * rng.normal(size=(20, 64)))
+    first, second = (
+        Features.stack([Features(rng.uniform(0, 200, (300, 2)), values, size=(320, 240), kind=STEERABLE)])
+        for values in (own, other)
+    )
+    assert quarter_turns(first, second).tolist() == [2]
+    assert quarter_turns(first, first).tolist() == [0]
+
+
+def test_a_view_from_the_other_side_is_tried(views):
+    """Descriptors say nothing of the turn; the network finds matches only after the right one."""
+    pipeline = matcher.load("hybrid-learned", device="cpu", max_keypoints=300)
+    pictures = [read_image(path, resize=480).pixels for path in views]
+    opposite = np.ascontiguousarray(np.rot90(pictures[1], 2))
+    features0, features1 = (pipeline.extract(picture) for picture in (pictures[0], opposite))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inference, "SHARE_ENOUGH", 0.5)
+        patch.setattr(steering, "quarter_turns", lambda own, _: torch.zeros(len(own.mask), dtype=torch.int64))
+        found, alone = pipeline.match_features_batch([(features0, features1), (features0, features0)])
+        patch.setattr(inference, "SHARE_ENOUGH", 0.0)
+        (without,) = pipeline.match_features_batch([(features0, features1)])
+    assert len(found) > 80 and len(found) > 1.5 * len(without)
+    assert (alone.indices[:, 0] == alone.indices[:, 1]).all()

@@ -58,12 +58,24 @@ Steps = Annotated[
         "--steps", min=1, help="Training steps instead of the recipe's; also a limit for its second stage."
     ),
 ]
+RenderedViews = Annotated[
+    Path | None,
+    typer.Option("--rendered", metavar="DIR", help="Rendered views, for recipes that draw pairs from them."),
+]
+RealViews = Annotated[
+    Path | None,
+    typer.Option(
+        "--real", metavar="DIR", help="Views of real places with depth and poses, for recipes that use them."
+    ),
+]
 
 
 def train(
     recipe: RecipeFile = None,
     photos: Photos = None,
     validation: ValidationPhotos = None,
+    rendered: RenderedViews = None,
+    real: RealViews = None,
     run: RunFolder = None,
     device: TrainingDevice = "cpu",
     threads: Threads = None,
@@ -92,7 +104,7 @@ def train(
     with _stop_signals() as received:
         weights = _training_of(chosen)(
             chosen,
-            RunOptions(photos, validation, run, device, view_workers),
+            RunOptions(photos, validation, run, device, rendered, real, view_workers),
             _log,
             stopped=lambda: bool(received),
             on_validation=lambda rows: write_curve(rows, run / "curve.png", chosen.name),

@@ -29,6 +29,8 @@ class RunOptions:
     validation_photos: Path | None  # None: a tenth of the photos is held out
     folder: Path  # checkpoint, log and weights
     device: str = "cpu"
+    rendered: Path | None = None  # folders of stored views, for recipes with a share of them
+    real: Path | None = None
     view_workers: int = 1  # processes that render views beside the training
     views: Path | None = None  # where rendered views are kept; None: the user's cache (MATCHER_CACHE)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from matcher.data.features import Features
 from matcher.data.matches import UNMATCHED
+from matcher.lab.train.described import CarriedView
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.scenes import NOTHING
 from matcher.lab.train.views import CachedView, plane_of
@@ -70,23 +71,31 @@ def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.
     return found
 
 
+def carried(view: CachedView, other: CachedView) -> tuple[np.ndarray, np.ndarray]:
+    """Where the points of a view lie in the other one of its pair (N, 2), NaN where they are not to be seen,
+    and (N,) bool whether that is known."""
+    if isinstance(view, CarriedView):
+        return view.carried, view.known
+    return reproject(view.keypoints, view, other), np.ones(len(view.keypoints), bool)
+
+
 def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) -> Truth:
     """Who matches whom, by reprojection; equally near candidates are told apart by descriptor."""
     if not len(view0.keypoints) or not len(view1.keypoints):
         alone = (np.full(len(view.keypoints), UNMATCHED, np.int64) for view in (view0, view1))
         return Truth(*alone, *(np.full((len(view.keypoints), 2), np.nan) for view in (view0, view1)))
-    moved0 = reproject(view0.keypoints, view0, view1)
-    moved1 = reproject(view1.keypoints, view1, view0)
+    (moved0, known0), (moved1, known1) = carried(view0, view1), carried(view1, view0)
     there = _distances(moved0, view1.keypoints)
     back = _distances(moved1, view0.keypoints).T
-    error = (there + back) / 2
+    # Where one view does not know, the other one decides.
+    error = (np.where(known0[:, None], there, back) + np.where(known1, back, there)) / 2
     # SIFT puts several orientations on one point; the descriptor says which of them belong together.
     alike = view0.unit_descriptors() @ view1.unit_descriptors().T
     cost = np.where(error < recipe.match_distance, error + 2 * (1 - alike), np.inf)
     rows, columns = np.arange(len(there)), cost.argmin(1)
     mutual = (cost.argmin(0)[columns] == rows) & np.isfinite(cost[rows, columns])
-    partner0 = np.where(error.min(1) > recipe.unmatched_distance, UNMATCHED, IGNORED)
-    partner1 = np.where(error.min(0) > recipe.unmatched_distance, UNMATCHED, IGNORED)
+    partner0 = np.where((error.min(1) > recipe.unmatched_distance) & known0, UNMATCHED, IGNORED)
+    partner1 = np.where((error.min(0) > recipe.unmatched_distance) & known1, UNMATCHED, IGNORED)
     partner0[mutual], partner1[columns[mutual]] = columns[mutual], rows[mutual]
     return Truth(partner0, partner1, moved0, moved1)
 
@@ -100,6 +109,8 @@ def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def unrelated(view: CachedView) -> CachedView:
     """The view as seen from another scene: it shows nothing of it."""
+    if isinstance(view, CarriedView):
+        return view.alone()
     return replace(view, labels=np.full_like(view.labels, NOTHING))
 
 

@@ -131,3 +131,19 @@ class PhotoSet:
         if texture is not None and sum(kept.nbytes for kept in self._kept.values()) < KEPT_BYTES:
             self._kept[number] = texture
         return texture
+
+
+class DrawnPhotos:
+    """Photos of a set, with the names of those that were drawn."""
+
+    def __init__(self, photos: PhotoSet) -> None:
+        self.photos = photos
+        self.names: set[str] = set()
+
+    def draw(
+        self, count: int, rng: np.random.Generator, avoid: Collection[int] = ()
+    ) -> dict[int, np.ndarray]:
+        """As `PhotoSet.draw`."""
+        drawn = self.photos.draw(count, rng, avoid)
+        self.names.update(f"{p.parent.name}/{p.name}" for p in (self.photos.photos[n] for n in drawn))
+        return drawn

@@ -18,6 +18,7 @@ from matcher.lab.train.truth import HIDDEN, UNKNOWN
 NOTHING = -1.0  # inverse depth of pixels that show nothing of the scene: borders, backdrops
 SAME_DEPTH = 0.03  # relative difference of inverse depths up to which a pixel shows the predicted surface
 SAME_PIXEL = 0.8  # pixels that the way there and back may miss by
+SURELY_SAME_PIXEL = 0.3  # pixels by which it may miss whatever the depths are: far away they say little
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,9 @@ def _visible(
     is there, −1 where its depth is unknown or contradicts."""
     mixed, nearest = _both_samples(inverse1, u, v)
     miss = np.minimum(np.abs(mixed - expected), np.abs(nearest - expected))
-    seen = (miss <= SAME_DEPTH * expected) & (miss * rate <= SAME_PIXEL) & (nearest > 0)
-    covered = np.minimum(mixed, nearest) > expected * (1 + SAME_DEPTH)
+    apart = miss * rate
+    alike = (miss <= SAME_DEPTH * expected) | (apart <= SURELY_SAME_PIXEL)
+    seen = alike & (apart <= SAME_PIXEL) & (nearest > 0)
+    covered = ~alike & (np.minimum(mixed, nearest) > expected * (1 + SAME_DEPTH))
     state = np.where(covered | (nearest == NOTHING), 0, -1)
     return np.where(seen, 1, state)

@@ -27,6 +27,25 @@ class SceneRecipe:
 
 
 @dataclass(frozen=True)
+class SourceRecipe:
+    """Pairs of pictures beside the scenes: relief and planes made of photos, rendered rooms, real places."""
+
+    pairs: int = 0  # to make; each is used several times, with other points of it
+    share: float = 0.0  # of the pairs to train on
+    planes: float = 0.0  # shares of the sources, any positive numbers
+    relief: float = 1.0
+    rendered: float = 0.0  # of the views in the folder given by --rendered
+    real: float = 0.0  # and by --real
+    width: int = 640
+    height: int = 480
+    max_keypoints: int = 1024
+
+    def shares(self) -> dict[str, float]:
+        """By the names of the sources."""
+        return {name: getattr(self, name) for name in ("planes", "relief", "rendered", "real")}
+
+
+@dataclass(frozen=True)
 class PairRecipe:
     """How pairs are drawn from the views of a scene."""
 
@@ -59,6 +78,7 @@ class OptimiserRecipe:
     sinkhorn_iterations: int = 6  # iterations that find where to linearise, without gradients
     matchability_weight: float = 0.1
     statement_weight: float = 2.0  # of where guided tokens say that their partners are
+    start_share: float = 0.0  # of the parameters that the run began with, in what it ends with
     confidence_steps: int = 600  # second stage: confidence and prospect heads on frozen features
 
 
@@ -71,6 +91,7 @@ class Recipe:
     seed: int = 0
     network: NetworkConfig = field(default_factory=NetworkConfig)
     scene: SceneRecipe = SceneRecipe()
+    sources: SourceRecipe = SourceRecipe()
     pair: PairRecipe = PairRecipe()
     optimiser: OptimiserRecipe = OptimiserRecipe()
     validate_every: int = 500  # steps
@@ -84,12 +105,14 @@ class Recipe:
         shares = {
             "scene.spatial_share": scene.spatial_share,
             "scene.full_rotation_share": scene.full_rotation_share,
+            "sources.share": self.sources.share,
             "pair.negative_share": pair.negative_share,
             "pair.crop_share": pair.crop_share,
             "pair.dropout": pair.dropout,
             "pair.turned_share": pair.turned_share,
             "optimiser.hold_share": optimiser.hold_share,
             "optimiser.final_share": optimiser.final_share,
+            "optimiser.start_share": optimiser.start_share,
             "optimiser.average_decay": optimiser.average_decay,
         }
         return [
@@ -108,6 +131,10 @@ class Recipe:
                 "scene.width, scene.height: multiples of 4, at least 64",
             ),
             (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
+            (
+                self.sources.pairs >= 2 or not self.sources.share,
+                "sources.pairs: at least 2 where sources.share is above 0",
+            ),
             (
                 all(0 < n <= scene.max_keypoints for n in pair.points or (0,)),
                 "pair.points: from 1 to scene.max_keypoints",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,16 +14,18 @@ import torch
 from matcher.config import to_dict
 from matcher.errors import UsageError
 from matcher.lab.train.confidence import ConfidenceTrainer
+from matcher.lab.train.described import PairCache
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.loop import LOG_EVERY, Log, Loop, Row, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
+from matcher.lab.train.mixed import MixedSampler
 from matcher.lab.train.pairs import ViewPair
 from matcher.lab.train.photos import PhotoSet, split_photos
 from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import PairSampler
 from matcher.lab.train.state import load_state
-from matcher.lab.train.trainer import Trainer
+from matcher.lab.train.trainer import Trainer, blend_with_start
 from matcher.lab.train.validation import validate, validation_pairs
 from matcher.lab.train.views import ViewCache
 from matcher.lab.train.workers import ViewWorkers
@@ -68,7 +70,7 @@ def train(
     keep_memory()
     trainer = Trainer(recipe, torch.device(options.device))
     try:
-        with _views(recipe, training, options, log, stopped) as workers:
+        with _views(recipe, training, options, log, stopped) as (workers, described):
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
 
             def scores() -> Row:
@@ -76,7 +78,7 @@ def train(
 
             loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, workers.listen)
             loop.resume()
-            sampler, readers = _sampler(workers, recipe, options.device)
+            sampler, readers = _sampler(workers, described, recipe, options.device)
             loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
             return SecondStage(loop, sampler, readers).run()
     except Stopped:
@@ -91,12 +93,17 @@ def _say_what_stays(views: Path, log: Log) -> None:
     log(f"rendered views ({size / 1e6:.0f} MB) stay in {views} for further runs; delete it if there are none")
 
 
-def _sampler(workers: ViewWorkers, recipe: Recipe, device: str) -> tuple[PairSampler, int]:
+def _sampler(
+    workers: ViewWorkers, described: PairCache | None, recipe: Recipe, device: str
+) -> tuple[PairSampler, int]:
     """Pairs of the views, and how many threads prepare them."""
     cuda, pair = device == "cuda", recipe.pair
     if cuda:
         pair = replace(pair, points_per_batch=CUDA_FACTOR * pair.points_per_batch)
-    return PairSampler(workers.cache, pair, recipe.seed), CUDA_READERS if cuda else 1
+    readers = CUDA_READERS if cuda else 1
+    if described is None:
+        return PairSampler(workers.cache, pair, recipe.seed), readers
+    return MixedSampler(workers.cache, described, replace(recipe, pair=pair), recipe.seed), readers
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,8 @@ class SecondStage:
         """Train what is left to train; returns the weights file."""
         trainer, recipe, folder = self.first.trainer, self.first.trainer.recipe, self.first.folder
         trainer.average.load_state_dict(load_state(folder / "best.pt"))
+        if recipe.optimiser.start_share and recipe.start:
+            blend_with_start(trainer.average, recipe.start, recipe.optimiser.start_share)
         if recipe.network.context.depth > 1 and recipe.optimiser.confidence_steps > 0:
             heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)
             if (folder / "confidence.pt").exists():
@@ -142,10 +151,13 @@ class SecondStage:
 @contextmanager
 def _views(
     recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
-) -> Iterator[ViewWorkers]:
-    """Workers that fill the cache of a run; entered once there are enough scenes to begin."""
+) -> Iterator[tuple[ViewWorkers, PairCache | None]]:
+    """Workers that fill the caches of a run, of scenes and of pairs of other sources; entered once there are
+    enough scenes to begin."""
     cache = ViewCache(options.views_folder, recipe, photos)
-    with ViewWorkers(cache, photos, options.view_workers, log) as workers:
+    with ExitStack() as stack:
+        workers = stack.enter_context(ViewWorkers(cache, photos, options.view_workers, log))
+        described = _described_pairs(stack, recipe, photos, options, log)
         enough = min(ENOUGH_SCENES, workers.wanted)
         while len(cache.ready()) < enough:
             working = workers.alive()
@@ -156,7 +168,20 @@ def _views(
                 raise Stopped
             time.sleep(0.2)
         log(f"{len(cache.ready())} of {workers.wanted} scenes ready in {cache.folder}")
-        yield workers
+        yield workers, described
+
+
+def _described_pairs(
+    stack: ExitStack, recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log
+) -> PairCache | None:
+    """Pairs of other sources, with a worker that makes what is missing as long as `stack` is open."""
+    if not recipe.sources.share:
+        return None
+    root = options.views_folder
+    cache = PairCache(root, recipe, photos, options.rendered, options.real)
+    stack.enter_context(ViewWorkers(cache, photos, 1, log))
+    log(f"{len(cache.ready())} of {cache.wanted} pairs ready in {cache.folder}")
+    return cache
 
 
 def _validation_pairs(
@@ -169,4 +194,15 @@ def _validation_pairs(
             raise Stopped
     if album.unreadable:
         log(f"skipped {len(album.unreadable)} validation photos that cannot be read")
-    return validation_pairs(PairSampler(cache, recipe.pair, 0), recipe.validation_pairs, VALIDATION_POINTS)
+    sampler = PairSampler(cache, recipe.pair, 0)
+    if not recipe.sources.share:
+        return validation_pairs(sampler, recipe.validation_pairs, VALIDATION_POINTS)
+    # Stored views are not of the photos held out, so that relief stands for them here.
+    sources = replace(recipe.sources, pairs=recipe.validation_scenes, rendered=0.0, real=0.0, relief=1.0)
+    ours = replace(ours, sources=sources)
+    described = PairCache(options.views_folder, ours, photos)
+    for _ in described.make(described.album(photos), range(described.wanted)):
+        if stopped():
+            raise Stopped
+    mixed = MixedSampler(cache, described, ours, 0)
+    return validation_pairs(mixed, recipe.validation_pairs, VALIDATION_POINTS)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.lab.train.pairs import PairBatch, ViewPair, collate, reproject, unrelated
+from matcher.lab.train.pairs import PairBatch, ViewPair, carried, collate, reproject, unrelated
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, ViewCache
 
@@ -113,8 +113,8 @@ def window_centres(
     """A point of view 0 and where it lies in view 1; None where nothing is common."""
     if not len(view0.keypoints):
         return None, None
-    candidates = view0.keypoints[rng.choice(len(view0.keypoints), 8)]
-    moved = reproject(candidates, view0, view1)
+    chosen = rng.choice(len(view0.keypoints), 8)
+    candidates, moved = view0.keypoints[chosen], carried(view0.select(chosen), view1)[0]
     common = np.flatnonzero(np.isfinite(moved[:, 0]))
     return (candidates[common[0]], moved[common[0]]) if len(common) else (None, None)
 

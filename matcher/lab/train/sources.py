@@ -11,7 +11,7 @@ import numpy as np
 
 from matcher.errors import UsageError
 from matcher.lab.train.photometric import darken, disturb
-from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.photos import DrawnPhotos, PhotoSet
 from matcher.lab.train.recipe import SceneRecipe
 from matcher.lab.train.relief.source import Relief
 from matcher.lab.train.relief.textures import photo_texture
@@ -42,25 +42,26 @@ class Planes:
             UsageError: not one photo can be read.
         """
         for _ in range(ATTEMPTS):
-            views = self._views(rng, replace(self.scene, width=size[0], height=size[1]))
+            photos = DrawnPhotos(self.photos)
+            views = self._views(photos, rng, replace(self.scene, width=size[0], height=size[1]))
             positions0, positions1 = plane_positions(*views), plane_positions(*views[::-1])
             if min((positions[0] >= 0).mean() for positions in (positions0, positions1)) > LEAST_SEEN:
                 break
         pixels = [
             disturb(darken(v.pixels, rng) if rng.random() < HARSH_SHARE else v.pixels, rng) for v in views
         ]
-        return PairWithTruth(*pixels, positions0, positions1, source="planes")
+        return PairWithTruth(*pixels, positions0, positions1, "planes", frozenset(photos.names))
 
-    def _views(self, rng: np.random.Generator, scene: SceneRecipe) -> tuple[View, View]:
+    def _views(self, photos: DrawnPhotos, rng: np.random.Generator, scene: SceneRecipe) -> tuple[View, View]:
         spatial = rng.random() < scene.spatial_share
         count = int(rng.integers(3, 6)) if spatial else 1
-        planes = build_planes([photo_texture(self.photos, rng, 640) for _ in range(count)], scene, rng)
+        planes = build_planes([photo_texture(photos, rng, 640) for _ in range(count)], scene, rng)
         views = []
         for _ in range(2):
             camera = place_camera(scene, spatial, rng)
             backdrop = np.full((scene.height, scene.width), int(rng.integers(256)), np.uint8)
             if rng.random() < 0.5:
-                backdrop = cv2.resize(photo_texture(self.photos, rng), backdrop.shape[::-1])
+                backdrop = cv2.resize(photo_texture(photos, rng), backdrop.shape[::-1])
             views.append(render(planes, camera, backdrop))
         return views[0], views[1]
 

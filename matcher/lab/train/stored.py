@@ -13,6 +13,7 @@ poses, 0 unknown; the centre of the first pixel is (0, 0). Views of one group se
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -54,6 +55,11 @@ class StoredSet:
     def name(self) -> str:
         """The folder's name."""
         return self.folder.name
+
+    @property
+    def place(self) -> str:
+        """What it shows: sets of one place are named after it and a number, as `place_7` or `place-1`."""
+        return re.sub(r"[-_]\d+$", "", self.name)
 
 
 def find_sets(root: Path) -> list[StoredSet]:
@@ -166,7 +172,7 @@ class StoredViews:
             if min((p[0] >= 0).mean() for p in (positions0, positions1)) > LEAST_SEEN:
                 change = disturb if self.source == "real" else capture
                 pixels = (change(view.pixels, rng) for view in framed)
-                shows = frozenset({self.sets[number].name})
+                shows = frozenset({self.sets[number].place})
                 return PairWithTruth(*pixels, positions0, positions1, self.source, shows)
         raise UsageError(f"{self.sets[0].folder.parent}: hardly any pair of views shows anything in common")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -112,6 +113,26 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
         )
     model.load_state_dict({**wanted, **found})
     return not foreign
+
+
+@torch.no_grad()
+def blend_with_start(model: MatchingNetwork, start: str, share: float) -> None:
+    """Mix the parameters that a run began with into those that it found (Wortsman et al., WiSE-FT, 2022): a
+    little of what it gained is lost, and more of what it forgot comes back.
+
+    Args:
+        model: the outcome of the run; changed in place.
+        start: a shipped name or the path of a weights file.
+        share: of the start, 0 to 1.
+
+    Raises:
+        IntegrityError, UsageError: as `continue_from`.
+    """
+    before = copy.deepcopy(model)
+    if not continue_from(before, start):
+        raise UsageError("optimiser.start_share: the start is of another front end, so it cannot be mixed in")
+    for value, first in zip(model.parameters(), before.parameters(), strict=True):
+        value.lerp_(first.to(value.device), share)
 
 
 def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from matcher.data.features import Features
-from matcher.lab.train.pairs import ViewPair, reproject, to_features, true_assignment
+from matcher.lab.train.pairs import ViewPair, carried, to_features, true_assignment
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.sampler import PairSampler
 from matcher.lab.train.views import CachedView
@@ -52,11 +52,14 @@ def _judge(
     """Precision (NaN without matches), recall (NaN where nothing can be matched) and matches of one pair."""
     matches = matcher(*(Features.stack([to_features(view)]) for view in (view0, view1)))[0]
     truth = true_assignment(view0, view1, recipe)
-    there = np.linalg.norm(reproject(matches.points0, view0, view1) - matches.points1, axis=1)
-    back = np.linalg.norm(reproject(matches.points1, view1, view0) - matches.points0, axis=1)
-    error = (there + back) / 2
-    correct = np.nan_to_num(error, nan=np.inf) < recipe.match_distance
+    (moved0, known0), (moved1, known1) = carried(view0, view1), carried(view1, view0)
+    at0, at1 = matches.indices.T
+    there = np.linalg.norm(moved0[at0] - view1.keypoints[at1], axis=1)
+    back = np.linalg.norm(moved1[at1] - view0.keypoints[at0], axis=1)
+    error = (np.where(known0[at0], there, back) + np.where(known1[at1], back, there)) / 2
+    judged = known0[at0] | known1[at1]
+    correct = np.nan_to_num(error[judged], nan=np.inf) < recipe.match_distance
     found = truth.partner0[matches.indices[:, 0]] == matches.indices[:, 1]
     possible = (truth.partner0 >= 0).sum()
-    precision = correct.mean() if len(matches) else np.nan
+    precision = correct.mean() if len(correct) else np.nan
     return float(precision), float(found.sum() / possible) if possible else np.nan, len(matches)

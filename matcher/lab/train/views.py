@@ -69,6 +69,11 @@ class ViewCache:
     def __init__(self, root: Path, recipe: Recipe, photos: Sequence[Path]) -> None:
         self.recipe = recipe
         self.folder = _own_folder(root, recipe, photos_digest(photos))
+        self.wanted = recipe.scene.scenes
+
+    def album(self, photos: Sequence[Path]) -> PhotoSet:
+        """The photos as `make` wants them."""
+        return PhotoSet(photos)
 
     def path(self, scene: int) -> Path:
         """Where a scene is kept."""
@@ -136,9 +141,8 @@ class ViewCache:
 def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
     """The folder of these views: named after scene recipe, seed and front end, and photos if others came
     first."""
-    kind, plain = recipe.network.kind, root / f"views-{fingerprint(recipe.scene)}-{recipe.seed}"
-    if kind != "sift":
-        plain = plain.with_name(f"{plain.name}-{kind}-{read_manifest()[kind].sha256[:8]}")
+    name = f"views-{fingerprint(recipe.scene)}-{recipe.seed}{front_end_note(recipe.network.kind)}"
+    plain = root / name
     if plain.exists():
         note = plain / "photos"
         # A cache without a note comes from before there were notes; it is taken as it is.
@@ -148,6 +152,11 @@ def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
     plain.mkdir(parents=True, exist_ok=True)
     (plain / "photos").write_text(digest, encoding="utf-8")
     return plain
+
+
+def front_end_note(kind: str) -> str:
+    """What the name of a cache says of its front end; nothing of SIFT, which has no weights."""
+    return "" if kind == "sift" else f"-{kind}-{read_manifest()[kind].sha256[:8]}"
 
 
 def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]:
@@ -171,18 +180,23 @@ def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]
 def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
     """The features of a rendered view after photometric change."""
     kind, size = recipe.network.kind, (recipe.scene.width, recipe.scene.height)
-    pixels = disturb(view.pixels, rng)
-    if kind == "sift":
-        config = ExtractorConfig(max_keypoints=recipe.scene.max_keypoints)
-        points, scales, angles, _, descriptors = detect_sift(pixels, None, config)
-        descriptors = descriptors.clip(0, 255).astype(np.uint8)
-    else:
-        (features,) = _extractor(kind, recipe.scene.max_keypoints)([Image(pixels, size)])
-        points = features.keypoints.numpy()
-        scales = angles = np.zeros(len(points), np.float32)
-        descriptors = (features.descriptors * 127).round().numpy().astype(np.int8)
+    found = describe(disturb(view.pixels, rng), kind, recipe.scene.max_keypoints)
     labels = view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy()
-    return CachedView(points, scales, angles, descriptors, labels, view.homographies, size, kind=kind)
+    return CachedView(*found, labels, view.homographies, size, kind=kind)
+
+
+def describe(
+    pixels: np.ndarray, kind: str, max_keypoints: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Keypoints, scales, angles and descriptors of a grey picture, as a `CachedView` keeps them."""
+    if kind == "sift":
+        found = detect_sift(pixels, None, ExtractorConfig(max_keypoints=max_keypoints))
+        points, scales, angles, _, descriptors = found
+        return points, scales, angles, descriptors.clip(0, 255).astype(np.uint8)
+    (features,) = _extractor(kind, max_keypoints)([Image(pixels, pixels.shape[::-1])])
+    nothing = np.zeros(len(features.keypoints), np.float32)
+    descriptors = (features.descriptors * 127).round().numpy().astype(np.int8)
+    return features.keypoints.numpy(), nothing, nothing, descriptors
 
 
 @cache

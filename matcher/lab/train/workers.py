@@ -12,7 +12,7 @@ from types import TracebackType
 import cv2
 
 from matcher.errors import MatcherError
-from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.described import PairCache
 from matcher.lab.train.views import ViewCache
 
 
@@ -20,10 +20,10 @@ class ViewWorkers:
     """Worker processes that fill a cache, stopped when the `with` block ends."""
 
     def __init__(
-        self, cache: ViewCache, photos: Sequence[Path], count: int, log: Callable[[str], None]
+        self, cache: ViewCache | PairCache, photos: Sequence[Path], count: int, log: Callable[[str], None]
     ) -> None:
         self.cache, self._log = cache, log
-        self.wanted = cache.recipe.scene.scenes
+        self.wanted = cache.wanted
         self._unreadable: set[Path] = set()
         spawn = multiprocessing.get_context("spawn")
         self._reports: SimpleQueue = spawn.SimpleQueue()
@@ -75,7 +75,9 @@ class ViewWorkers:
             self._log(f"skipped {len(self._unreadable)} photos that cannot be read: {names}{more}")
 
 
-def make_views(cache: ViewCache, photos: Sequence[Path], scenes: Sequence[int], reports: SimpleQueue) -> None:
+def make_views(
+    cache: ViewCache | PairCache, photos: Sequence[Path], scenes: Sequence[int], reports: SimpleQueue
+) -> None:
     """Fill a cache; the body of a worker process.
 
     Reports lists of unreadable photos, or the error that ended the work. Ends with the parent, even if that
@@ -83,7 +85,7 @@ def make_views(cache: ViewCache, photos: Sequence[Path], scenes: Sequence[int], 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     cv2.setNumThreads(1)
-    parent, album, told = multiprocessing.parent_process(), PhotoSet(photos), 0
+    parent, album, told = multiprocessing.parent_process(), cache.album(photos), 0
     try:
         for _ in cache.make(album, scenes):
             if len(album.unreadable) > told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,11 @@ from matcher.errors import UsageError
 from matcher.match.mutual import mutual_matches
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
+from matcher.match.steering import STEERABLE, TURNS, aligned, turned_by
 
+SHARE_ENOUGH = 0.04  # of the points of the smaller picture; with fewer matches the opposite turn is tried
+LEAST_CONVINCING = 0.5  # of that share, which the opposite turn must reach to be believed
+MORE_BY = 1.25  # and how many times the matches
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,9 +65,28 @@ class AttentionMatcher:
         Raises:
             UsageError: features of another front end or descriptor size.
         """
-        moved = [f.to(self.device) for f in (features0, features1)]
-        prediction = self.model(*moved)
-        return [self.read(pair, b, *moved) for b, pair in enumerate(prediction.pairs)]
+        features0, features1 = (f.to(self.device) for f in (features0, features1))
+        if self.model.config.kind != STEERABLE or features0.descriptors.shape[0] != len(features1.mask):
+            return self._matches(features0, features1)
+        features1 = aligned(features0, features1, STEERABLE)
+        found = self._matches(features0, features1)
+        enough = [
+            SHARE_ENOUGH * min(counts)
+            for counts in zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
+        ]
+        few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
+        if few:
+            # Seen from the other side of a table, a picture is upside down, and what descriptors have in
+            # common says so less clearly than what the network makes of it.
+            opposite = turned_by(_entries(features1, few), TURNS // 2)
+            for b, other in zip(few, self._matches(_entries(features0, few), opposite), strict=True):
+                if len(other) > max(enough[b] * LEAST_CONVINCING, MORE_BY * len(found[b])):
+                    found[b] = other
+        return found
+
+    def _matches(self, features0: Features, features1: Features) -> list[Matches]:
+        prediction = self.model(features0, features1, align=False)
+        return [self.read(pair, b, features0, features1) for b, pair in enumerate(prediction.pairs)]
 
     def read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
         """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
@@ -90,6 +114,12 @@ class AttentionMatcher:
             kept0=len(pair.index0),
             kept1=len(pair.index1),
         )
+
+
+def _entries(features: Features, chosen: list[int]) -> Features:
+    """Some pictures of a batch."""
+    values = {f.name: getattr(features, f.name) for f in fields(features) if f.name != "kind"}
+    return replace(features, **{name: value[chosen] for name, value in values.items() if value is not None})
 
 
 def off_border(features: Features, border: int) -> Tensor:

@@ -119,13 +119,14 @@ class MatchingNetwork(nn.Module):
         if absent := [name for name in needed if getattr(features, name) is None]:
             raise UsageError(f"this matcher needs Features.{absent[0]}, which its own front end gives")
 
-    def tokens(self, features0: Features, features1: Features) -> Tokens:
-        """The valid points of a batch of B pairs as packed tokens; raises as `check` does."""
+    def tokens(self, features0: Features, features1: Features, *, align: bool = True) -> Tokens:
+        """The valid points of B pairs as packed tokens, descriptors turned to fit; raises as `check` does."""
         for features in (features0, features1):
             self.check(features)
         if features0.mask.shape[0] != features1.mask.shape[0]:
             raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
-        features1 = aligned(features0, features1, self.config.kind)
+        if align:
+            features1 = aligned(features0, features1, self.config.kind)
         masks = (features0.mask, features1.mask)
         counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
         columns = []
@@ -192,9 +193,9 @@ class MatchingNetwork(nn.Module):
             scores[..., :-1, :-1] += agreement
         return scores
 
-    def forward(self, features0: Features, features1: Features) -> Prediction:
+    def forward(self, features0: Features, features1: Features, *, align: bool = True) -> Prediction:
         """Assignments of B pairs (both arguments batched), with early exit and pruning as configured."""
-        tokens = self.tokens(features0, features1)
+        tokens = self.tokens(features0, features1, align=align)
         found: dict[int, PairPrediction] = {}
         for together in groups(tokens):
             for state in self.run(together):

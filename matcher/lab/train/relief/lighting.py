@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
+from matcher.lab.train.relief.render import Camera, reached
 from matcher.lab.train.relief.surfaces import Surface
 
 FINE, COARSE = 30, 10  # samples of light along either side of a surface: of large ones, and of others
@@ -30,24 +31,24 @@ def draw_lights(low: np.ndarray, high: np.ndarray, rng: np.random.Generator) -> 
     return Lights(rng.uniform(low, high, (count, 3)), powers, float(rng.choice([0.08, 0.25, 0.6])))
 
 
-def lit(
-    surfaces: list[Surface], lights: Lights, viewer: np.ndarray, rng: np.random.Generator
-) -> list[Surface]:
-    """The surfaces with textures as bright as light and exposure make them; `viewer` (3,) sees highlights."""
+def lit(surfaces: list[Surface], lights: Lights, camera: Camera, rng: np.random.Generator) -> list[Surface]:
+    """The surfaces that a camera can see with textures as bright as light and exposure make them."""
     samples = [_samples(surface) for surface in surfaces]
     points = np.concatenate([grid.reshape(-1, 3) for grid in samples])
     normals = np.concatenate(
         [np.tile(s.facing, (g.shape[0] * g.shape[1], 1)) for s, g in zip(surfaces, samples, strict=True)]
     )
     gloss = np.concatenate([np.full(g[..., 0].size, s.gloss) for s, g in zip(surfaces, samples, strict=True)])
-    light, highlight = _received(points, normals, gloss, surfaces, lights, viewer)
-    exposure = rng.uniform(0.75, 1.15) / max(float(np.percentile(light, 70)), 1e-6)
+    light, highlight = _received(points, normals, gloss, surfaces, lights, camera.centre)
+    exposure = rng.uniform(0.5, 1.05) / max(float(np.percentile(light, 80)), 1e-6)
     done, at = [], 0
     for surface, grid in zip(surfaces, samples, strict=True):
         count, shape = grid[..., 0].size, grid.shape[:2]
-        maps = [values[at : at + count].reshape(shape) * exposure for values in (light, highlight)]
-        done.append(_exposed(surface, *maps, lights))
         at += count
+        if reached(surface, camera) is None:
+            continue
+        maps = [values[at - count : at].reshape(shape) * exposure for values in (light, highlight)]
+        done.append(_exposed(surface, *maps, lights))
     return done
 
 

@@ -15,7 +15,8 @@ from matcher.lab.train.posed import NOTHING, PosedView
 from matcher.lab.train.relief.surfaces import Surface
 
 NEAR = 0.05  # metres; what is nearer to the camera is cut off
-LAYERS, SECANTS = 8, 3
+LAYERS, SECANTS = (3, 10), 3  # fewest and most layers
+LAYER_TEXELS = 4.0  # by which a ray moves between two layers, where that needs fewer than the most
 SUBPIXEL_BITS = 4
 
 
@@ -55,7 +56,7 @@ def render(surfaces: list[Surface], camera: Camera, backdrop: np.ndarray) -> Pos
     pixels = backdrop.copy()
     inverse_depth = np.full(backdrop.shape, NOTHING, np.float32)
     for surface in surfaces:
-        window = _window(surface, camera)
+        window = reached(surface, camera)
         if window is None:
             continue
         rows, columns, outline = window
@@ -67,7 +68,7 @@ def render(surfaces: list[Surface], camera: Camera, backdrop: np.ndarray) -> Pos
     return PosedView(pixels, inverse_depth, camera.K, camera.cam_from_world)
 
 
-def _window(surface: Surface, camera: Camera) -> tuple[slice, slice, np.ndarray] | None:
+def reached(surface: Surface, camera: Camera) -> tuple[slice, slice, np.ndarray] | None:
     """Rows and columns of the picture that a surface can reach, and its outline (N, 2) px; None if none."""
     corners = surface.corners()
     outlines = [_outline(corners @ camera.R.T + camera.t, camera.K)]
@@ -200,20 +201,17 @@ def _search(
         )
         return height - relief
 
-    shape = start[0].shape
-    upper, upper_gap = np.full(shape, top, np.float32), above(np.float32(top))
-    lower, lower_gap = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    searching = np.ones(shape, bool)
-    for layer in range(LAYERS - 1, -1, -1):
-        height = np.float32(top * layer / LAYERS)
-        gap = above(height)
-        crossed = gap <= 0
-        found = searching & crossed
-        np.copyto(lower, height, where=found)
-        np.copyto(lower_gap, gap, where=found)
-        searching &= ~crossed
-        np.copyto(upper, height, where=searching)
-        np.copyto(upper_gap, gap, where=searching)
+    moved = float(np.quantile(np.hypot(slope[0][::16, ::16], slope[1][::16, ::16]), 0.8)) * top
+    layers = int(np.clip(np.ceil(moved / LAYER_TEXELS), *LAYERS))
+    # Layers passed before the first one that lies in the relief.
+    searching, passed = np.ones(start[0].shape, bool), np.zeros(start[0].shape, np.float32)
+    for layer in range(layers - 1, 0, -1):
+        searching &= above(np.float32(top * layer / layers)) > 0
+        passed += searching
+    spacing = np.float32(top / layers)
+    upper = top - passed * spacing
+    lower = np.maximum(upper - spacing, 0)
+    upper_gap, lower_gap = np.maximum(above(upper), 1e-9), above(lower)
     for _ in range(SECANTS):
         middle = lower + (upper - lower) * (-lower_gap / np.maximum(upper_gap - lower_gap, 1e-9))
         gap = above(middle)

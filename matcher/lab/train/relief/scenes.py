@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
-from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.photos import DrawnPhotos, PhotoSet
 from matcher.lab.train.relief.surfaces import (
     Surface,
     box,
@@ -41,7 +41,7 @@ class Scene:
     lamps: tuple[np.ndarray, np.ndarray]  # corners of the space for lamps
 
 
-def draw_scene(photos: PhotoSet, rng: np.random.Generator) -> Scene:
+def draw_scene(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
     """A room, a table or a wall."""
     kind = rng.random()
     if kind < 0.45:
@@ -49,7 +49,7 @@ def draw_scene(photos: PhotoSet, rng: np.random.Generator) -> Scene:
     return _table(photos, rng) if kind < 0.65 else _wall(photos, rng)
 
 
-def _room(photos: PhotoSet, rng: np.random.Generator) -> Scene:
+def _room(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
     """A room of six walls, mostly plain, with posters, boxes on the floor and things that hang in the air."""
     half = np.array([rng.uniform(1.2, 4), rng.uniform(1.1, 1.6), rng.uniform(1.5, 5)])
     plain = rng.uniform(0.3, 0.9)
@@ -73,7 +73,9 @@ def _room(photos: PhotoSet, rng: np.random.Generator) -> Scene:
     return Scene(surfaces, low, high, targets, (-half * [0.9, 0.95, 0.9], half * [0.9, -0.1, 0.9]))
 
 
-def _wall_texture(photos: PhotoSet, plain: float, paint: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _wall_texture(
+    photos: PhotoSet | DrawnPhotos, plain: float, paint: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """(h, w) uint8 for a surface of metres: paint, a pattern, or a photo repeated like a wallpaper."""
     kind = rng.random()
     if kind < plain:
@@ -88,7 +90,7 @@ def _wall_texture(photos: PhotoSet, plain: float, paint: np.ndarray, rng: np.ran
     return cv2.add(picture, cv2.resize(grain, picture.shape[::-1]), dtype=cv2.CV_8U)
 
 
-def _poster(wall: Surface, photos: PhotoSet, rng: np.random.Generator) -> Surface:
+def _poster(wall: Surface, photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Surface:
     """A picture that hangs a few centimetres before a wall."""
     texture = draw_texture(photos, 0.15, rng)
     corners = wall.corners()
@@ -119,7 +121,9 @@ def _roughened(surface: Surface, share: float, rng: np.random.Generator) -> Surf
     return with_relief(surface, draw_heights(surface.shape, rng), share * shorter)
 
 
-def _standing_box(photos: PhotoSet, half: np.ndarray, rng: np.random.Generator) -> list[Surface]:
+def _standing_box(
+    photos: PhotoSet | DrawnPhotos, half: np.ndarray, rng: np.random.Generator
+) -> list[Surface]:
     """A box on the floor of a room of half sides `half`."""
     sides = np.array([rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.4), rng.uniform(0.2, 1.2)])
     reach = np.maximum(half - 0.6 * np.hypot(sides[0], sides[2]), 0.1)
@@ -130,7 +134,9 @@ def _standing_box(photos: PhotoSet, half: np.ndarray, rng: np.random.Generator) 
     return [replace(face, gloss=gloss) for face in box(faces, centre, sides, rng.uniform(0, 2 * np.pi))]
 
 
-def _cut_out(photos: PhotoSet, centre: np.ndarray, longer: float, rng: np.random.Generator) -> Surface:
+def _cut_out(
+    photos: PhotoSet | DrawnPhotos, centre: np.ndarray, longer: float, rng: np.random.Generator
+) -> Surface:
     """Something flat with an outline of its own: a leaf, a fence, branches."""
     outline = draw_outline(rng)
     texture = cv2.resize(draw_texture(photos, 0.5, rng), outline.shape[::-1], interpolation=cv2.INTER_AREA)
@@ -138,11 +144,11 @@ def _cut_out(photos: PhotoSet, centre: np.ndarray, longer: float, rng: np.random
     return upright(texture, centre, longer, turn, solid=outline, casts=rng.random() < 0.5)
 
 
-def _table(photos: PhotoSet, rng: np.random.Generator) -> Scene:
+def _table(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
     """Boxes and flat things on a table or floor that fills the view, seen from above."""
     half = np.array([1.5, 0.0, 1.5])
     texture = _wall_texture(photos, 0.35, plain_texture(rng), rng)
-    ground = rectangle(texture, np.zeros(3), np.array([7.0, 0, 0]), np.array([0, 0, -7.0]), casts=False)
+    ground = rectangle(texture, np.zeros(3), np.array([9.0, 0, 0]), np.array([0, 0, -9.0]), casts=False)
     if rng.random() < 0.5:
         ground = _roughened(ground, rng.uniform(0.01, 0.05), rng)
     surfaces = [ground]
@@ -156,10 +162,10 @@ def _table(photos: PhotoSet, rng: np.random.Generator) -> Scene:
     return Scene(surfaces, low, high, targets, (np.array([-3, -4, -3.0]), np.array([3, -1.2, 3])))
 
 
-def _wall(photos: PhotoSet, rng: np.random.Generator) -> Scene:
+def _wall(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
     """A wall with relief and, in front of it, tilted pictures, cut-outs and sometimes a box."""
     photo = photo_texture(photos, rng, WALL_TEXELS) if rng.random() < 0.75 else draw_texture(photos, 0.5, rng)
-    wall = upright(photo, np.array([0, 0, 3.0]), rng.uniform(3.5, 6), turned_by(25, rng), casts=False)
+    wall = upright(photo, np.array([0, 0, 3.0]), rng.uniform(4.5, 8), turned_by(25, rng), casts=False)
     if rng.random() < 0.8:
         wall = _roughened(wall, rng.uniform(0.03, 0.2), rng)
     surfaces = [replace(wall, gloss=_gloss(rng))]

@@ -9,16 +9,17 @@ import numpy as np
 
 from matcher.lab.train.framing import disturbed_lens
 from matcher.lab.train.photometric import capture
-from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.photos import DrawnPhotos, PhotoSet
 from matcher.lab.train.posed import PosedView, dense_positions
 from matcher.lab.train.relief.lighting import draw_lights, lit
 from matcher.lab.train.relief.render import Camera, render
 from matcher.lab.train.relief.scenes import Scene, draw_scene
+from matcher.lab.train.relief.textures import photo_texture
 from matcher.lab.train.truth import PairWithTruth
 
 ATTEMPTS = 8  # for the second camera, before the scene is given up
 SAME_LIGHT_SHARE = 0.5
-LENS_SHARE = 0.3
+LENS_SHARE, PHOTO_BACKDROP_SHARE = 0.3, 0.4
 LEAST_SEEN, MOST_SEEN = 0.12, 0.9
 
 
@@ -39,11 +40,12 @@ class Relief:
             UsageError: not one photo can be read.
         """
         while True:
-            scene = draw_scene(self.photos, rng)
+            photos = DrawnPhotos(self.photos)
+            scene = draw_scene(photos, rng)
             cameras = _cameras(scene, size, rng)
             if cameras is None:
                 continue
-            views = self._rendered(scene, cameras, rng)
+            views = _rendered(scene, cameras, photos, rng)
             if rng.random() < LENS_SHARE:
                 views = tuple(disturbed_lens(view, rng) for view in views)
             pair = PairWithTruth(
@@ -51,20 +53,24 @@ class Relief:
                 dense_positions(*views),
                 dense_positions(*views[::-1]),
                 source="relief",
+                photos=frozenset(photos.names),
             )
             if pair.seen > LEAST_SEEN / 2:
                 return pair
 
-    def _rendered(
-        self, scene: Scene, cameras: tuple[Camera, Camera], rng: np.random.Generator
-    ) -> tuple[PosedView, ...]:
-        lights = draw_lights(*scene.lamps, rng)
-        views = []
-        for camera in cameras:
-            backdrop = np.full(camera.size[::-1], int(rng.integers(256)), np.uint8)
-            views.append(render(lit(scene.surfaces, lights, camera.centre, rng), camera, backdrop))
-            lights = lights if rng.random() < SAME_LIGHT_SHARE else draw_lights(*scene.lamps, rng)
-        return tuple(views)
+
+def _rendered(
+    scene: Scene, cameras: tuple[Camera, Camera], photos: DrawnPhotos, rng: np.random.Generator
+) -> tuple[PosedView, ...]:
+    lights = draw_lights(*scene.lamps, rng)
+    views = []
+    for camera in cameras:
+        backdrop = np.full(camera.size[::-1], int(rng.integers(256)), np.uint8)
+        if rng.random() < PHOTO_BACKDROP_SHARE:
+            backdrop = cv2.resize(photo_texture(photos, rng), camera.size, interpolation=cv2.INTER_AREA)
+        views.append(render(lit(scene.surfaces, lights, camera, rng), camera, backdrop))
+        lights = lights if rng.random() < SAME_LIGHT_SHARE else draw_lights(*scene.lamps, rng)
+    return tuple(views)
 
 
 def _cameras(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> tuple[Camera, Camera] | None:

@@ -6,6 +6,7 @@ World axes are those of a camera that looks along z: x to the right, y down; len
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import cv2
 import numpy as np
@@ -32,7 +33,7 @@ class Surface:
         """Texels (rows, columns)."""
         return self.texture.shape[0], self.texture.shape[1]
 
-    @property
+    @cached_property
     def facing(self) -> np.ndarray:
         """(3,) unit vector towards who looks at it."""
         normal = np.cross(self.down, self.right)

@@ -7,13 +7,13 @@ from functools import cache
 import cv2
 import numpy as np
 
-from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.photos import DrawnPhotos, PhotoSet
 
 GREY = np.array([0.114, 0.587, 0.299], np.float32)  # of blue, green and red
 SIDE = 384  # texels of the longer side of what is not a photo
 
 
-def photo_texture(photos: PhotoSet, rng: np.random.Generator, longer: int = 512) -> np.ndarray:
+def photo_texture(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator, longer: int = 512) -> np.ndarray:
     """(h, w) uint8: a window of a photo, its colours mixed at random, at most `longer` texels long."""
     photo = next(iter(photos.draw(1, rng).values()))
     share = rng.uniform(0.4, 1)
@@ -60,7 +60,7 @@ def pattern_texture(rng: np.random.Generator) -> np.ndarray:
     return (picture + _grain(rng) * rng.uniform(0, 12)).clip(0, 255).astype(np.uint8)
 
 
-def draw_texture(photos: PhotoSet, plain_share: float, rng: np.random.Generator) -> np.ndarray:
+def draw_texture(photos: PhotoSet | DrawnPhotos, plain_share: float, rng: np.random.Generator) -> np.ndarray:
     """(h, w) uint8: plain in `plain_share` of the cases, else mostly photos."""
     kind = rng.random()
     if kind < plain_share:

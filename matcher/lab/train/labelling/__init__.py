@@ -1,0 +1,1 @@
+"""Depth and poses for pictures of real places: structure from motion, dense stereo, and what agrees."""

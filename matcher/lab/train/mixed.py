@@ -1,0 +1,54 @@
+"""Batches of pairs from scenes of planes and from other sources, in the shares of the recipe."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from matcher.lab.train.described import DescribedPair, PairCache
+from matcher.lab.train.pairs import ViewPair, unrelated
+from matcher.lab.train.recipe import Recipe
+from matcher.lab.train.sampler import STRANGER_ATTEMPTS, PairSampler
+from matcher.lab.train.views import ViewCache
+
+
+class MixedSampler(PairSampler):
+    """As `PairSampler`, with a share of the pairs from a second cache.
+
+    Args:
+        cache: scenes of planes.
+        described: pairs of other sources.
+        recipe: shares, and how pairs are drawn.
+        seed: of the draws.
+    """
+
+    def __init__(self, cache: ViewCache, described: PairCache, recipe: Recipe, seed: int) -> None:
+        super().__init__(cache, recipe.pair, seed)
+        self.described, self.share = described, recipe.sources.share
+        self.numbers = described.ready()
+
+    def refresh(self) -> None:
+        """Take in what was made meanwhile."""
+        super().refresh()
+        self.numbers = self.described.ready()
+
+    def draw(self, rng: np.random.Generator) -> ViewPair:
+        """A pair of either kind, or strangers."""
+        if len(self.numbers) < 2 or rng.random() >= self.share:
+            return super().draw(rng)
+        if rng.random() < self.recipe.negative_share:
+            strangers = self._unrelated(rng)
+            if strangers is not None:
+                return strangers
+        return self._read(rng)
+
+    def _read(self, rng: np.random.Generator) -> DescribedPair:
+        view0, view1 = self.described.read(int(rng.choice(self.numbers)))
+        return (view0, view1) if rng.random() < 0.5 else (view1, view0)
+
+    def _unrelated(self, rng: np.random.Generator) -> ViewPair | None:
+        """Pictures of two pairs that show nothing in common; None where chance finds none."""
+        for _ in range(STRANGER_ATTEMPTS):
+            view0, view1 = self._read(rng)[0], self._read(rng)[1]
+            if not view0.shows & view1.shows:
+                return unrelated(view0), unrelated(view1)
+        return None

@@ -1,0 +1,155 @@
+"""Pairs of other sources: described, kept, drawn, and mixed with those of planes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from training_data import TINY, write_photos
+
+from matcher.data.photos import find_pictures
+from matcher.errors import IntegrityError, UsageError
+from matcher.lab.train.described import CarriedView, PairCache
+from matcher.lab.train.loop import RunOptions
+from matcher.lab.train.mixed import MixedSampler
+from matcher.lab.train.pairs import IGNORED, UNMATCHED, carried, true_assignment, unrelated
+from matcher.lab.train.photos import PhotoSet
+from matcher.lab.train.recipe import PairRecipe, SourceRecipe
+from matcher.lab.train.run import train
+from matcher.lab.train.trainer import blend_with_start
+from matcher.lab.train.truth import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE
+from matcher.lab.train.validation import validate
+from matcher.lab.train.views import ViewCache
+from matcher.match.network.model import MatchingNetwork
+from matcher.weights.files import load_model, save_model
+
+MIXED = replace(
+    TINY, sources=SourceRecipe(pairs=4, share=0.6, width=160, height=120, max_keypoints=200, planes=0.5)
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("described")
+    write_photos(folder / "photos", 8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(place):
+    photos = find_pictures(place / "photos")
+    made = PairCache(place / "cache", MIXED, photos)
+    assert list(made.make(made.album(photos), range(4))) == [0, 1, 2, 3]
+    return made
+
+
+def view(points, moved, states, rng):
+    count = len(points)
+    return CarriedView(
+        keypoints=np.float32(points),
+        scales=np.ones(count, np.float32),
+        angles=np.zeros(count, np.float32),
+        descriptors=rng.integers(0, 256, (count, 128)).astype(np.uint8),
+        labels=np.zeros((0, 0), np.uint8),
+        homographies=np.zeros((0, 3, 3)),
+        size=(160, 120),
+        carried=np.float32(moved),
+        states=np.int8(states),
+    )
+
+
+def test_what_is_not_known_is_neither_matched_nor_unmatched(rng):
+    nowhere = [np.nan, np.nan]
+    view0 = view(
+        [[10, 10], [40, 40], [70, 70], [90, 90]],
+        [[12, 10], nowhere, nowhere, [94, 90]],
+        [SEEN_STATE, HIDDEN_STATE, UNKNOWN_STATE, SEEN_STATE],
+        rng,
+    )
+    view1 = view(
+        [[12.5, 10], [42, 40], [72, 70], [94, 91]],
+        [[10.5, 10], nowhere, nowhere, nowhere],
+        [SEEN_STATE, UNKNOWN_STATE, HIDDEN_STATE, UNKNOWN_STATE],
+        rng,
+    )
+    truth = true_assignment(view0, view1, PairRecipe())
+    # The last pair is decided by view 0 alone.
+    assert truth.partner0.tolist() == [0, UNMATCHED, IGNORED, 3]
+    assert truth.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
+    assert np.isnan(truth.place0[1:3]).all() and truth.place0[0].tolist() == [12, 10]
+    alone = true_assignment(unrelated(view0), unrelated(view1), PairRecipe())
+    assert (alone.partner0 == UNMATCHED).all() and (alone.partner1 == UNMATCHED).all()
+
+
+def test_pairs_are_kept_and_made_once(cache, place):
+    assert cache.ready() == [0, 1, 2, 3]
+    view0, _ = cache.read(2)
+    assert len(view0.keypoints) > 30 and view0.kind == "sift" and view0.size == (160, 120)
+    assert np.isfinite(view0.carried).all(1).tolist() == view0.seen.tolist()
+    assert 0.05 < view0.seen.mean() < 1
+    again = PairCache(place / "cache", MIXED, find_pictures(place / "photos"))
+    assert again.folder == cache.folder and list(again.make(PhotoSet([]), range(4))) == []
+    few = view0.select(np.array([3, 1]))
+    assert few.carried.tolist() == view0.carried[[3, 1]].tolist() or np.isnan(few.carried).any()
+    other = replace(MIXED, sources=replace(MIXED.sources, relief=0.1))
+    assert PairCache(place / "cache", other, find_pictures(place / "photos")).folder != cache.folder
+
+
+def test_truth_of_both_sides_agrees(cache):
+    """A point carried there and back comes home."""
+    for number in range(4):
+        view0, view1 = cache.read(number)
+        truth = true_assignment(view0, view1, PairRecipe())
+        rows = np.flatnonzero(truth.partner0 >= 0)
+        assert (truth.partner1[truth.partner0[rows]] == rows).all()
+        moved, known = carried(view0, view1)
+        error = np.linalg.norm(moved[rows] - view1.keypoints[truth.partner0[rows]], axis=1)
+        assert known[rows].mean() > 0.9 and np.nanmax(error) < 8
+
+
+def test_damaged_pairs_are_named(cache):
+    good = cache.path(3).read_bytes()
+    cache.path(3).write_bytes(good[:100])
+    with pytest.raises(IntegrityError, match="000003"):
+        cache.read(3)
+    cache.path(3).write_bytes(good)
+
+
+def test_batches_mix_both_kinds(cache, place):
+    photos = find_pictures(place / "photos")
+    views = ViewCache(place / "cache", TINY, photos)
+    assert len(list(views.make(PhotoSet(photos), range(6)))) == 6
+    sampler = MixedSampler(views, cache, MIXED, 3)
+    rng = np.random.default_rng(0)
+    kinds = [isinstance(sampler.draw(rng)[0], CarriedView) for _ in range(60)]
+    assert 0.3 < np.mean(kinds) < 0.9
+    first, again = sampler.batch(5), sampler.batch(5)
+    assert torch.equal(first.partner0, again.partner0) and len(first) == 4
+    pairs = [cache.read(number) for number in range(2)]
+    scores = validate(MatchingNetwork(MIXED.network), pairs, MIXED.pair)
+    assert 0 <= scores["f1"] <= 1
+
+
+def test_a_run_takes_both(place):
+    lines = []
+    weights = train(MIXED, RunOptions(place / "photos", None, place / "runs" / "mixed"), lines.append)
+    assert weights.exists() and any("pairs ready" in line for line in lines)
+
+
+def test_a_share_needs_pairs():
+    wrong = [text for kept, text in replace(MIXED, sources=SourceRecipe(share=0.5)).demands() if not kept]
+    assert wrong == ["sources.pairs: at least 2 where sources.share is above 0"]
+
+
+def test_the_start_is_mixed_in(tmp_path):
+    torch.manual_seed(0)
+    first, found = MatchingNetwork(TINY.network), MatchingNetwork(TINY.network)
+    save_model(first, tmp_path / "first.safetensors", {})
+    start = {n: v.clone() for n, v in load_model(str(tmp_path / "first.safetensors"))[0].state_dict().items()}
+    before = {name: value.clone() for name, value in found.state_dict().items()}
+    blend_with_start(found, str(tmp_path / "first.safetensors"), 0.25)
+    for name, value in found.named_parameters():
+        torch.testing.assert_close(value.detach(), 0.75 * before[name] + 0.25 * start[name])
+    other = MatchingNetwork(replace(TINY.network, kind="learned", descriptor_dim=64))
+    with pytest.raises(UsageError, match="start"):
+        blend_with_start(other, str(tmp_path / "first.safetensors"), 0.5)
