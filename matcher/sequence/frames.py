@@ -46,7 +46,14 @@ class FrameLinks:
 
 @dataclass(frozen=True, eq=False)
 class FrameResult:
-    """Everything known of one frame when it has been seen."""
+    """Everything known of one frame when it has been seen; `Tracker.push` returns it.
+
+    >>> import matcher, numpy as np
+    >>> frame = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    >>> result = matcher.Tracker("nearest", max_keypoints=200).push(frame)
+    >>> result.index, result.size, len(result.keypoints) == len(result.track_ids)
+    (0, (320, 240), True)
+    """
 
     index: int  # frames pushed before it
     timestamp: float | None  # as it was given

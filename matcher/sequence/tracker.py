@@ -35,10 +35,13 @@ from matcher.sequence.stereo import depths_of, partners, within
 class Tracker:
     """Follows points through frames that come in order; what it says of each is NumPy.
 
-        tracker = matcher.Tracker(camera=matcher.Camera(fx, fy, cx, cy), max_keypoints=512)
-        for picture, time in frames:
-            result = tracker.push(picture, time)
-            result.keypoints, result.track_ids, result.world_from_cam
+    >>> import matcher, numpy as np
+    >>> tracker = matcher.Tracker("nearest", max_keypoints=200)
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 340), dtype=np.uint8)
+    >>> for shift in (0, 4):
+    ...     result = tracker.push(scene[:, shift : shift + 320])
+    >>> result.index, bool(result.track_lengths.max() == 2)
+    (1, True)
 
     A frame's features are extracted once and matched to the last one by the first half of the layers, which
     views so near are content with; links to the keyframe follow from tracks and a search near them. Blank,
