@@ -58,6 +58,15 @@ Steps = Annotated[
         "--steps", min=1, help="Training steps instead of the recipe's; also a limit for its second stage."
     ),
 ]
+BatchScale = Annotated[
+    int,
+    typer.Option(
+        "--batch-scale",
+        min=1,
+        metavar="N",
+        help="Batches N times as large as the recipe's, for a GPU; recorded in the run and the weights file.",
+    ),
+]
 
 
 def train(
@@ -69,6 +78,7 @@ def train(
     threads: Threads = None,
     view_workers: ViewWorkers = 1,
     steps: Steps = None,
+    batch_scale: BatchScale = 1,
 ) -> None:
     """Train a matcher or a front end on your photos, in views rendered from them.
 
@@ -86,7 +96,7 @@ def train(
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
-    chosen = _recipe(recipe, steps)
+    chosen = enlarged(_recipe(recipe, steps), batch_scale)
     photos, validation = _folders(photos, validation)
     run = run or Path("runs") / chosen.name
     with _stop_signals() as received:
@@ -123,6 +133,15 @@ def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRec
     if hasattr(recipe.optimiser, "confidence_steps"):
         changes["confidence_steps"] = min(steps, recipe.optimiser.confidence_steps)
     return replace(recipe, optimiser=replace(recipe.optimiser, **changes))
+
+
+def enlarged(recipe: Recipe | FrontEndRecipe, scale: int) -> Recipe | FrontEndRecipe:
+    """The recipe with batches `scale` times as large."""
+    if hasattr(recipe, "picture"):
+        pairs = scale * recipe.picture.pairs_per_batch
+        return replace(recipe, picture=replace(recipe.picture, pairs_per_batch=pairs))
+    points = scale * recipe.pair.points_per_batch
+    return replace(recipe, pair=replace(recipe.pair, points_per_batch=points))
 
 
 def _folders(photos: Path | None, validation: Path | None) -> tuple[Path, Path | None]:
