@@ -81,7 +81,7 @@ def track(
         epipolar_window=epipolar_window,
         **given,
     )
-    with _recordings(output or [], show_live, pinhole) as recordings:
+    with _recordings(output or [], show_live) as recordings:
         log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
     return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
 
