@@ -33,13 +33,13 @@ try:
     )
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
-places = [f.keypoints.numpy() for f in features]
+keypoints = [f.keypoints.numpy() for f in features]
 partner = dict(told.matches.tolist()).get(asked)
 gone = told.fates[0][asked]
 found = f"pruned after layer {gone}" if gone > 0 else "no match"
 if partner is not None:
-    found = f"matched to {np.round(places[1][partner]).astype(int).tolist()}"
-title = f"{pipeline.preset}, keypoint at {np.round(places[0][asked]).astype(int).tolist()}, {found}"
+    found = f"matched to {np.round(keypoints[1][partner]).astype(int).tolist()}"
+title = f"{pipeline.preset}, keypoint at {np.round(keypoints[0][asked]).astype(int).tolist()}, {found}"
 number = args.layer or len(told.layers)
 if not 1 <= number <= len(told.layers):
     parser.error(f"layers 1 to {len(told.layers)} ran")
@@ -52,19 +52,22 @@ if args.picture == "entropy":
     save_figure(draw_entropies(*tables, limit=limit, title=f"entropy of attention: {title}"), args.output)
     parser.exit()
 if args.picture == "rollout":
-    flow, count, heads = told.rollout[0][0], len(places[0]), []
-    for part, side in ((flow[:count], places[0]), (flow[count:], places[1])):
+    flow, count, heads = told.rollout[0][0], len(keypoints[0]), []
+    for part, side in ((flow[:count], keypoints[0]), (flow[count:], keypoints[1])):
         best = np.argsort(-part)[:40]
         heads.append([(side[best], part[best])])
     names, title = ["share of what it knows"], f"attention rollout over {len(told.layers)} layers: {title}"
 else:
     layer, heads, names = told.layers[number - 1], [], None
-    for attention, side in ((layer.self_attention[0], places[0]), (layer.cross_attention[0], places[1])):
+    for attention, side in (
+        (layer.self_attention[0], keypoints[0]),
+        (layer.cross_attention[0], keypoints[1]),
+    ):
         pairs = zip(attention.points[0], attention.weights[0], strict=True)
         heads.append([(side[points[points >= 0]], weights[points >= 0]) for points, weights in pairs])
     title = f"attention at layer {number} of {pipeline.layers}: {title}"
 images = [pipeline.read(path) for path in (args.image0, args.image1)]
-point = tuple(places[0][asked])
+point = tuple(keypoints[0][asked])
 save_figure(
     draw_attention(*images, point, *heads, names=names, stacked=args.stacked, title=title), args.output
 )

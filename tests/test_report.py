@@ -113,7 +113,7 @@ def test_the_report_tells_every_layer(report):
     depth = result.matches.layers_run
     for image in data["images"]:
         shape = (len(image["asked"]), 2)
-        for layer in image["heard"]:
+        for layer in image["attention"]:
             for points, weights, entropy in layer:
                 assert len(unpacked(points, "<u2")) == len(unpacked(weights, "u1")) == shape[0] * shape[1] * 4
                 assert len(unpacked(entropy, "u1")) == shape[0] * shape[1]

@@ -8,7 +8,8 @@ import torch
 import matcher
 from matcher.data.images import read_image
 from matcher.sequence import budget
-from matcher.sequence.budget import Choice, choose, for_neighbours, limited, matching_cost, with_layers
+from matcher.sequence.budget import Choice, choose, limited, matching_cost
+from matcher.sequence.pipelines import for_neighbours, with_layers
 
 
 @pytest.fixture

@@ -54,6 +54,19 @@ def test_pairs_are_followed_measured_drawn_and_saved(folders, tmp_path, capfd):
     assert cv2.imread(str(plot)).shape[1] > 800
 
 
+@pytest.mark.parametrize("name", ["t.tum", "t.npz", "t.png"])
+def test_only_files_of_our_own_are_replaced(folders, tmp_path, capfd, name):
+    left, right, _ = folders
+    file = tmp_path / name
+    option = "--plot" if name.endswith(".png") else "--output"
+    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--frames", 2, option, file]
+    file.write_bytes(b"my own notes")
+    assert track(left, *pairs) == 2
+    assert "--overwrite" in capfd.readouterr().err and file.read_bytes() == b"my own notes"
+    assert track(left, *pairs, "--overwrite") == 0
+    assert track(left, *pairs) == 0 and file.read_bytes() != b"my own notes"
+
+
 def test_json_is_one_object(folders, capfd):
     left, right, truth = folders
     pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]

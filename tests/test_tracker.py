@@ -1,6 +1,7 @@
 import gc
 import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 from sequence_world import BASELINE, BLACK, CAMERA, RIGHT, World, truth_of
 
 import matcher
+from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
 from matcher.errors import ImageError, UsageError
 from matcher.sequence.frames import FrameResult
+from matcher.verify.estimation import RobustEstimator
 
 
 def make_tracker(world: World, **options) -> matcher.Tracker:
@@ -101,6 +104,109 @@ def test_the_old_name_still_works_and_names_the_new_one():
     with pytest.warns(DeprecationWarning, match="matcher.Tracker") as caught:
         assert matcher.Sequence is matcher.Tracker
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("size", [(320, 240), (960, 720)])
+def test_depths_stay_metric_after_the_frame_size_changes(size):
+    world = World(noise=0.05)
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    drive(tracker, world, range(2), stereo=True)
+    result = tracker.push_stereo(world.picture(2, size), world.picture(2 + RIGHT, size))
+    T = world.pose(2)
+    local = (world.places[world.seen[2]] - T[:3, 3]) @ T[:3, :3]
+    known = np.isfinite(result.depths) & np.isfinite(result.right[:, 0])
+    assert known.sum() > 50
+    assert abs(np.median(result.depths[known] / local[known, 2]) - 1) < 0.01
+    scale = size[0] / 640
+    assert result.camera.size == size
+    assert result.camera.K[:2, 2] == pytest.approx(((319.5 + 0.5) * scale - 0.5, (239.5 + 0.5) * scale - 0.5))
+    assert result.camera.fx == pytest.approx(500 * scale)
+
+
+def test_frames_of_another_shape_have_neither_pose_nor_depth():
+    world, size = World(), (640, 360)
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    drive(tracker, world, range(2), stereo=True)
+    result = tracker.push_stereo(world.picture(2, size), world.picture(2 + RIGHT, size))
+    assert (result.pose_status, result.camera, result.depths) == ("other_size", None, None)
+    assert drive(tracker, world, [3], stereo=True)[0].pose_status == "ok"
+
+
+def test_a_camera_that_says_its_size_is_rescaled_to_the_frames():
+    world = World(noise=0.05)
+    big = Camera(1000.0, 1000.0, 639.5, 479.5, size=(1280, 960))
+    result = drive(make_tracker(world, camera=big, baseline=BASELINE), world, range(2), stereo=True)[-1]
+    assert result.camera.fx == pytest.approx(500) and result.camera.cx == pytest.approx(319.5)
+    T = world.pose(1)
+    local = (world.places[world.seen[1]] - T[:3, 3]) @ T[:3, :3]
+    known = np.isfinite(result.depths)
+    assert abs(np.median(result.depths[known] / local[known, 2]) - 1) < 0.01
+    other = Camera(500.0, 500.0, 319.5, 319.5, size=(640, 640))
+    assert drive(make_tracker(world, camera=other), world, [0])[0].pose_status == "other_size"
+
+
+def test_the_pose_of_a_result_is_a_copy():
+    world = World()
+    changed, untouched = (make_tracker(world, camera=CAMERA, baseline=BASELINE) for _ in range(2))
+    for frame in range(4):
+        result = drive(changed, world, [frame], stereo=True)[0]
+        wanted = drive(untouched, world, [frame], stereo=True)[0]
+        np.testing.assert_allclose(result.world_from_cam, wanted.world_from_cam, atol=1e-9)
+        for array in (result.world_from_cam, result.cam_from_keyframe, result.depths, result.right):
+            if array is not None:
+                array[:] = 7.0
+        for links in (result.to_previous, result.to_keyframe):
+            if links is not None:
+                links.indices[:] = 0
+
+
+def test_thresholds_of_a_pipeline_are_used():
+    world = World(noise=1.0)
+    counts = []
+    for pixels in (0.2, 4.0):
+        pipeline = world.pipeline()
+        config = replace(pipeline.config, estimation=EstimationConfig(max_epipolar_error=pixels))
+        estimator = RobustEstimator(config.estimation)
+        tracker = matcher.Tracker(replace(pipeline, config=config, estimator=estimator), guided=False)
+        counts.append(drive(tracker, world, range(2))[-1].to_previous.consistent.sum())
+    assert counts[0] < 0.7 * counts[1]
+
+
+@pytest.mark.parametrize("kind", ["essential", "homography", "none"])
+def test_another_geometry_is_refused(kind):
+    with pytest.raises(UsageError, match="fundamental"):
+        matcher.Tracker("nearest", geometry=kind)
+    pipeline = World().pipeline()
+    config = replace(pipeline.config, estimation=EstimationConfig(kind=kind))
+    with pytest.raises(UsageError, match="fundamental"):
+        matcher.Tracker(replace(pipeline, config=config))
+
+
+def test_a_lens_that_distorts_is_refused():
+    lens = Camera(500, 500, 319.5, 239.5, model="SIMPLE_RADIAL", distortion=(0.1,))
+    with pytest.raises(UsageError, match="undistort"):
+        make_tracker(World(), camera=lens)
+
+
+def test_results_and_trackers_are_described_in_a_line():
+    world = World()
+    tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
+    result = drive(tracker, world, range(3), stereo=True)[-1]
+    text = repr(result)
+    assert len(text) < 160 and "\n" not in text
+    assert f"FrameResult(2, tracked, {len(result.keypoints)} keypoints" in text and "pose ok" in text
+    assert f"{result.to_previous.consistent.sum()} of {len(result.to_previous)}" in repr(result.to_previous)
+    assert repr(tracker).startswith("Tracker(custom, 3 frames, 1 keyframe") and "0.5" in repr(tracker)
+    assert "dropped" in repr(tracker.push(None))
+
+
+def test_old_names_of_a_result_still_work_and_name_the_new_ones():
+    world = World()
+    result = drive(make_tracker(world, camera=CAMERA, baseline=BASELINE), world, range(2), stereo=True)[-1]
+    with pytest.warns(DeprecationWarning, match="world_from_cam"):
+        assert result.T_to_world is result.world_from_cam
+    with pytest.warns(DeprecationWarning, match="cam_from_keyframe"):
+        assert result.T_keyframe_to_frame is result.cam_from_keyframe
 
 
 def test_changing_a_result_does_not_change_what_follows():
@@ -281,8 +387,6 @@ def test_values_that_cannot_be_used_are_refused(options, word):
 
 
 def test_cells_of_a_grid_and_unequal_pairs_are_refused():
-    from dataclasses import replace
-
     world = World()
     pipeline = world.pipeline()
     grid = replace(pipeline.config, extractor=replace(pipeline.config.extractor, kind="loftr"))

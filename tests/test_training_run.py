@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,16 +17,19 @@ import torch
 from training_data import TINY, with_steps, write_photos
 
 from matcher.cli import main
-from matcher.cli.train import limited
+from matcher.cli.train import enlarged, limited
 from matcher.config import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.photos import split_photos
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.recipe import Recipe, fingerprint
+from matcher.lab.train.run import _sampler as training_sampler
 from matcher.lab.train.run import train
 from matcher.weights.files import load_model
+from matcher.weights.tensors import read_header
 
 TINY_TOML = """
 name = "tiny"
@@ -112,6 +116,32 @@ def test_a_run_logs_loss_and_validation(finished):
     assert plotted[-1] == rows
     assert len(plotted) == 2
     assert sum("validation: precision" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_recipe_alone_decides_the_batch(place, device):
+    workers = SimpleNamespace(cache=SimpleNamespace(ready=lambda: [0, 1]))
+    sampler, _ = training_sampler(workers, TINY, device)
+    assert sampler.recipe == TINY.pair
+
+
+def test_batch_scale_is_part_of_the_recipe(place, finished):
+    """What a run trains with is in its folder and in its weights file; another scale is another run."""
+    assert main(arguments(place, "scaled", "--batch-scale", "3", "--steps", "1")) == 0
+    folder = place / "runs" / "scaled"
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["pairs"] == 3 * 24 // 6
+    expected = 3 * TINY.pair.points_per_batch
+    note = json.loads((folder / "recipe.json").read_text())
+    assert note["recipe"]["pair"]["points_per_batch"] == expected
+    header = json.loads(read_header((folder / "tiny.safetensors").read_bytes())["training"])
+    assert header["recipe"]["pair"]["points_per_batch"] == expected
+    assert main(arguments(place, "scaled", "--steps", "1")) == 2
+
+
+def test_batch_scale_of_a_front_end():
+    recipe = FrontEndRecipe(trains="front end")
+    assert enlarged(recipe, 4).picture.pairs_per_batch == 4 * recipe.picture.pairs_per_batch
 
 
 def test_unreadable_photos_are_counted_in_the_log(place, finished):

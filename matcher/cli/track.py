@@ -81,7 +81,7 @@ def track(
         epipolar_window=epipolar_window,
         **given,
     )
-    with _recordings(output or [], show_live, pinhole) as recordings:
+    with _recordings(output or [], show_live) as recordings:
         log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
     return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
 
@@ -123,7 +123,7 @@ def _read_truth(path: Path | None) -> tuple[Any, Any] | None:
 
 
 @contextmanager
-def _recordings(outputs: list[Path], show: bool, camera: Camera | None) -> Iterator[list[Recording]]:
+def _recordings(outputs: list[Path], show: bool) -> Iterator[list[Recording]]:
     """Recordings that are written or shown; files appear only if all goes well."""
     paths: list[Path | None] = [path for path in outputs if path.suffix.lower() == ".rrd"]
     paths += [None] if show else []
@@ -132,7 +132,7 @@ def _recordings(outputs: list[Path], show: bool, camera: Camera | None) -> Itera
         if paths:
             from matcher.sequence.recording import Recording
 
-            recordings += [Recording(path, camera) for path in paths]
+            recordings += [Recording(path) for path in paths]
         yield recordings
     except BaseException:
         for recording in recordings:

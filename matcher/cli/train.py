@@ -68,6 +68,15 @@ RealViews = Annotated[
         "--real", metavar="DIR", help="Views of real places with depth and poses, for recipes that use them."
     ),
 ]
+BatchScale = Annotated[
+    int,
+    typer.Option(
+        "--batch-scale",
+        min=1,
+        metavar="N",
+        help="Batches N times as large as the recipe's, for a GPU; recorded in the run and the weights file.",
+    ),
+]
 
 
 def train(
@@ -81,6 +90,7 @@ def train(
     threads: Threads = None,
     view_workers: ViewWorkers = 1,
     steps: Steps = None,
+    batch_scale: BatchScale = 1,
 ) -> None:
     """Train a matcher or a front end on your photos, in views rendered from them.
 
@@ -98,7 +108,7 @@ def train(
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
-    chosen = _recipe(recipe, steps)
+    chosen = enlarged(_recipe(recipe, steps), batch_scale)
     photos, validation = _folders(photos, validation)
     run = run or Path("runs") / chosen.name
     with _stop_signals() as received:
@@ -135,6 +145,15 @@ def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRec
     if hasattr(recipe.optimiser, "confidence_steps"):
         changes["confidence_steps"] = min(steps, recipe.optimiser.confidence_steps)
     return replace(recipe, optimiser=replace(recipe.optimiser, **changes))
+
+
+def enlarged(recipe: Recipe | FrontEndRecipe, scale: int) -> Recipe | FrontEndRecipe:
+    """The recipe with batches `scale` times as large."""
+    if hasattr(recipe, "picture"):
+        pairs = scale * recipe.picture.pairs_per_batch
+        return replace(recipe, picture=replace(recipe.picture, pairs_per_batch=pairs))
+    points = scale * recipe.pair.points_per_batch
+    return replace(recipe, pair=replace(recipe.pair, points_per_batch=points))
 
 
 def _folders(photos: Path | None, validation: Path | None) -> tuple[Path, Path | None]:

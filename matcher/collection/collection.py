@@ -38,13 +38,15 @@ from matcher.presets import DEFAULT_PRESET
 class Collection(StoredRun):
     """Images and pairs in a store on disk; see `open`.
 
-        collection = matcher.Collection.open("run", max_keypoints=4096)
-        collection.add_images("photos")
-        collection.add_pairs(sequential=10)
-        collection.run()
-        for pair in collection:
-            pair.name0, pair.name1, pair.matches, pair.geometry
-        collection.reconstruct("model")
+    >>> import matcher, numpy as np, pathlib, PIL.Image
+    >>> pathlib.Path("photos").mkdir()
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 340), dtype=np.uint8)
+    >>> for number in range(2):
+    ...     PIL.Image.fromarray(scene[:, number : number + 320]).save(f"photos/{number}.png")
+    >>> collection = matcher.Collection.open("run", preset="nearest", max_keypoints=200)
+    >>> _ = collection.add_images("photos"), collection.add_pairs(exhaustive=True), collection.run()
+    >>> [(pair.name0, pair.name1, len(pair.matches) > 50) for pair in collection]
+    [('0.png', '1.png', True)]
 
     Results are on disk, so a run that was interrupted goes on where it stopped. A script needs no
     `if __name__ == "__main__"` guard: worker processes do not import it.

@@ -27,50 +27,50 @@ from matcher.drawing.canvas import (
 )
 from matcher.errors import UsageError
 
-Heard = tuple[np.ndarray, np.ndarray]  # places (k, 2) in stored pixels and their weights (k,)
-_BESIDE = 6.0  # canvas pixels from a place to the dot of one head
+Attended = tuple[np.ndarray, np.ndarray]  # positions (k, 2) in stored pixels and their weights (k,)
+_BESIDE = 6.0  # canvas pixels from a position to the dot of one head
 
 
 def draw_attention(
     image0: Image | np.ndarray,
     image1: Image | np.ndarray,
     point: tuple[float, float],
-    within: Sequence[Heard],
-    across: Sequence[Heard],
+    self_attention: Sequence[Attended],
+    cross_attention: Sequence[Attended],
     *,
-    asked_in: int = 0,
+    side: int = 0,
     names: Sequence[str] | None = None,
     stacked: bool = False,
     title: str = "attention of one keypoint",
 ) -> Figure:
     """Lines from a keypoint to what it attends to; larger weights are larger dots, heads have colours.
 
-    The dots of several heads lie around the place that they mean, so that none hides another.
+    The dots of several heads lie around the position that they mean, so that none hides another.
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
-        point: the keypoint, stored pixels of the picture `asked_in`.
-        within, across: for each head the places heard in its own and in the other picture.
-        asked_in: 0 or 1, the picture of the keypoint.
+        point: the keypoint, stored pixels of the picture `side`.
+        self_attention, cross_attention: for each head what it attends to in its own and the other picture.
+        side: 0 or 1, the picture of the keypoint.
         names: of the heads, for the legend; "head 1" and so on when absent.
         stacked: one picture above the other instead of side by side.
         title: one line above the pictures.
 
     Raises:
-        UsageError: places and weights that do not fit each other, or pictures that cannot be used.
+        UsageError: positions and weights that do not fit each other, or pictures that cannot be used.
     """
     placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
-    start = placed[asked_in].points(as_points(np.array([point]), "point"))[0]
-    heads = max(len(within), len(across))
+    start = placed[side].points(as_points(np.array([point]), "point"))[0]
+    heads = max(len(self_attention), len(cross_attention))
     colours, turns = _head_colours(heads), 2 * np.pi * np.arange(heads) / max(1, heads)
     beside = _BESIDE * (heads > 1) * np.stack([-np.cos(turns), np.sin(turns)], axis=1)
-    largest = max((float(np.max(w)) for _, w in (*within, *across) if len(w)), default=0.0)
-    for side, heard in ((placed[asked_in], within), (placed[1 - asked_in], across)):
-        for colour, shift, (places, weights) in zip(colours, beside, heard, strict=False):
-            if len(places) != len(weights):
-                raise UsageError(f"{len(places)} places cannot have {len(weights)} weights")
-            ends = side.points(as_points(np.reshape(places, (-1, 2)), "places")) + shift
-            ends = np.clip(ends, side.offset, np.add(side.offset, side.shape) - 1)
+    largest = max((float(np.max(w)) for _, w in (*self_attention, *cross_attention) if len(w)), default=0.0)
+    for picture, attended in ((placed[side], self_attention), (placed[1 - side], cross_attention)):
+        for colour, shift, (positions, weights) in zip(colours, beside, attended, strict=False):
+            if len(positions) != len(weights):
+                raise UsageError(f"{len(positions)} positions cannot have {len(weights)} weights")
+            ends = picture.points(as_points(np.reshape(positions, (-1, 2)), "positions")) + shift
+            ends = np.clip(ends, picture.offset, np.add(picture.offset, picture.shape) - 1)
             _draw_rays(axes, start, ends, np.clip(weights, 0, None) / max(largest, 1e-9), colour)
     axes.scatter(*start, s=170, marker="*", color="white", edgecolors="black", linewidths=1, zorder=4)
     names = [f"head {number}" for number in range(1, heads + 1)] if names is None else names
@@ -84,7 +84,7 @@ def draw_attention(
 def _draw_rays(
     axes: Axes, start: np.ndarray, ends: np.ndarray, share: np.ndarray, colour: tuple[float, ...]
 ) -> None:
-    """Lines from one place to others (k, 2), wider and with larger dots the larger their share (k,)."""
+    """Lines from one point to others (k, 2), wider and with larger dots the larger their share (k,)."""
     lines = LineCollection(
         [[start, end] for end in ends],
         colors=[(*to_rgb(colour), 0.15 + 0.75 * s) for s in share],

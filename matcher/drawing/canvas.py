@@ -41,7 +41,7 @@ _DIM = 0.85  # brightness of the pictures below the lines
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A picture at its scale and place on the canvas."""
+    """A picture at its scale and position on the canvas."""
 
     image: Image
     scale: tuple[float, float]  # (sx, sy) = display size / size of image.pixels

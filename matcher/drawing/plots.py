@@ -55,7 +55,7 @@ def draw_decisions(
         if known:
             middle.plot(*np.transpose(known), color=colour, marker=marker, label=name)
     if not middle.lines:
-        middle.text(0.5, 0.5, "this network says none", ha="center", transform=middle.transAxes)
+        middle.text(0.5, 0.5, "this network has none", ha="center", transform=middle.transAxes)
     middle.set(ylabel="share", ylim=(-0.03, 1.03))
     below.bar(layers, pruned, 0.5, color="0.55", edgecolor="black", linewidth=0.6, label="points pruned")
     below.set(ylabel="points", xlabel="layer", xlim=(0.4, len(layers) + 0.6))
@@ -140,27 +140,30 @@ def draw_marginal_errors(
 
 
 def draw_entropies(
-    within: np.ndarray, across: np.ndarray, *, limit: float, title: str = "entropy of attention"
+    self_attention: np.ndarray,
+    cross_attention: np.ndarray,
+    *,
+    limit: float,
+    title: str = "entropy of attention",
 ) -> Figure:
-    """Entropy by layer and head as coloured tables, dark where a head looks at few points.
+    """Entropy by layer and head as coloured tables, dark where a head attends to few points.
 
     Args:
-        within, across: (L, H) nats, of self- and cross-attention.
-        limit: the end of the scale, nats: the logarithm of the number of points, where all are heard alike.
+        self_attention, cross_attention: (L, H) nats.
+        limit: the end of the scale, nats: the logarithm of the number of points, where all weigh alike.
         title: one line above.
 
     Raises:
         UsageError: tables of different shapes.
     """
-    within, across = np.asarray(within), np.asarray(across)
-    if within.shape != across.shape or within.ndim != 2:
-        raise UsageError(f"entropies are two tables (layers, heads), not {within.shape} and {across.shape}")
-    layers, heads = within.shape
+    tables = np.asarray(self_attention), np.asarray(cross_attention)
+    if tables[0].shape != tables[1].shape or tables[0].ndim != 2:
+        found = f"{tables[0].shape} and {tables[1].shape}"
+        raise UsageError(f"entropies are two tables (layers, heads), not {found}")
+    layers, heads = tables[0].shape
     figure = _figure(title, 150 + 46 * max(4, layers))
     sides, shown = figure.subplots(1, 2), None
-    for axes, values, name in zip(
-        sides, (within, across), ("self-attention", "cross-attention"), strict=True
-    ):
+    for axes, values, name in zip(sides, tables, ("self-attention", "cross-attention"), strict=True):
         shown = axes.imshow(values, cmap="viridis", vmin=0, vmax=limit, aspect="auto")
         for (layer, head), value in np.ndenumerate(values):
             ink = "white" if value < 0.6 * limit else "black"

@@ -17,9 +17,9 @@ from matcher.extract.sift import SiftExtractor
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
 from matcher.pipeline import Pipeline
+from matcher.sequence.pipelines import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-NEIGHBOUR_ITERATIONS = 10  # of Sinkhorn, the last time
 _SIZES = (1.0, 0.75, 0.5)  # of the picture that is searched, tried in turn
 _LEAST_LAYERS = 2
 _LEAST_POINTS = 256  # before they are fewer, a smaller picture is searched
@@ -90,42 +90,6 @@ def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
     )
 
 
-def for_neighbours(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with what neighbouring frames need: the first half of its layers, all points, a rough
-    assignment.
-
-    With earlier weights, 512 points and one driving sequence (26 frames of kitti_mini), 2, 3, 4 and all 6
-    layers gave tracks of 4.48, 4.43, 4.44 and 4.41 frames, 95.8 to 96.0 % of the links being right; a rough
-    assignment instead of one to its tolerance changed tracks by .01 frames.
-    """
-    layers = (pipeline.layers + 1) // 2
-    return replace(
-        pipeline, matcher=with_layers(pipeline.matcher, layers, NEIGHBOUR_ITERATIONS, pruning=False)
-    )
-
-
-def with_layers(
-    matcher: object, layers: int, iterations: int | None = None, *, pruning: bool = True
-) -> object:
-    """An attention matcher with its first layers only; every other matcher as it is.
-
-    Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
-    `iterations`, if given, is the most that Sinkhorn takes; without `pruning` no point is dropped.
-    """
-    if not _can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
-        return matcher
-    model, assignment = matcher.model, matcher.model.config.assignment
-    context = replace(model.config.context, depth=min(layers, len(model.layers)))
-    if iterations is not None:
-        assignment = replace(assignment, max_iterations=min(iterations, assignment.max_iterations))
-    policy = replace(model.config.policy, pruning=pruning and model.config.policy.pruning)
-    with torch.random.fork_rng(devices=[]):
-        cut = MatchingNetwork(replace(model.config, context=context, assignment=assignment, policy=policy))
-    wanted = cut.state_dict().keys()
-    cut.load_state_dict({name: value for name, value in model.state_dict().items() if name in wanted})
-    return AttentionMatcher(cut, device=matcher.device, precision=matcher.precision)
-
-
 def matching_cost(pipeline: Pipeline, features: Features) -> Callable[[int, int], float]:
     """Milliseconds of matching one pair by points and layers, a plane through measurements.
 
@@ -181,14 +145,10 @@ def _best(
 
 
 def _depths(pipeline: Pipeline) -> list[int]:
-    if not _can_be_cut(pipeline.matcher):
+    if not can_be_cut(pipeline.matcher):
         return [pipeline.layers]
     depth = len(pipeline.matcher.model.layers)
     return list(range(min(_LEAST_LAYERS, depth), depth + 1))
-
-
-def _can_be_cut(matcher: object) -> bool:
-    return isinstance(matcher, AttentionMatcher) and matcher.model.config.assignment.every_layer
 
 
 def _never_early(matcher: object) -> object:

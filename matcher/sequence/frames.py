@@ -1,15 +1,19 @@
-"""What a sequence says of one frame; NumPy only, C-contiguous.
+"""What a tracker returns for a frame; NumPy only, C-contiguous.
 
-Letters for shapes: N keypoints of the frame, K links. A pose T_a_to_b (4, 4) takes points of a to points of
-b; cameras look along z, x is right, y is down. The world is the camera of the first frame.
+Letters for shapes: N keypoints of the frame, K links. A pose b_from_a (4, 4) takes points in the
+coordinates of a to those of b; cameras look along z, x is right, y is down. The world is the camera of the
+first frame.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
+from matcher.data.camera import Camera
 
 FrameStatus = Literal[
     "first",  # nothing before it
@@ -22,7 +26,7 @@ FrameStatus = Literal[
 PoseStatus = Literal[
     "ok",
     "no_camera",  # none was given
-    "other_size",  # the frame does not have the size that the camera is for
+    "other_size",  # the frame's sides have another ratio than those of the pictures that the camera is for
     "starting",  # one camera only: not enough parallax yet
     "too_few",  # points with a known depth that agree
     "bridged",  # after a loss: the last motion carried on, a guess
@@ -30,7 +34,7 @@ PoseStatus = Literal[
 ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FrameLinks:
     """Which keypoints of an earlier frame are which of this one."""
 
@@ -43,10 +47,25 @@ class FrameLinks:
         """The number of links K."""
         return len(self.indices)
 
+    def __repr__(self) -> str:
+        """One line."""
+        return f"FrameLinks(to frame {self.frame}, {int(self.consistent.sum())} of {len(self)} consistent)"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class FrameResult:
-    """Everything known of one frame when it has been seen."""
+    """Everything known of one frame once it has been seen; `Tracker.push` returns it.
+
+    Its arrays are copies, free to be changed.
+
+    >>> import matcher, numpy as np
+    >>> frame = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    >>> result = matcher.Tracker("nearest", max_keypoints=200).push(frame)
+    >>> result.index, result.size, len(result.keypoints) == len(result.track_ids)
+    (0, (320, 240), True)
+    >>> repr(result).startswith("FrameResult(0, first, ")
+    True
+    """
 
     index: int  # frames pushed before it
     timestamp: float | None  # as it was given
@@ -63,7 +82,8 @@ class FrameResult:
     kept: float | None = None  # share of the keyframe's tracks that are still seen
     pose_status: PoseStatus = "none"
     cam_from_keyframe: np.ndarray | None = None  # (4, 4) float64
-    world_from_cam: np.ndarray | None = None  # (4, 4) float64, camera to world
+    world_from_cam: np.ndarray | None = None  # (4, 4) float64
+    camera: Camera | None = None  # the tracker's, rescaled where the frame has another size; None: unknown
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right picture of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
     milliseconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, pose, total
@@ -73,10 +93,37 @@ class FrameResult:
         """Whether the frame was left out: nothing is linked to it, neither before nor after."""
         return self.status in ("blank", "dropped", "out_of_order")
 
+    @property
+    def T_to_world(self) -> np.ndarray | None:
+        """The old name of `world_from_cam`."""
+        _warn_renamed("T_to_world", "world_from_cam")
+        return self.world_from_cam
 
-@dataclass(frozen=True, eq=False)
+    @property
+    def T_keyframe_to_frame(self) -> np.ndarray | None:
+        """The old name of `cam_from_keyframe`."""
+        _warn_renamed("T_keyframe_to_frame", "cam_from_keyframe")
+        return self.cam_from_keyframe
+
+    def __repr__(self) -> str:
+        """One line."""
+        parts = [f"{self.index}", self.status.replace("_", " ")]
+        if not self.passed_over:
+            parts.append(f"{len(self.keypoints)} keypoints")
+            parts.append(f"{int(np.count_nonzero(self.track_lengths > 1))} seen before")
+        if self.depths is not None:
+            parts.append(f"{int(np.isfinite(self.depths).sum())} with depth")
+        if self.pose_status != "none":
+            parts.append(f"pose {self.pose_status.replace('_', ' ')}")
+        parts += ["keyframe"] if self.is_keyframe else []
+        if "total" in self.milliseconds:
+            parts.append(f"{self.milliseconds['total']:.0f} ms")
+        return f"FrameResult({', '.join(parts)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Relocalisation:
-    """Where a picture was taken, as far as the kept keyframes know the place."""
+    """Where a picture was taken, as far as the kept keyframes show the same place."""
 
     keyframe: int | None  # index of the frame it agrees with best; None: of none
     candidates: tuple[int, ...]  # frames that were tried, the likeliest first
@@ -84,3 +131,17 @@ class Relocalisation:
     keypoints: np.ndarray | None = None  # (N, 2) float32, of the picture
     cam_from_keyframe: np.ndarray | None = None  # (4, 4); unit translation where no depths are known
     world_from_cam: np.ndarray | None = None  # (4, 4); None where no depths are known
+
+    def __repr__(self) -> str:
+        """One line."""
+        if self.keyframe is None:
+            return f"Relocalisation(no keyframe, {len(self.candidates)} tried)"
+        pose = (
+            "with a pose in the world" if self.world_from_cam is not None else "without a pose in the world"
+        )
+        links = 0 if self.links is None else int(self.links.consistent.sum())
+        return f"Relocalisation(keyframe {self.keyframe}, {links} consistent links, {pose})"
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(f"FrameResult.{old} is now FrameResult.{new}", DeprecationWarning, stacklevel=3)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.data.features import Features
-from matcher.data.image import Image
 from matcher.sequence.frames import FrameLinks
 
 _FEW = 20  # close links below which their share says nothing
@@ -18,7 +17,6 @@ class KeptFrame:
     """A frame's features and what has become known of it; nothing of it is extracted or matched twice."""
 
     index: int
-    image: Image  # without its pixels: size, scale, orientation
     features: Features
     keypoints: np.ndarray  # (N, 2) float32 pixels
     descriptors: np.ndarray  # (N, D) float32
@@ -28,6 +26,18 @@ class KeptFrame:
     most_links: int = 0  # that a later frame had to it
     most_close_links: int = 0  # the same, of points that are close
     begins_anew: bool = False  # it was linked to nothing before it
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) in stored pixels."""
+        width, height = self.features.size.tolist()
+        return int(width), int(height)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """(sx, sy): size in which its points were found / stored size."""
+        sx, sy = self.features.scale.tolist()
+        return sx, sy
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.protocols import Estimator
 from matcher.sequence.frames import FrameLinks
 from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeptFrame
-from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames are not of one scene
@@ -21,7 +21,8 @@ _SEARCH = 0.02  # radius of the search around a predicted place, as a share of t
 class Linker:
     """Verifies links by one epipolar geometry and adds those that it predicts."""
 
-    estimator: RobustEstimator  # of kind "fundamental"
+    estimator: Estimator  # of kind "fundamental"
+    max_epipolar_error: float = 1.5  # pixels of the resized picture; the estimator's own threshold
     guided: bool = True
 
     def verify(self, frame0: KeptFrame, frame1: KeptFrame, matches: Matches) -> tuple[FrameLinks, Guide]:
@@ -39,7 +40,7 @@ class Linker:
     def _link(
         self, frame0: KeptFrame, frame1: KeptFrame, indices: np.ndarray, scores: np.ndarray
     ) -> tuple[FrameLinks, Guide]:
-        scale = threshold_scale(frame0.image.scale, frame1.image.scale, "fundamental")
+        scale = threshold_scale(frame0.scale, frame1.scale, "fundamental")
         points = [f.keypoints[indices[:, side]] for side, f in enumerate((frame0, frame1))]
         geometry = self.estimator(*points, thresholds_scale=scale)
         links = FrameLinks(frame0.index, indices, scores, _agreeing(geometry))
@@ -49,9 +50,9 @@ class Linker:
             start=points[0][links.consistent],
             end=points[1][links.consistent],
             limit=typical_limit(*descriptors),
-            radius=_SEARCH * float(np.hypot(*frame1.image.size)),
+            radius=_SEARCH * float(np.hypot(*frame1.size)),
             fundamental=geometry.matrix,
-            tolerance=self.estimator.config.max_epipolar_error * scale,
+            tolerance=self.max_epipolar_error * scale,
         )
         return self._search(frame0, frame1, links, guide) if self.guided else links, guide
 

@@ -6,7 +6,6 @@ from collections import deque
 
 import numpy as np
 
-from matcher.config import EstimationConfig
 from matcher.data.matches import Matches
 from matcher.sequence.frames import FrameLinks, FrameStatus
 from matcher.sequence.guided import Guide
@@ -16,7 +15,6 @@ from matcher.sequence.lost_tracks import LostTracks
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import KeyframeIndex, MatchPairs, verify_candidates
 from matcher.sequence.tracks import TrackIds
-from matcher.verify.estimation import RobustEstimator
 
 CLOSE = 40.0  # baselines; points nearer than that have a depth that says how far the camera moved
 CANDIDATES = 3  # keyframes that a lost frame is compared with
@@ -26,10 +24,9 @@ class LocalMap:
     """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
 
     def __init__(
-        self, poses: PoseTracker, window: int, guided: bool, rule: KeyframeRule, baseline: float | None
+        self, linker: Linker, poses: PoseTracker, window: int, rule: KeyframeRule, baseline: float | None
     ) -> None:
-        self.linker = Linker(RobustEstimator(EstimationConfig(kind="fundamental")), guided)
-        self.poses, self.index = poses, KeyframeIndex()
+        self.linker, self.poses, self.index = linker, poses, KeyframeIndex()
         self.keyframes: deque[KeptFrame] = deque(maxlen=window)
         self.previous: KeptFrame | None = None
         self._keyframe: KeptFrame | None = None
@@ -94,7 +91,7 @@ class LocalMap:
         pose_status, T = self.poses.locate(keyframe, current, links)
         kept = share_left(keyframe, links, self._close)
         parallax = median_parallax(keyframe, current.keypoints, links)
-        wanted = self._rule.wants(kept, parallax, current.image.size)
+        wanted = self._rule.wants(kept, parallax, current.size)
         if wanted and (pose_status in ("ok", "no_camera") or kept < self._rule.kept / 2):
             self.poses.promote(keyframe, current, links, T)
             self._keep(current)

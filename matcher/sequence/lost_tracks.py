@@ -43,7 +43,7 @@ class LostTracks:
         parts = [self._descriptors[young]] if young.any() else []
         descriptors = np.concatenate([*parts, previous.descriptors])
         places = places + guide.motion(places)
-        width, height = current.image.size
+        width, height = current.size
         inside = (places >= 0).all(axis=1) & (places < (width, height)).all(axis=1)
         gone = ~np.isin(ids, current.track_ids) & inside
         self.track_ids, self._places = ids[gone], places[gone].astype(np.float32)

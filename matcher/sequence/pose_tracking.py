@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
-from matcher.data.geometry import resize_points
+from matcher.sequence.calibration import Calibration
 from matcher.sequence.frames import FrameLinks, PoseStatus
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.odometry import MIN_POINTS, carry_depths, solve_pose, triangulate
+from matcher.sequence.stereo import depths_of
 from matcher.verify.estimation import RobustEstimator
 
 _START_ANGLE = 1.0  # degrees of parallax with which one camera may start
 _START_SHARE = 0.3  # of the points that must have it
-_SAME_SHAPE = 0.01  # relative difference of the sides' ratio up to which a frame counts as resized
 
 
 class PoseTracker:
@@ -24,19 +26,48 @@ class PoseTracker:
     shows; that first baseline is the unit of length. Later keyframes inherit depths and triangulate more.
     """
 
-    def __init__(self, camera: Camera | None, *, measured: bool) -> None:
+    def __init__(
+        self, camera: Camera | None, *, measured: bool, estimation: EstimationConfig = EstimationConfig()
+    ) -> None:
+        """Set up.
+
+        Args:
+            camera: of all frames; None: there are no poses.
+            measured: depths come from pairs, so none may be made of an unknown scale.
+            estimation: thresholds of the essential matrix with which one camera starts.
+
+        Raises:
+            UsageError: a camera whose lens distorts.
+        """
         self.camera = camera
-        self._measured = measured  # depths come from pairs, so none may be made of an unknown scale
-        self._size: tuple[int, int] | None = None  # of the pictures that the camera is for: the first ones
+        self.calibration = None if camera is None else Calibration(camera)
+        self._measured = measured
+        self._essential_matrix = RobustEstimator(replace(estimation, kind="essential"))
         self._last: tuple[int, np.ndarray] | None = None  # frame and its pose
         self._motion = np.eye(4)  # of one frame in its own camera's coordinates
 
     def begin(self, frame: KeptFrame) -> PoseStatus:
         """The first frame, whose camera is the world."""
-        if self.camera is None:
+        if self.calibration is None:
             return "no_camera"
-        self._size = frame.image.size
-        return self._settle(frame, np.eye(4))
+        self.calibration.begin(frame.size)
+        return "other_size" if self._pixels(frame) is None else self._settle(frame, np.eye(4))
+
+    def measure(self, frame: KeptFrame, right: np.ndarray, baseline: float) -> None:
+        """Set a frame's depths from where the right picture shows its points (N, 2), NaN where unknown.
+
+        Nothing is set for a frame whose shape is not the camera's.
+        """
+        if self.calibration is None:
+            return
+        self.calibration.begin(frame.size)
+        sides = [self.calibration.pixels(points, frame.size) for points in (frame.keypoints, right)]
+        if sides[0] is not None:
+            frame.depths[:] = depths_of(*sides, self.camera.fx, baseline)
+
+    def camera_of(self, frame: KeptFrame) -> Camera | None:
+        """The camera of a frame's own pixels; None where there is none, or none for its shape."""
+        return None if self.calibration is None else self.calibration.of(frame.size)
 
     def locate(
         self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks
@@ -47,11 +78,11 @@ class PoseTracker:
         """
         if self.camera is None:
             return "no_camera", None
-        places = [self._pixels(f) for f in (keyframe, frame)]
-        if any(place is None for place in places):
+        sides = [self._pixels(f) for f in (keyframe, frame)]
+        if any(pixels is None for pixels in sides):
             return "other_size", None
         indices = links.indices[links.consistent]
-        points0, points1 = (place[indices[:, side]] for side, place in enumerate(places))
+        points0, points1 = (pixels[indices[:, side]] for side, pixels in enumerate(sides))
         depths = keyframe.depths[indices[:, 0]]
         if np.count_nonzero(np.isfinite(depths)) >= MIN_POINTS:
             T, _ = solve_pose(points0, depths, points1, self.camera, self._coarseness(frame))
@@ -73,12 +104,12 @@ class PoseTracker:
 
     def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks, T: np.ndarray | None) -> None:
         """Give a frame that becomes a keyframe the depths that the keyframe before it knows."""
-        places = [self._pixels(f) for f in (keyframe, frame)]
-        if T is None or any(place is None for place in places):
+        if T is None:
             return
+        sides = [self._pixels(f) for f in (keyframe, frame)]
         indices = links.indices[links.consistent]
         depths = keyframe.depths[indices[:, 0]]
-        carried = carry_depths(places[0][indices[:, 0]], depths, T, self.camera)
+        carried = carry_depths(sides[0][indices[:, 0]], depths, T, self.camera)
         unknown = ~np.isfinite(frame.depths[indices[:, 1]])
         frame.depths[indices[unknown, 1]] = carried[unknown]
 
@@ -90,11 +121,13 @@ class PoseTracker:
         Where the keyframe's depths are not known, the first has a translation of length 1 and the second is
         None; where no pose is found, both are None.
         """
-        places = [self._pixels(f) for f in (keyframe, frame)]
-        if self.camera is None or any(place is None for place in places):
+        if self.camera is None:
+            return None, None
+        sides = [self._pixels(f) for f in (keyframe, frame)]
+        if any(pixels is None for pixels in sides):
             return None, None
         indices = links.indices[links.consistent]
-        points0, points1 = (place[indices[:, side]] for side, place in enumerate(places))
+        points0, points1 = (pixels[indices[:, side]] for side, pixels in enumerate(sides))
         depths = keyframe.depths[indices[:, 0]]
         T, _ = solve_pose(points0, depths, points1, self.camera, self._coarseness(frame))
         if T is None:
@@ -141,25 +174,16 @@ class PoseTracker:
         self, points0: np.ndarray, points1: np.ndarray, scale: float
     ) -> tuple[np.ndarray | None, np.ndarray]:
         """cam1_from_cam0 (4, 4) of unit translation, or None; and (K,) bool, the points that agree."""
-        estimator = RobustEstimator(EstimationConfig(kind="essential"))
         cameras = (self.camera, self.camera)
-        geometry = estimator(points0, points1, cameras=cameras, thresholds_scale=scale)
+        geometry = self._essential_matrix(points0, points1, cameras=cameras, thresholds_scale=scale)
         return (geometry.cam1_from_cam0 if geometry.status == "ok" else None), geometry.inliers
 
     def _coarseness(self, frame: KeptFrame) -> float:
-        """Camera pixels for one pixel of the frame as its points were found."""
-        ratio = self._size[0] / (frame.image.size[0] * frame.image.scale[0])
-        return float(ratio)
+        return self.calibration.coarseness(frame)
 
     def _pixels(self, frame: KeptFrame) -> np.ndarray | None:
-        """(N, 2) keypoints in pixels of the size that the camera is for; None where the shape differs."""
-        size = frame.image.size
-        if self._size is None or size == self._size:
-            return frame.keypoints.astype(np.float64)
-        scale = (self._size[0] / size[0], self._size[1] / size[1])
-        if abs(scale[0] / scale[1] - 1) > _SAME_SHAPE:
-            return None
-        return resize_points(frame.keypoints.astype(np.float64), scale)
+        """(N, 2) keypoints in pixels of the camera; None where the frame has another shape."""
+        return self.calibration.pixels(frame.keypoints, frame.size)
 
 
 def _translation(step: np.ndarray) -> np.ndarray:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matcher.data.camera import Camera
 from matcher.data.image import Image
 from matcher.errors import UsageError, install_command
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.odometry import rays
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,12 +28,11 @@ class Recording:
     Colours follow the track id, so a point that is lost and found again keeps its colour.
     """
 
-    def __init__(self, path: str | Path | None, camera: Camera | None = None) -> None:
+    def __init__(self, path: str | Path | None) -> None:
         """Open.
 
         Args:
             path: an .rrd file, which appears whole when the recording is closed; None starts the viewer.
-            camera: of the frames.
 
         Raises:
             UsageError: rerun is not installed, or there is no display for the viewer.
@@ -41,7 +40,6 @@ class Recording:
         self._rr = _rerun()
         self._path = None if path is None else Path(path)
         self._part: Path | None = None
-        self._camera = camera
         self._stream = self._rr.RecordingStream("matcher")
         if self._path is None:
             _need_display()
@@ -77,16 +75,12 @@ class Recording:
         self._stream.log("world/camera", rr.Transform3D(translation=T[:3, 3], mat3x3=T[:3, :3]))
         self._route.append(T[:3, 3])
         self._stream.log("world/route", rr.LineStrips3D([np.array(self._route)]))
-        if self._camera is None:
+        if result.camera is None:
             return
-        camera, scale = self._camera, (1.0, 1.0) if image is None else image.scale
-        K = np.array(
-            [
-                [camera.fx * scale[0], 0, (camera.cx + 0.5) * scale[0]],
-                [0, camera.fy * scale[1], (camera.cy + 0.5) * scale[1]],
-                [0, 0, 1],
-            ]
-        )
+        scale = np.ones(2) if image is None else np.asarray(image.scale)
+        K = result.camera.K
+        K[:2, 2] += 0.5  # the picture is drawn with the centre of its first pixel at (0.5, 0.5)
+        K[:2] *= scale[:, None]
         width, height = result.size
         resolution = (round(width * scale[0]), round(height * scale[1]))
         self._stream.log("world/camera/picture", rr.Pinhole(image_from_camera=K, resolution=resolution))
@@ -94,15 +88,9 @@ class Recording:
             self._add_points(result)
 
     def _add_points(self, result: FrameResult) -> None:
-        camera, known = self._camera, np.isfinite(result.depths)
+        known = np.isfinite(result.depths)
         depths, points = result.depths[known], result.keypoints[known].astype(np.float64)
-        local = np.column_stack(
-            [
-                (points[:, 0] - camera.cx) / camera.fx,
-                (points[:, 1] - camera.cy) / camera.fy,
-                np.ones(len(points)),
-            ]
-        )
+        local = rays(points, result.camera)
         world = (local * depths[:, None]) @ result.world_from_cam[:3, :3].T + result.world_from_cam[:3, 3]
         self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
         for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import Unpack
 
@@ -14,31 +13,35 @@ from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
-from matcher.errors import ImageError, UsageError
+from matcher.errors import UsageError
 from matcher.options import LoadOptions
 from matcher.pipeline import Picture, Pipeline
 from matcher.presets import DEFAULT_PRESET
-from matcher.sequence.budget import Choice, choose, for_neighbours, limited
+from matcher.sequence.budget import Choice
 from matcher.sequence.clock import Clock
-from matcher.sequence.contrast import AdaptiveContrast
 from matcher.sequence.disparity import complete_partners
+from matcher.sequence.extraction import FrameExtractor
 from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency
+from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
 from matcher.sequence.pipelines import open_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
-from matcher.sequence.stereo import depths_of, partners, within
+from matcher.sequence.stereo import partners, within
 
 
 class Tracker:
     """Follows points through frames that come in order; what it says of each is NumPy.
 
-        tracker = matcher.Tracker(camera=matcher.Camera(fx, fy, cx, cy), max_keypoints=512)
-        for picture, time in frames:
-            result = tracker.push(picture, time)
-            result.keypoints, result.track_ids, result.world_from_cam
+    >>> import matcher, numpy as np
+    >>> tracker = matcher.Tracker("nearest", max_keypoints=200)
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 340), dtype=np.uint8)
+    >>> for shift in (0, 4):
+    ...     result = tracker.push(scene[:, shift : shift + 320])
+    >>> result.index, bool(result.track_lengths.max() == 2)
+    (1, True)
 
     A frame's features are extracted once and matched to the last one by the first half of the layers, which
     views so near are content with; links to the keyframe follow from tracks and a search near them. Blank,
@@ -78,16 +81,33 @@ class Tracker:
             UsageError: a value that cannot be used, or a preset without keypoints.
         """
         _check(baseline, budget_ms, window, epipolar_window)
-        self.pipeline = open_pipeline(preset, options)
-        self._near = for_neighbours(self.pipeline) if budget_ms is None else self.pipeline
+        pipeline = open_pipeline(preset, options)
+        self._frames = FrameExtractor(pipeline, budget_ms)
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
-        self.choice: Choice | None = None
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
-        self._contrast = AdaptiveContrast()
-        poses = PoseTracker(camera, measured=baseline is not None)
-        self._map = LocalMap(poses, window, guided, rule, baseline)
+        estimation = pipeline.config.estimation
+        linker = Linker(pipeline.estimator, estimation.max_epipolar_error, guided)
+        poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
+        self._map = LocalMap(linker, poses, window, rule, baseline)
         self._count = 0
         self._spent: dict[str, float] = {}
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What frames are read, extracted and, where they are far apart, matched with."""
+        return self._frames.pipeline
+
+    @property
+    def choice(self) -> Choice | None:
+        """What a time budget led to; None before the first frame and without a budget."""
+        return self._frames.choice
+
+    def __repr__(self) -> str:
+        """One line."""
+        parts = [self.pipeline.preset, f"{self._count} frames", f"{len(self.keyframes)} keyframes kept"]
+        parts += [] if self.camera is None else [f"camera of f = {self.camera.fx:g} pixels"]
+        parts += [] if self.baseline is None else [f"baseline {self.baseline:g}"]
+        return f"Tracker({', '.join(parts)})"
 
     @property
     def keyframes(self) -> tuple[int, ...]:
@@ -140,8 +160,7 @@ class Tracker:
         Raises:
             ImageError, UsageError: as in `push`.
         """
-        image = self.pipeline.read(frame)
-        kept = self._kept(image, self._extract([image])[0])
+        kept = self._kept(self._frames.extract([self.pipeline.read(frame)])[0])
         likely = self._map.index.candidates(kept, self._map.keyframes, candidates)
         tried = tuple(keyframe.index for keyframe in likely)
         found = verify_candidates(self.pipeline.match_features_batch, self._map.linker, kept, likely)
@@ -155,14 +174,15 @@ class Tracker:
         self._spent = {}
         if frame is None:
             return self._pass_over("dropped", timestamp)
-        images = self._read(frame, right)
+        with self._timed("read"):
+            images = self._frames.read([frame] if right is None else [frame, right])
         if not self._clock.accepts(timestamp):
             return self._pass_over("out_of_order", timestamp, images[0].size)
         with self._timed("extract"):
-            features = self._extract(images)
+            features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        current, *others = [self._kept(*pair) for pair in zip(images, features, strict=True)]
+        current, *others = [self._kept(each) for each in features]
         with self._timed("match"):
             earlier, pair = self._match(features)
         with self._timed("verify"):
@@ -180,49 +200,25 @@ class Tracker:
             index=current.index,
             timestamp=timestamp,
             status=status,
-            size=current.image.size,
+            size=current.size,
             keypoints=current.keypoints.copy(),
             track_ids=current.track_ids.copy(),
             track_lengths=lengths,
             to_previous=to_previous,
             to_keyframe=to_keyframe,
-            world_from_cam=current.world_from_cam,
+            world_from_cam=None if current.world_from_cam is None else current.world_from_cam.copy(),
+            camera=self._map.poses.camera_of(current),
             right=partner,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             milliseconds=milliseconds,
             **found,
         )
 
-    def _read(self, frame: Picture, right: Picture | None) -> list[Image]:
-        """The pictures as the front end wants them; the first ones decide how a budget is spent."""
-        pictures = [frame] if right is None else [frame, right]
-        with self._timed("read"):
-            images = [self.pipeline.read(picture) for picture in pictures]
-        if right is not None and images[0].size != images[1].size:
-            raise ImageError(
-                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {images[0].size} and "
-                f"{images[1].size}; rectify both alike"
-            )
-        if self.budget_ms is None or self.choice is not None or not len(self._extract(images[:1])[0]):
-            return images
-        self.choice = choose(self.pipeline, images[0], self.budget_ms, stereo=right is not None)
-        self.pipeline = self._near = limited(self.pipeline, self.choice)
-        return [self.pipeline.read(picture) for picture in pictures]
-
-    def _extract(self, images: list[Image]) -> list[Features]:
-        """Features of each picture; beyond the points chosen, the weakest are left out."""
-        features = self._contrast.extract(self.pipeline.extractor, images)
-        most = None if self.choice is None else self.choice.max_keypoints
-        if most is None:
-            return features
-        return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in features]
-
-    def _kept(self, image: Image, features: Features) -> KeptFrame:
+    def _kept(self, features: Features) -> KeptFrame:
         arrays = [tensor.float().cpu().numpy() for tensor in (features.keypoints, features.descriptors)]
         points, descriptors = (np.ascontiguousarray(array) for array in arrays)
         return KeptFrame(
             index=self._count,
-            image=replace(image, pixels=image.pixels[:0], mask=None),
             features=features,
             keypoints=points,
             descriptors=descriptors,
@@ -235,7 +231,7 @@ class Tracker:
         previous, has_right = self._map.previous, len(features) > 1 and len(features[1]) > 0
         pairs = [] if previous is None else [(previous.features, features[0])]
         pairs += [(features[0], features[1])] if has_right else []
-        found = self._near.match_features_batch(pairs)
+        found = self._frames.near.match_features_batch(pairs)
         return (None if previous is None else found[0]), (found[-1] if has_right else None)
 
     def _look_right(
@@ -250,8 +246,8 @@ class Tracker:
             right = complete_partners((images[0], images[1]), current.keypoints, right)
         if self._window is not None:
             right = within(current.keypoints, right, self._window)
-        if self.camera is not None and self.baseline is not None:
-            current.depths[:] = depths_of(current.keypoints, right, self.camera.fx, self.baseline)
+        if self.baseline is not None:
+            self._map.poses.measure(current, right, self.baseline)
         return right
 
     def _pass_over(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.files import write_whole
+from matcher.files import MARK, write_whole
 
 _ROUNDING = 1e-6  # metres
 
@@ -48,12 +48,17 @@ def as_rotation(quaternion: np.ndarray) -> np.ndarray:
 
 
 def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
-    """A line a pose: `t x y z qx qy qz qw`, camera to world (4, 4), in the order of the frames.
+    """A comment, and a line a pose: `t x y z qx qy qz qw`, in the order of the frames.
+
+    Args:
+        path: the file, which is replaced.
+        timestamps: (N,) seconds.
+        poses: N world_from_cam (4, 4).
 
     Raises:
         OSError: the file cannot be written.
     """
-    lines = []
+    lines = [f"# {MARK.decode()}: timestamp x y z qx qy qz qw of world_from_cam"]
     for time, pose in zip(timestamps, poses, strict=True):
         values = (*pose[:3, 3], *as_quaternion(pose[:3, :3]))
         lines.append(f"{time:.6f} " + " ".join(f"{value:.9g}" for value in values))
@@ -61,7 +66,7 @@ def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.
 
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
-    """Camera-to-world poses from a file of KITTI (12 numbers a line, 3×4) or TUM (8 numbers).
+    """Poses world_from_cam from a file of KITTI (12 numbers a line, 3×4) or TUM (8 numbers).
 
     Returns:
         timestamps (N,) or None (KITTI has none), and poses (N, 4, 4).

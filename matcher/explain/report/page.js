@@ -2,7 +2,7 @@ const view = byId("view"), pen = view.getContext("2d"), base = document.createEl
 const gap = 12, [left, right] = data.images, L = data.layers.length, H = data.heads, K = data.strongest;
 const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", ORANGE = "#e69f00", WHITE = "#ffffff", BLACK = "#000000";
 const COLOURS = [BLUE, RED, "#f0e442", "#cc79a7", GREEN, ORANGE, "#0072b2", WHITE];
-const CROWD = 2048; // points of a picture beyond which dots are smaller, so that they never cover it
+const CROWD = 2048; // points of an image beyond which dots are smaller, so that they never cover it
 const NONE = data.wide ? 0xffffffff : 0xffff;
 view.width = base.width = left.size[0] + gap + right.size[0];
 view.height = base.height = Math.max(left.size[1], right.size[1]);
@@ -16,7 +16,7 @@ for (const image of data.images) {
   image.row = new Map(image.asked.map((point, row) => [point, row]));
   image.trace = new Map(image.traced.map((point, row) => [point, row]));
   if (!L) continue;
-  image.heard = image.heard.map(blocks => blocks.map(([points, weights, entropy]) =>
+  image.attention = image.attention.map(blocks => blocks.map(([points, weights, entropy]) =>
     [numbers(points), bytes(weights), bytes(entropy)]));
   image.sources = [numbers(image.sources[0]), bytes(image.sources[1])];
 }
@@ -36,7 +36,7 @@ const control = (id, text, type, attributes, needed = true) => {
   if (needed) byId("controls").append(label);
   return { input, shown };
 };
-const least = control("least", "least confidence", "range", { min: 0, max: 100, value: 0 });
+const least = control("least", "minimum confidence", "range", { min: 0, max: 100, value: 0 });
 const inner = control("inliers", "inliers only", "checkbox", {});
 const every = control("lines", "all lines", "checkbox", {});
 const layer = control("layer", "layer", "range", { min: 1, max: L || 1, value: L || 1 }, L);
@@ -69,7 +69,7 @@ const line = (ink, from, to, colour, width, dash = []) => {
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
 const fateColour = fate => fate === 0 ? BLUE : fate < 0 ? RED : WHITE;
 
-// What does not depend on the chosen point: pictures, lines, keypoints.
+// What does not depend on the chosen point: images, lines, keypoints.
 function paint() {
   const ink = base.getContext("2d");
   least.shown.textContent = (least.input.value / 100).toFixed(2);
@@ -114,7 +114,7 @@ function drawAttention(side, point) {
   const image = data.images[side], row = image.row.get(point);
   if (row === undefined) return "attention not kept for this point";
   let strongest = 0, there = false;
-  image.heard[+layer.input.value - 1].forEach(([points, weights], across) => {
+  image.attention[+layer.input.value - 1].forEach(([points, weights], isCross) => {
     for (let h = 0; h < H; h++) {
       if (+head.input.value && h + 1 !== +head.input.value) continue;
       for (let k = 0; k < K; k++) {
@@ -122,7 +122,7 @@ function drawAttention(side, point) {
         if (points[slot] === NONE) continue;
         const colour = COLOURS[h % COLOURS.length], turn = 2 * Math.PI * h / H;
         const share = (weights[slot] / 255) ** 2;
-        const [x, y] = at(across ? 1 - side : side, points[slot]);
+        const [x, y] = at(isCross ? 1 - side : side, points[slot]);
         const place = H > 1 ? [x - 4 * Math.cos(turn), y + 4 * Math.sin(turn)] : [x, y];
         there = true;
         strongest = Math.max(strongest, share);
@@ -200,7 +200,7 @@ function nearest(event) {
 view.addEventListener("click", event => {
   chosen = nearest(event)[0];
   draw();
-  if (L && chosen) tell();
+  if (L && chosen) showReasons();
 });
 view.addEventListener("mousemove", event => {
   const [found, away] = nearest(event), now = away < 10 ? found : null;

@@ -1,4 +1,4 @@
-"""What the page of a pair shows, ready for JSON: pictures, keypoints, matches and, if told, why."""
+"""What the page of a pair shows, ready for JSON: images, keypoints, matches and, if explanation, why."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STRONGEST = 4  # attended points kept for each point, layer and head
 SOURCES = 12  # points of the rollout kept for each point
 BODY = (
     '<div id="controls"></div><canvas id="view"></canvas><p id="info">Click a keypoint.</p>'
-    '<div id="told"></div><p id="legend"></p><div id="tables"></div>'
+    '<div id="details"></div><p id="legend"></p><div id="tables"></div>'
 )
-_SIDE = 1024  # pixels, longer side of a picture in the report
+_SIDE = 1024  # pixels, longer side of an image in the report
 _BINS = 20  # of the histogram of confidences
 _ENTROPY_STEP = 16  # of entropies: sixteenths of a nat
 
@@ -40,7 +40,7 @@ def pair_data(
     """A pair without reasons, as a store keeps it.
 
     Args:
-        images: both pictures, at the size in which they are shown or larger.
+        images: both images, at the size in which they are shown or larger.
         keypoints: (N, 2) and (M, 2), stored pixels.
         matches, geometry: of the pair.
         origin: rows of the last table, what and value.
@@ -51,35 +51,35 @@ def pair_data(
     sides = zip(images, keypoints, (0, 1), strict=True)
     return {
         "chosen": None,
-        "images": [_picture(image, points, matches.indices[:, side]) for image, points, side in sides],
+        "images": [_shown_image(image, points, matches.indices[:, side]) for image, points, side in sides],
         "matches": [[i, j, round(score, 4), inner] for (i, j), score, inner in pairs],
         "layers": [],
         "origin": [[*row] for row in (*origin, ("geometry", f"{geometry.kind}: {geometry.status}"))],
     }
 
 
-def add_reasons(data: dict[str, Any], told: Explanation, config: NetworkConfig) -> None:
+def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
     """Add to `pair_data` what the network said of the pair."""
     counts = [len(image["points"]) for image in data["images"]]
     kind = "<u2" if sum(counts) < 2**16 - 1 else "<u4"
     for side, image in enumerate(data["images"]):
-        shares = told.rollout[side]
+        shares = explanation.rollout[side]
         best = np.argsort(-shares, axis=1, kind="stable")[:, :SOURCES]
         weights = np.take_along_axis(shares, best, axis=1)
         largest = weights.max(axis=1, initial=1e-9)
         image |= {
-            "fates": told.fates[side].tolist(),
-            "asked": told.asked[side].tolist(),
-            "heard": [
+            "fates": explanation.fates[side].tolist(),
+            "asked": explanation.asked[side].tolist(),
+            "attention": [
                 [_packed(layer.self_attention[side], kind), _packed(layer.cross_attention[side], kind)]
-                for layer in told.layers
+                for layer in explanation.layers
             ],
-            "traced": told.traced[side].tolist(),
+            "traced": explanation.traced[side].tolist(),
             "sources": [_base64(best.astype(kind)), _bytes(weights / largest[:, None] * 255)],
             "largest": np.round(largest, 5).tolist(),
             "reasons": {
                 str(point): np.round(why, 6).tolist()
-                for layer in told.layers
+                for layer in explanation.layers
                 for point, why in zip(
                     layer.pruned[side].tolist(), layer.reasons[side].astype(float), strict=True
                 )
@@ -91,19 +91,19 @@ def add_reasons(data: dict[str, Any], told: Explanation, config: NetworkConfig) 
         "strongest": STRONGEST,
         "origins": min(SOURCES, sum(counts)),
         "entropyStep": _ENTROPY_STEP,
-        "layers": [_layer(layer, kind) for layer in told.layers],
+        "layers": [_layer(layer, kind) for layer in explanation.layers],
         "depth": config.context.depth,
         "threshold": config.policy.match_threshold,
         "tolerance": config.assignment.tolerance,
-        "marginal": [float(f"{error:.3g}") for error in told.layers[-1].marginal_errors],
+        "marginal": [float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors],
         "rules": rules(config),
         "partner": partner_words(config),
         "sure": sureness(config),
     }
 
 
-def _picture(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> dict[str, Any]:
-    """A JPEG of the upright picture, and the keypoints in its pixels."""
+def _shown_image(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> dict[str, Any]:
+    """A JPEG of the upright image, and the keypoints in its pixels."""
     height, width = image.pixels.shape[:2]
     factor = min(1.0, _SIDE / max(height, width))
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
@@ -111,14 +111,14 @@ def _picture(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> dict[s
     shown = cv2.cvtColor(shown, cv2.COLOR_RGB2BGR) if shown.ndim == 3 else shown
     jpeg = cv2.imencode(".jpg", shown, [cv2.IMWRITE_JPEG_QUALITY, 80])[1].tobytes()
     upright = resize_points(stored_to_upright(keypoints, image.size, image.orientation), image.scale)
-    places = resize_points(upright, (shape[0] / width, shape[1] / height))
+    positions = resize_points(upright, (shape[0] / width, shape[1] / height))
     fates = np.full(len(keypoints), UNMATCHED)
     fates[matched] = MATCHED
     return {
         "name": str(image.path),
         "size": shape,
         "jpeg": "data:image/jpeg;base64," + base64.b64encode(jpeg).decode(),
-        "points": np.round(places.astype(float), 1).tolist(),
+        "points": np.round(positions.astype(float), 1).tolist(),
         "fates": fates.tolist(),
         "asked": [],
         "traced": [],

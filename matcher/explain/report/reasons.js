@@ -64,7 +64,7 @@ function paintErrors() {
 }
 
 // A line for each layer and kind of attention, a number for each head.
-const entropyOf = (side, row) => data.images[side].heard.flatMap(blocks => blocks.map(block =>
+const entropyOf = (side, row) => data.images[side].attention.flatMap(blocks => blocks.map(block =>
   Array.from({ length: H }, (_, h) => block[2][row * H + h] / data.entropyStep)));
 function meanEntropy() {
   let total = null, count = 0;
@@ -75,7 +75,7 @@ function meanEntropy() {
   }));
   return total && total.map(line => line.map(x => x / count));
 }
-function tell() {
+function showReasons() {
   const parent = byId("reasons");
   parent.replaceChildren();
   const row = chosen ? data.images[chosen[0]].row.get(chosen[1]) : undefined;
@@ -102,8 +102,8 @@ function tell() {
 }
 if (data.back) make("a", "back to the run", byId("controls")).href = data.back;
 if (L) {
-  make("div", undefined, byId("told")).id = "reasons";
-  const aside = make("div", undefined, byId("told"));
+  make("div", undefined, byId("details")).id = "reasons";
+  const aside = make("div", undefined, byId("details"));
   plot("histogram", "Confidences", aside);
   if (data.marginal.length) { plot("sinkhorn", "Sinkhorn's marginal error", aside); paintErrors(); }
 }
@@ -125,7 +125,7 @@ data.images.forEach(image => {
     if (--waiting) return;
     paint();
     draw();
-    if (L) tell();
+    if (L) showReasons();
     document.body.dataset.ready = "yes";
   };
   image.drawn.src = image.jpeg;

@@ -1,4 +1,4 @@
-"""One self-contained HTML file that shows why two pictures matched: no network, no library, from disk."""
+"""One self-contained HTML file that shows why two images matched: no network, no library, from disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matcher.pipeline import Picture, Pipeline
 from matcher.result import Result
 
 _BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
-_TRACED = 512  # points of a picture whose rollout is kept: it takes as long as attention of all
+_TRACED = 512  # points of an image whose rollout is kept: it takes as long as attention of all
 
 
 def write_report(
@@ -27,18 +27,18 @@ def write_report(
     *,
     overwrite: bool = False,
 ) -> Result:
-    """Match two pictures and write the report; the file appears whole or not at all.
+    """Match two images and write the report; the file appears whole or not at all.
 
     Args:
         pipeline: one with a network.
-        image0, image1: pictures.
+        image0, image1: images.
         path: .html.
         point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
         overwrite: replace an existing file that is no report; an earlier report is replaced in any case.
 
     Raises:
         UsageError: no network, a file that cannot or must not be written, a point outside image 0.
-        ImageError: a picture cannot be read.
+        ImageError: an image cannot be read.
     """
     path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
@@ -66,10 +66,10 @@ def report_page(
     chosen = None if point is None else nearest_keypoint(features[0], point)
     asked = _asked(network, result, chosen)
     traced = tuple(points[:_TRACED] for points in asked)
-    told = explain(network, *features, *asked, strongest=STRONGEST, traced=traced)
+    explanation = explain(network, *features, *asked, strongest=STRONGEST, traced=traced)
     keypoints = [side.keypoints.cpu().numpy() for side in features]
     data = pair_data(images, keypoints, result.matches, result.geometry, _origin(pipeline, images))
-    add_reasons(data, told, config)
+    add_reasons(data, explanation, config)
     data |= {
         "chosen": chosen,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
@@ -82,8 +82,8 @@ def report_page(
 def _asked(network: AttentionMatcher, result: Result, chosen: int | None) -> list[list[int]]:
     """Points whose attention fits the budget: the chosen one, then the matched ones, then the others."""
     context = network.model.config.context
-    heard = context.depth * 2 * context.heads * (STRONGEST * 3 + 1)
-    limit = _BUDGET // (heard + SOURCES * 3) // 2
+    attended = context.depth * 2 * context.heads * (STRONGEST * 3 + 1)
+    limit = _BUDGET // (attended + SOURCES * 3) // 2
     asked = []
     for side, features in enumerate((result.features0, result.features1)):
         first = [] if chosen is None or side else [chosen]

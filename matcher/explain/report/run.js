@@ -80,7 +80,7 @@ least.addEventListener("input", drawGraph);
 
 // Histograms of matches and inliers.
 function histogram(title, counts) {
-  const box = make("div", undefined, byId("told"));
+  const box = make("div", undefined, byId("details"));
   make("h2", title, box);
   const canvas = make("canvas", undefined, box), ink = canvas.getContext("2d");
   canvas.width = 460;

@@ -31,7 +31,7 @@ _SIDE = 1024  # pixels, longer side of an image
 _RUN_BODY = (
     '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
     '<p id="info"></p><canvas id="graph" width="960" height="640"></canvas><p id="legend"></p>'
-    '<div id="told"></div><div id="rows"></div>'
+    '<div id="details"></div><div id="rows"></div>'
 )
 
 

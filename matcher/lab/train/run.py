@@ -34,7 +34,7 @@ from matcher.weights.files import save_model
 ENOUGH_SCENES = 64  # to begin with; the others are made while training goes on
 VALIDATION_POINTS = 512
 CONFIDENCE_OFFSET = 10_000_000  # batches of the second stage are none of the first
-CUDA_FACTOR, CUDA_READERS = 4, 8  # a GPU takes larger batches, and more threads to prepare them
+CUDA_READERS = 8  # threads that prepare batches for a GPU
 
 
 def train(
@@ -97,13 +97,10 @@ def _sampler(
     workers: ViewWorkers, described: PairCache | None, recipe: Recipe, device: str
 ) -> tuple[PairSampler, int]:
     """Pairs of the views, and how many threads prepare them."""
-    cuda, pair = device == "cuda", recipe.pair
-    if cuda:
-        pair = replace(pair, points_per_batch=CUDA_FACTOR * pair.points_per_batch)
-    readers = CUDA_READERS if cuda else 1
+    readers = CUDA_READERS if device == "cuda" else 1
     if described is None:
-        return PairSampler(workers.cache, pair, recipe.seed), readers
-    return MixedSampler(workers.cache, described, replace(recipe, pair=pair), recipe.seed), readers
+        return PairSampler(workers.cache, recipe.pair, recipe.seed), readers
+    return MixedSampler(workers.cache, described, recipe, recipe.seed), readers
 
 
 @dataclass(frozen=True)

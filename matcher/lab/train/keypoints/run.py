@@ -23,7 +23,7 @@ from matcher.lab.train.state import load_state
 from matcher.weights.files import save_front_end
 
 VALIDATION_ENLARGED = 2  # sides of validation pictures, relative to those of training
-CUDA_FACTOR, CUDA_READERS = 4, 12
+CUDA_READERS = 12  # threads that prepare batches for a GPU
 
 
 def train_front_end(
@@ -63,19 +63,13 @@ def train_front_end(
         listen,
     )
     loop.resume()
-    cuda = options.device == "cuda"
-    sampler = PictureSampler(album, _enlarged(recipe, CUDA_FACTOR) if cuda else recipe)
+    readers = CUDA_READERS if options.device == "cuda" else 1
+    sampler = PictureSampler(album, recipe)
     try:
-        loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, CUDA_READERS if cuda else 1))
+        loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
     except Stopped:
         return None
     return _write(loop)
-
-
-def _enlarged(recipe: FrontEndRecipe, factor: int) -> FrontEndRecipe:
-    """The same with larger batches."""
-    picture = recipe.picture
-    return replace(recipe, picture=replace(picture, pairs_per_batch=factor * picture.pairs_per_batch))
 
 
 def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> PictureSampler:

@@ -1,0 +1,48 @@
+"""From pictures to features, frame by frame, within a time budget."""
+
+from __future__ import annotations
+
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.errors import ImageError
+from matcher.pipeline import Picture, Pipeline
+from matcher.sequence.budget import Choice, choose, limited
+from matcher.sequence.contrast import AdaptiveContrast
+from matcher.sequence.pipelines import for_neighbours
+
+
+class FrameExtractor:
+    """Reads frames and extracts their features; the first frame decides how a time budget is spent."""
+
+    def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
+        self.pipeline = pipeline  # for frames far apart
+        self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
+        self.choice: Choice | None = None  # what the budget led to
+        self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
+
+    def read(self, pictures: list[Picture]) -> list[Image]:
+        """One picture, or left and right, as the front end wants them.
+
+        Raises:
+            ImageError: a picture cannot be read, or the two differ in size.
+        """
+        images = [self.pipeline.read(picture) for picture in pictures]
+        sizes = [image.size for image in images]
+        if len(set(sizes)) > 1:
+            raise ImageError(
+                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes[0]} and "
+                f"{sizes[1]}; rectify both alike"
+            )
+        if self._budget_ms is None or self.choice is not None or not len(self.extract(images[:1])[0]):
+            return images
+        self.choice = choose(self.pipeline, images[0], self._budget_ms, stereo=len(images) > 1)
+        self.pipeline = self.near = limited(self.pipeline, self.choice)
+        return [self.pipeline.read(picture) for picture in pictures]
+
+    def extract(self, images: list[Image]) -> list[Features]:
+        """Features of each picture; beyond the points that a budget allows, the weakest are left out."""
+        features = self._contrast.extract(self.pipeline.extractor, images)
+        most = None if self.choice is None else self.choice.max_keypoints
+        if most is None:
+            return features
+        return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in features]

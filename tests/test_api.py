@@ -1,0 +1,139 @@
+"""The public API for SLAM and SfM: verification alone, OpenCV's types, cameras, saving, one-line reprs."""
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher import Camera, Features, UsageError
+from matcher.data.descriptors import root_sift
+
+
+@pytest.fixture(scope="module")
+def pictures() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(5)
+    noise = cv2.GaussianBlur(rng.uniform(0, 1, (420, 560)), (0, 0), 2.5)
+    scene = cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+    return scene[:400, :540], scene[12:412, 20:560]
+
+
+@pytest.fixture(scope="module")
+def result(pictures) -> matcher.Result:
+    return matcher.load("nearest", max_keypoints=600, geometry="homography").match(*pictures)
+
+
+def test_verify_alone_gives_what_match_gives(pictures):
+    for resize in (1024, 300):
+        pipeline = matcher.load("nearest", max_keypoints=600, resize=resize, geometry="homography")
+        whole = pipeline.match(*pictures)
+        features = [pipeline.extract(picture) for picture in pictures]
+        assert features[0].scale.tolist() == pytest.approx([min(1, resize / 540)] * 2, rel=0.01)
+        again = pipeline.verify(*features, pipeline.match_features(*features))
+        np.testing.assert_array_equal(again.matrix, whole.geometry.matrix)
+        np.testing.assert_array_equal(again.inliers, whole.geometry.inliers)
+
+
+def test_cameras_are_taken_in_every_form_and_checked_at_once(pictures):
+    pipeline = matcher.load("nearest", max_keypoints=300, geometry="essential")
+    K = np.array([[500.0, 0, 270], [0, 500, 200], [0, 0, 1]])
+    wanted = pipeline.match(*pictures, camera0=Camera(500, 500, 270, 200)).geometry
+    for given in ([500, 500, 270, 200], K, K.tolist()):
+        found = pipeline.match(*pictures, camera0=given).geometry
+        assert found.status == wanted.status
+        np.testing.assert_array_equal(found.inliers, wanted.inliers)
+    with pytest.raises(UsageError, match="camera1 must be a Camera"):
+        pipeline.match("no.jpg", "such.jpg", camera0=K, camera1=[1, 2])
+    with pytest.raises(UsageError, match=r"camera0 is of pictures of \(640, 480\), but"):
+        pipeline.match(*pictures, camera0=Camera(500, 500, 270, 200, size=(640, 480)))
+
+
+def test_features_of_opencv(pictures, result):
+    detector = cv2.SIFT_create(600)
+    raw = [detector.detectAndCompute(picture, None) for picture in pictures]
+    sides = [Features.from_cv2(*found, size=(540, 400)) for found in raw]
+    np.testing.assert_allclose(sides[0].descriptors.norm(dim=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(sides[0].descriptors, root_sift(raw[0][1]))
+    as_they_are = Features.from_cv2(raw[0][0], root_sift(raw[0][1]), size=(540, 400))
+    np.testing.assert_array_equal(as_they_are.descriptors, sides[0].descriptors)
+    found = matcher.load("nearest").match_features(*sides)
+    assert len(found) > 100
+    assert np.abs(np.median(found.points0 - found.points1, axis=0) - [20, 12]).max() < 0.1
+    back = sides[0].to_cv2()
+    for ours, theirs in zip(back, raw[0][0], strict=True):
+        assert ours.pt == pytest.approx(theirs.pt) and ours.size == pytest.approx(theirs.size)
+        assert ours.angle == pytest.approx(theirs.angle % 360, abs=1e-3)
+    links = found.to_cv2()
+    assert [(link.queryIdx, link.trainIdx) for link in links] == [
+        tuple(row) for row in found.indices.tolist()
+    ]
+    assert [1 - link.distance for link in links] == pytest.approx(found.scores.tolist(), abs=1e-6)
+    drawn = cv2.drawMatches(pictures[0], back, pictures[1], sides[1].to_cv2(), links, None)
+    assert drawn.shape[:2] == (400, 1080)
+    assert len(Features.from_cv2([], None, size=(3, 3))) == 0
+    with pytest.raises(UsageError, match="binary descriptors"):
+        Features.from_cv2(*cv2.ORB_create(50).detectAndCompute(pictures[0], None), size=(540, 400))
+
+
+def test_raw_sift_is_refused_by_name_and_by_matcher(pictures, small_weights):
+    keypoints, raw = cv2.SIFT_create(100).detectAndCompute(pictures[0], None)
+    points = np.array([k.pt for k in keypoints])
+    with pytest.raises(UsageError, match=r"raw SIFT descriptors.*Features\.from_cv2"):
+        Features(points, raw, size=(540, 400), kind="sift")
+    pipeline = matcher.load("hybrid", weights=small_weights, device="cpu")
+    given = {"size": (540, 400), "scales": np.ones(len(points)), "orientations": np.zeros(len(points))}
+    anonymous = Features(points, raw, **given)
+    with pytest.raises(UsageError, match="raw SIFT descriptors"):
+        pipeline.match_features(anonymous, anonymous)
+    long = Features(points, 3 * root_sift(raw) - 0.1, **given)
+    with pytest.raises(UsageError, match="descriptors of norm 1, not"):
+        pipeline.match_features(long, long)
+    right = Features(points, root_sift(raw), **given)
+    assert len(pipeline.match_features(right, right)) > 50
+
+
+def test_a_result_is_saved(result, tmp_path):
+    assert result.save(tmp_path / "pair.npz") == tmp_path / "pair.npz"
+    with np.load(tmp_path / "pair.npz") as arrays:
+        np.testing.assert_array_equal(arrays["points1"], result.points1)
+        np.testing.assert_array_equal(arrays["matrix"], result.geometry.matrix)
+        assert arrays["size0"].tolist() == [540, 400]
+    result.save(tmp_path / "pair.json")
+    found = json.loads((tmp_path / "pair.json").read_text())
+    assert found["matches"] == len(result.matches) == len(found["arrays"]["indices"])
+    assert {name: found[name] for name in ("preset", "geometry")} == {
+        name: result.to_dict()[name] for name in ("preset", "geometry")
+    }
+    (tmp_path / "notes.json").write_text("mine")
+    with pytest.raises(UsageError, match="not written by"):
+        result.save(tmp_path / "notes.json")
+    assert (tmp_path / "notes.json").read_text() == "mine"
+    result.save(tmp_path / "notes.json", overwrite=True)
+    with pytest.raises(UsageError, match=r"\.npz or \.json"):
+        result.save(tmp_path / "pair.txt")
+
+
+def test_a_result_is_drawn(result, pictures, tmp_path):
+    with pytest.raises(UsageError, match=r"image0 was an array: give it to plot"):
+        result.plot(tmp_path / "pair.png")
+    path = result.plot(tmp_path / "pair.png", *pictures)
+    assert cv2.imread(str(path)).shape[1] > 900
+    with pytest.warns(DeprecationWarning, match=r"result\.plot"):
+        matcher.plot_result(result, *pictures, tmp_path / "old.png")
+
+
+def test_reprs_are_one_informative_line(result, pictures):
+    pipeline = matcher.load("nearest", geometry="homography")
+    count, inliers = len(result.matches), int(result.inliers.sum())
+    assert repr(pipeline) == "Pipeline('nearest', cpu, up to 1024 pixels, homography)"
+    assert repr(result) == f"Result(array and array: {count} matches, {inliers} inliers (homography: ok))"
+    assert repr(result.geometry) == f"TwoViewGeometry(homography: ok, {inliers} of {count} inliers)"
+    assert repr(result.matches).startswith(f"Matches({count} matches, scores 0.")
+    features = result.features0
+    assert (
+        repr(features) == f"Features({len(features)} keypoints, 128-d 'sift' descriptors, 540 x 400 pixels)"
+    )
+    assert repr(Features.stack([features] * 2)).startswith(f"Features(batch (2,), {len(features)} keypoints")
+    assert repr(Camera(1, 2, 3, 4)).startswith("Camera(fx=1.0, fy=2.0, cx=3.0, cy=4.0")
+    assert all("\n" not in repr(thing) for thing in (pipeline, result, features, pipeline.read(pictures[0])))
