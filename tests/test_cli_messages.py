@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import typer
 
@@ -181,3 +182,13 @@ def test_the_shell_completes_commands_options_and_presets():
     assert {"match", "merge"} <= set(complete("m"))
     assert "--max-keypoints" in complete("match --max")
     assert {"superglue-indoor", "superglue-outdoor"} == set(complete("match --preset superglue"))
+
+
+def test_a_warning_is_one_line_without_source(tmp_path, capfd):
+    pages = [PIL.Image.new("L", (90, 60), shade) for shade in (10, 200)]
+    path = tmp_path / "pages.tif"
+    pages[0].save(path, save_all=True, append_images=pages[1:])
+    assert main(["match", str(path), str(path), "--preset", "nearest"]) == 0
+    errors = [line for line in capfd.readouterr().err.splitlines() if "pages" in line]
+    assert errors and all(line.endswith("has 2 pages; the first one is used") for line in errors)
+    assert not any(".py:" in line or "ImageWarning" in line for line in errors)

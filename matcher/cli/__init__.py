@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from matcher.cli.exits import exit_code_of
 from matcher.cli.explain import explain
 from matcher.cli.export import export
 from matcher.cli.match import match
-from matcher.cli.messages import detail, messages, survive_odd_names
+from matcher.cli.messages import complain, detail, messages, survive_odd_names
 from matcher.cli.presets import presets
 from matcher.cli.report import report
 from matcher.cli.running import runnable
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_signals = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminate) if with_signals else None
     try:
-        with messages():
+        with messages(), warnings.catch_warnings():
+            warnings.showwarning = _warn
             code = _run(arguments)
             detail(f"exit code {code}")
             return code
@@ -111,6 +113,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         return exit_code_of(error)
     return code if isinstance(code, int) else 0
+
+
+def _warn(message: Warning | str, *_: object) -> None:
+    """A warning as one line, without the place in the source that Python would show."""
+    complain(f"warning: {message}")
 
 
 def _terminate(*_: object) -> None:
