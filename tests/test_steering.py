@@ -9,10 +9,12 @@ import torch
 import matcher
 from matcher.data.features import Features
 from matcher.data.images import read_image
+from matcher.explain.explain import explain
 from matcher.match import steering
-from matcher.match.network import inference
+from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.position import normalise_positions
 from matcher.match.steering import STEERABLE, TURNS, aligned, quarter_turns, rotated_descriptors, steered
+from matcher.weights.files import load_model
 
 
 @pytest.fixture
@@ -126,17 +128,25 @@ def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
     assert quarter_turns(first, first).tolist() == [0]
 
 
-def test_a_view_from_the_other_side_is_tried(views):
+def test_a_view_from_the_other_side_is_tried(views, monkeypatch):
     """Descriptors say nothing of the turn; the network finds matches only after the right one."""
+    monkeypatch.setattr(steering, "quarter_turns", lambda own, _: own.mask.new_zeros(len(own.mask)).long())
     pipeline = matcher.load("hybrid-learned", device="cpu", max_keypoints=300)
     pictures = [read_image(path, resize=480).pixels for path in views]
     opposite = np.ascontiguousarray(np.rot90(pictures[1], 2))
     features0, features1 = (pipeline.extract(picture) for picture in (pictures[0], opposite))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference, "SHARE_ENOUGH", 0.5)
-        patch.setattr(steering, "quarter_turns", lambda own, _: torch.zeros(len(own.mask), dtype=torch.int64))
-        found, alone = pipeline.match_features_batch([(features0, features1), (features0, features0)])
-        patch.setattr(inference, "SHARE_ENOUGH", 0.0)
-        (without,) = pipeline.match_features_batch([(features0, features1)])
+
+    def matcher_below(share):
+        policy = replace(pipeline.config.matcher.policy, opposite_turn_below=share)
+        network = load_model("hybrid-learned")[0].with_policy(policy)
+        return AttentionMatcher(network, precision="float32")
+
+    eager, never = matcher_below(0.5), matcher_below(0.0)
+    pairs = [Features.stack(side) for side in ([features0, features0], [features1, features0])]
+    found, alone = eager(*pairs)
+    without = never(*pairs)[0]
     assert len(found) > 80 and len(found) > 1.5 * len(without)
     assert (alone.indices[:, 0] == alone.indices[:, 1]).all()
+    assert eager.matched_view(*pairs).matched_orientation.tolist() == [3, 1]
+    assert never.matched_view(*pairs).matched_orientation.tolist() == [1, 1]
+    assert np.array_equal(explain(eager, features0, features1).matches, found.indices)

@@ -82,9 +82,10 @@ def explain(
     asked = (_indices(asked0, sizes[0], 0), _indices(asked1, sizes[1], 1))
     traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
+    batch[1] = matcher.matched_view(*batch)
     network, reports, inputs, known = matcher.model, [], [], np.zeros((0, 2), np.int64)
     inner, total = _inner(network, batch), sum(sizes)
-    for state in network.run(network.tokens(*batch)):
+    for state in network.run(network.tokens(*batch, align=False)):
         blocks, attended = _asked_attention(state, asked, sizes[0], strongest)
         report, prediction = layer_report(state, attended, known, total, inner)
         known = report.matches

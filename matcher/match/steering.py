@@ -63,9 +63,12 @@ def aligned(features0: Features, features1: Features, kind: str) -> Features:
     return _turned(features1, turns)
 
 
-def turned_by(features: Features, turns: int) -> Features:
-    """Features of B pictures after so many clockwise quarter turns; `view_orientation` says the turn."""
-    return _turned(features, torch.full((len(features.mask),), turns, device=features.mask.device))
+def turned_by(features: Features, turns: int | Tensor) -> Features:
+    """Features of B images after so many clockwise quarter turns, one number or (B,); `view_orientation` says
+    the turn."""
+    if isinstance(turns, int):
+        turns = torch.full((len(features.mask),), turns, device=features.mask.device)
+    return _turned(features, turns)
 
 
 def _turned(features: Features, turns: Tensor) -> Features:

@@ -17,9 +17,9 @@ from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import STEERABLE, TURNS, aligned, turned_by
 
-SHARE_ENOUGH = 0.04  # of the points of the smaller picture; with fewer matches the opposite turn is tried
-LEAST_CONVINCING = 0.5  # of that share, which the opposite turn must reach to be believed
-MORE_BY = 1.25  # and how many times the matches
+# The opposite turn is believed if it gives this part of the matches below which it was tried, and this many
+# times the matches of the first turn.
+MIN_PART, MIN_GAIN = 0.5, 1.25
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,24 +65,36 @@ class AttentionMatcher:
         Raises:
             UsageError: features of another front end or descriptor size.
         """
+        return self._best_view(features0, features1)[1]
+
+    @torch.inference_mode()
+    def matched_view(self, features0: Features, features1: Features) -> Features:
+        """`features1` of B pairs as they are matched, turned by quarters where descriptors can be.
+
+        Arguments and errors are those of a call.
+        """
+        return self._best_view(features0, features1)[0]
+
+    def _best_view(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
+        """Image 1 of every pair in the view in which it is matched, and the matches."""
         features0, features1 = (f.to(self.device) for f in (features0, features1))
-        if self.model.config.kind != STEERABLE or features0.descriptors.shape[0] != len(features1.mask):
-            return self._matches(features0, features1)
+        if self.model.config.kind != STEERABLE or len(features0.mask) != len(features1.mask):
+            return features1, self._matches(features0, features1)
         features1 = aligned(features0, features1, STEERABLE)
         found = self._matches(features0, features1)
-        enough = [
-            SHARE_ENOUGH * min(counts)
-            for counts in zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
-        ]
+        counts = zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
+        enough = [self.model.config.policy.opposite_turn_below * min(pair) for pair in counts]
         few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
-        if few:
-            # Seen from the other side of a table, a picture is upside down, and what descriptors have in
-            # common says so less clearly than what the network makes of it.
-            opposite = turned_by(_entries(features1, few), TURNS // 2)
-            for b, other in zip(few, self._matches(_entries(features0, few), opposite), strict=True):
-                if len(other) > max(enough[b] * LEAST_CONVINCING, MORE_BY * len(found[b])):
-                    found[b] = other
-        return found
+        if not few:
+            return features1, found
+        # Seen from the other side of a table an image is upside down, and the descriptors alone say so less
+        # clearly than the network's matches do.
+        opposite = turned_by(_entries(features1, few), TURNS // 2)
+        turned = torch.zeros(len(found), dtype=torch.int64, device=self.device)
+        for b, other in zip(few, self._matches(_entries(features0, few), opposite), strict=True):
+            if len(other) > max(MIN_PART * enough[b], MIN_GAIN * len(found[b])):
+                found[b], turned[b] = other, TURNS // 2
+        return turned_by(features1, turned) if bool(turned.any()) else features1, found
 
     def _matches(self, features0: Features, features1: Features) -> list[Matches]:
         prediction = self.model(features0, features1, align=False)
