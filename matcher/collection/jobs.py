@@ -20,7 +20,6 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import IntegrityError, MatcherError
 from matcher.pipeline import Pipeline
-from matcher.verify.thresholds import threshold_scale
 
 _CACHE_BYTES = 512 << 20  # of features held
 
@@ -145,24 +144,17 @@ class JobRunner:
     ) -> EncodedPair | PairFailure:
         start = perf_counter()
         try:
-            geometry = self.pipeline.estimator(
-                matches.points0,
-                matches.points1,
-                cameras=self._cameras(side0, side1),
-                scores=matches.scores,
-                thresholds_scale=threshold_scale(
-                    side0.scale, side1.scale, self.pipeline.config.estimation.kind
-                ),
-            )
+            camera0, camera1 = self._cameras(side0, side1)
+            geometry = self.pipeline.verify(f0, f1, matches, camera0=camera0, camera1=camera1)
             data = encode_pair(matches, geometry, f0.keypoints.numpy(), f1.keypoints.numpy())
         except Exception as error:
             return PairFailure(side0.number, side1.number, reason_of(error))
         seconds += perf_counter() - start
         return EncodedPair(side0.number, side1.number, seconds, checksum(data), data)
 
-    def _cameras(self, side0: ImageEntry, side1: ImageEntry) -> tuple[Camera, Camera] | None:
+    def _cameras(self, side0: ImageEntry, side1: ImageEntry) -> tuple[Camera | None, Camera | None]:
         if self.pipeline.config.estimation.kind != "essential":
-            return None
+            return None, None
         cameras = [side.camera or self._camera for side in (side0, side1)]
         absent = [side.name for side, camera in zip((side0, side1), cameras, strict=True) if camera is None]
         if absent:
