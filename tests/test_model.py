@@ -177,7 +177,7 @@ def test_no_global_state_is_changed(pairs) -> None:
 def test_half_precision_keeps_the_digits_of_phases_and_heads() -> None:
     model = random_model()
     half = AttentionMatcher(model, precision="bfloat16").model
-    assert half.layers[0].self_block.qkv.weight.dtype == half.project.weight.dtype == torch.bfloat16
+    assert half.layers[0].self_block.weight.dtype == half.project.weight.dtype == torch.bfloat16
     kept = {
         k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("position", "heads", "confidence")
     }
@@ -251,7 +251,7 @@ def test_names_of_the_parameters() -> None:
         ".".join("N" if part.isdigit() else part for part in k.split("."))
         for k in random_model().state_dict()
     }
-    block = ("qkv", "out", "ffn.widen", "ffn.norm", "ffn.narrow")
+    block = ("attention.qkv", "attention.out", "ffn.widen", "ffn.norm", "ffn.narrow")
     linear = [f"layers.N.{side}_block.{part}" for side in ("self", "cross") for part in block]
     linear += ["project", "heads.N.projection", "heads.N.matchability", "confidence.N"]
     assert names == {f"{n}.{kind}" for n in linear for kind in ("weight", "bias")} | {
