@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor, nn
 
-from matcher.config import Precision
+from matcher.config import MatchingPolicy, Precision
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
@@ -83,6 +83,30 @@ class AttentionMatcher:
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
         self.model = inference_network(model, self.device, self.precision)
+
+    def adjusted(
+        self,
+        layers: int | None = None,
+        *,
+        max_iterations: int | None = None,
+        policy: MatchingPolicy | None = None,
+    ) -> AttentionMatcher:
+        """The same network cut to its first layers, or under another policy; parameters are shared.
+
+        Args:
+            layers: at most all of them, which is the default.
+            max_iterations: of Sinkhorn, at most.
+            policy: of thresholds, exit and pruning.
+
+        Raises:
+            UsageError: as `MatchingNetwork.first_layers` and `.with_policy`.
+        """
+        changed = copy.copy(self)
+        depth = len(self.model.layers) if layers is None else layers
+        changed.model = self.model.first_layers(depth, max_iterations)
+        if policy is not None:
+            changed.model = changed.model.with_policy(policy)
+        return changed
 
     @torch.inference_mode()
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:

@@ -86,6 +86,32 @@ class MatchingNetwork(nn.Module):
         check_config(changed.config)
         return changed
 
+    def first_layers(self, layers: int, max_iterations: int | None = None) -> MatchingNetwork:
+        """The first layers as a network of its own, sharing their parameters.
+
+        Args:
+            layers: at most all of them.
+            max_iterations: of Sinkhorn, at most; the configured number when absent.
+
+        Raises:
+            UsageError: inner layers have no heads to assign by.
+        """
+        config, depth = self.config, min(layers, len(self.layers))
+        if depth < len(self.layers) and not config.assignment.every_layer:
+            raise UsageError("only the last layer of this network gives an assignment")
+        assignment = config.assignment
+        if max_iterations is not None:
+            limit = min(max_iterations, assignment.max_iterations)
+            assignment = replace(assignment, max_iterations=limit)
+        changed = copy.copy(self)
+        changed._modules = dict(self._modules)
+        changed.config = replace(config, context=replace(config.context, depth=depth), assignment=assignment)
+        if depth < len(self.layers):
+            changed.layers, changed.heads = self.layers[:depth], self.heads[:depth]
+            changed.confidence = self.confidence[: depth - 1]
+            changed.match_probability = self.match_probability[: depth - 1]
+        return changed
+
     @torch.no_grad()
     def standardise(self, descriptors: Tensor) -> None:
         """Shift and scale the projection so that `descriptors` (T, D) give tokens of mean 0, variance 1.
