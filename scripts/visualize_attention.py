@@ -56,7 +56,10 @@ if args.picture == "rollout":
     for part, side in ((flow[:count], keypoints[0]), (flow[count:], keypoints[1])):
         best = np.argsort(-part)[:40]
         heads.append([(side[best], part[best])])
-    names, title = ["share of the final state"], f"attention rollout over {len(explained.layers)} layers: {title}"
+    names, title = (
+        ["share of the final state"],
+        f"rollout over {len(explained.layers)} layers: {title}",
+    )
 else:
     layer, heads, names = explained.layers[number - 1], [], None
     for attention, side in (
