@@ -32,10 +32,16 @@ def forget() -> None:
     library.attention_granted.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder in which the kernels are built, once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    """The kernels, built in a folder of their own."""
-    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+def kernel(built, monkeypatch):
+    """The kernels, in a folder of their own."""
+    monkeypatch.setenv("MATCHER_CACHE", str(built))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     yield compiled.build()
