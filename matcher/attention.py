@@ -1,7 +1,18 @@
-"""Attention as building blocks: score functions, masks and heads.
+"""Attention as building blocks: score functions, masks and heads; the matching network is built on them.
 
-Multi-head (Vaswani et al. 2017), masked and causal, additive (Bahdanau et al. 2015), general (Luong et
-al. 2015) and linear attention (Katharopoulos et al. 2020); the matching network is built on them.
+Five score functions take queries (…, N, d), keys (…, M, d) and values (…, M, d) and give (…, N, d):
+
+- `scaled_dot_product`: softmax attention, masked and causal (Vaswani et al. 2017)
+- `linear_attention`: in O(N + M) time and memory (Katharopoulos et al. 2020)
+- `AdditiveAttention`: a learned comparison of sums (Bahdanau et al. 2015)
+- `GeneralAttention`: a learned bilinear form (Luong et al. 2015)
+
+`MultiHeadAttention` projects tokens, runs one of them in every head and joins the heads again.
+
+>>> import torch
+>>> tokens, source = torch.randn(2, 5, 8), torch.randn(2, 7, 8)
+>>> MultiHeadAttention(8, heads=2)(tokens, source).shape
+torch.Size([2, 5, 8])
 """
 
 from __future__ import annotations
@@ -22,14 +33,20 @@ def scaled_dot_product(
 
     Args:
         q: (…, N, d). k, v: (…, M, d).
-        mask: broadcast to (…, N, M); bool, True = may attend, or numbers added to the scores (−inf: not)
+        mask: broadcast to (…, N, M); bool, True = may attend, or numbers added to the scores (−inf: not).
         causal: row i attends to columns 0 … i only.
 
     Returns:
         (…, N, d); zeros for rows that may attend to nothing.
+
+    >>> x = torch.eye(3)
+    >>> scaled_dot_product(x, x, x, causal=True)[0]
+    tensor([1., 0., 0.])
+    >>> scaled_dot_product(x, x, x, torch.tensor([False, False, False]))[0]
+    tensor([0., 0., 0.])
     """
     if mask is not None or causal:
-        return _masked(q, k, v, allowed(q, k, mask, causal))
+        return _masked(q, k, v, additive_mask(q, k, mask, causal=causal))
     if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
         # On CPUs the stock kernel's backward pass takes twice the time of these matrix products.
         return whole(q, k, v)
@@ -38,13 +55,26 @@ def scaled_dot_product(
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """An additive mask (…, N, M) from a boolean or additive one and causality."""
-    rows, columns = q.shape[-2], k.shape[-2]
-    bias = q.new_zeros(rows, columns)
+def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """What is added to the scores of q (…, N, d) and k (…, M, d): 0, −inf or the numbers of `mask`.
+
+    Args:
+        q, k: only their sizes, device and dtype matter.
+        mask: broadcast to (…, N, M), bool (True = may attend) or numbers.
+        causal: row i attends to columns 0 … i only.
+
+    Returns:
+        Broadcast to (…, N, M), in the dtype of q.
+
+    >>> additive_mask(torch.zeros(2, 1), torch.zeros(2, 1), causal=True)
+    tensor([[0., -inf],
+            [0., 0.]])
+    """
+    bias = q.new_zeros(1, 1)
     if causal:
+        rows, columns = q.shape[-2], k.shape[-2]
         later = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(1)
-        bias = bias.masked_fill(later, -torch.inf)
+        bias = q.new_zeros(rows, columns).masked_fill(later, -torch.inf)
     if mask is None:
         return bias
     if mask.dtype == torch.bool:
@@ -53,9 +83,10 @@ def allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + bias
-    weights = torch.softmax(scores, dim=-1).masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0.0)
-    return weights @ v
+    """The stock kernel gives NaN to rows without a column: they attend to all, and then become zero."""
+    empty = (bias == -torch.inf).all(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(empty, 0.0))
+    return out.masked_fill(empty, 0.0)
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -64,6 +95,10 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     Args:
         q: (…, N, d). k, v: (…, M, d).
         mask: (…, M) bool, True = the column may be attended to.
+
+    >>> x = torch.ones(4, 2)
+    >>> linear_attention(x, x, torch.arange(4.0).unsqueeze(1), torch.tensor([True, False, False, True]))[0]
+    tensor([1.5000])
     """
     # Dense heads: the products take two thirds of the time that they take on strided ones.
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -77,7 +112,11 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 class AdditiveAttention(nn.Module):
-    """softmax(wᵀ tanh(W_q q + W_k k)) v (Bahdanau et al. 2015, appendix A.1.2); O(N·M·d) memory."""
+    """softmax(wᵀ tanh(W_q q + W_k k)) v (Bahdanau et al. 2015, appendix A.1.2); O(N·M·d) memory.
+
+    >>> AdditiveAttention(4)(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 4)).shape
+    torch.Size([5, 4])
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -92,7 +131,11 @@ class AdditiveAttention(nn.Module):
 
 
 class GeneralAttention(nn.Module):
-    """softmax(q W kᵀ) v (Luong et al. 2015, eq. 8, "general")."""
+    """softmax(q W kᵀ) v (Luong et al. 2015, eq. 8, "general").
+
+    >>> GeneralAttention(4)(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 4)).shape
+    torch.Size([5, 4])
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -107,26 +150,88 @@ Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def build_attention(name: str, width: int) -> Kernel:
-    """The score function that a configuration names, for heads of `width` channels."""
+    """The score function that a configuration names, for heads of `width` channels.
+
+    Args:
+        name: softmax, linear, additive or general.
+        width: channels of a head.
+    """
     learned = {"additive": AdditiveAttention, "general": GeneralAttention}
     if name in learned:
         return learned[name](width)
     return {"softmax": scaled_dot_product, "linear": linear_attention}[name]
 
 
-class MultiHeadAttention(nn.Module):
-    """Concat(head_1 … head_h) W_O of projected queries, keys, values (Vaswani et al. 2017, section 3.2.2)."""
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(…, N, C) → (…, heads, N, C / heads), a view.
 
-    def __init__(self, dim: int, heads: int, attention: str = "softmax") -> None:
+    >>> split_heads(torch.zeros(2, 5, 8), 4).shape
+    torch.Size([2, 4, 5, 2])
+    """
+    return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(…, heads, N, d) → (…, N, heads · d), the inverse of `split_heads`.
+
+    >>> x = torch.randn(2, 5, 8)
+    >>> torch.equal(merge_heads(split_heads(x, 4)), x)
+    True
+    """
+    return x.transpose(-2, -3).flatten(-2)
+
+
+class MultiHeadAttention(nn.Module):
+    """Concat(head_1 … head_h) W_O of projected queries, keys, values (Vaswani et al. 2017, section 3.2.2).
+
+    Queries, keys and values are one linear map `qkv`, in this order; with `shared_qk` queries and keys are
+    the same (LightGlue, Lindenberger et al. 2023, eq. 5).
+
+    >>> attention = MultiHeadAttention(8, heads=2, score="linear")
+    >>> attention(torch.randn(5, 8)).shape  # self-attention of one sequence
+    torch.Size([5, 8])
+    """
+
+    def __init__(
+        self, dim: int, heads: int, score: str = "softmax", *, bias: bool = True, shared_qk: bool = False
+    ) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
-        self.attention = build_attention(attention, dim // heads)
+        self.qkv = nn.Linear(dim, (2 if shared_qk else 3) * dim, bias=bias)
+        self.score = build_attention(score, dim // heads)
+        self.out = nn.Linear(dim, dim, bias=bias)
 
-    def forward(self, x: Tensor, source: Tensor) -> Tensor:
-        """x (B, N, dim) listens to source (B, M, dim) → (B, N, dim)."""
-        q, k, v = (
-            project(y).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-            for project, y in ((self.query, x), (self.key, source), (self.value, source))
-        )
-        return self.out(self.attention(q, k, v).transpose(-2, -3).flatten(-2))
+    def project(self, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        """Parts `first` … `last` − 1 of the projection: (…, N, dim) → (…, N, parts, heads, dim / heads).
+
+        Queries are part 0, keys part −2, values part −1; negative numbers count from the end.
+        """
+        dim = self.qkv.in_features
+        rows = slice(first * dim or None, None if last is None else last * dim)
+        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
+        y = F.linear(x.to(self.qkv.weight.dtype), self.qkv.weight[rows], bias)
+        return y.unflatten(-1, (-1, self.heads, dim // self.heads))
+
+    def forward(
+        self, x: Tensor, source: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """x (…, N, dim) attends to source (…, M, dim), or to itself → (…, N, dim).
+
+        Args:
+            x: queries.
+            source: keys and values; x when absent.
+            mask: as `scaled_dot_product` takes it, for all heads; softmax attention only.
+            causal: row i attends to rows 0 … i only; softmax attention only.
+
+        Raises:
+            ValueError: a mask or causality with another score function.
+        """
+        q = self.project(x, 0, 1)[..., 0, :, :]
+        k, v = self.project(x if source is None else source, -2).unbind(-3)
+        q, k, v = (y.transpose(-2, -3) for y in (q, k, v))
+        if mask is None and not causal:
+            return self.out(merge_heads(self.score(q, k, v)))
+        if self.score is not scaled_dot_product:
+            raise ValueError("masks and causality are for softmax attention")
+        mask = mask if mask is None or mask.dim() < 3 else mask.unsqueeze(-3)
+        return self.out(merge_heads(self.score(q, k, v, mask, causal=causal)))

@@ -54,7 +54,7 @@ class View:
     gamma: float
 
     @property
-    def T_world_to_camera(self) -> np.ndarray:
+    def cam_from_world(self) -> np.ndarray:
         """(4, 4) rigid transform."""
         z = np.subtract(self.target, self.centre)
         z /= np.linalg.norm(z)
@@ -182,7 +182,7 @@ def render(scene: list[Panel], view: View, seed: int) -> np.ndarray:
     width, height = SIZE[0] * SUPERSAMPLE, SIZE[1] * SUPERSAMPLE
     fine = np.diag([SUPERSAMPLE, SUPERSAMPLE, 1.0])
     fine[:2, 2] = (SUPERSAMPLE - 1) / 2  # (p + 0.5)·s − 0.5
-    T = view.T_world_to_camera
+    T = view.cam_from_world
     xs, ys = np.meshgrid(np.arange(width, dtype=np.float64), np.arange(height, dtype=np.float64))
     nearest, picture = np.zeros((height, width)), np.zeros((height, width, 3), np.float32)
     for panel in scene:
@@ -234,14 +234,14 @@ def main() -> None:
     for index, view in enumerate(VIEWS):
         picture = Image.fromarray(render(scene, view, seed=index))
         picture.save(output / f"view{index}.jpg", quality=90, optimize=True)
-    poses = [view.T_world_to_camera for view in VIEWS]
+    poses = [view.cam_from_world for view in VIEWS]
     truth = {
-        "pixel_convention": "the centre of the first pixel is (0, 0); T in metres, points of 0 to 1",
+        "pixel_convention": "the centre of the first pixel is (0, 0); b_from_a: points of a to b; metres",
         "size": SIZE,
         "K": K.tolist(),
-        "T_world_to_camera": {f"view{i}.jpg": T.tolist() for i, T in enumerate(poses)},
+        "cam_from_world": {f"view{i}.jpg": T.tolist() for i, T in enumerate(poses)},
         "cam1_from_cam0": (poses[1] @ np.linalg.inv(poses[0])).tolist(),
-        "T_0to2": (poses[2] @ np.linalg.inv(poses[0])).tolist(),
+        "cam2_from_cam0": (poses[2] @ np.linalg.inv(poses[0])).tolist(),
     }
     (output / "poses.json").write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
 

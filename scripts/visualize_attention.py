@@ -15,16 +15,16 @@ parser.add_argument("--picture", choices=["layer", "rollout", "entropy"], defaul
 parser.add_argument("--layer", type=int, help="1 is the first; the last that ran when absent")
 args = parser.parse_args()
 try:
-    place = tuple(map(float, args.point.split(",")))
-    x, y = place
+    position = tuple(map(float, args.point.split(",")))
+    x, y = position
 except ValueError:
     parser.error(f"--point must be x,y in pixels of {args.image0}, not {args.point!r}")
 try:
     pipeline = load_pipeline(args)
     network = network_of(pipeline)
     features = [pipeline.extract(path) for path in (args.image0, args.image1)]
-    asked = nearest_keypoint(features[0], place)
-    told = explain(
+    asked = nearest_keypoint(features[0], position)
+    explained = explain(
         network,
         *features,
         [asked],
@@ -34,31 +34,34 @@ try:
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
 keypoints = [f.keypoints.numpy() for f in features]
-partner = dict(told.matches.tolist()).get(asked)
-gone = told.fates[0][asked]
-found = f"pruned after layer {gone}" if gone > 0 else "no match"
+partner = dict(explained.matches.tolist()).get(asked)
+pruned_after = explained.fates[0][asked]
+found = f"pruned after layer {pruned_after}" if pruned_after > 0 else "no match"
 if partner is not None:
     found = f"matched to {np.round(keypoints[1][partner]).astype(int).tolist()}"
 title = f"{pipeline.preset}, keypoint at {np.round(keypoints[0][asked]).astype(int).tolist()}, {found}"
-number = args.layer or len(told.layers)
-if not 1 <= number <= len(told.layers):
-    parser.error(f"layers 1 to {len(told.layers)} ran")
+number = args.layer or len(explained.layers)
+if not 1 <= number <= len(explained.layers):
+    parser.error(f"layers 1 to {len(explained.layers)} ran")
 if args.picture == "entropy":
     tables = [
-        [getattr(layer, kind)[0].entropy[0] for layer in told.layers]
+        [getattr(layer, kind)[0].entropy[0] for layer in explained.layers]
         for kind in ("self_attention", "cross_attention")
     ]
     limit = float(np.log(max(2, *map(len, features))))
     save_figure(draw_entropies(*tables, limit=limit, title=f"entropy of attention: {title}"), args.output)
     parser.exit()
 if args.picture == "rollout":
-    flow, count, heads = told.rollout[0][0], len(keypoints[0]), []
+    flow, count, heads = explained.rollout[0][0], len(keypoints[0]), []
     for part, side in ((flow[:count], keypoints[0]), (flow[count:], keypoints[1])):
         best = np.argsort(-part)[:40]
         heads.append([(side[best], part[best])])
-    names, title = ["share of what it knows"], f"attention rollout over {len(told.layers)} layers: {title}"
+    names, title = (
+        ["share of the final state"],
+        f"rollout over {len(explained.layers)} layers: {title}",
+    )
 else:
-    layer, heads, names = told.layers[number - 1], [], None
+    layer, heads, names = explained.layers[number - 1], [], None
     for attention, side in (
         (layer.self_attention[0], keypoints[0]),
         (layer.cross_attention[0], keypoints[1]),

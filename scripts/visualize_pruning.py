@@ -16,35 +16,35 @@ try:
     pipeline = load_pipeline(args)
     images = [pipeline.read(path) for path in (args.image0, args.image1)]
     features = [pipeline.extract(image) for image in images]
-    told = explain(network_of(pipeline), *features)
+    explained = explain(network_of(pipeline), *features)
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
 config = pipeline.config.matcher
 print(*rules(config), sep="\n")
-found = f"{len(told.matches)} matches, {len(told.layers)} of {pipeline.layers} layers"
+found = f"{len(explained.matches)} matches, {len(explained.layers)} of {pipeline.layers} layers"
 title = f"{args.picture}: {pipeline.preset}, {found}"
 if args.picture == "fates":
     points = [f.keypoints.numpy() for f in features]
     fates = {"layers": pipeline.layers, "stacked": args.stacked, "title": title}
-    figure = draw_fates(*images, *points, *told.fates, **fates)
+    figure = draw_fates(*images, *points, *explained.fates, **fates)
 elif args.picture == "layers":
     figure = draw_decisions(
-        [len(layer.matches) for layer in told.layers],
-        [layer.appeared for layer in told.layers],
-        [layer.vanished for layer in told.layers],
+        [len(layer.matches) for layer in explained.layers],
+        [layer.appeared for layer in explained.layers],
+        [layer.vanished for layer in explained.layers],
         {
-            "sure, for early exit": [layer.certain for layer in told.layers],
-            "no partner, image 0": [layer.unmatched[0] for layer in told.layers],
-            "no partner, image 1": [layer.unmatched[1] for layer in told.layers],
+            "sure, for early exit": [layer.certain for layer in explained.layers],
+            "no partner, image 0": [layer.unmatched[0] for layer in explained.layers],
+            "no partner, image 1": [layer.unmatched[1] for layer in explained.layers],
         },
-        [sum(map(len, layer.pruned)) for layer in told.layers],
-        exited=told.layers[-1].exited,
+        [sum(map(len, layer.pruned)) for layer in explained.layers],
+        exited=explained.layers[-1].exited,
         title=title,
     )
 elif args.picture == "confidences":
-    chosen = {f"layer {number}": told.layers[number - 1].scores for number in {1, len(told.layers)}}
+    chosen = {f"layer {number}": explained.layers[number - 1].scores for number in {1, len(explained.layers)}}
     figure = draw_confidences(chosen, threshold=config.policy.match_threshold, title=title)
 else:
     tolerance = config.assignment.tolerance
-    figure = draw_marginal_errors(told.layers[-1].marginal_errors, tolerance=tolerance, title=title)
+    figure = draw_marginal_errors(explained.layers[-1].marginal_errors, tolerance=tolerance, title=title)
 save_figure(figure, args.output)

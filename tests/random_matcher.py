@@ -34,7 +34,7 @@ def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> MatchingNetwo
         dim = config.context.dim
         for layer in model.layers:
             for block in (layer.self_block, layer.cross_block):
-                nn.init.normal_(block.qkv.weight, std=1.5 / dim**0.5)
+                nn.init.normal_(block.attention.qkv.weight, std=1.5 / dim**0.5)
                 nn.init.normal_(block.ffn.narrow.weight, std=0.3 / dim**0.5)
                 nn.init.normal_(block.ffn.narrow.bias, std=0.1)
         for head in model.heads:

@@ -16,8 +16,8 @@ K = np.array(TRUTH["K"])
 
 @pytest.mark.parametrize("other", [1, 2])
 def test_poses_are_rigid_and_a_real_change_of_viewpoint(other):
-    T = np.array(TRUTH[f"T_0to{other}"])
-    world = [np.array(TRUTH["T_world_to_camera"][f"view{i}.jpg"]) for i in (0, other)]
+    T = np.array(TRUTH[f"cam{other}_from_cam0"])
+    world = [np.array(TRUTH["cam_from_world"][f"view{i}.jpg"]) for i in (0, other)]
     np.testing.assert_allclose(T @ world[0], world[1], atol=1e-12)
     np.testing.assert_allclose(T[:3, :3] @ T[:3, :3].T, np.eye(3), atol=1e-12)
     assert np.degrees(np.arccos((np.trace(T[:3, :3]) - 1) / 2)) > 20
@@ -27,7 +27,7 @@ def test_poses_are_rigid_and_a_real_change_of_viewpoint(other):
 @pytest.mark.parametrize("other", [1, 2])
 def test_matches_of_the_views_agree_with_the_cameras_to_a_fraction_of_a_pixel(other):
     result = matcher.load("nearest").match(ASSETS / "view0.jpg", ASSETS / f"view{other}.jpg")
-    F = fundamental_from_pose(K, K, np.array(TRUTH[f"T_0to{other}"]))
+    F = fundamental_from_pose(K, K, np.array(TRUTH[f"cam{other}_from_cam0"]))
     distance = epipolar_distance(result.points0.astype(float), result.points1.astype(float), F)
     assert len(distance) > 200
     assert (distance < 3).mean() > 0.7

@@ -1,10 +1,13 @@
 """The score functions as building blocks, against their equations in float64 loops."""
 
+import doctest
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import matcher.attention
 from matcher.attention import (
     AdditiveAttention,
     GeneralAttention,
@@ -14,7 +17,7 @@ from matcher.attention import (
     scaled_dot_product,
 )
 from matcher.config import ContextConfig
-from matcher.match.network.context import Layer
+from matcher.match.network.context import build_layer
 from matcher.match.network.packed import Layout
 
 N, M, D = 5, 7, 4
@@ -104,15 +107,52 @@ def test_multi_head_attention_is_the_heads_one_by_one(qkv):
         torch.manual_seed(2)
         block = MultiHeadAttention(8, 2).double()
     x, source = torch.randn(1, N, 8, dtype=torch.float64), torch.randn(1, M, 8, dtype=torch.float64)
-    heads = []
-    for h in range(2):
-        rows = slice(4 * h, 4 * h + 4)
-        q, k, v = (
-            (project(y)[0, :, rows]).detach()
-            for project, y in ((block.query, x), (block.key, source), (block.value, source))
-        )
-        heads.append(torch.from_numpy(naive(q, k, v, dot)))
+    weights, biases = block.qkv.weight.detach().chunk(3), block.qkv.bias.detach().chunk(3)
+    projected = [y[0] @ w.t() + b for y, w, b in zip((x, source, source), weights, biases, strict=True)]
+    heads = [torch.from_numpy(naive(*(y[:, 4 * h : 4 * h + 4] for y in projected), dot)) for h in range(2)]
     torch.testing.assert_close(block(x, source)[0], block.out(torch.cat(heads, dim=1)))
+    mask = torch.rand(N, M, generator=torch.Generator().manual_seed(4)) > 0.3
+    heads = [
+        torch.from_numpy(
+            naive(*(y[:, 4 * h : 4 * h + 4] for y in projected), dot, lambda i, j: bool(mask[i, j]))
+        )
+        for h in range(2)
+    ]
+    for given in (mask, mask.expand(1, N, M)):
+        torch.testing.assert_close(block(x, source, mask=given)[0], block.out(torch.cat(heads, dim=1)))
+    causal = block(x, causal=True)
+    later = x.clone()
+    later[:, 3:] = 7.0
+    torch.testing.assert_close(block(later, causal=True)[:, :3], causal[:, :3])
+    assert not torch.allclose(causal, block(x))
+
+
+def test_masks_are_for_softmax_attention():
+    x = torch.randn(1, N, 8)
+    for name in ("linear", "additive", "general"):
+        with pytest.raises(ValueError, match="softmax"):
+            MultiHeadAttention(8, 2, name)(x, causal=True)
+
+
+def test_gradients_flow_past_rows_that_attend_to_nothing(qkv):
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    mask = torch.ones(N, M, dtype=torch.bool)
+    mask[2] = False
+    scaled_dot_product(q, k, v, mask).sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v)) and q.grad[2].eq(0).all()
+
+
+def test_shared_queries_and_keys_are_one_projection(qkv):
+    block = MultiHeadAttention(8, 2, shared_qk=True)
+    parts = block.project(torch.randn(N, 8))
+    assert parts.shape == (N, 2, 2, 4) and block.qkv.out_features == 16
+    keys, queries = block.project(torch.ones(N, 8), -2)[:, 0], block.project(torch.ones(N, 8), 0, 1)[:, 0]
+    torch.testing.assert_close(keys, queries)
+
+
+def test_the_examples_in_the_docstrings():
+    failed, tried = doctest.testmod(matcher.attention)
+    assert tried > 10 and not failed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,7 +183,7 @@ def test_linear_attention_takes_linear_memory():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_configuration_selects_the_score_function(name):
-    layer = Layer(ContextConfig(dim=8, heads=2, depth=1, attention=name))
+    layer = build_layer(ContextConfig(dim=8, heads=2, depth=1, attention=name))
     out = layer(torch.randn(9, 8), None, Layout(((4, 5),)))
     assert out.shape == (9, 8)
-    assert any("attention" in key for key in layer.state_dict()) == (name in ("additive", "general"))
+    assert any("score" in key for key in layer.state_dict()) == (name in ("additive", "general"))

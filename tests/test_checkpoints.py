@@ -113,7 +113,7 @@ def test_rows_of_the_fused_projection_go_where_they_belong(small, tmp_path):
     tensors = peers.old_lightglue_names(lightglue())
     tensors["self_attn.1.Wqkv.bias"] = torch.arange(768.0)
     bias = imported(peers.write_published(tensors, tmp_path / "x.pth"), "lightglue-superpoint")[
-        "layers.1.self_block.qkv.bias"
+        "layers.1.self_block.attention.qkv.bias"
     ]
     for c, h, d in [(0, 0, 0), (0, 2, 7), (1, 3, 62), (1, 0, 1)]:
         ours = c * 256 + h * 64 + (d % 2) * 32 + d // 2
@@ -138,9 +138,9 @@ def test_both_layouts_of_superglue_give_the_same_parameters(small, tmp_path):
     assert first["heads.0.dustbin"] == pytest.approx(1.7)
     # Channel d of head h of the official key projection is its row 4d + h.
     key = official["gnn.layers.2.attn.proj.1.bias"]
-    assert first["layers.1.self_block.qkv.bias"][256 + 3 * 64 + 10] == key[4 * 10 + 3]
+    assert first["layers.1.self_block.attention.qkv.bias"][256 + 3 * 64 + 10] == key[4 * 10 + 3]
     merge = official["gnn.layers.3.attn.merge.weight"][:, :, 0]
-    assert torch.equal(first["layers.1.cross_block.out.weight"][:, 2 * 64 + 5], merge[:, 4 * 5 + 2])
+    assert torch.equal(first["layers.1.cross_block.attention.out.weight"][:, 2 * 64 + 5], merge[:, 4 * 5 + 2])
     older = {k: v for k, v in official.items() if not k.endswith("num_batches_tracked")}
     path = peers.write_published(older, tmp_path / "older.pth")
     assert imported(path, "superglue-indoor").keys() == first.keys()
@@ -159,7 +159,7 @@ def test_loftr_from_lightning_and_from_kornia(prefix, shelf, tmp_path):
         state["layers.3.cross_block.ffn.output_norm.bias"], theirs["loftr_coarse.layers.7.norm2.bias"]
     )
     value = theirs["loftr_fine.layers.1.v_proj.weight"]
-    assert torch.equal(state["fine.layers.0.cross_block.qkv.weight"][256:], value)
+    assert torch.equal(state["fine.layers.0.cross_block.attention.qkv.weight"][256:], value)
 
 
 def test_the_layouts_of_superpoint(tmp_path):
@@ -369,7 +369,7 @@ def test_other_widths_and_heads_convert_too():
     assert torch.equal(ours.project.weight, model.input_proj.weight)
     bias = model.transformers[0].self_attn.Wqkv.bias.unflatten(0, (2, 24, 3))
     assert torch.equal(
-        ours.layers[0].self_block.qkv.bias[:24], torch.cat([bias[0, 0::2, 0], bias[0, 1::2, 0]])
+        ours.layers[0].self_block.attention.qkv.bias[:24], torch.cat([bias[0, 0::2, 0], bias[0, 1::2, 0]])
     )
 
 

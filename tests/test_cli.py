@@ -83,6 +83,17 @@ def test_the_default_call_works_with_shipped_weights(views, shipped_weights, cap
     assert "(ok)" in out
 
 
+def test_a_ratio_is_for_nearest_neighbours(views, capfd):
+    counts = []
+    for ratio in (0.9, 0.7):
+        assert match(views, "--ratio", ratio, "--json") == 0
+        counts.append(json.loads(capfd.readouterr().out)["matches"])
+    expected = [
+        len(matcher.load("nearest", max_keypoints=400, ratio=r).match(*views).matches) for r in (0.9, 0.7)
+    ]
+    assert counts == expected and counts[0] > counts[1] > 0
+
+
 def test_the_summary(views, capfd):
     assert match(views) == 0
     out, err = capfd.readouterr()
@@ -160,8 +171,8 @@ def test_essential_needs_a_camera(views, capfd):
     assert "needs --camera0" in capfd.readouterr().err
     assert match(views, "--geometry", "essential", "--camera0", "700,700,400,300", "--json") == 0
     geometry = json.loads(capfd.readouterr().out)["geometry"]
-    assert geometry["kind"] == "essential"
-    assert geometry["cam1_from_cam0"] is None or np.shape(geometry["cam1_from_cam0"]) == (4, 4)
+    assert (geometry["kind"], geometry["status"]) == ("essential", "ok")
+    assert np.shape(geometry["cam1_from_cam0"]) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +183,8 @@ def test_essential_needs_a_camera(views, capfd):
         (["--geometry", "affine"], 2, "--geometry"),
         (["--preset", "superglue"], 2, "Known: hybrid, hybrid-learned"),
         (["--threshold", "7"], 2, "--threshold must be a number from 0 to 1"),
+        (["--ratio", "7"], 2, "--ratio must be"),
+        (["--preset", "hybrid-learned", "--ratio", "0.7"], 2, "--ratio"),
         (["--max-keypoints", "0"], 2, "--max-keypoints must be a whole number of at least 1"),
         (["--resize", "0"], 2, "--resize must be a whole number of at least 1"),
         (["--device", "abacus"], 2, "abacus"),

@@ -60,7 +60,7 @@ def test_help_shows_the_defaults_of_the_preset(capfd):
     for value in (
         config.extractor.max_keypoints,
         config.extractor.resize,
-        f"{config.matcher.match_threshold:g}",
+        f"{config.matcher.policy.match_threshold:g}",
         config.estimation.kind,
     ):
         assert f"[default: ({value})]" in text

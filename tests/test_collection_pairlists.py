@@ -5,7 +5,6 @@ import tracemalloc
 
 import pytest
 
-from matcher.collection import pairlists
 from matcher.collection.pairlists import (
     ABSOLUTE,
     COLUMNS,
@@ -30,11 +29,11 @@ NAMES = ["a.jpg", "b.jpg", "sub/c.jpg", "my photo.jpg", "été.jpg"]
 def read(tmp_path):
     """A list as bytes or text → its pairs and its faults."""
 
-    def run(content, names=NAMES):
+    def run(content, names=NAMES, **options):
         path = tmp_path / "pairs.txt"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         faults = []
-        return list(read_pairs(path, names, faults.append)), faults
+        return list(read_pairs(path, names, faults.append, **options)), faults
 
     return run
 
@@ -95,10 +94,9 @@ def test_a_third_column_is_remarked_and_the_pair_used(read):
     assert (fault.line, fault.kind) == (1, EXTRA)
 
 
-def test_duplicates_are_found_over_the_border_of_chunks(read, monkeypatch):
-    monkeypatch.setattr(pairlists, "_CHUNK", 2)
+def test_duplicates_are_found_over_the_border_of_chunks(read):
     lines = ["a.jpg b.jpg", "a.jpg sub/c.jpg", "b.jpg a.jpg", "b.jpg sub/c.jpg", "a.jpg b.jpg"]
-    pairs, faults = read("\n".join(lines))
+    pairs, faults = read("\n".join(lines), chunk=2)
     assert pairs == [("a.jpg", "b.jpg"), ("a.jpg", "sub/c.jpg"), ("b.jpg", "sub/c.jpg")]
     assert [(fault.line, fault.kind) for fault in faults] == [(3, REVERSED), (5, DUPLICATE)]
 
@@ -136,13 +134,12 @@ def test_a_long_list_starts_at_once_in_bounded_memory(tmp_path):
     assert sum(1 for _ in reading) == 99_999
 
 
-def test_memory_does_not_grow_with_the_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(pairlists, "_CHUNK", 500)
+def test_memory_does_not_grow_with_the_list(tmp_path):
     path = tmp_path / "pairs.txt"
     path.write_text("a.jpg b.jpg\nb.jpg none.jpg\n" * 10_000)
     tally = FaultTally()
     tracemalloc.start()
-    assert list(read_pairs(path, NAMES, tally)) == [("a.jpg", "b.jpg")]
+    assert list(read_pairs(path, NAMES, tally, chunk=500)) == [("a.jpg", "b.jpg")]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (tally.counts[DUPLICATE], tally.counts[MISSING]) == (9_999, 10_000)

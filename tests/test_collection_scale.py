@@ -18,21 +18,20 @@ from matcher.collection.planning import add_pairs, extract_jobs, match_jobs
 from matcher.collection.store import Store
 from matcher.collection.writer import Writer
 
-# Enters a pair list, fetches the first jobs, says the processor seconds and the memory that it took.
+# Enters a pair list, fetches the first jobs, says the processor seconds that it took.
 LONG_LIST = """
-import resource, sys, time
+import sys, time
 from matcher.collection.pairlists import read_pairs
 from matcher.collection.planning import add_pairs, extract_jobs, match_jobs
 from matcher.collection.writer import Writer
 
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with Writer(sys.argv[1]) as writer:
     start = time.process_time()
     names = sorted(writer.store.names().values())
     total, added = add_pairs(writer, read_pairs(sys.argv[2], names))
     next(match_jobs(writer, 1))
     seconds = time.process_time() - start
-print(total, added, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(total, added, seconds)
 """
 
 
@@ -45,7 +44,7 @@ def named_store(folder: Path, count: int) -> list[str]:
     return names
 
 
-def test_a_list_of_100_000_pairs_starts_at_once_in_little_memory(tmp_path):
+def test_a_list_of_100_000_pairs_starts_at_once(tmp_path):
     names = named_store(tmp_path / "run", 5000)
     rng = random.Random(1)
     with (tmp_path / "pairs.txt").open("w") as file:
@@ -54,13 +53,9 @@ def test_a_list_of_100_000_pairs_starts_at_once_in_little_memory(tmp_path):
             file.write(f"{names[a]}\t{names[b]}\n")
     command = [sys.executable, "-c", LONG_LIST, str(tmp_path / "run"), str(tmp_path / "pairs.txt")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    total, added, seconds, megabytes = map(float, ended.stdout.split())
-    print(
-        f"{total:.0f} different pairs entered in {seconds:.2f} s of processor time, {megabytes:.0f} MB more"
-    )
+    total, added, seconds = map(float, ended.stdout.split())
     assert total == added > 99_000
     assert seconds < 5
-    assert megabytes < 100
 
 
 def test_jobs_take_the_pairs_tile_by_tile(tmp_path):

@@ -13,7 +13,8 @@ from matcher.config import ContextConfig
 from matcher.errors import UsageError
 from matcher.kernels import library
 from matcher.match.network.consensus import fit_local_maps
-from matcher.match.network.context import Layer
+from matcher.match.network.context import build_layer
+from matcher.match.network.fused import fuse_layer
 from matcher.match.network.packed import Layout
 from matcher.match.sinkhorn import absorbed
 
@@ -31,10 +32,16 @@ def forget() -> None:
     library.attention_granted.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder in which the kernels are built, once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    """The kernels, built in a folder of their own."""
-    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+def kernel(built, monkeypatch):
+    """The kernels, in a folder of their own."""
+    monkeypatch.setenv("MATCHER_CACHE", str(built))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     yield compiled.build()
@@ -128,10 +135,10 @@ def test_a_block_with_kernels_is_the_block(tmp_path, monkeypatch, amx: bool) -> 
         turns = torch.stack([angles.cos(), angles.sin()], dim=1)
         with torch.inference_mode():
             expected = layer(x, turns, layout)
-            layer.prepare(dtype)
-            found = layer.to(dtype)(x, turns, layout)
+            inference = fuse_layer(layer, dtype)
+            found = inference(x, turns, layout)
             monkeypatch.setenv(compiled.SWITCH, "0")
-            stock = layer(x, turns, layout)
+            stock = inference(x, turns, layout)
             monkeypatch.delenv(compiled.SWITCH)
         assert not torch.equal(found, stock)  # so the kernels did run
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -140,10 +147,10 @@ def test_a_block_with_kernels_is_the_block(tmp_path, monkeypatch, amx: bool) -> 
 
 
 @torch.no_grad()
-def random_layer() -> Layer:
+def random_layer() -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        layer = Layer(ContextConfig(dim=64, heads=2)).eval()
+        layer = build_layer(ContextConfig(dim=64, heads=2)).eval()
         for value in layer.parameters():
             value += 0.1 * torch.randn_like(value)
     return layer.requires_grad_(False)

@@ -1,5 +1,6 @@
 """Explaining a pair: the same matches, weights that are the network's own, fates that add up."""
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,6 @@ from matcher.data.matches import MATCHED, UNMATCHED
 from matcher.errors import UsageError
 from matcher.explain.explain import explain, nearest_keypoint
 from matcher.explain.rules import rules, sureness
-from matcher.match.network import context
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
@@ -72,15 +72,18 @@ def test_recorded_attention_makes_the_message_that_the_network_hears(changes, mo
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)
     layer, messages = matcher.model.layers[0], []
     told = explain(matcher, *sides, [4], [7], strongest=30)
-    model, attend = matcher.model, context.attend
+    model, owner = matcher.model, inspect.getmodule(type(layer.self_block))
+    attend = owner.attend
+
+    def recorded(*arguments, **options):
+        messages.append((attend(*arguments, **options), arguments[2]))
+        return messages[-1][0]
+
     with torch.inference_mode():
         tokens = model.tokens(*(Features.stack([f]) for f in sides))
-        monkeypatch.setattr(
-            context, "attend", lambda *a, **k: messages.append(attend(*a, **k)) or messages[-1]
-        )
+        monkeypatch.setattr(owner, "attend", recorded)
         layer.self_block(tokens.x, tokens.rotations, tokens.layout)
-        values = layer.self_block.qkv(tokens.x).unflatten(-1, (3, 2, 24))[:, 2]
-    (message,) = messages
+    ((message, values),) = messages
     for side, (asked, start) in enumerate(((4, 0), (7, 30))):
         attention = told.layers[0].self_attention[side]
         points, weights = attention.points[0], attention.weights[0]

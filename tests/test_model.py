@@ -11,7 +11,7 @@ from matcher.config import ALL_LAYERS, ContextConfig
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
-from matcher.match.network.inference import AttentionMatcher, resolve_precision
+from matcher.match.network.inference import AttentionMatcher, inference_network, resolve_precision
 from matcher.match.network.model import MatchingNetwork
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (12, 1), (0, 9), (8, 0), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
@@ -177,7 +177,7 @@ def test_no_global_state_is_changed(pairs) -> None:
 def test_half_precision_keeps_the_digits_of_phases_and_heads() -> None:
     model = random_model()
     half = AttentionMatcher(model, precision="bfloat16").model
-    assert half.layers[0].self_block.qkv.weight.dtype == half.project.weight.dtype == torch.bfloat16
+    assert half.layers[0].self_block.weight.dtype == half.project.weight.dtype == torch.bfloat16
     kept = {
         k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("position", "heads", "confidence")
     }
@@ -251,7 +251,7 @@ def test_names_of_the_parameters() -> None:
         ".".join("N" if part.isdigit() else part for part in k.split("."))
         for k in random_model().state_dict()
     }
-    block = ("qkv", "out", "ffn.widen", "ffn.norm", "ffn.narrow")
+    block = ("attention.qkv", "attention.out", "ffn.widen", "ffn.norm", "ffn.narrow")
     linear = [f"layers.N.{side}_block.{part}" for side in ("self", "cross") for part in block]
     linear += ["project", "heads.N.projection", "heads.N.matchability", "confidence.N"]
     assert names == {f"{n}.{kind}" for n in linear for kind in ("weight", "bias")} | {
@@ -300,3 +300,54 @@ def test_batches_run_in_groups_on_a_processor(pairs, monkeypatch, together: int)
     assert sum(number for number, _ in sizes) == len(pairs)
     assert len(sizes) > 1
     assert all(number == 1 or count <= together for number, count in sizes)
+
+
+@torch.no_grad()
+def test_an_inference_network_shares_nothing_with_its_source(pairs) -> None:
+    source = random_model()
+    frozen = inference_network(source, precision="float32")
+    sides = [Features.stack([f]) for f in pairs[0]]
+    before = frozen(*sides).pairs[0].assignment.log_scores
+    torch.testing.assert_close(source(*sides).pairs[0].assignment.log_scores, before, atol=1e-3, rtol=1e-3)
+    for value in source.state_dict().values():
+        value.mul_(1.1).add_(0.01)
+    assert torch.equal(frozen(*sides).pairs[0].assignment.log_scores, before)
+    changed = inference_network(source, precision="float32")(*sides).pairs[0]
+    now = source(*sides).pairs[0]
+    assert changed.assignment.log_scores.shape == now.assignment.log_scores.shape
+    torch.testing.assert_close(changed.assignment.log_scores, now.assignment.log_scores, atol=1e-3, rtol=1e-3)
+
+
+def test_a_network_trains_on_after_an_inference_network_was_made(pairs) -> None:
+    source = random_model().train()
+    tokens = source.tokens(*(Features.stack([f]) for f in pairs[0]))
+    frozen = inference_network(source, precision="float32")
+    optimiser = torch.optim.SGD(source.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        *_, last = (state.tokens.x for state in source.run(tokens, ALL_LAYERS))
+        loss = last.square().mean()
+        losses.append(float(loss))
+        optimiser.zero_grad()
+        loss.backward(retain_graph=True)
+        optimiser.step()
+    assert source.layers[0].self_block.attention.qkv.weight.grad.abs().sum() > 0
+    assert losses[2] < losses[1] < losses[0]
+    assert not any(p.requires_grad for p in frozen.parameters()) and source.training and not frozen.training
+
+
+def test_the_first_layers_are_a_network_of_its_own_and_leave_the_whole_alone(pairs) -> None:
+    matcher = matcher_with(early_exit=False, pruning=False)
+    cut = matcher.adjusted(2, max_iterations=7)
+    assert len(cut.model.layers) == 2 and cut.model.config.context.depth == 2
+    assert len(matcher.model.layers) == len(matcher.model.heads) == CONFIG.context.depth
+    sides = [Features.stack([f]) for f in pairs[0]]
+    found = cut(*sides)[0]
+    with torch.inference_mode():
+        states = list(matcher.model.run(matcher.model.tokens(*sides)))
+        prediction = states[1].assign([0])[0]
+    assert found.layers_run == 2 and prediction.layers_run == 2
+    assert matcher(*sides)[0].layers_run == CONFIG.context.depth
+    strict = matcher.adjusted(policy=replace(matcher.model.config.policy, match_threshold=0.9))
+    assert strict(*sides)[0].scores.min(initial=1.0) > 0.9
+    assert matcher.model.config.policy.match_threshold == CONFIG.policy.match_threshold

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import cv2
@@ -193,10 +194,22 @@ def test_essential_needs_cameras_and_others_refuse_them(views):
     with pytest.raises(UsageError, match="'essential' only"):
         matcher.load("nearest").match(*views, camera1=camera)
     geometry = matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry
-    assert geometry.kind == "essential"
-    assert geometry.cam1_from_cam0 is None or np.linalg.norm(geometry.cam1_from_cam0[:3, 3]) == pytest.approx(
-        1
+    assert (geometry.kind, geometry.status) == ("essential", "ok")
+    assert np.linalg.norm(geometry.cam1_from_cam0[:3, 3]) == pytest.approx(1)
+
+
+def test_the_pose_of_two_rendered_views_is_found(views):
+    rendered = json.loads((views[0].parent / "poses.json").read_text())
+    camera = Camera.from_K(rendered["K"])
+    cam0, cam1 = (np.array(rendered["cam_from_world"][view.name]) for view in views)
+    true = cam1 @ np.linalg.inv(cam0)
+    found = (
+        matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry.cam1_from_cam0
     )
+    turned = np.degrees(np.arccos((np.trace(found[:3, :3].T @ true[:3, :3]) - 1) / 2))
+    shifted = found[:3, 3] @ true[:3, 3] / np.linalg.norm(true[:3, 3])
+    assert turned < 1
+    assert np.degrees(np.arccos(shifted)) < 3
 
 
 def test_options_reach_the_network(small_weights):

@@ -13,7 +13,6 @@ from matcher.data.photos import data_folder, find_pictures
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
-from matcher.match import retrieval
 from matcher.match.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
 from matcher.match.steering import STEERABLE, steered
 
@@ -92,8 +91,7 @@ def test_folding_keeps_similarities(rng):
 
 
 @pytest.mark.parametrize("rows", [4096, 7])
-def test_neighbours_against_a_sorted_table(rng, monkeypatch, rows):
-    monkeypatch.setattr(retrieval, "_ROWS", rows)
+def test_neighbours_against_a_sorted_table(rng, rows):
     table = rng.normal(size=(30, 8)).astype(np.float32)
     table /= np.linalg.norm(table, axis=1, keepdims=True)
     table[11] = 0
@@ -103,7 +101,7 @@ def test_neighbours_against_a_sorted_table(rng, monkeypatch, rows):
     expected = {
         (min(i, j), max(i, j)) for i in range(30) if i != 11 for j in np.argsort(-similarity[i])[:4].tolist()
     }
-    found = neighbour_pairs(table, 4)
+    found = neighbour_pairs(table, 4, block=rows)
     assert set(map(tuple, found.tolist())) == expected and len(found) == len(expected)
     assert not (found == 11).any()
 

@@ -18,7 +18,7 @@ from training_data import TINY, with_steps, write_photos
 
 from matcher.cli import main
 from matcher.cli.train import enlarged, limited
-from matcher.config import to_dict
+from matcher.config import ALL_LAYERS, to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
@@ -112,7 +112,7 @@ def test_a_run_logs_loss_and_validation(finished):
         (6, False, True),
     ]
     assert rows[-1]["pairs"] == 24
-    assert rows[-1]["seconds"] > 0
+    assert rows[0]["seconds"] <= rows[-1]["seconds"]
     assert plotted[-1] == rows
     assert len(plotted) == 2
     assert sum("validation: precision" in line for line in lines) == 2
@@ -382,3 +382,26 @@ def test_a_killed_run_leaves_a_whole_checkpoint(place, finished):
 
     assert train(with_steps(TINY, 100000), options(place, "killed"), lines.append, stopped=stopped) is None
     assert any(line.startswith("resumed at step") for line in lines)
+
+
+def test_a_network_with_one_head_and_no_projection_is_trained_to_its_end(place, tmp_path):
+    """Neither has the second stage heads to train, nor the first step a projection to standardise."""
+    context = replace(TINY.network.context, dim=128)
+    assignment = replace(TINY.network.assignment, every_layer=False)
+    network = replace(TINY.network, project=False, context=context, assignment=assignment, policy=ALL_LAYERS)
+    recipe = replace(TINY, name="bare", network=network)
+    weights = train(recipe, options(place, "bare"), lambda line: None)
+    model, _, _ = load_model(weights)
+    assert model.config == network
+    assert len(model.heads) == 1 and not len(model.confidence)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"early_exit": True, "pruning": False}, {"early_exit": False, "pruning": True}]
+)
+def test_exit_and_pruning_without_heads_are_refused_before_any_step(place, on):
+    assignment = replace(TINY.network.assignment, every_layer=False)
+    network = replace(TINY.network, assignment=assignment, policy=replace(ALL_LAYERS, **{on: True}))
+    with pytest.raises(UsageError, match=r"early exit and pruning need assignment\.every_layer"):
+        train(replace(TINY, network=network), options(place, "refused"), lambda line: None)
+    assert not (place / "runs" / "refused").exists()

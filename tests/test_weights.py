@@ -153,7 +153,7 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
     del tensors["project.bias"]
     tensors["stranger"] = torch.zeros(2)
     tensors["project.weight"] = torch.zeros(48, 64)
-    tensors["layers.0.self_block.out.bias"][3] = float("nan")
+    tensors["layers.0.self_block.attention.out.bias"][3] = float("nan")
     save_file(tensors, tmp_path / "m.safetensors", metadata=config_of(small_model))
     with pytest.raises(IntegrityError) as caught:
         load_model(tmp_path / "m.safetensors")
@@ -161,7 +161,7 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
         "missing: project.bias",
         "extra: stranger",
         "misshaped: project.weight is (48, 64), not (48, 128)",
-        "not finite: layers.0.self_block.out.bias",
+        "not finite: layers.0.self_block.attention.out.bias",
     ):
         assert part in str(caught.value)
 

@@ -1,6 +1,7 @@
 """Weights files of earlier versions: old names of tensors and of configuration keys."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,12 @@ from matcher.weights.renames import KEYS, TENSORS, current_config, current_name
 from matcher.weights.tensors import read_header
 
 OLD_NAMES = {
-    "layers.1.within.qkv.weight": "layers.1.self_block.qkv.weight",
-    "fine.layers.0.across.out.weight": "fine.layers.0.cross_block.out.weight",
+    "layers.1.within.qkv.weight": "layers.1.self_block.attention.qkv.weight",
+    "fine.layers.0.across.out.weight": "fine.layers.0.cross_block.attention.out.weight",
+    "layers.0.within.ffn.norm.bias": "layers.0.self_block.ffn.norm.bias",
+    "layers.0.across.ffn.norm.bias": "layers.0.cross_block.ffn.norm.bias",
+    "layers.0.within.attention.query.weight": "layers.0.self_block.attention.score.query.weight",
+    "layers.0.across.attention.form.weight": "layers.0.cross_block.attention.score.form.weight",
     "guidance.waves.weight": "guidance.frequencies.weight",
     "guidance.place.weight": "guidance.encode_position.weight",
     "guidance.partner.2.bias": "guidance.predict.2.bias",
@@ -71,7 +76,7 @@ def test_a_file_with_old_names_gives_the_same_network(tmp_path):
         network = MatchingNetwork(config)
     state = network.state_dict()
     old = {
-        name.replace("self_block", "within").replace("match_probability", "prospect"): t
+        re.sub(r"\.self_block(\.attention)?", ".within", name).replace("match_probability", "prospect"): t
         for name, t in state.items()
     }
     assert old.keys() != state.keys()
@@ -96,7 +101,7 @@ def test_a_tensor_under_both_names_is_refused(tmp_path):
         )
     data = (tmp_path / "a.safetensors").read_bytes()
     tensors = parse_tensors(data)
-    tensors["layers.0.within.out.bias"] = tensors["layers.0.self_block.out.bias"].clone()
+    tensors["layers.0.within.out.bias"] = tensors["layers.0.self_block.attention.out.bias"].clone()
     (tmp_path / "a.safetensors").write_bytes(pack_tensors(tensors, metadata=read_header(data)))
     with pytest.raises(IntegrityError, match=r"old and a new name: layers\.0\.within\.out\.bias"):
         load_model(tmp_path / "a.safetensors")

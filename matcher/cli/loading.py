@@ -26,6 +26,7 @@ _DECLARED = {
     "keep": (options.Keep, None),
     "geometry": (options.Geometry, None),
     "threshold": (options.Threshold, None),
+    "ratio": (options.Ratio, None),
     "precision": (options.Precision, None),
     "device": (options.Device, "auto"),
     "no_upright": (options.NoUpright, False),

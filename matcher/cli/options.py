@@ -62,6 +62,14 @@ Threshold = Annotated[
     float | None,
     typer.Option("--threshold", metavar="P", help="Keep matches of at least this probability, 0 to 1."),
 ]
+Ratio = Annotated[
+    float | None,
+    typer.Option(
+        "--ratio",
+        metavar="R",
+        help="Presets nearest*: keep matches whose distance ratio is at most R, 0 to 1.",
+    ),
+]
 Geometry = Annotated[
     Literal["fundamental", "homography", "essential", "none"] | None,
     typer.Option("--geometry", help="Model that verifies the matches; essential needs cameras."),

@@ -82,11 +82,11 @@ def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
 def in_options(text: str, options: dict[str, str]) -> str:
     """A message of the library with the options that the user types in place of its own names.
 
-    Names that are also words, such as `resize`, are replaced only where a message begins with them.
+    Names that are also words, such as `resize`, are replaced only where a sentence is about them.
     """
     for name, option in options.items():
         if re.search(r"[_\d]", name):
             text = re.sub(rf"(?<![\w./-]){name}(?![\w./-])", option, text)
         else:
-            text = re.sub(rf"^{name}(?= must | \d)", option, text)
+            text = re.sub(rf"(^|\bso ){name}(?= must | is | means | \d)", rf"\g<1>{option}", text)
     return text

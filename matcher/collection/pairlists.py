@@ -20,7 +20,7 @@ import numpy as np
 from matcher.data.photos import natural_key
 from matcher.errors import UsageError
 
-_CHUNK = 16_384  # lines looked at together
+_CHUNK = 16_384  # lines
 _LONGEST_LINE = 16_384  # bytes
 _SHOWN = 80  # characters of a line in a message
 _WORD = re.compile(r'"([^"]*)"(?=\s|$)|(\S+)')
@@ -89,7 +89,11 @@ class _Line(NamedTuple):
 
 
 def read_pairs(
-    path: str | Path, names: Iterable[str], on_fault: Callable[[PairFault], None] | None = None
+    path: str | Path,
+    names: Iterable[str],
+    on_fault: Callable[[PairFault], None] | None = None,
+    *,
+    chunk: int = _CHUNK,
 ) -> Iterator[tuple[str, str]]:
     """The pairs of a list, each once, in the order of the file; memory does not grow with bad lines.
 
@@ -100,6 +104,7 @@ def read_pairs(
         path: the list; see the module for the format.
         names: the images of the collection.
         on_fault: told of every line that gives no pair, and why; lines that are read in silence are good.
+        chunk: lines that are looked at together; only speed and memory depend on it.
 
     Raises:
         UsageError: the list cannot be read, or is UTF-16; raised before the first pair.
@@ -113,7 +118,7 @@ def read_pairs(
     if head in (b"\xff\xfe", b"\xfe\xff"):
         file.close()
         raise UsageError(f"{path}: the pair list is UTF-16; save it as UTF-8")
-    return _pairs(file, table, list(table), on_fault or _ignore)
+    return _pairs(file, table, list(table), on_fault or _ignore, chunk)
 
 
 def _ignore(_: PairFault) -> None:
@@ -121,13 +126,17 @@ def _ignore(_: PairFault) -> None:
 
 
 def _pairs(
-    file: BinaryIO, table: dict[str, int], names: list[str], on_fault: Callable[[PairFault], None]
+    file: BinaryIO,
+    table: dict[str, int],
+    names: list[str],
+    on_fault: Callable[[PairFault], None],
+    together: int,
 ) -> Iterator[tuple[str, str]]:
     """Chunk by chunk, because finding repeated pairs is fast and small in sorted arrays."""
     seen = np.zeros(0, np.int64)  # sorted: 2 · pair + 1 if the first line had it the other way round
     with file:
         lines = _known_lines(file, table, on_fault)
-        while chunk := list(islice(lines, _CHUNK)):
+        while chunk := list(islice(lines, together)):
             ends = np.array([(line.index0, line.index1) for line in chunk], dtype=np.int64)
             keys = 2 * (ends.min(axis=1) * len(names) + ends.max(axis=1))
             turned = (ends[:, 0] > ends[:, 1]).astype(np.int64)

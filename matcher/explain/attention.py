@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from matcher.attention import Kernel, linear_attention
 from matcher.match.network.context import Layer
-from matcher.match.network.position import rotate
 from matcher.match.network.tokens import Tokens
 
-_ROWS = 256  # listening points whose weights are held at once in a rollout
+_ROWS = 256  # points whose weights are held at once in a rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,20 +23,20 @@ class Attention:
 
     points: np.ndarray  # (A, H, k) int64, attended points of the source picture; -1 where the point is gone
     weights: np.ndarray  # (A, H, k) float32 of a total of 1
-    entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all are heard alike
+    entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all weigh alike
 
 
 class AttentionInputs(NamedTuple):
-    """One picture listening to itself or the other; points are numbered through both pictures."""
+    """One image attending to itself or the other; points are numbered through both images."""
 
-    here: Tensor  # (n,) int64 input points that listen, image 1 after image 0
-    there: Tensor  # (m,) those that are heard
+    here: Tensor  # (n,) int64 input points that attend, image 1 after image 0
+    there: Tensor  # (m,) those that are attended to
     q: Tensor  # (heads, n, d)
     k: Tensor  # (heads, m, d)
     kernel: Kernel
 
     def weights(self, rows: Tensor) -> Tensor:
-        """(heads, A, m) float32, what the score function gives each point heard by the rows (A,)."""
+        """(heads, A, m) float32, what the score function gives each attended point, for the rows (A,)."""
         if not len(self.there):
             return self.q.new_zeros(len(self.q), len(rows), 0, dtype=torch.float32)
         if self.kernel is linear_attention:
@@ -52,7 +51,7 @@ class AttentionInputs(NamedTuple):
         return self.kernel(self.q[:, rows].to(dtype), self.k.to(dtype), units).float()
 
     def spread(self, shares: Tensor) -> Tensor:
-        """Shares (A, n) of the points that listen, handed on to those that they hear: (A, m)."""
+        """Shares (A, n) of the points that attend, handed on to those they attend to: (A, m)."""
         if self.kernel is linear_attention:  # a grid has ten thousand points: never the weights themselves
             q, k = self._features()
             summary = (shares / self._totals(q, k).transpose(1, 2)) @ q  # (heads, A, d)
@@ -74,26 +73,22 @@ class AttentionInputs(NamedTuple):
 
 def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
     """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
-    own, cross, ((n, _),) = layer.self_block, layer.cross_block, tokens.layout.counts
-    ids = (tokens.index[:n], tokens.index[n:] + offset)
-    qkv = own.qkv(tokens.x.to(own.qkv.weight.dtype)).unflatten(-1, (3 * own.heads, -1))
-    qk = qkv[:, : 2 * own.heads]
-    q, k = (qk if tokens.rotations is None else rotate(qk, tokens.rotations)).transpose(0, 1).chunk(2)
-    sides = (slice(None, n), slice(n, None))
-    blocks = [
-        AttentionInputs(ids[i], ids[i], q[:, at], k[:, at], own.attention) for i, at in enumerate(sides)
-    ]
-    middle = own(tokens.x, tokens.rotations, tokens.layout)
-    parts = cross._project(middle)  # (T, parts, heads, d)
-    q, k = (parts[:, part].transpose(0, 1) for part in (0, -2))
-    later = k
-    if cross.sequential_cross:  # image 1 hears what image 0 has become
-        later = cross._project(cross(middle, tokens.layout))[:, -2].transpose(0, 1)
-    keys = (k[:, sides[1]], later[:, sides[0]])
-    pairs = zip(sides, keys, strict=True)
-    return blocks + [
-        AttentionInputs(ids[i], ids[1 - i], q[:, at], k, cross.attention) for i, (at, k) in enumerate(pairs)
-    ]
+    ((n, _),) = tokens.layout.counts
+    ids, sides = (tokens.index[:n], tokens.index[n:] + offset), (slice(None, n), slice(n, None))
+    blocks = zip(
+        (layer.self_block, layer.cross_block),
+        layer.queries_keys(tokens.x, tokens.rotations, tokens.layout),
+        strict=True,
+    )
+    found = []
+    for cross, (block, (q, k)) in enumerate(blocks):
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+        for here in (0, 1):
+            there = 1 - here if cross else here
+            found.append(
+                AttentionInputs(ids[here], ids[there], q[:, sides[here]], k[:, sides[there]], block.score)
+            )
+    return found
 
 
 def strongest_attention(block: AttentionInputs, asked: np.ndarray, strongest: int, offset: int) -> Attention:
@@ -114,16 +109,16 @@ def strongest_attention(block: AttentionInputs, asked: np.ndarray, strongest: in
     return Attention(points, weights, entropy)
 
 
-def rollout(heard: list[list[AttentionInputs]], asked: np.ndarray, total: int) -> np.ndarray:
-    """Where what asked points know came from: the product of (I + mean over heads)/2 of all blocks.
+def rollout(inputs: list[list[AttentionInputs]], asked: np.ndarray, total: int) -> np.ndarray:
+    """Where the information of asked points came from: the product of (I + mean over heads)/2 of all blocks.
 
     Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3.
     """
-    device = heard[0][0].q.device
+    device = inputs[0][0].q.device
     rows = torch.from_numpy(asked).to(device)
     flow = torch.zeros(len(asked), total, device=device)
     flow[torch.arange(len(asked), device=device), rows] = 1.0
-    for blocks in reversed(heard) if len(asked) else ():
+    for blocks in reversed(inputs) if len(asked) else ():
         for pair in (blocks[2:], blocks[:2]):
             source = flow.clone()
             for block in pair:

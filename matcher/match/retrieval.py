@@ -128,22 +128,25 @@ def similar_pairs(
         yield names[first], names[second]
 
 
-def neighbour_pairs(table: np.ndarray, k: int, turned: Sequence[np.ndarray] = ()) -> np.ndarray:
+def neighbour_pairs(
+    table: np.ndarray, k: int, turned: Sequence[np.ndarray] = (), *, block: int = _ROWS
+) -> np.ndarray:
     """(P, 2) int64 pairs i < j of rows where one is among the `k` most similar of the other, sorted.
 
     Args:
         table: (I, G) global descriptors of unit length; rows of zeros are in no pair.
         k: neighbours of a row.
         turned: (I, G) each, the same images in other positions; a pair is as similar as in the best one.
+        block: rows that are compared at once; only memory depends on it.
     """
     usable = np.flatnonzero(np.any(table != 0, axis=1))
     k = min(k, len(usable) - 1)
     if k < 1:
         return np.zeros((0, 2), np.int64)
     keys = []
-    for start in range(0, len(usable), _ROWS):
-        rows = usable[start : start + _ROWS]
-        best = _most_similar(table, rows, usable, k, turned)
+    for start in range(0, len(usable), block):
+        rows = usable[start : start + block]
+        best = _most_similar(table, rows, usable, k, turned, block)
         ends = np.stack([np.repeat(rows, k), best.ravel()])
         keys.append(ends.min(axis=0) * len(table) + ends.max(axis=0))
     unique = np.unique(np.concatenate(keys))
@@ -151,14 +154,19 @@ def neighbour_pairs(table: np.ndarray, k: int, turned: Sequence[np.ndarray] = ()
 
 
 def _most_similar(
-    table: np.ndarray, rows: np.ndarray, usable: np.ndarray, k: int, turned: Sequence[np.ndarray]
+    table: np.ndarray,
+    rows: np.ndarray,
+    usable: np.ndarray,
+    k: int,
+    turned: Sequence[np.ndarray],
+    step: int,
 ) -> np.ndarray:
     """(R, k) the rows most similar to each of `rows`, itself left out, block by block."""
     queries = [position[rows].astype(np.float32) for position in (table, *turned)]
     similarity = np.zeros((len(rows), 0), np.float32)
     index = np.zeros((len(rows), 0), np.int64)
-    for start in range(0, len(usable), _ROWS):
-        columns = usable[start : start + _ROWS]
+    for start in range(0, len(usable), step):
+        columns = usable[start : start + step]
         others = table[columns].astype(np.float32).T
         block = np.maximum.reduce([query @ others for query in queries])
         block[rows[:, None] == columns] = -np.inf

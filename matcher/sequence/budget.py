@@ -10,12 +10,10 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from matcher.config import NetworkConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.extract.sift import SiftExtractor
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
 from matcher.pipeline import Pipeline
 from matcher.sequence.pipelines import can_be_cut, with_layers
 
@@ -154,13 +152,8 @@ def _depths(pipeline: Pipeline) -> list[int]:
 def _never_early(matcher: object) -> object:
     if not isinstance(matcher, AttentionMatcher):
         return matcher
-    config: NetworkConfig = matcher.model.config
-    with torch.random.fork_rng(devices=[]):
-        full = MatchingNetwork(
-            replace(config, policy=replace(config.policy, early_exit=False, pruning=False))
-        )
-    full.load_state_dict(matcher.model.state_dict())
-    return AttentionMatcher(full, device=matcher.device, precision=matcher.precision)
+    policy = replace(matcher.model.config.policy, early_exit=False, pruning=False)
+    return matcher.adjusted(policy=policy)
 
 
 def _extraction(pipeline: Pipeline, image: Image) -> tuple[float, Features]:

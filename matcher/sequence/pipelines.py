@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from matcher.config import GRID_KIND
 from matcher.errors import UsageError
 from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
 from matcher.options import LoadOptions
 from matcher.pipeline import Pipeline
 
@@ -72,16 +69,9 @@ def with_layers(
     """
     if not can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
         return matcher
-    model, assignment = matcher.model, matcher.model.config.assignment
-    context = replace(model.config.context, depth=min(layers, len(model.layers)))
-    if iterations is not None:
-        assignment = replace(assignment, max_iterations=min(iterations, assignment.max_iterations))
-    policy = replace(model.config.policy, pruning=pruning and model.config.policy.pruning)
-    with torch.random.fork_rng(devices=[]):
-        cut = MatchingNetwork(replace(model.config, context=context, assignment=assignment, policy=policy))
-    wanted = cut.state_dict().keys()
-    cut.load_state_dict({name: value for name, value in model.state_dict().items() if name in wanted})
-    return AttentionMatcher(cut, device=matcher.device, precision=matcher.precision)
+    policy = matcher.model.config.policy
+    policy = replace(policy, pruning=pruning and policy.pruning)
+    return matcher.adjusted(layers, max_iterations=iterations, policy=policy)
 
 
 def can_be_cut(matcher: object) -> bool:

@@ -14,8 +14,12 @@ from torch import Tensor
 
 # Regular expressions on the beginning of a tensor's name.
 TENSORS = (
-    (r"(fine\.)?layers\.(\d+)\.within\.", r"\g<1>layers.\2.self_block."),
-    (r"(fine\.)?layers\.(\d+)\.across\.", r"\g<1>layers.\2.cross_block."),
+    (r"((?:fine\.)?layers\.\d+)\.within\.(qkv|out)\.", r"\1.self_block.attention.\2."),
+    (r"((?:fine\.)?layers\.\d+)\.across\.(qkv|out)\.", r"\1.cross_block.attention.\2."),
+    (r"((?:fine\.)?layers\.\d+)\.within\.attention\.", r"\1.self_block.attention.score."),
+    (r"((?:fine\.)?layers\.\d+)\.across\.attention\.", r"\1.cross_block.attention.score."),
+    (r"((?:fine\.)?layers\.\d+)\.within\.", r"\1.self_block."),
+    (r"((?:fine\.)?layers\.\d+)\.across\.", r"\1.cross_block."),
     (r"guidance\.waves\.", "guidance.frequencies."),
     (r"guidance\.place\.", "guidance.encode_position."),
     (r"guidance\.partner\.", "guidance.predict."),
@@ -41,9 +45,9 @@ def current_name(name: str) -> str:
     """The present name of a tensor.
 
     >>> current_name("layers.3.within.qkv.weight")
-    'layers.3.self_block.qkv.weight'
-    >>> current_name("layers.3.self_block.qkv.weight")
-    'layers.3.self_block.qkv.weight'
+    'layers.3.self_block.attention.qkv.weight'
+    >>> current_name("layers.3.self_block.attention.qkv.weight")
+    'layers.3.self_block.attention.qkv.weight'
     """
     for pattern, replacement in TENSORS:
         changed, count = re.subn(f"^{pattern}", replacement, name)

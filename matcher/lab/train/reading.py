@@ -9,6 +9,7 @@ from matcher.config import from_dict
 from matcher.errors import UsageError
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.recipe import Recipe
+from matcher.match.network.validate import check_config
 from matcher.weights.files import FOLDERS
 from matcher.weights.renames import current_config
 
@@ -56,3 +57,8 @@ def check_recipe(recipe: Recipe | FrontEndRecipe, where: str = "recipe") -> None
     for kept, demand in recipe.demands():
         if not kept:
             raise UsageError(f"{where}: {demand}")
+    if isinstance(recipe, Recipe):
+        try:
+            check_config(recipe.network)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None

@@ -117,7 +117,7 @@ class SecondStage:
         trainer.average.load_state_dict(load_state(folder / "best.pt"))
         if recipe.optimiser.start_share and recipe.start:
             blend_with_start(trainer.average, recipe.start, recipe.optimiser.start_share)
-        if recipe.network.context.depth > 1 and recipe.optimiser.confidence_steps > 0:
+        if len(trainer.average.confidence) and recipe.optimiser.confidence_steps > 0:
             heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)
             if (folder / "confidence.pt").exists():
                 heads.resume(folder / "confidence.pt")

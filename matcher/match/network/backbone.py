@@ -17,6 +17,7 @@ lie on the picture. Kernels are centred: cell i looks at pixel 8i and around it.
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import torch
@@ -33,19 +34,18 @@ class ConvNorm(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
-        self.joined: tuple[Tensor, Tensor] | None = None  # weight and bias of both in one
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """From now on run without gradients in `dtype`, with the weights as they are now."""
-        gain = self.norm.weight / (self.norm.running_var + self.norm.eps).sqrt()
-        weight = (self.conv.weight * gain[:, None, None, None]).to(dtype, memory_format=torch.channels_last)
-        self.joined = weight, (self.norm.bias - gain * self.norm.running_mean).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, H, W) → (B, outputs, ⌈H/stride⌉, ⌈W/stride⌉)."""
-        if self.joined is None:
-            return self.norm(self.conv(x))
-        return F.conv2d(x, *self.joined, self.conv.stride, self.conv.padding)
+        return self.norm(self.conv(x))
+
+    def fuse(self) -> None:
+        """Fold the normalisation, as it is in evaluation, into the convolution; for `fuse_backbone`."""
+        norm, conv = self.norm, self.conv
+        gain = norm.weight / (norm.running_var + norm.eps).sqrt()
+        conv.weight = nn.Parameter(conv.weight * gain[:, None, None, None], requires_grad=False)
+        conv.bias = nn.Parameter(norm.bias - gain * norm.running_mean, requires_grad=False)
+        self.norm = nn.Identity()
 
 
 class Residual(nn.Module):
@@ -101,12 +101,6 @@ class Backbone(nn.Module):
         """Pixels from one cell of the coarse map to the next."""
         return 2 ** len(self.stages)
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        """From now on run without gradients in `dtype`, with the weights as they are now."""
-        for part in self.modules():
-            if isinstance(part, ConvNorm):
-                part.prepare(dtype)
-
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Grey pixels (B, 1, H, W) in [0, 1] → (B, C, ⌈H/8⌉, ⌈W/8⌉) and (B, c, ⌈H/2⌉, ⌈W/2⌉), float32."""
         x, levels = torch.relu_(self.stem(pixels.to(self.stem.conv.weight.dtype))), []
@@ -117,3 +111,13 @@ class Backbone(nn.Module):
         for level in range(len(levels) - 1, -1, -1):
             fine = self.merges[level](self.laterals[level](levels[level]), fine)
         return coarse.float(), fine.float()
+
+
+@torch.no_grad()
+def fuse_backbone(backbone: Backbone, dtype: torch.dtype) -> Backbone:
+    """A frozen copy for inference in `dtype`, its normalisations folded into its convolutions."""
+    fused = copy.deepcopy(backbone).eval().requires_grad_(False)
+    for part in list(fused.modules()):
+        if isinstance(part, ConvNorm):
+            part.fuse()
+    return fused.to(dtype=dtype, memory_format=torch.channels_last)

@@ -6,13 +6,16 @@ import copy
 from dataclasses import fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from matcher.config import Precision
+from matcher.config import MatchingPolicy, Precision
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.mutual import mutual_matches
+from matcher.match.network.backbone import fuse_backbone
+from matcher.match.network.context import CrossBlock, SelfBlock
+from matcher.match.network.fused import fuse_layer
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import STEERABLE, TURNS, aligned, turned_by
@@ -40,6 +43,37 @@ def resolve_precision(precision: Precision, device: torch.device) -> str:
     return "float32"
 
 
+def inference_network(
+    network: MatchingNetwork, device: torch.device | str = "cpu", precision: Precision = "auto"
+) -> MatchingNetwork:
+    """A frozen copy of a network, fused and in the precision in which a device is fast.
+
+    It shares nothing with `network`: training that one further changes neither, and the copy has no
+    gradients.
+
+    Args:
+        network: in float32, on any device.
+        device: where the copy runs.
+        precision: of projections, attention and convolutions. Phases, similarities and dustbins need more
+            digits than half precision has and stay in float32.
+
+    Raises:
+        UsageError: an unknown precision.
+    """
+    device = torch.device(device)
+    dtype = DTYPES[resolve_precision(precision, device)]
+    frozen = copy.deepcopy(network).eval().requires_grad_(False).to(device, torch.float32)
+    frozen.layers = nn.ModuleList(fuse_layer(layer, dtype) for layer in frozen.layers)
+    if frozen.backbone is not None:  # convolutions are faster where the channels lie side by side
+        frozen.backbone = fuse_backbone(frozen.backbone, dtype)
+    frozen.project.to(dtype)
+    for layer in frozen.layers:
+        for block in (layer.self_block, layer.cross_block):
+            if isinstance(block, (SelfBlock, CrossBlock)):
+                block.to(dtype)
+    return frozen
+
+
 class AttentionMatcher:
     """A network in inference: features of B pairs → mutual matches above the threshold, best first."""
 
@@ -48,15 +82,31 @@ class AttentionMatcher:
     ) -> None:
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
-        self.model = copy.deepcopy(model).eval().requires_grad_(False).to(self.device, torch.float32)
-        dtype, backbone = DTYPES[self.precision], self.model.backbone
-        for part in (*self.model.layers, *(() if backbone is None else (backbone,))):
-            part.prepare(dtype)
-        # Phases, similarities and dustbins need more digits than half precision has: they stay in float32.
-        for part in (self.model.project, self.model.layers):
-            part.to(dtype)
-        if backbone is not None:  # convolutions are faster where the channels lie side by side
-            backbone.to(dtype=dtype, memory_format=torch.channels_last)
+        self.model = inference_network(model, self.device, self.precision)
+
+    def adjusted(
+        self,
+        layers: int | None = None,
+        *,
+        max_iterations: int | None = None,
+        policy: MatchingPolicy | None = None,
+    ) -> AttentionMatcher:
+        """The same network cut to its first layers, or under another policy; parameters are shared.
+
+        Args:
+            layers: at most all of them, which is the default.
+            max_iterations: of Sinkhorn, at most.
+            policy: of thresholds, exit and pruning.
+
+        Raises:
+            UsageError: as `MatchingNetwork.first_layers` and `.with_policy`.
+        """
+        changed = copy.copy(self)
+        depth = len(self.model.layers) if layers is None else layers
+        changed.model = self.model.first_layers(depth, max_iterations)
+        if policy is not None:
+            changed.model = changed.model.with_policy(policy)
+        return changed
 
     @torch.inference_mode()
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:

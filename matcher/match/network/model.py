@@ -16,12 +16,12 @@ from matcher.errors import UsageError
 from matcher.match.assignment import assigned, plan
 from matcher.match.network.backbone import Backbone
 from matcher.match.network.consensus import Consensus, agreement, mutual_soft_matches
-from matcher.match.network.context import Layer
+from matcher.match.network.context import build_layer
 from matcher.match.network.correspondence import CorrespondenceGuidance, Side
+from matcher.match.network.fused import linear
 from matcher.match.network.head import build_head
 from matcher.match.network.packed import Layout, interleave
 from matcher.match.network.position import build_position, normalise_positions
-from matcher.match.network.prepared import linear
 from matcher.match.network.refinement import Refinement
 from matcher.match.network.states import LayerState
 from matcher.match.network.tokens import Tokens, groups, split_sides
@@ -51,7 +51,7 @@ class MatchingNetwork(nn.Module):
         self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
         self.position = build_position(config.position, config.context)
         self.guidance = CorrespondenceGuidance(dim, depth, config.position.inputs) if config.guided else None
-        self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
+        self.layers = nn.ModuleList(build_layer(config.context) for _ in range(depth))
         number = depth if config.assignment.every_layer else 1
         self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
@@ -84,6 +84,32 @@ class MatchingNetwork(nn.Module):
         changed = copy.copy(self)
         changed.config = replace(self.config, policy=policy)
         check_config(changed.config)
+        return changed
+
+    def first_layers(self, layers: int, max_iterations: int | None = None) -> MatchingNetwork:
+        """The first layers as a network of its own, sharing their parameters.
+
+        Args:
+            layers: at most all of them.
+            max_iterations: of Sinkhorn, at most; the configured number when absent.
+
+        Raises:
+            UsageError: inner layers have no heads to assign by.
+        """
+        config, depth = self.config, min(layers, len(self.layers))
+        if depth < len(self.layers) and not config.assignment.every_layer:
+            raise UsageError("only the last layer of this network gives an assignment")
+        assignment = config.assignment
+        if max_iterations is not None:
+            limit = min(max_iterations, assignment.max_iterations)
+            assignment = replace(assignment, max_iterations=limit)
+        changed = copy.copy(self)
+        changed._modules = dict(self._modules)
+        changed.config = replace(config, context=replace(config.context, depth=depth), assignment=assignment)
+        if depth < len(self.layers):
+            changed.layers, changed.heads = self.layers[:depth], self.heads[:depth]
+            changed.confidence = self.confidence[: depth - 1]
+            changed.match_probability = self.match_probability[: depth - 1]
         return changed
 
     @torch.no_grad()

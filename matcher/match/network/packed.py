@@ -13,9 +13,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from matcher.attention import Kernel, scaled_dot_product
+from matcher.attention import Kernel, merge_heads, scaled_dot_product
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool
     q, k, v = (x.view(-1, layout.uniform, heads, width).transpose(1, 2) for x in (q, k, v))
     if cross:
         k, v = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v))
-    return kernel(q, k, v).transpose(1, 2).reshape(-1, heads * width)
+    return merge_heads(kernel(q, k, v)).reshape(-1, heads * width)
 
 
 def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool, kernel: Kernel) -> Tensor:
@@ -99,7 +98,7 @@ def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool,
         here = slice(layout.starts[picture], layout.starts[picture + 1])
         there = slice(layout.starts[source], layout.starts[source + 1])
         message = kernel(*(x.transpose(0, 1).unsqueeze(0) for x in (q[here], k[there], v[there])))
-        out[here] = message[0].transpose(0, 1).reshape(count, heads * width)
+        out[here] = merge_heads(message[0])
     return out
 
 
@@ -117,10 +116,8 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool)
     filled = filled.view(pictures, longest)
     if cross:
         k, v, filled = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v, filled))
-    # Who has nothing to attend to may attend to the padding, which is zeros, and so hears zeros.
-    mask = (filled | ~filled.any(1, keepdim=True))[:, None, None]
-    message = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
-    return message.transpose(1, 2).flatten(0, 1)[slots].flatten(1)
+    message = scaled_dot_product(*(x.transpose(1, 2) for x in (q, k, v)), filled[:, None, None])
+    return merge_heads(message).flatten(0, 1)[slots]
 
 
 def attend_to(
@@ -139,13 +136,13 @@ def attend_to(
     heads, width = q.shape[1:]
     if len(set(counts)) == 1 and 0 not in counts[0]:
         q, k, v = (x.reshape(len(counts), -1, heads, width).transpose(1, 2) for x in (q, k, v))
-        return kernel(q, k, v).transpose(1, 2).reshape(-1, heads * width)
+        return merge_heads(kernel(q, k, v)).reshape(-1, heads * width)
     messages = [q.new_zeros(0, heads * width)]
     lengths, sources = ([pair[side] for pair in counts] for side in (0, 1))
     for here, *there in zip(q.split(lengths), k.split(sources), v.split(sources), strict=True):
         if len(here) and len(there[0]):
             message = kernel(*(x.transpose(0, 1) for x in (here, *there)))
-            messages.append(message.transpose(0, 1).flatten(1))
+            messages.append(merge_heads(message))
         else:
             messages.append(here.new_zeros(len(here), heads * width))
     return torch.cat(messages)

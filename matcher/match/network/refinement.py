@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from matcher.config import RefinementConfig
-from matcher.match.network.context import Layer
+from matcher.match.network.context import build_layer
 from matcher.match.network.packed import Layout
 
 
@@ -23,7 +23,7 @@ class Refinement(nn.Module):
         self.config = config
         self.reduce = nn.Linear(coarse_dim, dim)
         self.merge = nn.Linear(2 * dim, dim)
-        self.layers = nn.ModuleList(Layer(config.context) for _ in range(config.context.depth))
+        self.layers = nn.ModuleList(build_layer(config.context) for _ in range(config.context.depth))
 
     def forward(
         self, states: tuple[Tensor, Tensor], maps: tuple[Tensor, Tensor], cells: tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ import numpy as np
 from matcher.config import ExtractorConfig
 from matcher.data.image import Image
 from matcher.extract.sift import root_sift
-from matcher.pipeline import build_extractor
+from matcher.loading import build_extractor
 
 SIFT_POINTS, LEARNED_POINTS = 2500, 2048
 RATIOS = (0.8, 0.9)  # of distances to the nearest and the next descriptor: SIFT's, learned ones
