@@ -65,7 +65,7 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         raise UsageError(f"the cells of a grid ({GRID_KIND}) and a front end cannot stand in for each other")
     values = to_dict(config)
     if isinstance(config.matcher, NearestConfig):
-        _check_for_nearest(given)
+        _check_for_nearest(given, given.get("frontend", config.extractor.kind))
         places = _PLACES | _NEAREST
     elif "ratio" in given:
         raise UsageError("ratio is for the presets without a network (nearest, nearest-learned)")
@@ -108,10 +108,10 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _check_for_nearest(given: dict[str, Any]) -> None:
-    """Without a network some options mean nothing and are refused."""
+def _check_for_nearest(given: dict[str, Any], front_end: str) -> None:
+    """Without a matching network some options mean nothing and are refused; precision is of our front end."""
     useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
-    if given.get("precision", "auto") not in ("auto", "float32"):
+    if front_end != "learned" and given.get("precision", "auto") not in ("auto", "float32"):
         useless.append("precision")
     if useless:
-        raise UsageError(f"this preset has no network, so {useless[0]} means nothing to it")
+        raise UsageError(f"this preset has no network, so {useless[0]} has no effect")

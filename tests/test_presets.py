@@ -99,6 +99,12 @@ def test_options_without_use_are_refused(options):
         configure(PRESETS["nearest"], options)
 
 
+def test_precision_is_of_the_front_end_where_the_matcher_has_no_network():
+    options = {"precision": "bfloat16"}
+    assert configure(PRESETS["nearest-learned"], options) == PRESETS["nearest-learned"]
+    assert configure(PRESETS["nearest"], options | {"frontend": "learned"}).extractor.kind == "learned"
+
+
 def test_presets_agree_with_the_shipped_weights(shipped_weights):
     for row in read_manifest().values():
         preset = PRESETS[row.preset]
