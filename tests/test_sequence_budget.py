@@ -58,9 +58,32 @@ def test_pairs_cost_twice(network, views, made_up_costs):
     assert two.predicted_ms - 6 == pytest.approx(2 * (one.predicted_ms - 6))
 
 
-def test_costs_are_measured_and_grow(network, views):
-    cost = matching_cost(network, network.extract(views[0]))
-    assert 0 < cost(100, 2) <= cost(600, 2) <= cost(600, 3)
+def test_the_cost_is_fitted_to_what_was_measured(network, views, monkeypatch):
+    """Each run is charged as a machine of known speed would: 2 ms, and 1, 3 and 5 ms a layer's terms."""
+    measured = []
+
+    def cost(count: int, layers: int) -> float:
+        n = count / 1000
+        return 2 + layers * (3 * n + 5 * n * n)
+
+    def charge(run) -> float:
+        matcher, batch = run.__defaults__
+        assert not matcher.model.config.policy.early_exit and not matcher.model.config.policy.pruning
+        measured.append((batch.keypoints.shape[1], len(matcher.model.layers)))
+        return cost(*measured[-1])
+
+    monkeypatch.setattr(budget, "_milliseconds", charge)
+    fitted = matching_cost(network, network.extract(views[0]))
+    assert {layers for _, layers in measured} == {2, 3} and len({count for count, _ in measured}) == 3
+    for count, layers in ((100, 2), (400, 3), (600, 3), (1200, 3)):
+        assert fitted(count, layers) == pytest.approx(cost(count, layers), rel=0.02)
+
+
+def test_a_run_is_timed_by_the_median_and_the_first_is_not_counted(monkeypatch):
+    ticks, runs = iter([0.0, 0.010, 1.0, 1.500, 2.0, 2.012]), []
+    monkeypatch.setattr(budget, "perf_counter", lambda: next(ticks))
+    assert budget._milliseconds(lambda: runs.append(1)) == pytest.approx(12.0)
+    assert len(runs) == 4
 
 
 def test_a_matcher_with_fewer_layers_is_the_first_part_of_the_whole(network, views):

@@ -23,24 +23,35 @@ if TYPE_CHECKING:
 SUFFIXES = (".npz", ".tum", ".rrd")
 
 Where = Annotated[str, typer.Argument(metavar="VIDEO|FOLDER|CAMERA_INDEX", show_default=False)]
-CameraText = Annotated[str | None, typer.Option(metavar="fx,fy,cx,cy", help="In pixels; for poses.")]
-Right = Annotated[Path | None, typer.Option(metavar="DIR", help="Right pictures of rectified pairs.")]
-Baseline = Annotated[float | None, typer.Option(metavar="METRES", help="Between the cameras of pairs.")]
+CameraText = Annotated[
+    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Pinhole camera in pixels; needed for poses.")
+]
+Right = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder of the right pictures of rectified pairs.")
+]
+Baseline = Annotated[float | None, typer.Option(metavar="METRES", help="Distance between the two cameras.")]
 Window = Annotated[
-    float | None, typer.Option(metavar="PX", help="Rows of a left/right match may differ so far.")
+    float | None, typer.Option(metavar="PX", help="Largest row difference of a left/right match.")
 ]
 Budget = Annotated[
-    float | None, typer.Option(metavar="MS", help="Choose points and layers for so long a frame.")
+    float | None, typer.Option(metavar="MS", help="Choose points and layers to fit this time per frame.")
 ]
-Rate = Annotated[float | None, typer.Option("--fps", help="Of a folder; default 10, or times in file names.")]
-Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Stop after so many.")]
+Rate = Annotated[
+    float | None,
+    typer.Option("--fps", help="Frame rate of a folder; default 10, or the timestamps in file names."),
+]
+Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Stop after this many frames.")]
 Outputs = Annotated[
     list[Path] | None,
-    typer.Option("--output", metavar="FILE.npz|.tum|.rrd", help="Tracks, trajectory, recording; repeatable."),
+    typer.Option(
+        "--output",
+        metavar="FILE.npz|.tum|.rrd",
+        help="Save tracks, trajectory or a rerun recording; repeatable.",
+    ),
 ]
-Truth = Annotated[Path | None, typer.Option(metavar="FILE", help="True poses, KITTI or TUM.")]
+Truth = Annotated[Path | None, typer.Option(metavar="FILE", help="Ground-truth poses, KITTI or TUM.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Draw the trajectory.")]
-Show = Annotated[bool, typer.Option("--show", help="Watch in rerun's viewer.")]
+Show = Annotated[bool, typer.Option("--show", help="Watch live in the rerun viewer.")]
 
 # Where probabilities are low, neighbouring frames give wrong tracks, so the tracker asks for more.
 TrackerOptions = Annotated[dict[str, Any], ("geometry",), {"threshold": 0.2}]
@@ -63,9 +74,10 @@ def track(
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
-    """Follow points through frames in order; with a camera, find the way it went.
+    """Track keypoints through a video, a folder of frames or a live camera; estimate poses with --camera.
 
-    Trajectories are camera to world, a line a frame: t x y z qx qy qz qw. A camera goes on until Ctrl-C.
+    A .tum trajectory holds world_from_cam poses, one line per frame: t x y z qx qy qz qw. A live camera runs
+    until Ctrl-C.
     """
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker

@@ -1,4 +1,4 @@
-"""The camera of a sequence and frames of another size than it is for."""
+"""The camera of a sequence, rescaled for frames of another size."""
 
 from __future__ import annotations
 

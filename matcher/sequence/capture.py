@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class SourceFrame:
 
 @dataclass(eq=False)
 class FrameSource:
-    """Frames in order; `problem` says afterwards what was wrong with the end, if anything."""
+    """Frames in order; `problem` is set afterwards if they ended early."""
 
     name: str
     count: int | None  # frames that are announced
@@ -56,9 +57,9 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
     if path.is_dir():
         return _folder(path, None if right is None else Path(right), rate)
     if right is not None:
-        raise UsageError(f"{source}: rectified pairs come from two folders, and this is none")
+        raise UsageError(f"{source}: --right works with two folders of pictures, and this is not a folder")
     if rate is not None:
-        raise UsageError(f"{source}: a video and a camera have times of their own; leave --fps away")
+        raise UsageError(f"{source}: videos and cameras have their own timestamps; --fps is for folders")
     if source.isdecimal() and not path.exists():
         return _camera(int(source))
     return _video(path)
@@ -74,7 +75,7 @@ def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource
         partners = [there.get(path.name) for path in pictures]
         if not any(partners):
             raise UsageError(
-                f"{right}: no picture there has the name of one in {folder}; pairs are equal names"
+                f"{right}: no picture there has the same name as one in {folder}; pairs share a name"
             )
     times = _times(pictures, rate)
 
@@ -109,13 +110,15 @@ def _video(path: Path) -> FrameSource:
     if not path.is_file():
         raise ImageError(f"{path}: no such video, folder or camera; check the path")
     if is_picture(path):
-        raise UsageError(f"{path}: one picture is no sequence; name its folder, or use `matcher match`")
+        raise UsageError(f"{path}: a single picture; name its folder, or use `matcher match`")
+    if _is_text(path):  # which OpenCV would show as a film of a terminal
+        raise UsageError(f"{path}: a text file, not a video; name a video, a folder of pictures or a camera")
     capture = cv2.VideoCapture(str(path))
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if not capture.isOpened() or not capture.grab():
         raise ImageError(
-            f"{path}: cannot be read as a video; it is damaged, cut short or of an unknown kind: convert it, "
-            "for example with ffmpeg, to MP4"
+            f"{path}: cannot be read as a video; it is damaged, incomplete or in an unknown format; convert "
+            "it, for example with ffmpeg, to MP4"
         )
     source = FrameSource(str(path), announced if announced > 0 else None, lambda: iter(()))
 
@@ -143,11 +146,19 @@ def _video(path: Path) -> FrameSource:
     return source
 
 
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(4096)
+    return bool(start) and b"\0" not in start and start.isascii()
+
+
 def _camera(number: int) -> FrameSource:
     import cv2
 
-    capture = cv2.VideoCapture(number)
-    if not capture.isOpened():
+    # OpenCV prints warnings of its own where there is no device, so that is asked first.
+    absent = sys.platform == "linux" and not Path(f"/dev/video{number}").exists()
+    capture = None if absent else cv2.VideoCapture(number)
+    if capture is None or not capture.isOpened():
         raise ImageError(f"camera {number} is not there or is in use; connect it, or try another number")
     source = FrameSource(f"camera {number}", None, lambda: iter(()))
 

@@ -16,21 +16,21 @@ import numpy as np
 from matcher.data.camera import Camera
 
 FrameStatus = Literal[
-    "first",  # nothing before it
+    "first",  # there is none before it
     "tracked",  # linked to an earlier frame
-    "lost",  # no earlier frame that is kept shows the same; tracks begin anew
-    "blank",  # no keypoints (a black frame, a lens covered): it is passed over
+    "lost",  # linked to no frame that is still held; new tracks begin
+    "blank",  # no keypoints (a black frame, a lens covered): it is skipped
     "dropped",  # None instead of a picture
-    "out_of_order",  # older than the frame before: it is passed over
+    "out_of_order",  # older than the frame before: it is skipped
 ]
 PoseStatus = Literal[
     "ok",
     "no_camera",  # none was given
     "other_size",  # the frame's sides have another ratio than those of the pictures that the camera is for
     "starting",  # one camera only: not enough parallax yet
-    "too_few",  # points with a known depth that agree
-    "bridged",  # after a loss: the last motion carried on, a guess
-    "none",  # the frame was passed over
+    "too_few",  # points of known depth agree with a pose
+    "bridged",  # tracking was lost: the last motion, extrapolated
+    "none",  # the frame was skipped
 ]
 
 
@@ -74,12 +74,14 @@ class FrameResult:
     keypoints: np.ndarray  # (N, 2) float32 xy pixels
     track_ids: np.ndarray  # (N,) int64, the same number as long as a point is seen; never used again
     track_lengths: np.ndarray  # (N,) int64 frames that the track has been seen in, this one included
-    to_previous: FrameLinks | None = None  # the last frame that was not passed over
+    to_previous: FrameLinks | None = None  # the last frame that was not skipped
     to_keyframe: FrameLinks | None = None
     is_keyframe: bool = False
-    keyframe: int | None = None  # index of the keyframe that it was compared with; None for the first
-    parallax: float | None = None  # median way of the points since the keyframe, in pixels
-    kept: float | None = None  # share of the keyframe's tracks that are still seen
+    keyframe: int | None = None  # index of the keyframe it is linked to; None for the first
+    parallax: float | None = None  # median displacement of the keypoints since the keyframe, pixels
+    kept: float | None = (
+        None  # share of the keyframe's links still seen; with pairs, of the close ones if fewer
+    )
     pose_status: PoseStatus = "none"
     cam_from_keyframe: np.ndarray | None = None  # (4, 4) float64
     world_from_cam: np.ndarray | None = None  # (4, 4) float64
@@ -90,7 +92,7 @@ class FrameResult:
 
     @property
     def passed_over(self) -> bool:
-        """Whether the frame was left out: nothing is linked to it, neither before nor after."""
+        """Whether the frame was skipped: no other frame is linked to it."""
         return self.status in ("blank", "dropped", "out_of_order")
 
     @property
@@ -125,8 +127,8 @@ class FrameResult:
 class Relocalisation:
     """Where a picture was taken, as far as the kept keyframes show the same place."""
 
-    keyframe: int | None  # index of the frame it agrees with best; None: of none
-    candidates: tuple[int, ...]  # frames that were tried, the likeliest first
+    keyframe: int | None  # index of the keyframe with the most consistent links; None: not found
+    candidates: tuple[int, ...]  # keyframes that were matched, the most similar first
     links: FrameLinks | None = None  # keyframe → picture
     keypoints: np.ndarray | None = None  # (N, 2) float32, of the picture
     cam_from_keyframe: np.ndarray | None = None  # (4, 4); unit translation where no depths are known

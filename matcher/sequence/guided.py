@@ -1,4 +1,4 @@
-"""Partners that matching missed, found where the links it made say that the points must be."""
+"""Guided matching: links that matching missed, searched near where the verified ones predict them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIKE_LINKS = 98  # percentile of the links' descriptor distances that a new one
 
 @dataclass(frozen=True, eq=False)
 class Guide:
-    """What the trusted links of two frames say of where other points are and how alike they look."""
+    """What the verified links of two frames predict: where other points are, and how alike they look."""
 
     start: np.ndarray  # (K, 2) pixels of the links in the earlier frame
     end: np.ndarray  # (K, 2) and in the later one

@@ -1,4 +1,4 @@
-"""What is remembered of a sequence, and how a new frame joins it: links, tracks, pose, keyframes."""
+"""The local map: the last frame, the keyframes and the tracks, and how a new frame joins them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a whole run gave: tracks, trajectory, arrays to save, errors against a true path."""
+"""The record of a run: tracks, trajectory, arrays to save, errors against ground truth."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TrackingLog:
         if np.count_nonzero(both) < 2:
             raise UsageError(
                 f"{np.count_nonzero(both)} frames have a found and a true pose; at least 2 are needed "
-                "(is it the file of this sequence?)"
+                "(does the file belong to this sequence?)"
             )
         true = truth[rows[both]]
         found = align(true, poses[both], with_scale=with_scale)

@@ -1,4 +1,4 @@
-"""Tracks that a frame or two did not show: detectors flicker, and a point is often found again."""
+"""Tracks that the last frames did not show: detectors miss points, and often find them again later."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ def _draw_from_above(
 ) -> None:
     places = found[:, :3, 3]
     if truth is not None:
-        above.plot(truth[:, 0, 3], truth[:, 2, 3], color=_TRUE, linewidth=3, alpha=0.6, label="truth")
+        above.plot(truth[:, 0, 3], truth[:, 2, 3], color=_TRUE, linewidth=3, alpha=0.6, label="ground truth")
     above.plot(
-        places[:, 0], places[:, 2], color=_FOUND, linewidth=1.2, marker=".", markersize=3, label="found"
+        places[:, 0], places[:, 2], color=_FOUND, linewidth=1.2, marker=".", markersize=3, label="estimate"
     )
     marked = places[list(keyframes)]
     above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_FOUND, label="keyframes")
@@ -88,5 +88,9 @@ def _draw_error(beside: Axes, found: np.ndarray, truth: np.ndarray, unit: str) -
     beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
     for axis, (name, colour) in enumerate(_AXES.items()):
         beside.plot(way, difference[:, axis], linewidth=1.2, color=colour, label=name)
-    beside.set(xlabel=f"distance travelled ({unit})", ylabel=f"found − true ({unit})", title="position error")
+    beside.set(
+        xlabel=f"distance travelled ({unit})",
+        ylabel=f"estimate − ground truth ({unit})",
+        title="position error",
+    )
     beside.legend()

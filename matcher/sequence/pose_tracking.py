@@ -1,4 +1,4 @@
-"""Where the camera is: from the keyframe's depths, or, with one camera, by making them first."""
+"""Camera poses from the depths of a keyframe; with one camera these are triangulated first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session: one frame after the other in; tracks, keyframes, poses and depth out."""
+"""The tracker: frames go in one by one; tracks, keyframes, poses and depths come out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from matcher.sequence.stereo import partners, within
 
 
 class Tracker:
-    """Follows points through frames that come in order; what it says of each is NumPy.
+    """Tracks keypoints through a sequence of frames and, with a camera, estimates its poses.
 
     >>> import matcher, numpy as np
     >>> tracker = matcher.Tracker("nearest", max_keypoints=200)
@@ -43,10 +43,10 @@ class Tracker:
     >>> result.index, bool(result.track_lengths.max() == 2)
     (1, True)
 
-    A frame's features are extracted once and matched to the last one by the first half of the layers, which
-    views so near are content with; links to the keyframe follow from tracks and a search near them. Blank,
-    dropped and late frames are passed over; after a loss the kept keyframes are tried, by all layers, and
-    where none fits tracks begin anew and the last motion is carried on.
+    The features of a frame are extracted once. It is matched to the previous frame with the first half of the
+    network's layers, which is enough for views this close; links to the keyframe follow from the tracks and a
+    guided search. Blank, dropped and late frames are skipped. When tracking is lost, the keyframes still held
+    are tried with all layers; if none fits, new tracks begin and the last motion is extrapolated.
     """
 
     def __init__(
@@ -65,20 +65,25 @@ class Tracker:
         """Set up; nothing is measured or matched before the first frame.
 
         Args:
-            preset: a name in `PRESETS`, or a pipeline.
-            camera: in pixels of the first frame; without it there are no poses.
-            baseline: distance between the cameras of rectified pairs, for depth; its unit is that of poses,
-                which then come from pairs alone.
-            budget_ms: for a frame; points and layers are chosen for it at the first frame (`choice`).
-            window: keyframes that are kept.
-            epipolar_window: pixels that the rows of a left/right match may differ by; None keeps all matches.
-            guided: search near predicted places for links that matching missed, and along the rows of pairs.
+            preset: a name in `PRESETS`, or a pipeline, whose estimator and thresholds verify the links (of
+                geometry "fundamental").
+            camera: a pinhole camera for frames of `camera.size` or, where that is None, of the first frame's
+                size; it is rescaled for frames of another size (`FrameResult.camera`). Without it there are
+                no poses.
+            baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
+                then in its unit, and depths come from pairs only.
+            budget_ms: time for a frame; points and layers are chosen to fit it at the first one (`choice`).
+            window: number of keyframes held.
+            epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
+            guided: search for links that matching missed, near where the others predict them and, in pairs,
+                along the rows.
             rule: when a frame becomes a keyframe.
-            options: as `matcher.load` takes them, but for geometry; `match_threshold` is 0.2 where
-                it is not given.
+            options: those of `matcher.load`; geometry can only be "fundamental", and `match_threshold` is 0.2
+                unless given.
 
         Raises:
-            UsageError: a value that cannot be used, or a preset without keypoints.
+            UsageError: a value that cannot be used, another geometry, a camera with distortion, or a preset
+                without keypoints.
         """
         _check(baseline, budget_ms, window, epipolar_window)
         pipeline = open_pipeline(preset, options)
@@ -94,12 +99,12 @@ class Tracker:
 
     @property
     def pipeline(self) -> Pipeline:
-        """What frames are read, extracted and, where they are far apart, matched with."""
+        """Reads and extracts frames, and matches those far apart."""
         return self._frames.pipeline
 
     @property
     def choice(self) -> Choice | None:
-        """What a time budget led to; None before the first frame and without a budget."""
+        """What was chosen for the time budget; None before the first frame or without a budget."""
         return self._frames.choice
 
     def __repr__(self) -> str:
@@ -115,23 +120,23 @@ class Tracker:
         return tuple(keyframe.index for keyframe in self._map.keyframes)
 
     def latency(self) -> dict[str, dict[str, float]]:
-        """Stage → p50, p95, p99 and max in milliseconds, of the last 512 frames that were not passed over."""
+        """Stage → p50, p95, p99 and max in milliseconds, over the last 512 frames that were not skipped."""
         return self._latency.percentiles()
 
     def forget_latency(self) -> None:
-        """Begin the percentiles anew, as after the first frames, which are slower."""
+        """Start the percentiles afresh, for example after the first frames, which are slower."""
         self._latency = Latency()
 
     def push(self, frame: Picture | None, timestamp: float | None = None) -> FrameResult:
-        """Take in the next frame.
+        """Track the next frame.
 
         Args:
             frame: a path, an array as `Pipeline.match` takes it, or None for one that was dropped.
-            timestamp: in seconds; a frame older than the last one is passed over, unless the clock was set
-                back for good.
+            timestamp: in seconds; a frame older than the last one is skipped, unless the clock turns out to
+                have been set back.
 
         Raises:
-            ImageError: the picture cannot be read; the sequence is as before, so None may follow.
+            ImageError: the picture cannot be read; the tracker is unchanged, so None may be pushed instead.
             UsageError: an array or a timestamp that cannot be used; likewise.
         """
         return self._push(frame, None, timestamp)
@@ -139,7 +144,7 @@ class Tracker:
     def push_stereo(
         self, left: Picture | None, right: Picture | None, timestamp: float | None = None
     ) -> FrameResult:
-        """Take in a rectified pair; keypoints are the left picture's, with depth where the right has them.
+        """Track the next rectified pair; keypoints are the left picture's, with depth where both show them.
 
         Without a camera and a baseline there is no depth. Arguments and errors as in `push`.
 
@@ -151,11 +156,11 @@ class Tracker:
         return self._push(left, right, timestamp)
 
     def relocalise(self, frame: Picture, candidates: int = CANDIDATES) -> Relocalisation:
-        """Find the kept keyframe that shows the same place; the sequence is left as it was.
+        """Find the keyframe that shows the same place as a picture; the tracker is unchanged.
 
         Args:
             frame: as in `push`.
-            candidates: keyframes that are matched, the likeliest by global descriptor.
+            candidates: number of keyframes that are matched, those of the most similar global descriptor.
 
         Raises:
             ImageError, UsageError: as in `push`.
@@ -237,7 +242,7 @@ class Tracker:
     def _look_right(
         self, current: KeptFrame, others: list[KeptFrame], images: list[Image], pair: Matches | None
     ) -> np.ndarray | None:
-        """The points in the right picture of a pair, verified and searched; sets the depths."""
+        """Where the right picture shows the keypoints, verified and searched; sets their depths."""
         if pair is None:
             return None
         links, _ = self._map.linker.verify(current, others[0], pair)
@@ -253,7 +258,7 @@ class Tracker:
     def _pass_over(
         self, status: FrameStatus, timestamp: float | None, size: tuple[int, int] = (0, 0)
     ) -> FrameResult:
-        """A frame that nothing is linked to; the next one is linked to the last that was seen."""
+        """The result of a skipped frame; the next one is linked to the last frame that was tracked."""
         self._count += 1
         milliseconds = {**self._spent, "total": sum(self._spent.values())}
         return FrameResult(
