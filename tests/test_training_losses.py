@@ -10,14 +10,13 @@ from matcher.lab.train.losses import (
     assignment_loss,
     confidence_loss,
     decisions,
-    log_assignment,
     match_probability_loss,
     matchability_loss,
     statement_loss,
 )
 from matcher.lab.train.pairs import IGNORED
 from matcher.lab.train.recipe import OptimiserRecipe
-from matcher.match.sinkhorn import sinkhorn
+from matcher.match.sinkhorn import log_assignment, sinkhorn
 
 RECIPE = OptimiserRecipe()
 

@@ -18,6 +18,7 @@ from matcher.match.network.blocks import LEAST_EXPONENT, exponentials, row_block
 
 # Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.
 SCALING_LIMIT = 1e12
+LEAST_SUM = 1e-30  # of a row or column in training, where nothing is absorbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +175,7 @@ def _sinkhorn_pair(problem: Problem, limits: Limits) -> Solution:
         if not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT):
             # Redo this update in the log domain from the last absorbed potentials, then absorb.
             safe = scales.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0).log_()
-            u, v = _log_iteration(scores, u + safe[:rows], v + safe[rows:], log_mu, log_nu)
+            u, v = _log_iteration(scores, v + safe[rows:], log_mu, log_nu)
             kernel, scales = ScaledKernel(scores, u, v), ones
         if tolerance is None and iterations >= max_iterations and not record:
             converged = False
@@ -189,6 +190,42 @@ def _sinkhorn_pair(problem: Problem, limits: Limits) -> Solution:
         scales = following
         iterations += 1
     return Solution(u + scales[:rows].log(), v + scales[rows:].log(), iterations, converged, tuple(errors))
+
+
+def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
+    """Differentiable log P (B, N+1, M+1) of scores with dustbins, in batches, for training.
+
+    The potentials are found without gradients; the last `unrolled` iterations are then repeated with them,
+    which is the truncated Neumann series of the implicit gradient at that point (Eisenberger et al. 2022,
+    section 4).
+
+    Args:
+        scores: (B, N+1, M+1) float32 with the dustbins last, no point masked.
+        iterations: row and column updates that find the potentials, after a first one in the log domain.
+        unrolled: updates that carry gradients.
+    """
+    log_mu, log_nu = log_masses(scores)
+    mu, nu = log_mu.exp(), log_nu.exp()
+    with torch.no_grad():
+        u, v = _log_iteration(scores, torch.zeros_like(log_nu), log_mu, log_nu)
+        a, b = _scale_batch(_clamped_exp(scores + u.unsqueeze(2) + v.unsqueeze(1)), mu, nu, iterations)
+        u, v = u + a.log(), v + b.log()
+    base = scores + u.unsqueeze(2) + v.unsqueeze(1)
+    a, b = _scale_batch(_clamped_exp(base), mu, nu, unrolled)
+    return base + a.log().unsqueeze(2) + b.log().unsqueeze(1)
+
+
+def _clamped_exp(base: Tensor) -> Tensor:
+    return base.clamp_min(LEAST_EXPONENT).exp()
+
+
+def _scale_batch(kernel: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Row and column scales (B, N+1), (B, M+1) of kernels (B, N+1, M+1) after some updates."""
+    a, b = torch.ones_like(mu), torch.ones_like(nu)
+    for _ in range(iterations):
+        a = mu / torch.bmm(kernel, b.unsqueeze(2)).squeeze(2).clamp_min(LEAST_SUM)
+        b = nu / torch.bmm(a.unsqueeze(1), kernel).squeeze(1).clamp_min(LEAST_SUM)
+    return a, b
 
 
 class ScaledKernel:
@@ -225,9 +262,7 @@ def absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return kernel
 
 
-def _log_iteration(
-    scores: Tensor, u: Tensor, v: Tensor, log_mu: Tensor, log_nu: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One row and one column update in the log domain."""
-    u = log_mu - torch.logsumexp(scores + v, dim=1)
-    return u, log_nu - torch.logsumexp(scores + u[:, None], dim=0)
+def _log_iteration(scores: Tensor, v: Tensor, log_mu: Tensor, log_nu: Tensor) -> tuple[Tensor, Tensor]:
+    """One row and one column update in the log domain, of (…, N+1, M+1)."""
+    u = log_mu - torch.logsumexp(scores + v.unsqueeze(-2), dim=-1)
+    return u, log_nu - torch.logsumexp(scores + u.unsqueeze(-1), dim=-2)

@@ -8,31 +8,8 @@ from torch.nn import functional as F
 
 from matcher.data.matches import UNMATCHED
 from matcher.match.assignment import dual_softmax
-from matcher.match.network.blocks import LEAST_EXPONENT
-from matcher.match.sinkhorn import log_masses
 
-TINY = 1e-30
 STATEMENT_SCALE = 0.05  # of normalised positions
-
-
-def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
-    """Differentiable log P (B, N+1, M+1) of scores with dustbins (B, N+1, M+1), float32.
-
-    The potentials are found without gradients; the last `unrolled` iterations are then repeated with them,
-    which is the truncated Neumann series of the implicit gradient at that point (Eisenberger et al. 2022,
-    section 4).
-    """
-    log_mu, log_nu = log_masses(scores)
-    mu, nu = log_mu.exp(), log_nu.exp()
-    with torch.no_grad():
-        u = log_mu - torch.logsumexp(scores, dim=2)
-        v = log_nu - torch.logsumexp(scores + u.unsqueeze(2), dim=1)
-        kernel = _kernel(scores + u.unsqueeze(2) + v.unsqueeze(1))
-        a, b = _scale(kernel, mu, nu, iterations)
-        u, v = u + a.log(), v + b.log()
-    base = scores + u.unsqueeze(2) + v.unsqueeze(1)
-    a, b = _scale(_kernel(base), mu, nu, unrolled)
-    return base + a.log().unsqueeze(2) + b.log().unsqueeze(1)
 
 
 def log_dual_softmax(scores: Tensor) -> Tensor:
@@ -40,18 +17,6 @@ def log_dual_softmax(scores: Tensor) -> Tensor:
     found = dual_softmax(scores)
     rows = torch.cat([found.log_scores, found.log_unmatched0.unsqueeze(2)], dim=2)
     return torch.cat([rows, F.pad(found.log_unmatched1, (0, 1)).unsqueeze(1)], dim=1)
-
-
-def _kernel(base: Tensor) -> Tensor:
-    return base.clamp_min(LEAST_EXPONENT).exp()
-
-
-def _scale(kernel: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    a, b = torch.ones_like(mu), torch.ones_like(nu)
-    for _ in range(iterations):
-        a = mu / torch.bmm(kernel, b.unsqueeze(2)).squeeze(2).clamp_min(TINY)
-        b = nu / torch.bmm(a.unsqueeze(1), kernel).squeeze(1).clamp_min(TINY)
-    return a, b
 
 
 def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:

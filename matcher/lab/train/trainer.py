@@ -12,7 +12,6 @@ from matcher.config import ALL_LAYERS
 from matcher.errors import UsageError
 from matcher.lab.train.losses import (
     assignment_loss,
-    log_assignment,
     log_dual_softmax,
     matchability_loss,
     statement_loss,
@@ -26,6 +25,7 @@ from matcher.match.network.correspondence import Side
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.network.position import normalise_positions
 from matcher.match.network.tokens import Tokens
+from matcher.match.sinkhorn import log_assignment
 from matcher.weights.files import load_model
 
 
