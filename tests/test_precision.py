@@ -47,7 +47,9 @@ def fixed_model(features: tuple[Features, Features]) -> MatchingNetwork:
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(NetworkConfig(context=context, policy=policy)).eval()
     rng = np.random.default_rng(11)
-    for name, value in sorted(model.state_dict().items()):
+    # In the order that the parameters had when the matches were stored.
+    named = sorted(model.state_dict().items(), key=lambda item: item[0].replace(".attention.", "."))
+    for name, value in named:
         if value.dim() == 2:
             gain = 0.3 if "narrow" in name else 15**0.5 / 32**0.25 if "projection" in name else 1.0
             drawn = rng.normal(scale=gain / value.shape[1] ** 0.5, size=tuple(value.shape))
