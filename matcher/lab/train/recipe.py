@@ -9,6 +9,8 @@ from pathlib import Path
 
 from matcher.config import NetworkConfig, to_dict
 
+DESCRIPTOR_DIMS = {"sift": 128, "learned": 64}  # of the front ends that describe training views
+
 
 @dataclass(frozen=True)
 class SceneRecipe:
@@ -117,10 +119,7 @@ class Recipe:
         }
         return [
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
-            (
-                self.network.kind in ("sift", "learned"),
-                "network.kind: sift or learned describe views",
-            ),
+            *_network_rules(self.network),
             (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
             (
                 self.validation_scenes >= 2 and self.validation_pairs >= 1,
@@ -148,6 +147,20 @@ class Recipe:
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]
+
+
+def _network_rules(network: NetworkConfig) -> list[tuple[bool, str]]:
+    """Which networks can be trained; `check_config` decides which can be built."""
+    kinds = " or ".join(DESCRIPTOR_DIMS)
+    dim = DESCRIPTOR_DIMS.get(network.kind)
+    return [
+        (dim is not None, f"network.kind: {kinds}, the front ends that describe training views"),
+        (network.descriptor_dim == dim, f"network.descriptor_dim: {dim} for network.kind {network.kind}"),
+        (
+            network.backbone is None and network.refinement is None,
+            "network.backbone, network.refinement: dense networks cannot be trained",
+        ),
+    ]
 
 
 def fingerprint(value: object) -> str:

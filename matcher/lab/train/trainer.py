@@ -58,6 +58,8 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         recipe, states = self.recipe.optimiser, paired_states(self.model, batch, self.device)
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
         inner = torch.randperm(len(states) - 1, generator=rng)[: recipe.inner_layers].tolist()
+        if not self.model.config.assignment.every_layer:  # one head, for the last layer only
+            inner = []
         partners = batch.partner0.to(self.device), batch.partner1.to(self.device)
         losses = []
         for depth in (*inner, len(states) - 1):
