@@ -13,7 +13,7 @@ from pathlib import Path
 from matcher.errors import UsageError
 
 MARK = b"written by matcher"
-_LOOKED_AT = 4096  # bytes at either end of a file in which the mark is looked for
+_SEARCHED = 4096  # bytes at either end of a file in which the mark is searched for
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -81,7 +81,8 @@ def refuse_foreign(path: Path, *, overwrite: bool) -> None:
     """
     if not overwrite and (path.exists() or path.is_symlink()) and not is_ours(path):
         raise UsageError(
-            f"{path} exists, and its content would be lost: name another file, or replace it with --overwrite"
+            f"{path} exists, and matcher may not have written it; name another file, or replace it with "
+            "overwrite=True"
         )
 
 
@@ -89,9 +90,9 @@ def is_ours(path: Path) -> bool:
     """Whether a file carries the mark that `write_output` leaves; False where it cannot be read."""
     try:
         with path.open("rb") as file:
-            start = file.read(_LOOKED_AT)
-            file.seek(max(0, path.stat().st_size - _LOOKED_AT))
-            return MARK in start or MARK in file.read(_LOOKED_AT)
+            start = file.read(_SEARCHED)
+            file.seek(max(0, path.stat().st_size - _SEARCHED))
+            return MARK in start or MARK in file.read(_SEARCHED)
     except OSError:
         return False
 

@@ -92,7 +92,7 @@ def readable(path, suffix: str) -> bool:
 def test_only_what_carries_our_mark_is_replaced(tmp_path, suffix):
     path, data = tmp_path / f"a{suffix}", encoded(suffix)
     path.write_bytes(data)
-    with pytest.raises(UsageError, match="--overwrite"):
+    with pytest.raises(UsageError, match="overwrite=True"):
         check_output(path, (suffix,), overwrite=False)
     assert path.read_bytes() == data
     assert check_output(path, (suffix,), overwrite=True) == path

@@ -20,6 +20,7 @@ from matcher.cli import main
 from matcher.cli.train import enlarged, limited
 from matcher.config import ALL_LAYERS, to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.files import write_output
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.loop import RunOptions
@@ -209,6 +210,20 @@ def test_a_folder_belongs_to_one_recipe(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="no run can be kept there"):
         claim_folder(tmp_path / "file", TINY)
+
+
+def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
+    (tmp_path / "photos").mkdir()
+    for name in ("b.jpg", "a.jpg", ".hidden"):
+        (tmp_path / "photos" / name).write_bytes(name.encode())
+    with pytest.raises(UsageError, match=r"holds a\.jpg and 1 more, but no training run.*--run"):
+        claim_folder(tmp_path / "photos", TINY)
+    assert {file.name for file in (tmp_path / "photos").iterdir()} == {"a.jpg", "b.jpg", ".hidden"}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".DS_Store").touch()
+    write_output(tmp_path / "empty" / "log.html", b"<p>")
+    claim_folder(tmp_path / "empty", TINY)
+    assert (tmp_path / "empty" / "recipe.json").is_file()
 
 
 def test_a_lost_best_network_is_named(place, finished):
@@ -402,11 +417,11 @@ def test_a_network_with_one_head_and_no_projection_is_trained_to_its_end(place, 
 
 
 @pytest.mark.parametrize(
-    "policy", [{"early_exit": True, "pruning": False}, {"early_exit": False, "pruning": True}]
+    "on", [{"early_exit": True, "pruning": False}, {"early_exit": False, "pruning": True}]
 )
 def test_exit_and_pruning_without_heads_are_refused_before_any_step(place, on):
     assignment = replace(TINY.network.assignment, every_layer=False)
-    network = replace(TINY.network, assignment=assignment, policy=replace(ALL_LAYERS, **{on: True}))
+    network = replace(TINY.network, assignment=assignment, policy=replace(ALL_LAYERS, **on))
     with pytest.raises(UsageError, match=r"early exit and pruning need assignment\.every_layer"):
         train(replace(TINY, network=network), options(place, "refused"), lambda line: None)
     assert not (place / "runs" / "refused").exists()

@@ -87,6 +87,8 @@ def in_options(text: str, options: dict[str, str]) -> str:
     for name, option in options.items():
         if re.search(r"[_\d]", name):
             text = re.sub(rf"(?<![\w./-]){name}(?![\w./-])", option, text)
+        elif f"{name}=True" in text:
+            text = text.replace(f"{name}=True", option)
         else:
             text = re.sub(rf"(^|\bso ){name}(?= must | is | means | \d)", rf"\g<1>{option}", text)
     return text

@@ -120,7 +120,7 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
         raise UsageError(f"{path} is a file; name a folder")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise UsageError(
-            f"{path} exists and is not an empty folder: name another, or write into it with --overwrite "
+            f"{path} exists and is not an empty folder; name another, or write into it with overwrite=True "
             "(files of the same names are replaced, others stay)"
         )
 

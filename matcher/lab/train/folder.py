@@ -8,7 +8,7 @@ from typing import Any
 
 from matcher.config import to_dict
 from matcher.errors import IntegrityError, UsageError
-from matcher.files import write_whole
+from matcher.files import is_ours, write_whole
 from matcher.lab.train.recipe import Recipe, fingerprint
 
 
@@ -16,18 +16,21 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
     """Make the folder of a run, or check that it belongs to this recipe.
 
     Raises:
-        UsageError: it is another recipe's, or it cannot be made.
-        IntegrityError: its note is damaged.
+        UsageError: it is another recipe's, it holds files but no run, or it cannot be made.
+        IntegrityError: its recipe.json is damaged.
     """
     note = folder / "recipe.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not note.exists():
+            _refuse_files(folder)
             values = {"fingerprint": fingerprint(recipe), "recipe": to_dict(recipe)}
             write_whole(note, json.dumps(values, indent=1).encode())
             return
         stored = json.loads(note.read_text(encoding="utf-8"))
         owner, values = stored["fingerprint"], stored["recipe"]
+    except UsageError:  # a ValueError, too
+        raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(
             f"{folder}: no run can be kept there ({error.strerror}); give another --run"
@@ -38,6 +41,16 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
         changes = ", ".join(differences(values, json.loads(json.dumps(to_dict(recipe)))))
         raise UsageError(
             f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
+        )
+
+
+def _refuse_files(folder: Path) -> None:
+    """Refuse a folder of files that no training run wrote; hidden files and a log of this command may be there."""
+    found = sorted(file.name for file in folder.iterdir() if file.name[0] != "." and not is_ours(file))
+    if found:
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UsageError(
+            f"{folder} holds {found[0]}{others}, but no training run; give another folder with --run"
         )
 
 
