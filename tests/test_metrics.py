@@ -13,7 +13,7 @@ NUMBER = r"\d*\.\d+"
 
 
 def tables(document: str) -> list[list[list[str]]]:
-    """Every table of a document: its rows, the header first; an empty set, pairs or keypoints repeats the cell above."""
+    """The tables of a document as rows, header first; an empty first or second cell repeats the one above."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", (ROOT / document).read_text("utf-8"), re.MULTILINE):
         rows = [
@@ -36,8 +36,8 @@ def cells(column: str, dataset: str, measure: str) -> list[list[str]]:
     return found
 
 
-# What the manifest gives, and where the model card has it: AUC@5 is the first number of a row of poses and the
-# second of Oxford's three.
+# What the manifest gives, and where the model card has it. AUC@5 is the first number of a row of poses, and
+# the second of the three for Oxford.
 CLAIMS = [
     (r"levels 1 / 2 / 3 / 4 ([\d. /]+);", "its levels 1", "AUC@5 px", slice(0, 4)),
     (r"levels 1 / 2 / 3 / 4 ([\d. /]+);", "synthetic, levels 1 / 2", "AUC@5 px", slice(0, 4)),

@@ -45,7 +45,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
 
 
 def _refuse_files(folder: Path) -> None:
-    """Refuse a folder of files that no training run wrote; hidden files and a log of this command may be there."""
+    """Refuse a folder of files that no training run wrote; hidden files and our own logs may be there."""
     found = sorted(file.name for file in folder.iterdir() if file.name[0] != "." and not is_ours(file))
     if found:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
