@@ -1,5 +1,6 @@
 """Weights files of earlier versions: old names of tensors and of configuration keys."""
 
+import doctest
 import json
 import re
 from dataclasses import replace
@@ -13,6 +14,7 @@ from matcher.config import ALL_LAYERS, ContextConfig, MatchingPolicy, NetworkCon
 from matcher.errors import IntegrityError
 from matcher.match.network.model import MatchingNetwork
 from matcher.presets import PRESETS
+from matcher.weights import renames
 from matcher.weights.files import load_model, read_manifest, save_model, weights_folder
 from matcher.weights.renames import KEYS, TENSORS, current_config, current_name
 from matcher.weights.tensors import read_header
@@ -125,3 +127,8 @@ def test_a_header_without_position_inputs_is_refused_by_name(tmp_path, guided):
     path.write_bytes(pack_tensors({"x": torch.zeros(1)}, metadata={"config": json.dumps(tables)}))
     with pytest.raises(IntegrityError, match=r"empty\.safetensors .*position\.inputs is empty"):
         load_model(path)
+
+
+def test_the_examples_in_the_docstrings():
+    failed, tried = doctest.testmod(renames)
+    assert tried >= 3 and not failed

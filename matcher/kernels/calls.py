@@ -41,8 +41,8 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
     threads = min(torch.get_num_threads(), math.ceil(n / 32) * heads)
     for picture in product(*map(range, pictures)):
-        places = (x[picture].data_ptr() for x in (q, k, v, out))
-        if library.matcher_attend(*places, strides, n, m, heads, width, threads):
+        pointers = (x[picture].data_ptr() for x in (q, k, v, out))
+        if library.matcher_attend(*pointers, strides, n, m, heads, width, threads):
             return None
     return out
 
@@ -78,11 +78,11 @@ def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out
     """
     library, half, threads = kernels(), joint.dtype == torch.bfloat16, _threads(len(x))
     hidden = F.linear(joint, steps.widen)
-    places = (y.data_ptr() for y in (steps.bias, steps.gain, steps.shift))
-    library.matcher_normalise_gelu(hidden.data_ptr(), half, *hidden.shape, *places, steps.epsilon, threads)
+    pointers = (y.data_ptr() for y in (steps.bias, steps.gain, steps.shift))
+    library.matcher_normalise_gelu(hidden.data_ptr(), half, *hidden.shape, *pointers, steps.epsilon, threads)
     update = F.linear(hidden, steps.narrow)
-    places = (steps.last_bias.data_ptr(), out.data_ptr(), threads)
-    library.matcher_add(x.data_ptr(), update.data_ptr(), half, *update.shape, *places)
+    pointers = (steps.last_bias.data_ptr(), out.data_ptr(), threads)
+    library.matcher_add(x.data_ptr(), update.data_ptr(), half, *update.shape, *pointers)
 
 
 def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
@@ -95,8 +95,8 @@ def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
     """
     turns, pairs = turns.float().contiguous(), turns.shape[2]
     sizes = (x.dtype == torch.bfloat16, len(x), heads, pairs, x.shape[1] - 2 * heads * pairs)
-    places = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
-    kernels().matcher_turn(places[0], *sizes, *places[1:], _threads(len(x)))
+    pointers = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
+    kernels().matcher_turn(pointers[0], *sizes, *pointers[1:], _threads(len(x)))
 
 
 def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tensor | None:
@@ -113,40 +113,40 @@ def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tenso
     if library is None or not suits or scores.requires_grad:
         return None
     out, u, v = scores.new_empty(scores.shape), u.contiguous(), v.contiguous()
-    sizes, places = (*scores.shape, scores.stride(0)), (u.data_ptr(), v.data_ptr())
-    library.matcher_absorb(scores.data_ptr(), *sizes, *places, least, out.data_ptr(), _threads(len(scores)))
+    sizes, pointers = (*scores.shape, scores.stride(0)), (u.data_ptr(), v.data_ptr())
+    library.matcher_absorb(scores.data_ptr(), *sizes, *pointers, least, out.data_ptr(), _threads(len(scores)))
     return out
 
 
 def nearest_compiled(
-    places: Tensor, matches: Tensor, hidden: Tensor, owners: Tensor, wanted: int
+    positions: Tensor, matches: Tensor, hidden: Tensor, owners: Tensor, wanted: int
 ) -> tuple[Tensor, Tensor] | None:
     """The matches nearest to every point, or None where the kernel is not there or not made for this.
 
     Args:
-        places: (B, N, 2) float32 of the points.
+        positions: (B, N, 2) float32 of the points.
         matches: (B, 2, K) of the matches.
-        hidden: (B, K) bool, matches that no point hears.
-        owners: (B, K) int64, the point that each is a match of, which does not hear it.
+        hidden: (B, K) bool, matches that count for no point.
+        owners: (B, K) int64, the point that each is a match of, for which it does not count.
         wanted: at most K.
 
     Returns:
-        Squared distances and indices (B, N, wanted) in no order; 1e6 for what is not heard.
+        Squared distances and indices (B, N, wanted) in no order; 1e6 for what does not count.
     """
     library = kernels()
-    suits = places.device.type == "cpu" and places.dtype == matches.dtype == torch.float32
+    suits = positions.device.type == "cpu" and positions.dtype == matches.dtype == torch.float32
     suits = suits and 0 < wanted <= min(MOST_NEIGHBOURS, matches.shape[2])
     if library is None or not suits:
         return None
-    (batch, points, _), count = places.shape, matches.shape[2]
-    distances = places.new_empty(batch, points, wanted)
+    (batch, points, _), count = positions.shape, matches.shape[2]
+    distances = positions.new_empty(batch, points, wanted)
     nearest = owners.new_empty(batch, points, wanted)
-    places, matches, hidden, owners = (x.contiguous() for x in (places, matches, hidden, owners))
+    positions, matches, hidden, owners = (x.contiguous() for x in (positions, matches, hidden, owners))
     for b in range(batch):
         given = (matches[b, 0], matches[b, 1], hidden[b], owners[b])
         made = (distances[b].data_ptr(), nearest[b].data_ptr(), _threads(points))
         library.matcher_nearest(
-            places[b].data_ptr(), points, *(x.data_ptr() for x in given), count, wanted, *made
+            positions[b].data_ptr(), points, *(x.data_ptr() for x in given), count, wanted, *made
         )
     return distances, nearest
 

@@ -35,7 +35,7 @@ def mutual_best(log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         best scores (B, N), their columns (B, N) int64, and mutual (B, N) bool.
     """
     best, partner = log_scores.max(dim=2)
-    # Along columns the values alone are several times as fast as the places.
+    # Along columns the values alone are several times as fast as the indices.
     top = best == log_scores.amax(dim=1).gather(1, partner)
     rows = log_scores.shape[1]
     here = torch.arange(rows, device=log_scores.device).expand_as(partner)
@@ -44,15 +44,17 @@ def mutual_best(log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return best, partner, first.gather(1, partner) == here
 
 
-def mutual_matches(log_scores: Tensor, threshold: float, doubt: float = 0.0) -> tuple[Tensor, Tensor]:
+def mutual_matches(
+    log_scores: Tensor, threshold: float, threshold_doubles_at: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Mutual best entries of (N, M) log probabilities above `threshold`, best first.
 
     Args:
         log_scores: (N, M) of one pair.
         threshold: of the probability.
-        doubt: number of matches to be expected at which the threshold is twice as high; with S expected, the
-            sum of the probabilities above it, it is threshold · (1 + doubt / S). A lone match is less
-            credible than one among hundreds: pictures of different places give a few.
+        threshold_doubles_at: expected matches at which the threshold is twice as high. With S expected, the
+            sum of the probabilities above it, it is threshold · (1 + threshold_doubles_at / S): a lone match
+            is less credible than one among hundreds, since images of unrelated scenes give a few.
 
     Returns:
         indices (K, 2) int64 and probabilities (K,) float32.
@@ -65,7 +67,7 @@ def mutual_matches(log_scores: Tensor, threshold: float, doubt: float = 0.0) -> 
     probabilities = best[keep].exp().clamp(max=1.0)
     order = torch.argsort(probabilities, descending=True, stable=True)
     indices, probabilities = indices[order], probabilities[order]
-    if doubt and len(probabilities):
-        credible = probabilities > threshold * (1 + doubt / probabilities.sum())
+    if threshold_doubles_at and len(probabilities):
+        credible = probabilities > threshold * (1 + threshold_doubles_at / probabilities.sum())
         indices, probabilities = indices[credible], probabilities[credible]
     return indices, probabilities

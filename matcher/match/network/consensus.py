@@ -26,7 +26,7 @@ SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one a pass, in units of norma
 LEAST_CONFIDENCE = 0.05
 _RIDGE = 1e-3
 _TINY = 1e-6
-_UNUSABLE = 1e6  # squared distance of a match that a point must not hear
+_UNUSABLE = 1e6  # squared distance of a match that must not count for a point
 _BLOCK = 2**16  # scores that are corrected at once, a few matrices of them in a core's cache
 
 
@@ -64,8 +64,8 @@ def mutual_soft_matches(log_scores: Tensor) -> tuple[SoftMatches, SoftMatches]:
     # Rows without a match write into a column beyond the last, which is cut off.
     column = torch.where(confidence > 0, partner, log_scores.shape[2])
     back = partner.new_zeros(len(best), log_scores.shape[2] + 1).scatter(1, column, here)
-    heard = confidence.new_zeros(back.shape).scatter(1, column, confidence)
-    return SoftMatches(partner, confidence), SoftMatches(back[:, :-1], heard[:, :-1])
+    reverse = confidence.new_zeros(back.shape).scatter(1, column, confidence)
+    return SoftMatches(partner, confidence), SoftMatches(back[:, :-1], reverse[:, :-1])
 
 
 def agreement(before: SoftMatches, after: SoftMatches) -> float:

@@ -164,7 +164,7 @@ class MatchingNetwork(nn.Module):
             if self.guidance is not None:
                 values.append(self.guidance.inputs(features))
             columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
-        descriptors, index, places, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
+        descriptors, index, positions, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
         x, rotations = self._project(descriptors), None
         if self.guidance is not None:
             x = self.guidance.begin(x, codes.pop())
@@ -172,7 +172,7 @@ class MatchingNetwork(nn.Module):
             rotations = codes[0]
         elif codes:
             x = x + codes[0]
-        return Tokens(x, rotations, index, Layout(counts), tuple(range(len(counts))), places)
+        return Tokens(x, rotations, index, Layout(counts), tuple(range(len(counts))), positions)
 
     def _project(self, descriptors: Tensor) -> Tensor:
         if not self.config.project:
