@@ -23,10 +23,10 @@ from matcher.config import NetworkConfig, PositionConfig
 from matcher.data.photos import data_folder, find_pictures
 from matcher.errors import MatcherError
 from matcher.files import write_whole
+from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.labels import ViewPair
 from matcher.lab.train.memory import keep_memory
-from matcher.lab.train.pairs import ViewPair
-from matcher.lab.train.photos import PhotoSet
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import PairSampler

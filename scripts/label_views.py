@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cv2
 
-from matcher.lab.train.labelling.label import label_views
+from matcher.lab.pairs.labelling.label import label_views
 
 if __name__ == "__main__":
     cv2.setNumThreads(1)

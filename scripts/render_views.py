@@ -6,7 +6,7 @@
 A tool for data, not a part of the package: it runs in an environment of its own (Python 3.11, `pip install
 bpy==5.0.1 OpenEXR opencv-python-headless numpy`). Each seed dresses the world anew: walls, floors and
 furniture plain, mottled or covered with photos, posters on walls, clutter on floors, furniture moved and
-turned; each group of views has lights of its own. The output is a set as `matcher.lab.train.stored` reads it.
+turned; each group of views has lights of its own. The output is a set as `matcher.lab.pairs.stored` reads it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ IMPORT_NAMES = {
 TRAINING_MAY_USE = {"torch", "numpy", "cv2", "safetensors"}
 
 # Classes of one name, each with the modules that may have it.
-SAME_NAME = {"Camera": ["matcher.data.camera", "matcher.lab.train.relief.render"]}
+SAME_NAME: dict[str, list[str]] = {}
 
 PACKAGE = read_package()
 FILES = sorted((ROOT / "matcher").rglob("*.py"))

@@ -9,9 +9,9 @@ from matcher.data.geometry import inside, warp_points
 from matcher.data.photos import find_pictures
 from matcher.errors import UsageError
 from matcher.lab.evaluate.metrics import reprojection_errors
+from matcher.lab.pairs.photometric import degrade
 from matcher.lab.pairs.synthetic import (
     LEVELS,
-    disturb,
     draw_homography,
     synthetic_set,
     unrelated_set,
@@ -89,7 +89,7 @@ def test_disturbance_keeps_shape_and_grows(shape, rng):
     pixels = rng.integers(60, 200, shape).astype(np.uint8)
     changes = []
     for strength in (0.1, 1.5):
-        found = [disturb(pixels, strength, np.random.default_rng(i)) for i in range(20)]
+        found = [degrade(pixels, strength, np.random.default_rng(i)) for i in range(20)]
         assert all(view.shape == shape and view.dtype == np.uint8 for view in found)
         changes.append(np.mean([np.abs(view.astype(float) - pixels).mean() for view in found]))
     assert changes[1] > 1.5 * changes[0]

@@ -8,7 +8,7 @@ import pytest
 
 from matcher.data.photos import data_folder, find_pictures, is_picture, list_pictures, natural_key
 from matcher.errors import UsageError
-from matcher.lab.train.photos import read_texture
+from matcher.lab.pairs.textures import read_texture
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -9,15 +9,15 @@ from training_data import TINY, write_photos
 
 from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
+from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE
+from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.described import CarriedView, PairCache
+from matcher.lab.train.labels import IGNORED, UNMATCHED, carried, true_assignment, unrelated
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.mixed import MixedSampler
-from matcher.lab.train.pairs import IGNORED, UNMATCHED, carried, true_assignment, unrelated
-from matcher.lab.train.photos import PhotoSet
 from matcher.lab.train.recipe import PairRecipe, SourceRecipe
 from matcher.lab.train.run import train
 from matcher.lab.train.trainer import blend_with_start
-from matcher.lab.train.truth import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE
 from matcher.lab.train.validation import validate
 from matcher.lab.train.views import ViewCache
 from matcher.match.network.model import MatchingNetwork

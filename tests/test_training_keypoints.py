@@ -16,15 +16,15 @@ from matcher.data.image import Image
 from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
+from matcher.lab.pairs.planes import NOTHING, View
+from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.pictures import HIDDEN, PictureSampler, dense_places, turned
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
 from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
 from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.photos import PhotoSet
 from matcher.lab.train.reading import read_recipe, shipped_recipe
-from matcher.lab.train.scenes import NOTHING, View
 from matcher.loading import build_extractor
 from matcher.weights.files import save_front_end
 

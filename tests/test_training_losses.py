@@ -6,6 +6,7 @@ from torch import Tensor
 
 from matcher.data.matches import UNMATCHED
 from matcher.lab.benchmark.references import naive_sinkhorn
+from matcher.lab.train.labels import IGNORED
 from matcher.lab.train.losses import (
     assignment_loss,
     confidence_loss,
@@ -14,7 +15,6 @@ from matcher.lab.train.losses import (
     matchability_loss,
     statement_loss,
 )
-from matcher.lab.train.pairs import IGNORED
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.match.sinkhorn import log_assignment, sinkhorn
 

@@ -7,7 +7,8 @@ import pytest
 from training_data import cached, flat_view, look, texture
 
 from matcher.data.matches import UNMATCHED
-from matcher.lab.train.pairs import (
+from matcher.lab.pairs.planes import NOTHING, SceneRecipe, build_planes, place_camera, render
+from matcher.lab.train.labels import (
     IGNORED,
     collate,
     reproject,
@@ -15,8 +16,7 @@ from matcher.lab.train.pairs import (
     true_assignment,
     unrelated,
 )
-from matcher.lab.train.recipe import PairRecipe, SceneRecipe
-from matcher.lab.train.scenes import NOTHING, build_planes, place_camera, render
+from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import LABEL_STRIDE, CachedView, plane_of
 from matcher.match.steering import STEERABLE
 

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from training_data import texture
 
-from matcher.lab.train.labelling.agreement import described_by_sift, match_errors
-from matcher.lab.train.lens import draw_lens
-from matcher.lab.train.photos import PhotoSet
-from matcher.lab.train.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
-from matcher.lab.train.relief.render import Camera, render
-from matcher.lab.train.relief.source import Relief
-from matcher.lab.train.relief.surfaces import rectangle, with_relief
-from matcher.lab.train.truth import HIDDEN, SEEN_STATE, UNKNOWN, carry, quarter_turned
+from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, carry, quarter_turned
+from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
+from matcher.lab.pairs.lens import draw_lens
+from matcher.lab.pairs.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
+from matcher.lab.pairs.relief.render import ViewCamera, render
+from matcher.lab.pairs.relief.source import Relief
+from matcher.lab.pairs.relief.surfaces import rectangle, with_relief
+from matcher.lab.pairs.textures import PhotoSet
 
 SIZE = (320, 240)
 
@@ -22,11 +22,11 @@ def noise(seed: int, side: int = 600) -> np.ndarray:
     return texture(np.random.default_rng(seed), side, side, finest=5)
 
 
-def camera(x: float, angle: float = 0.0, size: tuple[int, int] = SIZE) -> Camera:
+def camera(x: float, angle: float = 0.0, size: tuple[int, int] = SIZE) -> ViewCamera:
     """A camera at (x, 0, 0) that looks along z, turned about the vertical by degrees."""
     K = np.array([[300.0, 0, (size[0] - 1) / 2], [0, 300.0, (size[1] - 1) / 2], [0, 0, 1]])
     R = cv2.Rodrigues(np.array([0, np.deg2rad(angle), 0]))[0]
-    return Camera(K, R, -R @ np.array([x, 0, 0]), size)
+    return ViewCamera(K, R, -R @ np.array([x, 0, 0]), size)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def surfaces():
     return [with_relief(wall, heights, 0.4), near]
 
 
-def views(surfaces, *cameras: Camera) -> list[PosedView]:
+def views(surfaces, *cameras: ViewCamera) -> list[PosedView]:
     return [render(surfaces, each, np.zeros(each.size[::-1], np.uint8)) for each in cameras]
 
 

@@ -21,10 +21,10 @@ from matcher.cli.train import enlarged, limited
 from matcher.config import ALL_LAYERS, to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.files import write_output
+from matcher.lab.pairs.textures import split_photos
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.photos import split_photos
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.recipe import Recipe, fingerprint
 from matcher.lab.train.run import _sampler as training_sampler
@@ -122,7 +122,7 @@ def test_a_run_logs_loss_and_validation(finished):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_recipe_alone_decides_the_batch(place, device):
     workers = SimpleNamespace(cache=SimpleNamespace(ready=lambda: [0, 1]))
-    sampler, _ = training_sampler(workers, TINY, device)
+    sampler, _ = training_sampler(workers, None, TINY, device)
     assert sampler.recipe == TINY.pair
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from training_data import look, texture
 
-from matcher.lab.train.recipe import SceneRecipe
-from matcher.lab.train.scenes import NOTHING, Plane, build_planes, place_camera, project, render
+from matcher.lab.pairs.planes import NOTHING, Plane, SceneRecipe, build_planes, place_camera, project, render
 
 RECIPE = SceneRecipe(width=160, height=120)
 EMPTY = np.full((120, 160), 7, np.uint8)

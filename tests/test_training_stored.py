@@ -10,14 +10,14 @@ import pytest
 from training_data import texture, write_photos
 
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.train.labelling.agreement import described_by_sift, match_errors
-from matcher.lab.train.photos import PhotoSet
-from matcher.lab.train.posed import dense_positions
-from matcher.lab.train.relief.render import Camera, render
-from matcher.lab.train.relief.surfaces import rectangle
-from matcher.lab.train.sources import Mixture, Planes, build_mixture
-from matcher.lab.train.stored import StoredViews, find_sets, read_view
-from matcher.lab.train.truth import HIDDEN, UNKNOWN
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN
+from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
+from matcher.lab.pairs.posed import dense_positions
+from matcher.lab.pairs.relief.render import ViewCamera, render
+from matcher.lab.pairs.relief.surfaces import rectangle
+from matcher.lab.pairs.sources import Mixture, Planes, build_mixture
+from matcher.lab.pairs.stored import StoredViews, find_sets, read_view
+from matcher.lab.pairs.textures import PhotoSet
 
 DATA = Path(os.environ.get("MATCHER_DATA", "../shared")) / "multiview" / "val" / "bookstore_rendered"
 
@@ -39,7 +39,7 @@ def root(tmp_path_factory) -> Path:
 
 def _write(folder: Path, wall, number: int) -> dict:
     K = np.array([[300.0, 0, 159.5], [0, 300.0, 119.5], [0, 0, 1]])
-    camera = Camera(K, np.eye(3), -np.array([0.3 * number, 0, 0]), (320, 240))
+    camera = ViewCamera(K, np.eye(3), -np.array([0.3 * number, 0, 0]), (320, 240))
     view = render([wall], camera, np.zeros((240, 320), np.uint8))
     cv2.imwrite(str(folder / f"{number}.png"), np.stack([view.pixels] * 3, -1))
     depth = np.rint(1000 / view.inverse_depth[::2, ::2]).astype(np.uint16)

@@ -11,8 +11,8 @@ from training_data import TINY, write_photos
 from matcher.config import MatchingPolicy
 from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.train.pairs import reproject, unrelated
-from matcher.lab.train.photos import PhotoSet, folder_weights, hold_out
+from matcher.lab.pairs.textures import PhotoSet, folder_weights, hold_out
+from matcher.lab.train.labels import reproject, unrelated
 from matcher.lab.train.sampler import PairSampler, choose_points, overlap, window_centres
 from matcher.lab.train.views import ARRAYS, ViewCache, make_scene
 

@@ -10,9 +10,9 @@ import torch
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig
 from matcher.data.features import Features
 from matcher.data.matches import UNMATCHED
-from matcher.lab.train.pairs import IGNORED, PairBatch
-from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SceneRecipe
-from matcher.lab.train.scenes import NOTHING, Plane, View
+from matcher.lab.pairs.planes import NOTHING, Plane, SceneRecipe, View
+from matcher.lab.train.labels import IGNORED, PairBatch
+from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe
 from matcher.lab.train.views import LABEL_STRIDE, CachedView
 
 TINY = Recipe(

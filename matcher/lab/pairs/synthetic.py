@@ -16,6 +16,7 @@ import numpy as np
 from matcher.data.geometry import inside, warp_points
 from matcher.data.images import read_image
 from matcher.errors import ImageError, UsageError
+from matcher.lab.pairs.photometric import degrade
 from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, UnrelatedPair
 
 LONGER_SIDE = 640  # of photos, so that a level means the same for all folders
@@ -31,7 +32,7 @@ class Level:
     perspective: float  # corners move by up to this share of the sides
     scale: float  # zoom in or out by up to this factor
     shift: float  # share of the sides
-    light: float  # strength of the photometric augmentation, see `disturb`
+    light: float  # strength of the photometric augmentation, see `degrade`
 
 
 LEVELS = {
@@ -70,7 +71,7 @@ class SyntheticPairs(Sequence[HomographyPair]):
             )
         rng = np.random.default_rng([self.seed, level, turn])
         homography = draw_homography((pixels.shape[1], pixels.shape[0]), LEVELS[level], rng)
-        view = disturb(warp(pixels, homography), LEVELS[level].light, rng)
+        view = degrade(warp(pixels, homography), LEVELS[level].light, rng)
         return HomographyPair(
             name=f"{path.parent.name}/{path.name} level {level} number {turn}",
             group=f"level {level}",
@@ -144,25 +145,6 @@ def warp(pixels: np.ndarray, H_1_from_0: np.ndarray) -> np.ndarray:
     if shrink < 1:
         pixels = cv2.GaussianBlur(pixels, (0, 0), max(0.5 * np.sqrt(1 / shrink - 1), 0.05))
     return cv2.warpPerspective(pixels, H_1_from_0, (width, height), flags=cv2.INTER_CUBIC)
-
-
-def disturb(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np.ndarray:
-    """Photometric augmentation of (H, W[, 3]) uint8: gain, gamma, shading gradient, blur, noise and JPEG."""
-    height, width = pixels.shape[:2]
-    gain, gamma = 1 + 0.35 * strength * rng.uniform(-1, 1), 2 ** (0.6 * strength * rng.uniform(-1, 1))
-    direction, depth = rng.uniform(0, 2 * np.pi), 0.4 * strength * rng.random()
-    blur, noise = 1.2 * strength * rng.random(), 8 * strength * rng.random()
-    quality = round(95 - 40 * strength * rng.random())
-    x, y = np.linspace(-0.5, 0.5, width), np.linspace(-0.5, 0.5, height)[:, None]
-    shading = 1 - depth * (0.5 + x * np.cos(direction) + y * np.sin(direction))
-    shading = shading.astype(np.float32) if pixels.ndim == 2 else shading.astype(np.float32)[..., None]
-    light = (pixels.astype(np.float32) / 255) ** np.float32(gamma) * np.float32(255 * gain) * shading
-    if blur > 0.2:
-        light = cv2.GaussianBlur(light, (0, 0), blur)
-    light += rng.standard_normal(light.shape, dtype=np.float32) * np.float32(noise)
-    view = np.clip(np.rint(light), 0, 255).astype(np.uint8)
-    coded = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-    return cv2.imdecode(coded, cv2.IMREAD_GRAYSCALE if view.ndim == 2 else cv2.IMREAD_COLOR)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from matcher.errors import IntegrityError
-from matcher.lab.train.photos import PhotoSet, photos_digest
+from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE, PairSource, carry
+from matcher.lab.pairs.sources import build_mixture
+from matcher.lab.pairs.textures import PhotoSet, photos_digest
 from matcher.lab.train.recipe import Recipe, fingerprint
-from matcher.lab.train.sources import build_mixture
-from matcher.lab.train.truth import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE, PairSource, carry
 from matcher.lab.train.views import CachedView, describe, front_end_note
 
 ABANDONED_AFTER = 3600.0  # seconds after which an unfinished file belongs to no living process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from matcher.lab.train.described import DescribedPair, PairCache
-from matcher.lab.train.pairs import ViewPair, unrelated
+from matcher.lab.train.labels import ViewPair, unrelated
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import STRANGER_ATTEMPTS, PairSampler
 from matcher.lab.train.views import ViewCache

@@ -8,24 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from matcher.config import NetworkConfig, to_dict
+from matcher.lab.pairs.planes import SceneRecipe
 
 DESCRIPTOR_DIMS = {"sift": 128, "learned": 64}  # of the front ends that describe training views
-
-
-@dataclass(frozen=True)
-class SceneRecipe:
-    """Views to train on: photos on one plane, or on several planes in space, seen by moving cameras."""
-
-    scenes: int = 4000
-    views: int = 5  # of each scene
-    spatial_share: float = 0.4  # scenes of several planes, tilted and at different depths; else one plane
-    full_rotation_share: float = 0.12  # views turned by any angle; the others by at most `max_roll`
-    max_roll: float = 30.0  # degrees
-    max_tilt: float = 60.0  # degrees between a plane and the image plane
-    max_zoom: float = 2.2  # largest change of scale of one view
-    width: int = 640
-    height: int = 480
-    max_keypoints: int = 1024
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,7 @@ class Recipe:
     start: str = ""  # weights to continue from, a shipped name or a file; none: random parameters
     seed: int = 0
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    scene: SceneRecipe = SceneRecipe()
+    scene: SceneRecipe = field(default_factory=SceneRecipe)
     sources: SourceRecipe = SourceRecipe()
     pair: PairRecipe = PairRecipe()
     optimiser: OptimiserRecipe = OptimiserRecipe()

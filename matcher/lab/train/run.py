@@ -13,14 +13,14 @@ import torch
 
 from matcher.config import to_dict
 from matcher.errors import UsageError
+from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.confidence import ConfidenceTrainer
 from matcher.lab.train.described import PairCache
 from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.labels import ViewPair
 from matcher.lab.train.loop import LOG_EVERY, Log, Loop, Row, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.mixed import MixedSampler
-from matcher.lab.train.pairs import ViewPair
-from matcher.lab.train.photos import PhotoSet, split_photos
 from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import PairSampler

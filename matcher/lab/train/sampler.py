@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.lab.train.pairs import PairBatch, ViewPair, carried, collate, reproject, unrelated
+from matcher.lab.train.labels import PairBatch, ViewPair, carried, collate, reproject, unrelated
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, ViewCache
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from matcher.config import ALL_LAYERS
 from matcher.errors import UsageError
+from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.losses import (
     assignment_loss,
     log_dual_softmax,
@@ -17,7 +18,6 @@ from matcher.lab.train.losses import (
     statement_loss,
 )
 from matcher.lab.train.optimisers import build_optimisers
-from matcher.lab.train.pairs import PairBatch
 from matcher.lab.train.recipe import OptimiserRecipe, Recipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.match.network.consensus import mutual_soft_matches

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from matcher.data.features import Features
-from matcher.lab.train.pairs import ViewPair, carried, to_features, true_assignment
+from matcher.lab.train.labels import ViewPair, carried, to_features, true_assignment
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.sampler import PairSampler
 from matcher.lab.train.views import CachedView

@@ -24,10 +24,10 @@ from matcher.data.image import Image
 from matcher.data.protocols import Extractor
 from matcher.errors import IntegrityError
 from matcher.extract.sift import detect_sift, root_sift
-from matcher.lab.train.photometric import disturb
-from matcher.lab.train.photos import PhotoSet, photos_digest
+from matcher.lab.pairs.photometric import augment
+from matcher.lab.pairs.planes import NOTHING, View, build_planes, place_camera, render
+from matcher.lab.pairs.textures import PhotoSet, photos_digest
 from matcher.lab.train.recipe import Recipe, fingerprint
-from matcher.lab.train.scenes import NOTHING, View, build_planes, place_camera, render
 from matcher.loading import build_extractor
 from matcher.weights.files import read_manifest
 
@@ -180,7 +180,7 @@ def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]
 def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
     """The features of a rendered view after photometric change."""
     kind, size = recipe.network.kind, (recipe.scene.width, recipe.scene.height)
-    found = describe(disturb(view.pixels, rng), kind, recipe.scene.max_keypoints)
+    found = describe(augment(view.pixels, rng), kind, recipe.scene.max_keypoints)
     labels = view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy()
     return CachedView(*found, labels, view.homographies, size, kind=kind)
 

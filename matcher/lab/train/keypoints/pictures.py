@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matcher.lab.pairs.photometric import augment, darken
+from matcher.lab.pairs.planes import View, build_planes, place_camera, render
+from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
-from matcher.lab.train.photometric import darken, disturb
-from matcher.lab.train.photos import PhotoSet
-from matcher.lab.train.scenes import View, build_planes, place_camera, render
 
 HIDDEN = -1e4  # the place of a pixel that the other picture does not show
 _GREY = np.array([0.114, 0.587, 0.299], np.float32)  # of blue, green and red
@@ -95,7 +95,7 @@ class PictureSampler:
             ]
             view = render(shown, camera, self._backdrop(rng))
             harsh = rng.random() < recipe.picture.harsh_share
-            pixels = disturb(darken(view.pixels, rng) if harsh else view.pixels, rng)
+            pixels = augment(darken(view.pixels, rng) if harsh else view.pixels, rng)
             views.append(replace(view, pixels=pixels))
         return views[0], views[1]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from matcher.lab.train.recipe import SceneRecipe
+from matcher.lab.pairs.planes import SceneRecipe
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from matcher.config import to_dict
 from matcher.extract.learned import folded
+from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.pictures import PictureSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
@@ -18,7 +19,6 @@ from matcher.lab.train.keypoints.trainer import FrontEndTrainer
 from matcher.lab.train.keypoints.validation import validate
 from matcher.lab.train.loop import Log, Loop, Row, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
-from matcher.lab.train.photos import PhotoSet, split_photos
 from matcher.lab.train.state import load_state
 from matcher.weights.files import save_front_end
 

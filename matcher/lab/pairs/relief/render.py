@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from matcher.lab.train.posed import NOTHING, PosedView
-from matcher.lab.train.relief.surfaces import Surface
+from matcher.lab.pairs.posed import NOTHING, PosedView
+from matcher.lab.pairs.relief.surfaces import Surface
 
 NEAR = 0.05  # metres; what is nearer to the camera is cut off
 LAYERS, SECANTS = (3, 10), 3  # fewest and most layers
@@ -21,7 +21,7 @@ SUBPIXEL_BITS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Camera:
+class ViewCamera:
     """x = K (R X + t); `size` (width, height)."""
 
     K: np.ndarray
@@ -51,7 +51,7 @@ class _Patch:
     covered: np.ndarray
 
 
-def render(surfaces: list[Surface], camera: Camera, backdrop: np.ndarray) -> PosedView:
+def render(surfaces: list[Surface], camera: ViewCamera, backdrop: np.ndarray) -> PosedView:
     """The nearest surface at each pixel; `backdrop` (H, W) uint8, which is nowhere, where there is none."""
     pixels = backdrop.copy()
     inverse_depth = np.full(backdrop.shape, NOTHING, np.float32)
@@ -68,7 +68,7 @@ def render(surfaces: list[Surface], camera: Camera, backdrop: np.ndarray) -> Pos
     return PosedView(pixels, inverse_depth, camera.K, camera.cam_from_world)
 
 
-def reached(surface: Surface, camera: Camera) -> tuple[slice, slice, np.ndarray] | None:
+def reached(surface: Surface, camera: ViewCamera) -> tuple[slice, slice, np.ndarray] | None:
     """Rows and columns of the picture that a surface can reach, and its outline (N, 2) px; None if none."""
     corners = surface.corners()
     outlines = [_outline(corners @ camera.R.T + camera.t, camera.K)]
@@ -98,7 +98,7 @@ def _outline(corners: np.ndarray, K: np.ndarray) -> np.ndarray:
     return projected[:, :2] / projected[:, 2:]
 
 
-def _flat(surface: Surface, camera: Camera, rows: slice, columns: slice, outline: np.ndarray) -> _Patch:
+def _flat(surface: Surface, camera: ViewCamera, rows: slice, columns: slice, outline: np.ndarray) -> _Patch:
     H = _homography(surface, camera)
     H = np.array([[1, 0, -columns.start], [0, 1, -rows.start], [0, 0, 1.0]]) @ H
     size = (columns.stop - columns.start, rows.stop - rows.start)
@@ -145,7 +145,7 @@ def _rescaled(scale: np.ndarray) -> np.ndarray:
     return np.array([[a, 0, offset[0]], [0, b, offset[1]], [0, 0, 1.0]])
 
 
-def _traced(surface: Surface, camera: Camera, rows: slice, columns: slice, outline: np.ndarray) -> _Patch:
+def _traced(surface: Surface, camera: ViewCamera, rows: slice, columns: slice, outline: np.ndarray) -> _Patch:
     """The first crossing of each pixel's ray with a surface of relief."""
     axes = np.column_stack([surface.right, surface.down, surface.facing])
     to_texels = np.linalg.inv(axes)
@@ -176,7 +176,7 @@ def _traced(surface: Surface, camera: Camera, rows: slice, columns: slice, outli
     return _Patch(pixels, inverse_depth, inside & (inverse_depth < 1 / NEAR))
 
 
-def _homography(surface: Surface, camera: Camera) -> np.ndarray:
+def _homography(surface: Surface, camera: ViewCamera) -> np.ndarray:
     """(3, 3) texels of the surface's plane → pixels; the third coordinate is the depth."""
     R, t = camera.R, camera.t
     return camera.K @ np.column_stack([R @ surface.right, R @ surface.down, R @ surface.origin + t])

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 from matcher.data.photos import find_pictures
-from matcher.lab.train.labelling.matching import describe_pictures, match_pictures
+from matcher.lab.pairs.labelling.matching import describe_pictures, match_pictures
 
 MIN_IMAGES = 4  # of a model
 MAX_ERROR = 1.0  # pixels, mean reprojection error of a point

@@ -11,10 +11,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from matcher.lab.train.labelling.agreement import agreeing, choose_pairs
-from matcher.lab.train.labelling.poses import MIN_IMAGES, PlacedPicture, place_pictures
-from matcher.lab.train.labelling.stereo import choose_neighbours, sweep
-from matcher.lab.train.posed import PosedView
+from matcher.lab.pairs.labelling.agreement import agreeing, choose_pairs
+from matcher.lab.pairs.labelling.poses import MIN_IMAGES, PlacedPicture, place_pictures
+from matcher.lab.pairs.labelling.stereo import choose_neighbours, sweep
+from matcher.lab.pairs.posed import PosedView
 
 UNITS = 8000  # of the 16-bit depth at a set's median depth
 PATCH = 2  # pixels about a point that are taken to be as far away

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
-from matcher.lab.train.photos import DrawnPhotos, PhotoSet
-from matcher.lab.train.relief.surfaces import (
+from matcher.lab.pairs.relief.surfaces import (
     Surface,
     box,
     rectangle,
@@ -17,7 +16,7 @@ from matcher.lab.train.relief.surfaces import (
     upright,
     with_relief,
 )
-from matcher.lab.train.relief.textures import (
+from matcher.lab.pairs.relief.textures import (
     draw_heights,
     draw_outline,
     draw_texture,
@@ -25,6 +24,7 @@ from matcher.lab.train.relief.textures import (
     photo_texture,
     plain_texture,
 )
+from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
 WALL_TEXELS = 700
 CLEARANCE = 0.3  # metres between a camera and the walls

@@ -7,15 +7,15 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.lab.train.framing import disturbed_lens
-from matcher.lab.train.photometric import capture
-from matcher.lab.train.photos import DrawnPhotos, PhotoSet
-from matcher.lab.train.posed import PosedView, dense_positions
-from matcher.lab.train.relief.lighting import draw_lights, lit
-from matcher.lab.train.relief.render import Camera, render
-from matcher.lab.train.relief.scenes import Scene, draw_scene
-from matcher.lab.train.relief.textures import photo_texture
-from matcher.lab.train.truth import PairWithTruth
+from matcher.lab.pairs.dense import DensePair
+from matcher.lab.pairs.framing import disturbed_lens
+from matcher.lab.pairs.photometric import capture
+from matcher.lab.pairs.posed import PosedView, dense_positions
+from matcher.lab.pairs.relief.lighting import draw_lights, lit
+from matcher.lab.pairs.relief.render import ViewCamera, render
+from matcher.lab.pairs.relief.scenes import Scene, draw_scene
+from matcher.lab.pairs.relief.textures import photo_texture
+from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
 ATTEMPTS = 8  # for the second camera, before the scene is given up
 SAME_LIGHT_SHARE = 0.5
@@ -33,8 +33,8 @@ class Relief:
     def __init__(self, photos: PhotoSet) -> None:
         self.photos = photos
 
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
-        """Two views of a new scene; see `truth.PairSource`.
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
+        """Two views of a new scene; see `dense.PairSource`.
 
         Raises:
             UsageError: not one photo can be read.
@@ -48,7 +48,7 @@ class Relief:
             views = _rendered(scene, cameras, photos, rng)
             if rng.random() < LENS_SHARE:
                 views = tuple(disturbed_lens(view, rng) for view in views)
-            pair = PairWithTruth(
+            pair = DensePair(
                 *(capture(view.pixels, rng) for view in views),
                 dense_positions(*views),
                 dense_positions(*views[::-1]),
@@ -60,7 +60,7 @@ class Relief:
 
 
 def _rendered(
-    scene: Scene, cameras: tuple[Camera, Camera], photos: DrawnPhotos, rng: np.random.Generator
+    scene: Scene, cameras: tuple[ViewCamera, ViewCamera], photos: DrawnPhotos, rng: np.random.Generator
 ) -> tuple[PosedView, ...]:
     lights = draw_lights(*scene.lamps, rng)
     views = []
@@ -73,7 +73,9 @@ def _rendered(
     return tuple(views)
 
 
-def _cameras(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> tuple[Camera, Camera] | None:
+def _cameras(
+    scene: Scene, size: tuple[int, int], rng: np.random.Generator
+) -> tuple[ViewCamera, ViewCamera] | None:
     """Two cameras that see something in common, by a coarse sketch of the scene; None where none is found."""
     first = _first_camera(scene, size, rng)
     sketch0 = _sketch(scene, first)
@@ -92,7 +94,7 @@ def _cameras(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> t
     return None
 
 
-def _sketch(scene: Scene, camera: Camera) -> PosedView:
+def _sketch(scene: Scene, camera: ViewCamera) -> PosedView:
     """The scene in a twelfth of the resolution, without relief: depth alone is of interest."""
     scale = 12 / 1
     size = tuple(max(8, round(side / scale)) for side in camera.size)
@@ -101,7 +103,7 @@ def _sketch(scene: Scene, camera: Camera) -> PosedView:
     return render(bare, replace(camera, K=K, size=size), np.zeros(size[::-1], np.uint8))
 
 
-def _first_camera(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> Camera:
+def _first_camera(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> ViewCamera:
     """A camera in the scene's space that looks about at one of its targets, held about upright."""
     width, height = size
     focal = rng.uniform(0.7, 1.3) * max(size)
@@ -109,7 +111,7 @@ def _first_camera(scene: Scene, size: tuple[int, int], rng: np.random.Generator)
     centre = rng.uniform(scene.low, scene.high)
     target = scene.targets[rng.integers(len(scene.targets))] + rng.normal(0, 0.2, 3)
     R = _look(centre, target, rng.normal(0, 6))
-    return Camera(K, R, -R @ centre, size)
+    return ViewCamera(K, R, -R @ centre, size)
 
 
 def _look(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
@@ -121,7 +123,7 @@ def _look(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
     return cv2.Rodrigues(np.array([0, 0, np.deg2rad(roll)]))[0] @ R
 
 
-def _second_camera(scene: Scene, first: Camera, depth: float, rng: np.random.Generator) -> Camera:
+def _second_camera(scene: Scene, first: ViewCamera, depth: float, rng: np.random.Generator) -> ViewCamera:
     """Somewhere else, looking about at what is `depth` metres before the first; zoomed by up to 2.5."""
     width, height = first.size
     zoom = float(np.exp(rng.normal(0, 0.35)).clip(0.4, 2.5))
@@ -133,4 +135,4 @@ def _second_camera(scene: Scene, first: Camera, depth: float, rng: np.random.Gen
     target = first.centre + first.R[2] * depth + rng.normal(0, 0.15 * depth, 3)
     wild = rng.random() < 0.12
     R = _look(centre, target, rng.uniform(-180, 180) if wild else rng.normal(0, 8))
-    return Camera(K, R, -R @ centre, first.size)
+    return ViewCamera(K, R, -R @ centre, first.size)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.lab.train.posed import PosedView, dense_positions
-from matcher.lab.train.truth import HIDDEN, SEEN_STATE, UNKNOWN, carry
+from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, carry
+from matcher.lab.pairs.posed import PosedView, dense_positions
 
 CONFIRMED_BY = 2  # neighbours (one where there is only one)
 SPECKLE = 60  # pixels; smaller islands of depth are dropped

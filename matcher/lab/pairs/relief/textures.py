@@ -7,7 +7,7 @@ from functools import cache
 import cv2
 import numpy as np
 
-from matcher.lab.train.photos import DrawnPhotos, PhotoSet
+from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
 GREY = np.array([0.114, 0.587, 0.299], np.float32)  # of blue, green and red
 SIDE = 384  # texels of the longer side of what is not a photo

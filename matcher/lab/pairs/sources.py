@@ -10,14 +10,13 @@ import cv2
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.lab.train.photometric import darken, disturb
-from matcher.lab.train.photos import DrawnPhotos, PhotoSet
-from matcher.lab.train.recipe import SceneRecipe
-from matcher.lab.train.relief.source import Relief
-from matcher.lab.train.relief.textures import photo_texture
-from matcher.lab.train.scenes import View, build_planes, place_camera, render
-from matcher.lab.train.stored import StoredViews
-from matcher.lab.train.truth import HIDDEN, PairSource, PairWithTruth
+from matcher.lab.pairs.dense import HIDDEN, DensePair, PairSource
+from matcher.lab.pairs.photometric import augment, darken
+from matcher.lab.pairs.planes import SceneRecipe, View, build_planes, place_camera, render
+from matcher.lab.pairs.relief.source import Relief
+from matcher.lab.pairs.relief.textures import photo_texture
+from matcher.lab.pairs.stored import StoredViews
+from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
 HARSH_SHARE = 0.25  # of plane views, changed as between day and night
 LEAST_SEEN = 0.15
@@ -35,8 +34,8 @@ class Planes:
     def __init__(self, photos: PhotoSet, scene: SceneRecipe | None = None) -> None:
         self.photos, self.scene = photos, scene or SceneRecipe()
 
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
-        """See `truth.PairSource`.
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
+        """See `dense.PairSource`.
 
         Raises:
             UsageError: not one photo can be read.
@@ -48,9 +47,9 @@ class Planes:
             if min((positions[0] >= 0).mean() for positions in (positions0, positions1)) > LEAST_SEEN:
                 break
         pixels = [
-            disturb(darken(v.pixels, rng) if rng.random() < HARSH_SHARE else v.pixels, rng) for v in views
+            augment(darken(v.pixels, rng) if rng.random() < HARSH_SHARE else v.pixels, rng) for v in views
         ]
-        return PairWithTruth(*pixels, positions0, positions1, "planes", frozenset(photos.names))
+        return DensePair(*pixels, positions0, positions1, "planes", frozenset(photos.names))
 
     def _views(self, photos: DrawnPhotos, rng: np.random.Generator, scene: SceneRecipe) -> tuple[View, View]:
         spatial = rng.random() < scene.spatial_share
@@ -106,8 +105,8 @@ class Mixture:
         weights = np.array([shares[name] for name in self.names], float)
         self.shares = weights / weights.sum()
 
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
-        """A pair of one of the sources; see `truth.PairSource`."""
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
+        """A pair of one of the sources; see `dense.PairSource`."""
         name = self.names[int(rng.choice(len(self.names), p=self.shares))]
         return self.sources[name].pair(rng, size)
 

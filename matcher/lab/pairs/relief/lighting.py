@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
-from matcher.lab.train.relief.render import Camera, reached
-from matcher.lab.train.relief.surfaces import Surface
+from matcher.lab.pairs.relief.render import ViewCamera, reached
+from matcher.lab.pairs.relief.surfaces import Surface
 
 FINE, COARSE = 30, 10  # samples of light along either side of a surface: of large ones, and of others
 LARGE = 1.5  # metres
@@ -31,7 +31,9 @@ def draw_lights(low: np.ndarray, high: np.ndarray, rng: np.random.Generator) -> 
     return Lights(rng.uniform(low, high, (count, 3)), powers, float(rng.choice([0.08, 0.25, 0.6])))
 
 
-def lit(surfaces: list[Surface], lights: Lights, camera: Camera, rng: np.random.Generator) -> list[Surface]:
+def lit(
+    surfaces: list[Surface], lights: Lights, camera: ViewCamera, rng: np.random.Generator
+) -> list[Surface]:
     """The surfaces that a camera can see with textures as bright as light and exposure make them."""
     samples = [_samples(surface) for surface in surfaces]
     points = np.concatenate([grid.reshape(-1, 3) for grid in samples])

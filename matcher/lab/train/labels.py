@@ -17,9 +17,9 @@ from torch import Tensor
 
 from matcher.data.features import Features
 from matcher.data.matches import UNMATCHED
+from matcher.lab.pairs.planes import NOTHING
 from matcher.lab.train.described import CarriedView
 from matcher.lab.train.recipe import PairRecipe
-from matcher.lab.train.scenes import NOTHING
 from matcher.lab.train.views import CachedView, plane_of
 from matcher.match.steering import EXIF_TURNS, aligned, rotated_descriptors
 

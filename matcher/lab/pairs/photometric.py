@@ -1,4 +1,8 @@
-"""What light, lenses and files do to a picture, drawn at random (grey uint8)."""
+"""Photometric augmentation: what lighting, lenses, sensors and compression do to an image, drawn at random.
+
+`degrade` is for evaluation: its strength is a level of difficulty. `augment`, `capture` and `darken` are for
+training, on grey images.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,25 @@ import cv2
 import numpy as np
 
 
-def disturb(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def degrade(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np.ndarray:
+    """Photometric augmentation of (H, W[, 3]) uint8: gain, gamma, shading gradient, blur, noise and JPEG."""
+    height, width = pixels.shape[:2]
+    gain, gamma = 1 + 0.35 * strength * rng.uniform(-1, 1), 2 ** (0.6 * strength * rng.uniform(-1, 1))
+    direction, depth = rng.uniform(0, 2 * np.pi), 0.4 * strength * rng.random()
+    blur, noise = 1.2 * strength * rng.random(), 8 * strength * rng.random()
+    quality = round(95 - 40 * strength * rng.random())
+    x, y = np.linspace(-0.5, 0.5, width), np.linspace(-0.5, 0.5, height)[:, None]
+    shading = 1 - depth * (0.5 + x * np.cos(direction) + y * np.sin(direction))
+    shading = shading.astype(np.float32) if pixels.ndim == 2 else shading.astype(np.float32)[..., None]
+    light = (pixels.astype(np.float32) / 255) ** np.float32(gamma) * np.float32(255 * gain) * shading
+    if blur > 0.2:
+        light = cv2.GaussianBlur(light, (0, 0), blur)
+    light += rng.standard_normal(light.shape, dtype=np.float32) * np.float32(noise)
+    view = np.clip(np.rint(light), 0, 255).astype(np.uint8)
+    return _compressed(view, quality)
+
+
+def augment(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A photometrically changed copy of (H, W) uint8: tone, shading, blur, noise, compression."""
     picture = grey.astype(np.float32) / 255
     if rng.random() < 0.7:
@@ -18,12 +40,7 @@ def disturb(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if rng.random() < 0.5:
         picture = picture + rng.normal(0, rng.uniform(0.003, 0.04), picture.shape).astype(np.float32)
     stored = (picture.clip(0, 1) * 255).astype(np.uint8)
-    if rng.random() < 0.5:
-        quality = int(rng.integers(25, 95))
-        stored = cv2.imdecode(
-            cv2.imencode(".jpg", stored, [cv2.IMWRITE_JPEG_QUALITY, quality])[1], cv2.IMREAD_GRAYSCALE
-        )
-    return stored
+    return _compressed(stored, int(rng.integers(25, 95))) if rng.random() < 0.5 else stored
 
 
 def capture(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -42,13 +59,13 @@ def capture(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     stored = (picture * 255).clip(0, 255).astype(np.uint8)
     if rng.random() < 0.25:
         stored = cv2.bilateralFilter(stored, 5, rng.uniform(5, 25), 3)  # a camera's own noise reduction
-    return _compressed(stored, rng) if rng.random() < 0.7 else stored
+    return _compressed(stored, int(rng.integers(30, 97))) if rng.random() < 0.7 else stored
 
 
-def _compressed(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    quality = int(rng.integers(30, 97))
+def _compressed(pixels: np.ndarray, quality: int) -> np.ndarray:
+    """(H, W[, 3]) uint8 after JPEG compression."""
     encoded = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-    return cv2.imdecode(encoded, cv2.IMREAD_GRAYSCALE)
+    return cv2.imdecode(encoded, cv2.IMREAD_GRAYSCALE if pixels.ndim == 2 else cv2.IMREAD_COLOR)
 
 
 def _vignette(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
-from matcher.lab.train.lens import draw_lens
-from matcher.lab.train.posed import Framing, PosedView, reframe
+from matcher.lab.pairs.lens import draw_lens
+from matcher.lab.pairs.posed import Framing, PosedView, reframe
 
 ROLL, TURN = 5.0, 2.5  # degrees, deviations
 ANY_ROLL_SHARE, BORDER_SHARE, LENS_SHARE = 0.08, 0.12, 0.25

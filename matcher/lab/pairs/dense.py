@@ -14,7 +14,7 @@ the first pixel is (0, 0)); pixels that are not seen hold `HIDDEN` or `UNKNOWN`,
 `positions[0] >= 0` is "seen" and `positions[0] == UNKNOWN` is "ignore me". Points between pixels are carried
 by `carry`. A source is anything that has
 
-    pair(rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth
+    pair(rng: np.random.Generator, size: tuple[int, int]) -> DensePair
 
 and gives pictures of `size` (width, height), the same for the same state of `rng`; `sources.Mixture` draws
 from several by the shares that a recipe names.
@@ -33,7 +33,7 @@ SEEN_STATE, HIDDEN_STATE, UNKNOWN_STATE = 1, 0, -1
 
 
 @dataclass(frozen=True, eq=False)
-class PairWithTruth:
+class DensePair:
     """Two pictures (grey, uint8) and the position of every pixel of each in the other."""
 
     pixels0: np.ndarray  # (H, W) uint8
@@ -57,9 +57,9 @@ class PairWithTruth:
         """Share of all pixels of picture 0 whose position in picture 1 is known and visible."""
         return float((self.positions0[0] >= 0).mean())
 
-    def swapped(self) -> PairWithTruth:
+    def swapped(self) -> DensePair:
         """The same pair with picture 1 first."""
-        return PairWithTruth(
+        return DensePair(
             self.pixels1, self.pixels0, self.positions1, self.positions0, self.source, self.photos
         )
 
@@ -67,7 +67,7 @@ class PairWithTruth:
 class PairSource(Protocol):
     """What gives pairs to train on."""
 
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
         """A pair of pictures of `size` (width, height), the same for the same state of `rng`."""
         ...
 
@@ -77,7 +77,7 @@ def carry(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.nda
 
     Args:
         points: (N, 2) xy in pixels.
-        positions: (2, H, W) as in `PairWithTruth`.
+        positions: (2, H, W) as in `DensePair`.
 
     Returns:
         (N, 2) float32 positions, NaN where not seen, interpolated between four pixels that are all seen and
@@ -101,7 +101,7 @@ def carry(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.nda
     return moved.astype(np.float32), state
 
 
-def quarter_turned(pair: PairWithTruth, turns: int) -> PairWithTruth:
+def quarter_turned(pair: DensePair, turns: int) -> DensePair:
     """The pair with picture 1 turned clockwise by `turns` quarter turns; its truth turns with it."""
     positions0, positions1, pixels1 = pair.positions0, pair.positions1, pair.pixels1
     for _ in range(turns % 4):
@@ -111,4 +111,4 @@ def quarter_turned(pair: PairWithTruth, turns: int) -> PairWithTruth:
         positions0 = np.stack([np.where(seen, height - 1 - y, x), np.where(seen, x, y)])
         positions1 = np.ascontiguousarray(np.rot90(positions1, -1, axes=(1, 2)))
         pixels1 = cv2.rotate(pixels1, cv2.ROTATE_90_CLOCKWISE)
-    return PairWithTruth(pair.pixels0, pixels1, positions0, positions1, pair.source, pair.photos)
+    return DensePair(pair.pixels0, pixels1, positions0, positions1, pair.source, pair.photos)

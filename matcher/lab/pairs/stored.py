@@ -23,16 +23,16 @@ import cv2
 import numpy as np
 
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.train.framing import BORDER_SHARE, draw_framing
-from matcher.lab.train.photometric import capture, disturb
-from matcher.lab.train.posed import (
+from matcher.lab.pairs.dense import DensePair
+from matcher.lab.pairs.framing import BORDER_SHARE, draw_framing
+from matcher.lab.pairs.photometric import augment, capture
+from matcher.lab.pairs.posed import (
     PosedView,
     dense_positions,
     reframe,
     sampled_inverse_depth,
     sparse_positions,
 )
-from matcher.lab.train.truth import PairWithTruth
 
 KEPT_VIEWS = 300  # in memory, 2 MB each
 PROBES = 64  # pixels by which a common place is looked for
@@ -152,8 +152,8 @@ class StoredViews:
         self._weights = weights / weights.sum()
         self._kept: OrderedDict[tuple[int, int], tuple[np.ndarray, PosedView]] = OrderedDict()
 
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> PairWithTruth:
-        """Two views, cut and zoomed around a place that both show; see `truth.PairSource`.
+    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
+        """Two views, cut and zoomed around a place that both show; see `dense.PairSource`.
 
         Raises:
             UsageError: hardly any pair shows anything in common.
@@ -170,10 +170,10 @@ class StoredViews:
                 continue
             positions0, positions1 = dense_positions(*framed), dense_positions(*framed[::-1])
             if min((p[0] >= 0).mean() for p in (positions0, positions1)) > LEAST_SEEN:
-                change = disturb if self.source == "real" else capture
+                change = augment if self.source == "real" else capture
                 pixels = (change(view.pixels, rng) for view in framed)
                 shows = frozenset({self.sets[number].place})
-                return PairWithTruth(*pixels, positions0, positions1, self.source, shows)
+                return DensePair(*pixels, positions0, positions1, self.source, shows)
         raise UsageError(f"{self.sets[0].folder.parent}: hardly any pair of views shows anything in common")
 
     def _view(self, number: int, view: int, rng: np.random.Generator) -> PosedView:

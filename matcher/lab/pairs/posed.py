@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from matcher.lab.train.lens import Lens
-from matcher.lab.train.truth import HIDDEN, UNKNOWN
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN
+from matcher.lab.pairs.lens import Lens
 
 NOTHING = -1.0  # inverse depth of pixels that show nothing of the scene: borders, backdrops
 SAME_DEPTH = 0.03  # relative difference of inverse depths up to which a pixel shows the predicted surface
@@ -86,7 +86,7 @@ def _both_samples(values: np.ndarray, u: np.ndarray, v: np.ndarray) -> tuple[np.
 
 
 def dense_positions(view0: PosedView, view1: PosedView) -> np.ndarray:
-    """(2, H, W) float32: where each pixel of view 0 lies in view 1; HIDDEN or UNKNOWN as in `truth`."""
+    """(2, H, W) float32: where each pixel of view 0 lies in view 1; HIDDEN or UNKNOWN as in `dense`."""
     width, height = view0.size
     x = np.arange(width, dtype=np.float32)[None]
     y = np.arange(height, dtype=np.float32)[:, None]
@@ -96,7 +96,7 @@ def dense_positions(view0: PosedView, view1: PosedView) -> np.ndarray:
 
 
 def sparse_positions(view0: PosedView, view1: PosedView, points: np.ndarray) -> np.ndarray:
-    """(N, 2) float32: where points (N, 2) of view 0 lie in view 1; HIDDEN or UNKNOWN as in `truth`."""
+    """(N, 2) float32: where points (N, 2) of view 0 lie in view 1; HIDDEN or UNKNOWN as in `dense`."""
     x, y = (np.ascontiguousarray(column, np.float32)[:, None] for column in points.T)
     inverse0 = sampled_inverse_depth(view0.inverse_depth, x, y)
     if view0.lens is not None:

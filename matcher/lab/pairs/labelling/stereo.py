@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 
-from matcher.lab.train.labelling.poses import PlacedPicture, viewing_angles
+from matcher.lab.pairs.labelling.poses import PlacedPicture, viewing_angles
 
 SCALE = 0.5  # of the sweep's resolution
 WINDOW = 7  # pixels of the sweep, side of what is compared

@@ -13,9 +13,23 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from matcher.lab.train.recipe import SceneRecipe
-
 NOTHING = 255  # label of pixels that show no plane of the scene
+
+
+@dataclass(frozen=True)
+class SceneRecipe:
+    """Views to train on: photos on one plane, or on several planes in space, seen by moving cameras."""
+
+    scenes: int = 4000
+    views: int = 5  # of each scene
+    spatial_share: float = 0.4  # scenes of several planes, tilted and at different depths; else one plane
+    full_rotation_share: float = 0.12  # views turned by any angle; the others by at most `max_roll`
+    max_roll: float = 30.0  # degrees
+    max_tilt: float = 60.0  # degrees between a plane and the image plane
+    max_zoom: float = 2.2  # largest change of scale of one view
+    width: int = 640
+    height: int = 480
+    max_keypoints: int = 1024
 
 
 @dataclass(frozen=True, eq=False)
