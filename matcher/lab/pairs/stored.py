@@ -37,7 +37,7 @@ from matcher.lab.pairs.posed import (
 KEPT_VIEWS = 300  # in memory, 2 MB each
 PROBES = 64  # pixels by which a common place is looked for
 LEAST_COMMON = 0.08  # of the probes
-LEAST_SEEN = 0.1  # of the pixels after framing
+LEAST_SEEN = {"rendered": 0.1, "real": 0.015}  # of the pixels after framing; real ones are mostly unknown
 GREY = np.array([0.114, 0.587, 0.299], np.float32)
 ATTEMPTS = 200
 
@@ -169,7 +169,7 @@ class StoredViews:
             if framed is None:
                 continue
             positions0, positions1 = dense_positions(*framed), dense_positions(*framed[::-1])
-            if min((p[0] >= 0).mean() for p in (positions0, positions1)) > LEAST_SEEN:
+            if min((p[0] >= 0).mean() for p in (positions0, positions1)) > LEAST_SEEN.get(self.source, 0.1):
                 change = augment if self.source == "real" else capture
                 pixels = (change(view.pixels, rng) for view in framed)
                 shows = frozenset({self.sets[number].place})
@@ -190,7 +190,10 @@ def framed_pair(
     view0: PosedView, view1: PosedView, size: tuple[int, int], rng: np.random.Generator
 ) -> tuple[PosedView, PosedView] | None:
     """Both views cut to `size` around a place that both show; None where they show too little in common."""
-    probes = rng.random((PROBES, 2)) * (np.array(view0.size) - 1)
+    known = np.flatnonzero(view0.inverse_depth > 0)
+    if not len(known):
+        return None
+    probes = np.column_stack(np.divmod(rng.choice(known, PROBES), view0.size[0])[::-1]).astype(np.float64)
     there = sparse_positions(view0, view1, probes)
     common = np.flatnonzero(there[:, 0] >= 0)
     if len(common) < LEAST_COMMON * PROBES:

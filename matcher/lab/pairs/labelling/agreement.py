@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, carry
-from matcher.lab.pairs.posed import PosedView, dense_positions
+from matcher.lab.pairs.posed import PosedView, dense_positions, sparse_positions
 
 CONFIRMED_BY = 2  # neighbours (one where there is only one)
 SPECKLE = 60  # pixels; smaller islands of depth are dropped
@@ -19,6 +19,7 @@ LEAST_MATCHES = 12  # independent matches within `FAR` that judge a pair
 FAR = 12.0  # pixels
 MEDIAN_ERROR = 1.0  # pixels
 RATIO = 0.8
+PROBES = 400  # pixels for a first look
 
 
 def agreeing(views: Sequence[PosedView], neighbours: Sequence[Sequence[int]]) -> list[PosedView]:
@@ -47,6 +48,8 @@ def choose_pairs(views: Sequence[PosedView]) -> list[tuple[int, int, float]]:
     chosen = []
     for i in range(len(views)):
         for j in range(i + 1, len(views)):
+            if not _anything_common(views[i], views[j]):
+                continue
             positions = dense_positions(views[i], views[j])
             seen = float((positions[0] >= 0).mean())
             back = float((dense_positions(views[j], views[i])[0] >= 0).mean()) if seen > LEAST_SEEN else 0.0
@@ -55,6 +58,14 @@ def choose_pairs(views: Sequence[PosedView]) -> list[tuple[int, int, float]]:
             if sift_error(described[i], described[j], positions) <= MEDIAN_ERROR:
                 chosen.append((i, j, round(min(seen, back), 3)))
     return chosen
+
+
+def _anything_common(view0: PosedView, view1: PosedView) -> bool:
+    """Whether any of a few pixels of known depth is seen in the other view: quick, for pairs far apart."""
+    rows, columns = np.nonzero(view0.inverse_depth > 0)
+    some = slice(None, None, max(1, len(rows) // PROBES))
+    points = np.column_stack([columns[some], rows[some]]).astype(np.float32)
+    return len(points) > 0 and bool((sparse_positions(view0, view1, points)[:, 0] >= 0).any())
 
 
 def _stands_still(positions: np.ndarray) -> bool:
