@@ -25,18 +25,23 @@ def drop_unmatched(assignment: Assignment) -> Assignment:
     return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
 
 
-def mutual_best(log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's best column, and whether that column has no better row; of equal rows the first wins.
+def best_of_both(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's best column, and whether no row is better for that column; equal rows all count.
 
     Args:
-        log_scores: (B, N, M) with M > 0.
+        scores: (B, N, M) with M > 0.
 
     Returns:
-        best scores (B, N), their columns (B, N) int64, and mutual (B, N) bool.
+        best scores (B, N), their columns (B, N) int64, and whether each is its column's best too (B, N) bool.
     """
-    best, partner = log_scores.max(dim=2)
+    best, partner = scores.max(dim=2)
     # Along columns the values alone are several times as fast as the indices.
-    top = best == log_scores.amax(dim=1).gather(1, partner)
+    return best, partner, best == scores.amax(dim=1).gather(1, partner)
+
+
+def mutual_best(log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `best_of_both`, but of equal rows only the first counts, so that no column has two."""
+    best, partner, top = best_of_both(log_scores)
     rows = log_scores.shape[1]
     here = torch.arange(rows, device=log_scores.device).expand_as(partner)
     first = here.new_full((len(best), log_scores.shape[2]), rows)
