@@ -162,7 +162,7 @@ def test_env_lists_every_variable_that_the_project_reads(capfd, monkeypatch):
     assert run("env") == 0
     out = capfd.readouterr().out
     assert f"matcher {matcher.__version__}, Python" in out
-    assert "cache: /some/where" in out and "now '/some/where'" in out
+    assert "cache: /some/where" in out and "set to '/some/where'" in out
     assert all(name in out for name in VARIABLES)
 
 

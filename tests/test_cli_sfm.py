@@ -47,14 +47,14 @@ def test_from_photos_to_a_model(made):
     assert (extractor["max_keypoints"], extractor["resize"], extractor["keep"]) == (1500, 2048, "largest")
 
 
-def test_the_numbers_are_told_and_written(made, capfd):
+def test_statistics_are_printed_and_written(made, capfd):
     folder, _, _ = made
     code = run("sfm", folder / "model-run", "--out", folder / "again", "--threads", 1, "--mapper", "global")
-    told = capfd.readouterr().out
-    assert code == 0 and "registered images: 5 of 5" in told and "1 images failed in the run" in told
-    assert "mean track length:" in told and "px of the file\n" in told
+    printed = capfd.readouterr().out
+    assert code == 0 and "registered images: 5 of 5" in printed and "1 images failed in the run" in printed
+    assert "mean track length:" in printed and "px of the stored image\n" in printed
     (summary,) = json.loads((folder / "again" / "summary.json").read_text())["models"]
-    assert f"points: {summary['points']}, " in told
+    assert f"points: {summary['points']}, " in printed
     assert (folder / "again" / "reconstruction.png").stat().st_size > 10_000
 
 
@@ -64,8 +64,8 @@ def test_the_numbers_are_told_and_written(made, capfd):
 def test_a_run_is_exported(made, tmp_path, capfd, form, out):
     folder, _, _ = made
     assert run("export", folder / "model-run", "--to", form, tmp_path / out) == 0
-    told = capfd.readouterr().out
-    assert "5 images with " in told and "10 pairs (" in told and f"wrote {tmp_path / out}" in told
+    printed = capfd.readouterr().out
+    assert "5 images with " in printed and "10 pairs (" in printed and f"wrote {tmp_path / out}" in printed
     if form == "npz":
         collection = matcher.Collection.open(folder / "model-run")
         with np.load(tmp_path / out) as data:
@@ -75,9 +75,9 @@ def test_a_run_is_exported(made, tmp_path, capfd, form, out):
 def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
     folder, _, _ = made
     done, photos = folder / "model-run", folder / "photos"
-    for arguments, told in (
+    for arguments, printed in (
         (("sfm", done, "--out", folder / "model"), "not an empty folder"),
-        (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "matched already"),
+        (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "four numbers"),
         (("sfm", photos, "--out", tmp_path / "no" / "m"), "no folder"),
         (("sfm", tmp_path / "none", "--out", tmp_path / "m"), "none"),
@@ -88,7 +88,7 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
     ):
         assert run(*arguments) == 2, arguments
         error = capfd.readouterr().err
-        assert told in error and "Traceback" not in error
+        assert printed in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,7 +101,7 @@ def test_too_little_to_reconstruct(tmp_path, capfd):
     assert not out.exists()
 
 
-def test_several_models_and_errors_in_resized_pixels_are_told():
+def test_several_models_and_errors_in_resized_pixels_are_printed():
     from matcher.cli.sfm import summary_lines
     from matcher.collection.exporting.output import ExportReport
 
@@ -111,8 +111,8 @@ def test_several_models_and_errors_in_resized_pixels_are_told():
     report = ExportReport(Path("m.db"), left_out=["the pair a b: damaged"])
     lines = summary_lines(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
     assert "left out: the pair a b: damaged" in lines and "registered images: 4 of 8" in lines
-    assert "mean reprojection error: 0.800 px of the file, 0.400 px of the resized image" in lines
-    assert "1 more models that share no image with it: 3 images" in lines
+    assert "mean reprojection error: 0.800 px of the stored image, 0.400 px of the resized image" in lines
+    assert "1 more models share no image with it: 3 images" in lines
 
 
 def test_one_photo_is_too_few(tmp_path, capfd):
@@ -127,13 +127,13 @@ def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
     folder, _, _ = made
     photos, model = folder / "photos", tmp_path / "model"
     assert run("sfm", photos, "--out", model, *FAST, "--exclude", "photo0*", "--dry-run") == 0
-    told = capfd.readouterr().out
-    assert "images: 5" in told and "--exhaustive" in told and f"make {model}" in told
+    printed = capfd.readouterr().out
+    assert "images: 5" in printed and "--exhaustive" in printed and f"create {model}" in printed
     assert run("sfm", photos, "--out", model, *FAST, "--sequential", 2, "--dry-run") == 0
     assert "--sequential 2" in capfd.readouterr().out
     assert run("sfm", folder / "model-run", "--out", model, "--dry-run", "--include", "photo[012]*") == 0
-    told = capfd.readouterr().out
-    assert "images: 3 of 6" in told and "pairs: 10 matched" in told
+    printed = capfd.readouterr().out
+    assert "images: 3 of 6" in printed and "pairs: 10 matched" in printed
     assert run("sfm", photos, "--out", model, *FAST, "--masks", tmp_path, "--dry-run") == 2
     assert run("sfm", photos, "--out", folder / "model", *FAST, "--dry-run") == 2
     assert list(tmp_path.iterdir()) == []

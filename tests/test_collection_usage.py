@@ -111,12 +111,12 @@ def test_essential_without_cameras_is_refused_at_once(folder, tmp_path, capfd):
     assert found.counts().images_waiting == 4
 
 
-def test_without_an_option_every_pair_is_matched_and_that_is_said(folder, tmp_path, capfd):
+def test_without_an_option_every_pair_is_matched_and_a_notice_explains_it(folder, tmp_path, capfd):
     """It printed "8 waiting, 0 done" and matched nothing."""
     assert collect(folder, tmp_path / "run") == 0
     out, err = capfd.readouterr()
     assert "pairs: 6 done, 0 failed, 0 waiting" in out
-    assert "no option chooses the pairs" in err and "--exhaustive" in err
+    assert "no pairs were chosen" in err and "--exhaustive" in err
     photos(folder, 6)  # two more
     assert collect(folder, tmp_path / "run") == 0
     out, err = capfd.readouterr()
@@ -152,7 +152,7 @@ def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
     photos(folder, 5)
     capfd.readouterr()
     assert collect(folder, run_dir) == 0
-    assert "new images are paired as before: --sequential 1" in capfd.readouterr().err
+    assert "new images are paired like the others: --sequential 1" in capfd.readouterr().err
     assert pairs_of(run_dir) == {(f"0{n}", f"0{n + 1}") for n in range(4)}
 
 
@@ -162,16 +162,16 @@ def test_after_a_list_only_the_user_knows_the_pairs_of_new_images(folder, tmp_pa
     capfd.readouterr()
     assert collect(folder, tmp_path / "run") == 0
     out, err = capfd.readouterr()
-    assert "some images are in no pair" in err and "--exhaustive" in err and "pairs: 1 done" in out
+    assert "some images have no pair" in err and "--exhaustive" in err and "pairs: 1 done" in out
 
 
-def test_a_bad_photo_is_said_once(folder, tmp_path, capfd):
+def test_a_bad_photo_is_reported_once(folder, tmp_path, capfd):
     """There was a line for each of its pairs."""
     (folder / "view 01.png").write_text("no image")
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4
     out = capfd.readouterr().out
     assert sum("view 01.png" in line for line in out.splitlines()) == 1
-    assert "failed: 3 pairs of images that failed" in out
+    assert "failed: 3 pairs with a failed image" in out
 
 
 def test_pairs_that_fail_alike_share_a_line(folder, tmp_path, capfd):

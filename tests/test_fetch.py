@@ -337,22 +337,22 @@ def test_the_commands(shelf, site, capfd):
     assert "only for looking at; commercial use: no" in captured.out
     assert "--accept-licence" in captured.err
     assert main(["weights", "list"]) == 0
-    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  not here" in capfd.readouterr().out
+    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  not installed" in capfd.readouterr().out
     assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
     assert f"sha256 {shelf.files[0].sha256} (as expected)" in capfd.readouterr().out
     assert main(["weights", "list"]) == 0
-    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  here" in capfd.readouterr().out
+    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  installed" in capfd.readouterr().out
     assert main(["weights", "verify", "lightglue-xfeat"]) == 0
     assert main(["weights", "fetch", "lightglue"]) == 2
     assert "did you mean 'lightglue-xfeat'?" in capfd.readouterr().err
 
 
-def test_an_unknown_hash_is_said_and_shown(shelf, site, tmp_path, capfd):
+def test_an_unknown_hash_is_reported(shelf, site, tmp_path, capfd):
     row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
     write_catalogue(tmp_path / "catalogue.toml", row)
     assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
     out = capfd.readouterr().out
-    assert f"sha256 {sha256(site.files['peer.pt'])} (the one to expect is not known" in out
+    assert f"sha256 {sha256(site.files['peer.pt'])} (not checked, since no expected value is known" in out
 
 
 def test_absent_files_exit_5(shelf, site, views, capfd):

@@ -41,7 +41,7 @@ def test_pairs_are_followed_measured_drawn_and_saved(folders, tmp_path, capfd):
     )  # fmt: skip
     out, err = capfd.readouterr()
     assert (code, err) == (0, "")
-    assert "6 frames (1 first, 5 tracked, " in out and "degrees a metre" in out and f"wrote {plot}" in out
+    assert "6 frames (1 first, 5 tracked, " in out and "degrees per metre" in out and f"wrote {plot}" in out
     times, poses = read_poses(path)
     np.testing.assert_allclose(times, np.arange(6) / 20, atol=1e-6)
     np.testing.assert_allclose(poses[:, :3, 3], [[STEP * i, 0, 0] for i in range(6)], atol=0.01)
@@ -85,7 +85,7 @@ def test_a_damaged_picture_is_a_dropped_frame_and_exit_code_4(folders, capfd):
     out, err = capfd.readouterr()
     statuses = json.loads(out)["statuses"]
     assert (statuses["first"], statuses["dropped"], statuses["tracked"]) == (1, 1, 4)
-    assert "2.png" in err and "left out" in err and "Traceback" not in err
+    assert "2.png" in err and "skipped" in err and "Traceback" not in err
 
 
 def test_a_missing_right_picture_is_a_dropped_frame(folders, capfd):

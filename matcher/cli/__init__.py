@@ -49,7 +49,7 @@ COMMANDS = {
     "train": train,
     "env": environment,
 }
-GROUPS = {"weights": ("List, check, fetch and convert weights.", WEIGHTS)}
+GROUPS = {"weights": ("List, check, download and convert weights.", WEIGHTS)}
 
 
 def _version(wanted: bool) -> None:
@@ -60,13 +60,13 @@ def _version(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Find the same points in two or many images, and the geometry that relates them.
+    """Match keypoints between two or many images and estimate the geometry that relates the views.
 
     Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 an image could not be read, 4 finished but some
-    items failed, 5 weights or stored data missing or damaged, 6 out of memory or disk space, 130 and 143
+    items failed, 5 weights or stored data missing or damaged, 6 out of memory or disk space, 130 or 143
     interrupted. `matcher env` lists the environment variables.
     """
 
@@ -116,10 +116,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _warn(message: Warning | str, *_: object) -> None:
-    """A warning as one line, without the place in the source that Python would show."""
+    """Print a warning on one line, without the source location that Python would add."""
     complain(f"warning: {message}")
 
 
 def _terminate(*_: object) -> None:
-    """Leave by an exception, so that half-written files are removed."""
+    """Exit through an exception, so that half-written files are removed."""
     sys.exit(143)

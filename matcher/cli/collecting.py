@@ -22,52 +22,60 @@ if TYPE_CHECKING:
 _SHOWN = 5  # failures that are printed
 
 PairFile = Annotated[
-    Path | None, typer.Option("--pairs", metavar="FILE", help="Match the pairs of a list, two names a line.")
+    Path | None,
+    typer.Option("--pairs", metavar="FILE", help="Match the pairs listed in FILE, two names per line."),
 ]
 Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Match every pair of images.")]
 Sequential = Annotated[
     int | None,
-    typer.Option("--sequential", metavar="K", min=1, help="Match each image with the K that follow by name."),
+    typer.Option("--sequential", metavar="K", min=1, help="Match each image with the next K by name."),
 ]
 Similar = Annotated[
     int | None,
-    typer.Option("--similar", metavar="K", min=1, help="Match each image with the K that look most like it."),
+    typer.Option("--similar", metavar="K", min=1, help="Match each image with the K most similar ones."),
 ]
 FeaturesFile = Annotated[
     Path | None,
     typer.Option(
-        "--features", metavar="FILE.h5", help="Use keypoints and descriptors made elsewhere (hloc's layout)."
+        "--features", metavar="FILE.h5", help="Use existing keypoints and descriptors, in hloc's HDF5 layout."
     ),
 ]
 Masks = Annotated[
     Path | None,
     typer.Option(
-        "--masks", metavar="DIR", help="Masks named like the images; keypoints only where they are not black."
+        "--masks", metavar="DIR", help="Masks named like the images; black pixels yield no keypoints."
     ),
 ]
 Include = Annotated[
     list[str] | None,
     typer.Option(
-        "--include", metavar="PATTERN", help="Take only these images: a name, FOLDER/, a glob, or @LIST.txt."
+        "--include",
+        metavar="PATTERN",
+        help="Use only these images: a name, FOLDER/, a glob or @LIST.txt; repeatable.",
     ),
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option("--exclude", metavar="PATTERN", help="Leave these images out; may be given several times."),
+    typer.Option(
+        "--exclude", metavar="PATTERN", help="Leave these images out; same patterns as --include; repeatable."
+    ),
 ]
 WorkerCount = Annotated[
     int | None,
     typer.Option(
-        "--workers", metavar="N", min=0, help="Worker processes; default: one a core or GPU. 0: none."
+        "--workers",
+        metavar="N",
+        min=0,
+        help="Worker processes; by default one per core or GPU. 0 uses this process.",
     ),
 ]
-Restart = Annotated[bool, typer.Option("--restart", help="Throw away what RUN_DIR holds and begin anew.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Delete the contents of RUN_DIR and start over.")]
 
 
 def choose_pairs(
     pairs: Path | None, exhaustive: bool, sequential: int | None, similar: int | None
 ) -> dict[str, Any]:
-    """How pairs are chosen, as `Collection.add_pairs` takes it; empty where no option says it."""
+    """How pairs are chosen, as arguments of `Collection.add_pairs`; empty without an option."""
     choice = dict(file=pairs, exhaustive=exhaustive or None, sequential=sequential, similar=similar)
     choice = {name: value for name, value in choice.items() if value is not None}
     if len(choice) > 1:
@@ -76,31 +84,31 @@ def choose_pairs(
 
 
 def enter_images(opened: Collection, images: Path, **how: Any) -> None:
-    """Enter the images of a folder, `how` as `Collection.add_images` takes it, and say what has changed."""
+    """Add the images of a folder (`how`: arguments of `Collection.add_images`) and report changes."""
     changes = opened.add_images(images, **how)
     if changes.masked is not None:
         say(f"{changes.masked} of {changes.images} images have a mask")
     if changes.changed:
         have = "have" if changes.changed > 1 else "has"
-        say(f"{_count(changes.changed, 'image')} {have} changed: extracted and matched again")
+        say(f"{_count(changes.changed, 'image')} {have} changed and will be extracted and matched again")
     if changes.gone:
         say(
-            f"no longer in {images}, or not selected: {_count(changes.gone, 'image')} of the run; what was "
-            "matched stays (--restart throws it away)"
+            f"no longer in {images}, or not selected: {_count(changes.gone, 'image')} of the run; existing "
+            "matches are kept (--restart deletes them)"
         )
     if changes.unusable:
         some = ", ".join(changes.unusable[:_SHOWN])
-        say(f"left out for names that cannot be stored: {_count(len(changes.unusable), 'file')}: {some}")
+        say(f"left out because their names cannot be stored: {_count(len(changes.unusable), 'file')}: {some}")
 
 
 def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, int], **how: bool) -> int:
-    """Enter pairs, match what waits, print how it went.
+    """Add pairs, match all that are waiting, and print a summary.
 
     Args:
-        opened: with its images.
-        choice: of `choose_pairs`; empty: as the run did before, or by the number of images.
-        limits: of that number, as `Collection.suggest_pairs` takes them.
-        how: as `Collection.run` takes it.
+        opened: a collection with its images.
+        choice: from `choose_pairs`; if empty, as in the run so far, or by the number of images.
+        limits: on that number, as arguments of `Collection.suggest_pairs`.
+        how: arguments of `Collection.run`.
 
     Returns:
         The exit code.
@@ -111,13 +119,13 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
     code = show_status(opened.run_dir)
     if report.crashes:
         died = _count(report.crashes, "worker process", "worker processes")
-        say(f"{died} died and had to be replaced; what was being worked on was tried again")
+        say(f"{died} crashed and had to be replaced; the interrupted work was tried again")
         code = PARTIAL
     return code
 
 
 def _suggested(opened: Collection, limits: dict[str, int]) -> dict[str, Any]:
-    """The pairs of images that are in none, which no option chose."""
+    """Pairs for images that have none, chosen without an option."""
     suggested = opened.suggest_pairs(**limits)
     if suggested is None:
         return {}
@@ -129,13 +137,13 @@ def suggestion(choice: PairChoice, images: int) -> str:
     """Why these pairs were chosen, for the user."""
     if not choice.arguments():
         return (
-            "some images are in no pair, and the run's pairs were listed: give --pairs, --exhaustive, "
+            "some images have no pair, and this run took its pairs from a list: use --pairs, --exhaustive, "
             "--sequential or --similar to match them"
         )
     if not choice.by_default:
-        return f"new images are paired as before: {choice}"
-    what = "every pair is matched" if choice.neighbours is None else "each with those most like it"
-    return f"no option chooses the pairs; of {images} images {what} ({choice})"
+        return f"new images are paired like the others: {choice}"
+    what = "exhaustively" if choice.neighbours is None else "each with the most similar ones"
+    return f"no pairs were chosen, so the {images} images are matched {what} ({choice})"
 
 
 def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Callable[[StageProgress], None]) -> None:
@@ -145,14 +153,14 @@ def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Callable[[S
         return
     faults = FaultTally()
     total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=update)
-    known = f", {total - new} of them in the run already" if total > new else ""
+    known = f", {total - new} of them already in the run" if total > new else ""
     say(f"{_count(total, 'pair')}{known}")
     for line in faults.lines():
         say(f"{choice['file']}: {line}")
 
 
 def show_status(run: Path, *, check: bool = False, tracks: bool = False) -> int:
-    """Print the state of a run; the exit code that fits it."""
+    """Print the state of a run and return the matching exit code."""
     from matcher.collection.store import Store
     from matcher.errors import IntegrityError
 
@@ -180,7 +188,7 @@ def show_status(run: Path, *, check: bool = False, tracks: bool = False) -> int:
 
 
 def _failed_pairs(store: Store, lost: set[str]) -> list[str]:
-    """A line for each reason why pairs failed; one for all pairs of images that failed themselves."""
+    """One line per reason for failure; one for all pairs with a failed image."""
     with_lost, first, counts = 0, {}, Counter()
     for pair in store.failed():
         if lost & {pair.name0, pair.name1}:
@@ -188,7 +196,7 @@ def _failed_pairs(store: Store, lost: set[str]) -> list[str]:
         else:
             first.setdefault(pair.reason, f"{pair.name0} and {pair.name1}")
             counts[pair.reason] += 1
-    lines = [f"{_count(with_lost, 'pair')} of images that failed"] if with_lost else []
+    lines = [f"{_count(with_lost, 'pair')} with a failed image"] if with_lost else []
     for reason, count in counts.most_common(_SHOWN):
         others = f" and {_count(count - 1, 'other pair')}" if count > 1 else ""
         lines.append(f"{first[reason]}{others}: {reason}")

@@ -27,26 +27,34 @@ from matcher.cli.collecting import (
 from matcher.cli.loading import Given
 from matcher.cli.messages import say
 
-RunDir = Annotated[Path, typer.Option("--run", metavar="RUN_DIR", help="Folder that keeps the results.")]
+RunDir = Annotated[
+    Path, typer.Option("--run", metavar="RUN_DIR", help="Folder for the results; it can be continued.")
+]
 Threads = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Threads of each worker; default: cores / workers.")
+    int | None, typer.Option(metavar="N", min=1, help="Threads per worker; by default cores / workers.")
 ]
 Shard = Annotated[
-    str | None, typer.Option(metavar="i/n", help="Match only part i of n; `matcher merge` joins them.")
+    str | None,
+    typer.Option(metavar="i/n", help="Match only part i of n; join the parts with `matcher merge`."),
 ]
 EngineChoice = Annotated[
     Literal["local", "ray"],
-    typer.Option("--engine", help="Work in processes of this machine, or on a Ray cluster."),
+    typer.Option("--engine", help="Run in local processes, or on a Ray cluster."),
 ]
 CameraText = Annotated[
     str | None,
-    typer.Option(metavar="fx,fy,cx,cy", help="Camera of every image, in pixels; for --geometry essential."),
+    typer.Option(
+        metavar="fx,fy,cx,cy", help="Intrinsics of every image in pixels, for --geometry essential."
+    ),
 ]
-RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Retry images and pairs that failed before.")
+]
 Descriptors = Annotated[
-    bool, typer.Option("--descriptors", help="Extract every image, also where descriptors were deleted.")
+    bool,
+    typer.Option("--descriptors", help="Extract every image, even those whose descriptors were deleted."),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")]
 
 
 def collection(
@@ -70,12 +78,12 @@ def collection(
     retry_failed: RetryFailed = False,
     descriptors: Descriptors = False,
 ) -> int:
-    """Match the images of a folder: features once an image, every pair once, geometry verified.
+    """Match the images of a folder: extract every image once, match every pair once, verify the geometry.
 
-    Which pairs: those that --pairs, --exhaustive, --sequential or --similar choose; without any of these
-    every pair of up to 50 images, and of more each image with the 20 most similar ones. Finished work stays
-    in RUN_DIR, so the same command goes on after an interruption, and matches images that were added or
-    changed.
+    Choose the pairs with --pairs, --exhaustive, --sequential or --similar. By default, up to 50 images are
+    matched exhaustively; in a larger folder, each image is matched with the 20 most similar ones. Finished
+    work stays in RUN_DIR: run the same command again to continue after an interruption, or to match images
+    that were added or changed.
     """
     from matcher.collection.collection import Collection
     from matcher.collection.engines import Workers
@@ -91,35 +99,40 @@ def collection(
 
 
 def _check_camera(geometry: str | None, camera: str | None, run: Path) -> None:
-    """Refuse at once a new run that could verify none of its pairs; an existing one may know its cameras."""
+    """Refuse a new run that could not verify any pair; an existing run may already have cameras."""
     from matcher.collection.schema import DATABASE
     from matcher.errors import UsageError
 
     if geometry == "essential" and camera is None and not (run / DATABASE).exists():
-        raise UsageError("--geometry essential needs --camera fx,fy,cx,cy, in pixels of the image files")
+        raise UsageError("--geometry essential needs --camera fx,fy,cx,cy, in pixels of the stored images")
 
 
 def status(
     run: RunArgument,
-    check: Annotated[bool, typer.Option("--check", help="Read everything and look for damage.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read all stored data and check it for damage.")
+    ] = False,
     tracks: Annotated[
-        bool, typer.Option("--tracks", help="Join the verified matches to tracks and measure them.")
+        bool,
+        typer.Option("--tracks", help="Build tracks from the verified matches and print their statistics."),
     ] = False,
 ) -> int:
-    """Print how far a run has come and what failed; also while it is going on."""
+    """Print the progress of a run and what failed, also while it is running."""
     return show_status(run, check=check, tracks=tracks)
 
 
 def merge(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False)],
-    into: Annotated[
-        Path, typer.Option("--into", metavar="RUN_DIR", help="The run that is made or added to.")
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", show_default=False, help="Folders of the runs to join."),
     ],
+    into: Annotated[Path, typer.Option("--into", metavar="RUN_DIR", help="Run to create or to add to.")],
     descriptors: Annotated[
-        bool, typer.Option("--descriptors", help="Copy descriptor files too; more pairs need them.")
+        bool,
+        typer.Option("--descriptors", help="Also copy descriptors, which are needed to match more pairs."),
     ] = False,
 ) -> int:
-    """Join runs of parts of one collection (--shard) to one run."""
+    """Join the runs of the parts of a collection (--shard) into one run."""
     from matcher.collection.merging import merge as join
 
     join(runs, into, descriptors=descriptors, on_report=say)

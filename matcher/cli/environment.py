@@ -10,15 +10,15 @@ import matcher
 from matcher.cli.messages import show
 
 VARIABLES = {
-    "MATCHER_DATA": "Folder with photos/ and bench/, which `train` and `evaluate` use; ../shared if not set.",
-    "MATCHER_CACHE": "Folder for fetched weights, compiled kernels and views rendered for training.",
-    "MATCHER_OFFLINE": "1: never use the network; `weights fetch` refuses at once.",
-    "MATCHER_COMPILED": "0: compute without the compiled kernels.",
+    "MATCHER_DATA": "Folder with photos/ and bench/ for `train` and `evaluate`; ../shared if not set.",
+    "MATCHER_CACHE": "Folder for downloaded weights, compiled kernels and rendered training views.",
+    "MATCHER_OFFLINE": "1: never use the network; `weights fetch` fails at once.",
+    "MATCHER_COMPILED": "0: do not use the compiled kernels.",
     "MATCHER_DEBUG": "1: print the traceback of every error.",
-    "MATCHER_VENV": "Folder of the virtual environment that the demo and the tests make; .venv if not set.",
-    "MATCHER_LIGHTGLUE_CODE": "File of the published LightGlue, with which a test compares ours.",
-    "MATCHER_SUPERGLUE_CODE": "File of the published SuperGlue, with which a test compares ours.",
-    "OMP_NUM_THREADS": "Threads of the processor that a command may use; all cores if not set.",
+    "MATCHER_VENV": "Virtual environment that scripts/demo.py and run_tests.py create; .venv if not set.",
+    "MATCHER_LIGHTGLUE_CODE": "Source file of the published LightGlue, to compare with in tests.",
+    "MATCHER_SUPERGLUE_CODE": "Source file of the published SuperGlue, to compare with in tests.",
+    "OMP_NUM_THREADS": "Number of CPU threads; all cores if not set.",
 }
 _PACKAGES = (
     "torch", "numpy", "opencv-python-headless", "kornia", "pillow", "poselib", "safetensors",
@@ -27,9 +27,9 @@ _PACKAGES = (
 
 
 def environment() -> None:
-    """Print versions, what this machine offers, and the environment variables with their values.
+    """Print versions, the device and kernels in use, and the environment variables with their values.
 
-    Please add this output to a bug report.
+    Please include this output in bug reports.
     """
     from matcher.files import cache_folder
 
@@ -42,7 +42,7 @@ def environment() -> None:
     for name, meaning in VARIABLES.items():
         show(f"{name:<{width}}  {meaning}")
         if name in os.environ:
-            show(f"{'':<{width}}  now {os.environ[name]!r}")
+            show(f"{'':<{width}}  set to {os.environ[name]!r}")
 
 
 def _version(name: str) -> str:
@@ -61,13 +61,11 @@ def _machine() -> list[str]:
     from matcher.match.network.inference import resolve_precision
 
     device = resolve_device("auto")
-    name = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "processor"
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
     return [
         f"device: {device} ({name}), {torch.get_num_threads()} threads, "
         f"precision auto is {resolve_precision('auto', device)}",
         "kernels: compiled"
         if kernels() is not None
-        else "kernels: none; `python scripts/build_kernels.py` makes them",
+        else "kernels: not compiled; run `python scripts/build_kernels.py`",
     ]

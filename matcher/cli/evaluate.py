@@ -35,19 +35,19 @@ Presets = Annotated[
         "--preset",
         metavar="NAME",
         autocompletion=options.complete_preset,
-        help=f"Preset to measure; repeat for several.  [default: {options.DEFAULT_PRESET}]",
+        help=f"Preset to measure; repeatable.  [default: {options.DEFAULT_PRESET}]",
     ),
 ]
 WeightsFiles = Annotated[
     list[Path] | None,
-    typer.Option(metavar="FILE", help="Weights of the matcher; repeat for several, each is a row."),
+    typer.Option(metavar="FILE", help="Matcher weights to measure; repeatable, each adds a row."),
 ]
 FrontEnds = Annotated[
     list[str] | None,
     typer.Option(
         "--frontend-weights",
         metavar="FILE",
-        help="Weights of the learned front end, or `shipped`; repeat for several, each is a row.",
+        help="Weights of the learned front end, or `shipped`; repeatable, each adds a row.",
     ),
 ]
 Compare = Annotated[
@@ -55,30 +55,33 @@ Compare = Annotated[
     typer.Option(
         "--compare",
         metavar="PRESET|FILE",
-        help="Measure exactly these presets, matcher weights or front-end weights (at least two) and report "
-        "their paired differences from the first.",
+        help="Measure only these presets, matcher weights or front-end weights (repeat for at least two) and "
+        "report the paired differences from the first.",
     ),
 ]
 FullDepth = Annotated[
-    bool, typer.Option("--full-depth", help="Add a row for each network without early exit and pruning.")
+    bool, typer.Option("--full-depth", help="Add a row per network without early exit and pruning.")
 ]
 Pairs = Annotated[
-    int | None, typer.Option(metavar="N", help="Measure at most N pairs, spread evenly over the set.")
+    int | None, typer.Option(metavar="N", help="Measure at most N pairs, evenly spread over the set.")
 ]
 Levels = Annotated[
-    str, typer.Option(metavar="LIST", help="Difficulty of synthetic pairs, 0 (lighting only) to 4.")
+    str,
+    typer.Option(metavar="LIST", help="Difficulty levels of synthetic pairs, from 0 (lighting only) to 4."),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of synthetic pairs and of the bootstrap.")]
 EstimatorSeeds = Annotated[
     int, typer.Option(min=1, metavar="N", help="Estimate each pose with N seeds and average.")
 ]
 Images = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder that the image names in a list of pairs refer to.")
+    Path | None, typer.Option(metavar="DIR", help="Folder of the images that a list of pairs names.")
 ]
 Output = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Write the tables there as SET.md and SET.json.")
+    Path | None, typer.Option(metavar="DIR", help="Write the tables to this folder as SET.md and SET.json.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads.  [default: all cores]")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads.  [default: all cores]")
+]
 
 
 def evaluate(
@@ -104,16 +107,16 @@ def evaluate(
 ) -> int:
     """Measure the accuracy of presets on image pairs with ground truth.
 
-    Without --compare, nearest-neighbour matching is always measured too, and the other rows are compared
-    with it.
+    Without --compare, nearest-neighbour matching is always measured as the baseline of the other rows.
 
-    SET, in $MATCHER_DATA: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu, multimodal,
-    middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore, multiview (both).
+    SET is one of the sets in $MATCHER_DATA: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu,
+    multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore,
+    multiview (the last two).
 
-    DIR: a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above;
+    DIR is a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above,
     or any folder of photos, from which synthetic pairs are made.
 
-    FILE: a list of image pairs with intrinsics and poses, as SuperGlue and glue-factory write it.
+    FILE is a list of image pairs with intrinsics and poses, in the format of SuperGlue and glue-factory.
     """
     _limit(threads)
     from matcher.lab.evaluate.methods import MethodOptions, build_methods
@@ -129,7 +132,7 @@ def evaluate(
     table = TableOptions(seed, methods[0].name if compare else None, output)
     skipped = sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets)
     if skipped:
-        complain(f"{skipped} pairs were skipped; the tables say why")
+        complain(f"{skipped} pairs were skipped; the tables give the reasons")
     return PARTIAL if skipped else 0
 
 
@@ -169,7 +172,9 @@ def _compared(
 
     for name, given in (("--preset", presets), ("--weights", weights), ("--frontend-weights", front_ends)):
         if len(given) > 1:
-            raise UsageError(f"{name} can be given once with --compare; list what is compared by --compare")
+            raise UsageError(
+                f"with --compare, {name} can be given only once; repeat --compare for what is to be compared"
+            )
     front_end = front_ends[0] if front_ends and front_ends[0] != "shipped" else None
     return compared_methods(compare, presets[0], weights[0] if weights else None, front_end, shared)
 

@@ -18,16 +18,16 @@ _DEBUG = "MATCHER_DEBUG"
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Say what went wrong, once and readably, and return the exit code for it."""
+    """Print a readable message for an exception and return its exit code."""
     if not _is_explained(error):
-        logging.getLogger(LOGGER).debug("where it happened:", exc_info=error)
+        logging.getLogger(LOGGER).debug("traceback:", exc_info=error)
     if os.environ.get(_DEBUG):
         traceback.print_exception(error)
     if isinstance(error, (KeyboardInterrupt, Interrupted)):
         complain(str(error) or "interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # Whoever read our output has gone; nothing may be flushed there when Python ends.
+        # The reader of our output has gone; Python must not flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
     if hasattr(error, "show"):  # the parser's
@@ -40,12 +40,12 @@ def exit_code_of(error: BaseException) -> int:
         complain(str(error))
         return error.exit_code
     complain(f"internal error: {_one_line(error)}")
-    complain(f"Set {_DEBUG}=1, or give -v, to see where it happened.")
+    complain(f"Set {_DEBUG}=1 or use -v to see the traceback.")
     return INTERNAL
 
 
 def _is_explained(error: BaseException) -> bool:
-    """Whether the message says all, so that a traceback would help nobody."""
+    """Whether the message is complete, so that a traceback would not help."""
     return isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted)) or hasattr(error, "show")
 
 

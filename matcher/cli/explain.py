@@ -11,25 +11,24 @@ from matcher.cli import options
 from matcher.cli.loading import Given
 from matcher.cli.messages import show
 
-ImageFile = Annotated[Path, typer.Argument(metavar="IMAGE", show_default=False)]
+First = Annotated[Path, typer.Argument(metavar="IMAGE0", show_default=False, help="First image.")]
+Second = Annotated[Path, typer.Argument(metavar="IMAGE1", show_default=False, help="Second image.")]
 
 
 def explain(
-    image0: ImageFile,
-    image1: ImageFile,
-    output: Annotated[Path, typer.Option(metavar="FILE.html", help="Report to write.", show_default=False)],
+    image0: First,
+    image1: Second,
+    output: Annotated[Path, typer.Option(metavar="FILE.html", help="Report to create.", show_default=False)],
     given: Given,
     point: Annotated[
         str | None,
-        typer.Option(
-            metavar="x,y", help="In pixels of the first image: show the keypoint nearest to it first."
-        ),
+        typer.Option(metavar="x,y", help="Show the keypoint nearest to this pixel of IMAGE0 first."),
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Match two images and write a report that explains every match: attention, early exit and pruning.
+    """Match two images and write a report that explains each match: attention, early exit, pruning.
 
-    The report is one HTML file that needs no network.
+    The report is a single HTML file that works offline.
     """
     from matcher.errors import UsageError
     from matcher.explain.report.report import write_report

@@ -20,7 +20,7 @@ GivenCamera = Annotated[
     typer.Option(
         "--camera",
         metavar="fx,fy,cx,cy",
-        help="Camera of every photo, in pixels of the file; it is not refined.",
+        help="Known intrinsics of every photo, in stored pixels; they are not refined.",
     ),
 ]
 CameraModel = Annotated[
@@ -28,31 +28,34 @@ CameraModel = Annotated[
     typer.Option(
         "--camera-model",
         metavar="MODEL",
-        help="COLMAP's model of cameras that are not given, such as PINHOLE, RADIAL or OPENCV.",
+        help="COLMAP camera model where --camera is not given, such as PINHOLE, RADIAL or OPENCV.",
     ),
 ]
 Cameras = Annotated[
     Literal["auto", "single", "each"],
     typer.Option(
         "--cameras",
-        help="Photos that share a camera: those of one size, folder and EXIF (auto); all; or none.",
+        help="Photos that share a camera: those with the same size, folder and EXIF (auto), all (single) or "
+        "none (each).",
     ),
 ]
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
-    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="File or folder to make.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="File or folder to create.")],
     to: Annotated[
         Literal["colmap", "hloc", "npz", "openmvg", "kapture"],
-        typer.Option("--to", help="colmap: OUT.db; npz: OUT.npz; the others: a folder."),
+        typer.Option(
+            "--to", help="Format. OUT is a .db file for colmap, a .npz file for npz, otherwise a folder."
+        ),
     ],
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
     overwrite: options.Overwrite = False,
 ) -> int:
-    """Write a run for another program: COLMAP, hloc, NumPy, OpenMVG or kapture."""
+    """Export a run to COLMAP, hloc, NumPy, OpenMVG or kapture."""
     from matcher.collection.exporting.formats import FORMATS
     from matcher.collection.exporting.formats import export as write
     from matcher.collection.store import Store
@@ -61,7 +64,7 @@ def export(
     if FORMATS[to].has_cameras:
         choice = camera_choice(camera, camera_model, cameras)
     elif camera is not None:
-        raise typer.BadParameter(f"{to} has no cameras", param_hint="--camera")
+        raise typer.BadParameter(f"the format {to} stores no cameras", param_hint="--camera")
     with Store.open(run) as store:
         report = write(store, to, out, choice, overwrite=overwrite)
     for line in report.lines():
@@ -73,10 +76,10 @@ def export(
 def camera_choice(
     camera: str | None, camera_model: str, cameras: Literal["auto", "single", "each"]
 ) -> CameraChoice:
-    """The cameras that the options ask for.
+    """The camera choice that the options describe.
 
     Raises:
-        UsageError: a camera that is not four numbers.
+        UsageError: the camera is not four numbers.
     """
     from matcher.collection.exporting.cameras import CameraChoice
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, get_args
 
 from matcher.cli import options
 
-# Keyword arguments of `matcher.load`, `matcher.Tracker` and `Collection.open`, without those not given. A
-# command has one parameter of such a type. Beside it stand the options that the command has no use for, and
-# defaults of its own that help is to show instead of the preset's.
+# Keyword arguments of `matcher.load`, `matcher.Tracker` and `Collection.open` that the user gave. A command
+# has one parameter of this type; the metadata are the options that the command lacks, and its own defaults,
+# which help shows instead of the preset's.
 Given = Annotated[dict[str, Any], (), {}]
 Command = Callable[..., Any]
 
@@ -72,7 +72,7 @@ def with_preset_options(command: Command) -> Command:
 
 
 def preset_defaults() -> dict[str, object]:
-    """The default preset's values of options, as help shows them."""
+    """The default preset's values of these options, for the help."""
     from matcher.presets import find_preset
 
     config = find_preset(options.DEFAULT_PRESET)

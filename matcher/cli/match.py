@@ -11,18 +11,17 @@ from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.loading import Given
 
-ImageFile = Annotated[Path, typer.Argument(metavar="IMAGE", show_default=False)]
+First = Annotated[Path, typer.Argument(metavar="IMAGE0", show_default=False, help="First image.")]
+Second = Annotated[Path, typer.Argument(metavar="IMAGE1", show_default=False, help="Second image.")]
 MaskFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Mask: keypoints are kept where it is not black.")
+    Path | None, typer.Option(metavar="FILE", help="Mask image; black pixels yield no keypoints.")
 ]
-CameraText = Annotated[
-    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Intrinsics in pixels of the file.")
-]
+CameraText = Annotated[str | None, typer.Option(metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels.")]
 
 
 def match(
-    image0: ImageFile,
-    image1: ImageFile,
+    image0: First,
+    image1: Second,
     given: Given,
     camera0: CameraText = None,
     camera1: CameraText = None,
@@ -32,7 +31,7 @@ def match(
         Path | None, typer.Option(metavar="FILE.npz|.json", help="Save keypoints, matches and geometry.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|.svg|…", help="Save a drawing of the matches.")
+        Path | None, typer.Option(metavar="FILE.png|.svg|…", help="Save a plot of the matches.")
     ] = None,
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -40,14 +39,14 @@ def match(
         bool,
         typer.Option(
             "--fail-if-unmatched",
-            help="Exit with code 4 unless matches are found and their geometry verified.",
+            help="Exit with code 4 if no matches are found or their geometry cannot be verified.",
         ),
     ] = False,
 ) -> int:
     """Match two images and verify the matches.
 
-    With --geometry the estimated matrix is printed, too. Points are (x, y) in pixels of the stored image: the
-    centre of the first pixel is (0, 0), and an EXIF orientation is not applied.
+    Points are (x, y) in pixels of the stored image, without its EXIF orientation; the centre of the first
+    pixel is (0, 0). With --geometry, the estimated matrix is printed too.
     """
     from matcher.cli.result import check_outputs, is_unmatched, save, show_result
     from matcher.loading import load

@@ -1,4 +1,4 @@
-"""What the command line tells its user: results on standard output, notices on standard error, a log file.
+"""Output of the command line: results on standard output, notices on standard error, a log file.
 
 Everything goes through Python's logger `matcher`, so `-q`, `-v` and `--log` are decided here only.
 """
@@ -31,17 +31,17 @@ def say(text: str) -> None:
 
 
 def detail(text: str) -> None:
-    """Print on standard error what only `-v` and `--log` want to know."""
+    """Print a detail on standard error, only with `-v`; a log file gets it too."""
     logging.getLogger(LOGGER).debug("%s", text)
 
 
 def complain(text: str) -> None:
-    """Print a failure on standard error, whatever was asked for."""
+    """Print a failure on standard error, even with `-q`."""
     logging.getLogger(LOGGER).error("%s", text)
 
 
 def wants_progress() -> bool:
-    """Whether progress is to be shown: not with `-q`."""
+    """Whether to show progress: not with `-q`."""
     return any(
         isinstance(handler, _Console) and handler.level <= logging.INFO
         for handler in logging.getLogger(LOGGER).handlers
@@ -50,7 +50,7 @@ def wants_progress() -> bool:
 
 @contextmanager
 def messages() -> Iterator[None]:
-    """Messages reach the terminal while this is open; `set_messages` adjusts which."""
+    """Print messages to the terminal within this context; `set_messages` adjusts which ones."""
     logger = logging.getLogger(LOGGER)
     before = logger.level, logger.propagate, list(logger.handlers)
     logger.addHandler(_Console(logging.INFO))
@@ -66,10 +66,10 @@ def messages() -> Iterator[None]:
 
 
 def set_messages(*, verbose: bool = False, quiet: bool = False, log: Path | None = None) -> None:
-    """Say more or less than usual, and append everything to a log file.
+    """Print more or less than usual, and append everything to a log file.
 
     Raises:
-        UsageError: both more and less, or a file that cannot be written or is no log of this program.
+        UsageError: both `verbose` and `quiet`, or a file that cannot be written or is not a log of matcher.
     """
     if verbose and quiet:
         raise UsageError("-v and -q contradict each other; give one of them")
@@ -85,7 +85,7 @@ class _Console(logging.Handler):
     """Results on standard output as they are, the rest on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message; a closed pipe is the caller's to see."""
+        """Print one message; a closed pipe raises in the caller."""
         text = record.getMessage()
         if record.exc_info:
             text = "\n".join(filter(None, (text, logging.Formatter().formatException(record.exc_info))))
@@ -97,11 +97,13 @@ class _Console(logging.Handler):
 
 
 def _log_file(path: Path) -> logging.Handler:
-    """A handler that appends to our own log, or begins one that says whose it is."""
+    """A handler that appends to a log of matcher, or starts a new one with our mark."""
     try:
         begun = path.exists() and path.stat().st_size > 0
         if begun and not is_ours(path):
-            raise UsageError(f"--log {path}: the file exists and is not a log of matcher; name another file")
+            raise UsageError(
+                f"--log {path}: the file exists and is not a log of matcher; choose another file"
+            )
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--log {path}: the file cannot be written ({error.strerror})") from error
@@ -112,7 +114,7 @@ def _log_file(path: Path) -> logging.Handler:
 
 
 def survive_odd_names() -> None:
-    """A file name that the terminal's encoding lacks is escaped instead of failing the print."""
+    """Escape characters that the terminal's encoding lacks instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

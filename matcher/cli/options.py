@@ -13,7 +13,7 @@ DEFAULT_PRESET = "hybrid-learned"  # that of matcher.presets; a test compares th
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """Names of presets that begin so, for the shell's completion."""
+    """Names of presets that begin with `incomplete`, for shell completion."""
     from matcher.plugins import plugin_names
     from matcher.presets import PRESETS
 
@@ -34,67 +34,67 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="FILE",
-        help="Weights of the matcher: a file, or a name from `matcher weights list`.",
+        help="Matcher weights: a file, or a name from `matcher weights list`.",
     ),
 ]
 FrontEnd = Annotated[
     str | None,
-    typer.Option("--frontend", metavar="NAME", help="Replace the preset's front end, for example with disk."),
+    typer.Option(
+        "--frontend", metavar="NAME", help="Use another front end than the preset's, for example disk."
+    ),
 ]
 Variant = Annotated[
     str | None,
-    typer.Option("--variant", metavar="NAME", help="Network of the front end, for example aliked-n32."),
+    typer.Option("--variant", metavar="NAME", help="Variant of the front end, for example aliked-n32."),
 ]
 MaxKeypoints = Annotated[
-    int | None, typer.Option("--max-keypoints", metavar="N", help="Keypoints to keep in each image.")
+    int | None, typer.Option("--max-keypoints", metavar="N", help="Keep at most N keypoints per image.")
 ]
 Resize = Annotated[
     int | None,
-    typer.Option(
-        "--resize", metavar="PX", help="Shrink larger images so that the longer side has PX pixels."
-    ),
+    typer.Option("--resize", metavar="PX", help="Shrink larger images until the longer side has PX pixels."),
 ]
 Keep = Annotated[
     Literal["strongest", "largest"] | None,
-    typer.Option("--keep", help="Which SIFT keypoints to keep where an image has more than --max-keypoints."),
+    typer.Option("--keep", help="Which SIFT keypoints to keep if an image has more than --max-keypoints."),
 ]
 Threshold = Annotated[
     float | None,
-    typer.Option("--threshold", metavar="P", help="Keep matches of at least this probability, 0 to 1."),
+    typer.Option("--threshold", metavar="P", help="Keep matches whose probability is at least P, 0 to 1."),
 ]
 Ratio = Annotated[
     float | None,
     typer.Option(
         "--ratio",
         metavar="R",
-        help="Presets nearest*: keep matches whose distance ratio is at most R, 0 to 1.",
+        help="Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
     ),
 ]
 Geometry = Annotated[
     Literal["fundamental", "homography", "essential", "none"] | None,
-    typer.Option("--geometry", help="Model that verifies the matches; essential needs cameras."),
+    typer.Option("--geometry", help="Two-view model that verifies the matches; essential needs cameras."),
 ]
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,
     typer.Option(
-        "--precision", help="Arithmetic of the networks; auto is the fastest that the device is good at."
+        "--precision", help="Arithmetic of the networks; auto picks the fastest one that suits the device."
     ),
 ]
 Device = Annotated[
-    str, typer.Option("--device", metavar="auto|cpu|cuda|mps", help="Where to compute; auto prefers CUDA.")
+    str, typer.Option("--device", metavar="auto|cpu|cuda|mps", help="Device to run on; auto prefers CUDA.")
 ]
 NoUpright = Annotated[
     bool,
-    typer.Option(
-        "--no-upright", help="Match images as stored, without turning them by their EXIF orientation."
-    ),
+    typer.Option("--no-upright", help="Match images as stored, without applying their EXIF orientation."),
 ]
 MaxPixels = Annotated[
     int | None,
-    typer.Option("--max-pixels", metavar="N", help="Refuse images of more pixels before decoding them."),
+    typer.Option(
+        "--max-pixels", metavar="N", help="Refuse images of more than N pixels before decoding them."
+    ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing output that this program did not write.")
+    bool, typer.Option("--overwrite", help="Replace an existing output even if matcher did not write it.")
 ]
 
 

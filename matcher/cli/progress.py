@@ -18,7 +18,7 @@ _DOING = {"extract": "extracting images", "match": "matching pairs"}
 
 @contextmanager
 def stage_progress() -> Iterator[Callable[[StageProgress], None]]:
-    """What `Collection.run` is to call with its progress."""
+    """A callback for the `on_progress` of `Collection.run`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -57,7 +57,7 @@ class ProgressLines:
         self._stage, self._start, self._last = "", 0.0, 0.0
 
     def __call__(self, now: StageProgress) -> None:
-        """Say how far it is, if it is time."""
+        """Print the progress if a line is due."""
         time = self._clock()
         if now.stage != self._stage or now.done == 0:
             self._stage, self._start, self._last = now.stage, time, time

@@ -14,18 +14,20 @@ _SHOWN = 5
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Name of the page; default: RUN_DIR/report.html.")
+        Path | None, typer.Option(metavar="FILE.html", help="Page to create; by default RUN_DIR/report.html.")
     ] = None,
-    pages: Annotated[int, typer.Option(metavar="N", min=0, help="Make pages of the N weakest pairs.")] = 20,
+    pages: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Number of weakest pairs that get a page of their own.")
+    ] = 20,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Write a page about a run: pair graph, match counts, tracks, failures, and the weakest pairs."""
+    """Write an HTML report of a run: pair graph, match counts, tracks, failures and weakest pairs."""
     from matcher.explain.report.run import write_run_report
 
     written = write_run_report(run, output, pages=pages, overwrite=overwrite)
-    show(f"wrote {written.index} and {written.pages} pages of pairs")
+    show(f"wrote {written.index} and pages of {written.pages} pairs")
     for text in written.left_out[:_SHOWN]:
         complain(f"no page for {text}")
     if len(written.left_out) > _SHOWN:

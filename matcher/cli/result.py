@@ -16,10 +16,10 @@ from matcher.result import DATA_SUFFIXES, Result
 def check_outputs(
     output: Path | None, plot: Path | None, inputs: Sequence[Path | None], *, overwrite: bool = False
 ) -> None:
-    """Refuse outputs that could not be written, or that would replace an input or a file of others.
+    """Refuse outputs that cannot be written, or that would replace an input or a foreign file.
 
     Raises:
-        UsageError: which, and why.
+        UsageError: the message names the output and the reason.
     """
     outputs = []
     if output is not None:
@@ -36,9 +36,9 @@ def check_outputs(
 
 
 def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | None) -> None:
-    """Write the files asked for, each whole or not at all; the images are read again to be drawn."""
+    """Write the requested files, each completely or not at all; images are read again for the plot."""
     if output is not None:
-        result.save(output, overwrite=True)  # check_outputs has looked
+        result.save(output, overwrite=True)  # check_outputs has refused files of others
     if plot is not None:
         images = pipeline.read(result.path0), pipeline.read(result.path1)
         result.plot(plot, *images, title=result.heading(), overwrite=True)
@@ -51,7 +51,7 @@ def show_result(
     with_matrix: bool = False,
     written: Iterable[Path] = (),
 ) -> None:
-    """Print the JSON object alone, or the summary, the matrix if it is wanted, and what was written."""
+    """Print the JSON object alone, or the summary, the matrix (`with_matrix`) and the files written."""
     source = result.weights
     detail(f"weights: {'none' if source is None else f'{source.name}, sha256 {source.sha256}'}")
     if as_json:

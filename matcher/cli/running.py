@@ -1,4 +1,4 @@
-"""What every command has in common: `-v`, `-q`, `--log`, Ctrl-C, and errors that name the options typed."""
+"""What all commands share: `-v`, `-q`, `--log`, Ctrl-C, and errors that name the options the user typed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from matcher.cli.loading import LIBRARY_NAMES, with_preset_options
 from matcher.cli.messages import detail, set_messages
 from matcher.errors import MatcherError
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what is done.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more details.")]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print nothing but errors and what --json asks for.")
+    bool, typer.Option("--quiet", "-q", help="Print only errors and requested output such as --json.")
 ]
 LogFile = Annotated[
-    Path | None, typer.Option("--log", metavar="FILE", help="Append all messages, with times, to FILE.")
+    Path | None, typer.Option("--log", metavar="FILE", help="Append all messages, with timestamps, to FILE.")
 ]
 _COMMON = {"verbose": (Verbose, False), "quiet": (Quiet, False), "log": (LogFile, None)}
-# Commands that keep what is finished and go on from there.
+# Commands that keep finished work and continue from it.
 _RESUMABLE = {"collection", "sfm", "train"}
 
 
 class Interrupted(Exception):
-    """Ctrl-C during a command; the text says what to do next."""
+    """Ctrl-C during a command; the message explains how to continue."""
 
 
 def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The command as typer is to see it, with the options that all commands share."""
+    """The command as typer sees it, with the options that all commands share."""
     inner = with_preset_options(command)
     own = inspect.signature(inner, eval_str=True).parameters
     shared = [
@@ -71,7 +71,7 @@ def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
     for parameter in parameters:
         declared = [info for info in get_args(parameter.annotation) if type(info).__name__ == "OptionInfo"]
         if declared:
-            # In an annotation, typer has the first name where a default would be.
+            # In an annotation, typer keeps the first name where a default would be.
             names = [declared[0].default, *(declared[0].param_decls or ())]
             given = next((text for text in names if str(text).startswith("--")), None)
             option = given or f"--{parameter.name.replace('_', '-')}"
@@ -80,9 +80,9 @@ def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
 
 
 def in_options(text: str, options: dict[str, str]) -> str:
-    """A message of the library with the options that the user types in place of its own names.
+    """A library message in which the user's options replace the library's own names.
 
-    Names that are also words, such as `resize`, are replaced only where a sentence is about them.
+    Names that are also ordinary words, such as `resize`, are replaced only where they are the subject.
     """
     for name, option in options.items():
         if re.search(r"[_\d]", name):

@@ -12,12 +12,14 @@ from matcher.cli.messages import show
 
 def serve(
     port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="Port to try first; 0 takes any free one.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="First port to try; 0 takes any free one.")
     ] = 7860,
     device: options.Device = "auto",
-    max_upload: Annotated[int, typer.Option(metavar="MB", min=1, help="Refuse larger photos.")] = 50,
+    max_upload: Annotated[
+        int, typer.Option(metavar="MB", min=1, help="Refuse photos larger than MB megabytes.")
+    ] = 50,
 ) -> None:
-    """Serve a web page, for this machine only, that matches two photos; needs the extra [app]."""
+    """Serve a local web page that matches two photos (needs the extra [app])."""
     from matcher.serve.server import serve as run
 
     def tell(address: str) -> None:

@@ -36,32 +36,33 @@ if TYPE_CHECKING:
     from matcher.collection.store import Store
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
-# Of the images that a reconstruction matches in full, and of the similar ones of each in a larger collection.
+# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
 LIMITS = {"exhaustive_up_to": 100, "neighbours": 30}
-_ALWAYS = {"preset", "device", "upright"}  # options that have a value without being given
+_ALWAYS = {"preset", "device", "upright"}  # options that always have a value
 
 RunOrPhotos = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="A run, or a folder of photos.")
+    Path, typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="Folder of photos, or of a run.")
 ]
-ModelFolder = Annotated[Path, typer.Option("--out", metavar="MODEL", help="Folder to make.")]
+ModelFolder = Annotated[Path, typer.Option("--out", metavar="MODEL", help="Folder to create for the model.")]
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--run", metavar="RUN_DIR", help="From photos: where matches are kept; default MODEL-run."),
+    typer.Option("--run", metavar="RUN_DIR", help="Folder for the matches of photos; by default MODEL-run."),
 ]
 MapperChoice = Annotated[
     Literal["incremental", "global"],
-    typer.Option("--mapper", help="COLMAP's incremental mapper, or its global one (GLOMAP)."),
+    typer.Option("--mapper", help="COLMAP's incremental or global (GLOMAP) mapper."),
 ]
 Threads = Annotated[
     int,
-    typer.Option(metavar="N", help="Threads of COLMAP; -1: all cores. 1 gives the same model every time."),
+    typer.Option(metavar="N", help="COLMAP's threads; -1 uses all cores, 1 makes the result reproducible."),
 ]
 MinImages = Annotated[
-    int, typer.Option("--min-images", metavar="N", min=2, help="Leave out models of fewer images.")
+    int, typer.Option("--min-images", metavar="N", min=2, help="Discard models with fewer images.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of COLMAP's random choices.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of COLMAP's random numbers.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything and print what would be done; write nothing.")
+    bool,
+    typer.Option("--dry-run", help="Check the input and print what would be done, without writing anything."),
 ]
 
 SfmOptions = Annotated[
@@ -96,11 +97,11 @@ def sfm(
     overwrite: options.Overwrite = False,
     dry_run: DryRun = False,
 ) -> int:
-    """Reconstruct cameras and points (by COLMAP) from photos, or from a run of `matcher collection`.
+    """Reconstruct cameras and 3D points with COLMAP, from photos or from a run of `matcher collection`.
 
-    Photos are first matched into RUN_DIR: up to 100 each with each, of more each with the 30 most similar
-    ones, with more and larger keypoints than `matcher collection` takes. The run stays, so the same command
-    goes on after an interruption, and `matcher sfm RUN_DIR` maps again without matching.
+    Photos are matched first, with more keypoints and larger images than in `matcher collection`: up to 100
+    exhaustively, more of them each with the 30 most similar ones. The run is kept: run the same command again
+    to continue after an interruption, or `matcher sfm RUN_DIR` to reconstruct again without matching.
     """
     _check_first(out, overwrite)
     wanted = choose_pairs(pairs, exhaustive, sequential, similar)
@@ -111,7 +112,7 @@ def sfm(
     if is_run(source):
         chosen = wanted or restart or set(given) - _ALWAYS
         if chosen or any(value is not None for value in (run, workers, *sources.values())):
-            raise typer.BadParameter("RUN_DIR is matched already; options of the matching are for photos")
+            raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
         return _from_run(source, out, selection, mapping, dry_run)
     run = run or out.with_name(f"{out.name}-run")
     found = _find_photos(source, selection, sources)
@@ -122,7 +123,7 @@ def sfm(
 
 
 def _check_first(out: Path, overwrite: bool) -> None:
-    """Refuse before hours of matching what could not be finished."""
+    """Refuse what could not be finished before hours of matching."""
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_folder
 
@@ -153,7 +154,7 @@ def _match(
     workers: int | None,
     how: dict[str, Any],
 ) -> int:
-    """Make the run of a folder of photos, with the defaults of a reconstruction."""
+    """Match a folder of photos, with the defaults of a reconstruction."""
     from matcher.collection.collection import Collection
     from matcher.options import configure
     from matcher.presets import find_preset
@@ -168,7 +169,7 @@ def _match(
 
 
 def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str, Any], dry_run: bool) -> int:
-    """Map the selected images of a run, or print what would be mapped; the exit code."""
+    """Reconstruct the selected images of a run, or print what would be done; returns the exit code."""
     from matcher.collection.selection import Selection
     from matcher.collection.store import Store
 
@@ -179,12 +180,12 @@ def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str
         return _reconstruct(run, out, names, mapping)
     show(f"images: {len(names)} of {counts.images} in {run}")
     show(f"pairs: {counts.pairs_done} matched, {counts.pairs_waiting} waiting, {counts.pairs_failed} failed")
-    show(f"would make {out}")
+    show(f"would create {out}")
     return 0
 
 
 def _reconstruct(run: Path, out: Path, names: Sequence[str], mapping: dict[str, Any]) -> int:
-    """Map these images of a run and print the numbers; the exit code."""
+    """Reconstruct these images of a run, print statistics and return the exit code."""
     from matcher.collection.reconstruction.reconstruct import reconstruct
     from matcher.collection.store import Store
 
@@ -196,7 +197,7 @@ def _reconstruct(run: Path, out: Path, names: Sequence[str], mapping: dict[str, 
 
 
 def _preview_photos(source: FeatureSource, run: Path, out: Path, wanted: dict[str, Any]) -> int:
-    """Print what would be matched and made of photos."""
+    """Print what would be matched and reconstructed."""
     from matcher.collection.pair_choice import default_choice
     from matcher.collection.sources import check_masks
 
@@ -208,7 +209,7 @@ def _preview_photos(source: FeatureSource, run: Path, out: Path, wanted: dict[st
         show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
     else:
         show(f"pairs: {suggestion(default_choice(len(names), **LIMITS), len(names))}")
-    show(f"would {'go on with' if is_run(run) else 'make'} {run}, then make {out}")
+    show(f"would {'continue' if is_run(run) else 'create'} {run}, then create {out}")
     return 0
 
 
@@ -220,7 +221,7 @@ def is_run(source: Path) -> bool:
 
 
 def resized_scale(store: Store) -> float | None:
-    """Pixels of the resized image for one of the largest file; None where none was resized."""
+    """Resized size / stored size of the largest image; None if none was resized."""
     settings = store.settings
     resize = settings.get("config", {}).get("extractor", {}).get("resize")
     if not resize or settings.get("source", {}).get("kind") != "photos":
@@ -230,11 +231,11 @@ def resized_scale(store: Store) -> float | None:
 
 
 def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
-    """A reconstruction in numbers, ready to print."""
+    """The statistics of a reconstruction, as lines to print."""
     from matcher.collection.reconstruction.reconstruct import PLOT
 
     model = made.largest
-    error = f"{model.mean_reprojection_error:.3f} px of the file"
+    error = f"{model.mean_reprojection_error:.3f} px of the stored image"
     if scale is not None:
         error += f", {model.mean_reprojection_error * scale:.3f} px of the resized image"
     lines = [
@@ -247,5 +248,5 @@ def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
     ]
     if len(made.models) > 1:
         sizes = ", ".join(str(other.registered) for other in made.models[1:])
-        lines.append(f"{len(made.models) - 1} more models that share no image with it: {sizes} images")
+        lines.append(f"{len(made.models) - 1} more models share no image with it: {sizes} images")
     return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]

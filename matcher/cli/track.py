@@ -22,38 +22,54 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".npz", ".tum", ".rrd")
 
-Where = Annotated[str, typer.Argument(metavar="VIDEO|FOLDER|CAMERA_INDEX", show_default=False)]
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="VIDEO|FOLDER|CAMERA_INDEX",
+        show_default=False,
+        help="Video file, folder of frames, or index of a live camera.",
+    ),
+]
 CameraText = Annotated[
-    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Pinhole camera in pixels; needed for poses.")
+    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels; needed for poses.")
 ]
 Right = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the right pictures of rectified pairs.")
+    Path | None, typer.Option(metavar="DIR", help="Folder of the right images of rectified stereo pairs.")
 ]
-Baseline = Annotated[float | None, typer.Option(metavar="METRES", help="Distance between the two cameras.")]
-Window = Annotated[
-    float | None, typer.Option(metavar="PX", help="Largest row difference of a left/right match.")
+Baseline = Annotated[
+    float | None, typer.Option(metavar="METRES", help="Distance between the two stereo cameras.")
 ]
+Window = Annotated[float | None, typer.Option(metavar="PX", help="Largest row difference of a stereo match.")]
 Budget = Annotated[
-    float | None, typer.Option(metavar="MS", help="Choose points and layers to fit this time per frame.")
+    float | None, typer.Option(metavar="MS", help="Choose keypoints and layers to fit this time per frame.")
 ]
 Rate = Annotated[
     float | None,
-    typer.Option("--fps", help="Frame rate of a folder; default 10, or the timestamps in file names."),
+    typer.Option(
+        "--fps",
+        metavar="FPS",
+        help="Frame rate of a folder; by default from the timestamps in its file names, else 10.",
+    ),
 ]
-Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Stop after this many frames.")]
+Frames = Annotated[int | None, typer.Option("--frames", metavar="N", min=1, help="Stop after N frames.")]
 Outputs = Annotated[
     list[Path] | None,
     typer.Option(
         "--output",
         metavar="FILE.npz|.tum|.rrd",
-        help="Save tracks, trajectory or a rerun recording; repeatable.",
+        help="Save tracks (.npz), a trajectory (.tum) or a rerun recording (.rrd); repeatable.",
     ),
 ]
-Truth = Annotated[Path | None, typer.Option(metavar="FILE", help="Ground-truth poses, KITTI or TUM.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Draw the trajectory.")]
-Show = Annotated[bool, typer.Option("--show", help="Watch live in the rerun viewer.")]
+Truth = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Ground-truth poses in KITTI or TUM format to compare with."),
+]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.")
+]
+Show = Annotated[bool, typer.Option("--show", help="Show the tracking live in the rerun viewer.")]
 
-# Where probabilities are low, neighbouring frames give wrong tracks, so the tracker asks for more.
+# Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
 TrackerOptions = Annotated[dict[str, Any], ("geometry",), {"threshold": 0.2}]
 
 
@@ -74,7 +90,7 @@ def track(
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
-    """Track keypoints through a video, a folder of frames or a live camera; estimate poses with --camera.
+    """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
 
     A .tum trajectory holds world_from_cam poses, one line per frame: t x y z qx qy qz qw. A live camera runs
     until Ctrl-C.
@@ -119,7 +135,7 @@ def _check(
         check_output(plot, PLOT_SUFFIXES, overwrite=overwrite)
     if (right is None) != (baseline is None):
         raise UsageError(
-            "--right and --baseline go together: rectified pairs and the distance between cameras"
+            "--right and --baseline must be given together: rectified pairs and the cameras' distance"
         )
     needing = {"--right": right, "--ground-truth": truth, "--plot": plot}
     needing["a .tum trajectory"] = next((path for path in outputs if path.suffix.lower() == ".tum"), None)
@@ -167,7 +183,7 @@ def _follow(
             try:
                 result = _push(tracker, shot, stereo)
             except ImageError as error:
-                complain(f"{error}; the frame is left out")
+                complain(f"{error}; the frame is skipped")
                 failures += 1
                 result = tracker.push(None, shot.timestamp)
             log.add(result)
@@ -244,7 +260,7 @@ def _need_poses(poses: Any) -> None:
     from matcher.errors import ImageError
 
     if len(poses) == 0:
-        raise ImageError("no frame has a pose, so there is no trajectory; are the pictures black or blurred?")
+        raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
 
 
 def _as_object(
@@ -276,17 +292,17 @@ def _title(found: dict[str, Any]) -> str:
 
 
 def _summary(found: dict[str, Any]) -> str:
-    """Some lines for a person."""
+    """The same as readable lines."""
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found["statuses"].items())
     lines = [
         f"{found['frames']} frames ({statuses}), {found['poses']} with a pose",
-        f"tracks of two frames and more are {found['mean_track_length']:.2f} frames long on average",
+        f"mean length of tracks over two or more frames: {found['mean_track_length']:.2f} frames",
     ]
     if found["choice"]:
         lines.append(found["choice"]["text"])
     lines += [
         f"{e['count']} segments of {e['length']:.0f} m: {100 * e['translation']:.2f} % translation, "
-        f"{e['rotation']:.4f} degrees a metre"
+        f"{e['rotation']:.4f} degrees per metre"
         for e in found["segments"] or []
     ]
     lines += [

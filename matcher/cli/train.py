@@ -26,46 +26,54 @@ RecipeFile = Annotated[
     typer.Option(
         "--recipe",
         metavar="FILE.toml",
-        help="What to train and how; default: the recipe of the default preset's weights.",
+        help="What to train and how; by default the recipe of the default preset's weights.",
     ),
 ]
 Photos = Annotated[
     Path | None,
-    typer.Option("--photos", metavar="DIR", help="Photos to train on; default: $MATCHER_DATA/photos/train."),
+    typer.Option(
+        "--photos", metavar="DIR", help="Photos to train on; by default $MATCHER_DATA/photos/train."
+    ),
 ]
 ValidationPhotos = Annotated[
     Path | None,
     typer.Option(
-        "--validation", metavar="DIR", help="Other photos to validate on; default: a tenth of --photos."
+        "--validation", metavar="DIR", help="Other photos to validate on; by default a tenth of --photos."
     ),
 ]
 RunFolder = Annotated[
     Path | None,
     typer.Option(
-        "--run", metavar="DIR", help="Folder for checkpoint, log, curve and weights; default: runs/NAME."
+        "--run",
+        metavar="DIR",
+        help="Folder for checkpoint, log, curve and weights; by default runs/NAME, named after the recipe.",
     ),
 ]
-TrainingDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to train.")]
+TrainingDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Device to train on.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Threads for the network; default: all cores.")
+    int | None,
+    typer.Option("--threads", metavar="N", min=1, help="Number of CPU threads; by default all cores."),
 ]
 ViewWorkers = Annotated[
-    int, typer.Option("--view-workers", min=1, help="Processes that render training views.")
+    int, typer.Option("--view-workers", metavar="N", min=1, help="Processes that render training views.")
 ]
 Steps = Annotated[
     int | None,
     typer.Option(
-        "--steps", min=1, help="Training steps instead of the recipe's; also a limit for its second stage."
+        "--steps",
+        metavar="N",
+        min=1,
+        help="Train for N steps instead of the recipe's number; its second stage has at most N too.",
     ),
 ]
 RenderedViews = Annotated[
     Path | None,
-    typer.Option("--rendered", metavar="DIR", help="Rendered views, for recipes that draw pairs from them."),
+    typer.Option("--rendered", metavar="DIR", help="Folder of rendered views, for recipes that use them."),
 ]
 RealViews = Annotated[
     Path | None,
     typer.Option(
-        "--real", metavar="DIR", help="Views of real places with depth and poses, for recipes that use them."
+        "--real", metavar="DIR", help="Folder of real photos with depth and poses, for recipes that use them."
     ),
 ]
 BatchScale = Annotated[
@@ -74,7 +82,7 @@ BatchScale = Annotated[
         "--batch-scale",
         min=1,
         metavar="N",
-        help="Batches N times as large as the recipe's, for a GPU; recorded in the run and the weights file.",
+        help="Make batches N times as large as the recipe's, for a GPU; recorded in the run and the weights.",
     ),
 ]
 
@@ -92,10 +100,10 @@ def train(
     steps: Steps = None,
     batch_scale: BatchScale = 1,
 ) -> None:
-    """Train a matcher or a front end on your photos, in views rendered from them.
+    """Train a matcher or a front end on views rendered from your photos.
 
-    The same command continues a run that was interrupted. Rendered views are kept in the cache
-    (MATCHER_CACHE) for further runs.
+    Run the same command again to continue after an interruption. Rendered views are kept in the cache
+    (MATCHER_CACHE) for later runs.
     """
     if threads:
         # Read when torch is first imported, which is below.
@@ -140,7 +148,7 @@ def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
 
 
 def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRecipe:
-    """The recipe with so many steps, and no more than that in any later stage."""
+    """The recipe with this number of steps, and at most as many in any later stage."""
     changes = {"steps": steps}
     if hasattr(recipe.optimiser, "confidence_steps"):
         changes["confidence_steps"] = min(steps, recipe.optimiser.confidence_steps)
@@ -174,7 +182,7 @@ def _log(line: str) -> None:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Signals received: the first asks the run to stop after its step, a second one ends the process."""
+    """Signals received: the first stops the run after the current step, a second one ends the process."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -30,9 +30,9 @@ def list_weights() -> None:
         show(f"  source      {row.source}")
         show(f"  trained on  {row.trained_on}")
         show(f"  measured    {' '.join(row.metrics.split())}")
-    show("\nPublished by others, never shipped; `matcher weights fetch NAME` downloads them")
+    show("\nPublished by others and not shipped; download with `matcher weights fetch NAME`")
     for published in read_catalogue().values():
-        here = "here" if (published.folder / "manifest.toml").is_file() else "not here"
+        here = "installed" if (published.folder / "manifest.toml").is_file() else "not installed"
         use = "yes" if published.commercial else "no"
         what = f"preset {published.preset}" if published.preset else "front end"
         show(f"{published.name}  {published.megabytes:.1f} MB  {what}  {here}  commercial use: {use}")
@@ -44,10 +44,10 @@ def list_weights() -> None:
 
 def verify_weights(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Names to check; all that are installed if none is given.")
+        list[str] | None, typer.Argument(help="Weights to check; by default all that are installed.")
     ] = None,
 ) -> None:
-    """Check weights files against their checksums; exit code 5 if one is missing or damaged."""
+    """Check weights files against their checksums; exit with code 5 if one is missing or damaged."""
     from matcher.errors import IntegrityError, UsageError, unknown_name
     from matcher.weights.files import read_manifest, verify
     from matcher.weights.published.catalogue import locate, read_catalogue
@@ -67,16 +67,16 @@ def verify_weights(
             complain(f"damaged  {name}  {error}")
             failed += 1
     if failed:
-        raise IntegrityError(f"{failed} of {len(chosen)} weights files are absent or damaged")
+        raise IntegrityError(f"{failed} of {len(chosen)} weights files are missing or damaged")
 
 
 def fetch_weights(
-    names: Annotated[list[str], typer.Argument(help="Names shown by `matcher weights list`.")],
+    names: Annotated[list[str], typer.Argument(help="Names from `matcher weights list`.")],
     accept_licence: Annotated[
-        bool, typer.Option("--accept-licence", help="Accept licences that forbid commercial use.")
+        bool, typer.Option("--accept-licence", help="Accept licences that do not allow commercial use.")
     ] = False,
 ) -> None:
-    """Download published weights to the cache (MATCHER_CACHE), check them and convert them."""
+    """Download published weights to the cache (MATCHER_CACHE), verify and convert them."""
     from matcher.weights.published.catalogue import find_published
     from matcher.weights.published.fetching import fetch
 
@@ -85,25 +85,30 @@ def fetch_weights(
         show(f"{row.name}: {row.licence}; commercial use: {'yes' if row.commercial else 'no'}; {row.source}")
         found = fetch(row, accept_licence=accept_licence, report=_show_progress)
         for file in row.files if found.sha256 else ():
-            remark = "as expected" if file.sha256 else "the one to expect is not known, so it is not checked"
+            remark = "as expected" if file.sha256 else "not checked, since no expected value is known"
             show(f"  {file.name}  sha256 {found.sha256[file.name]} ({remark})")
-        show(f"  {'converted' if found.sha256 else 'already here'}  {found.path}")
+        show(f"  {'converted' if found.sha256 else 'already installed'}  {found.path}")
 
 
 def import_weights(
     files: Annotated[
-        list[Path], typer.Argument(help="Published checkpoint: .pth, .pt, .ckpt or .safetensors.")
+        list[Path], typer.Argument(help="Published checkpoint, a .pth, .pt, .ckpt or .safetensors file.")
     ],
     preset: Annotated[
-        str, typer.Option("--preset", help="Preset or front end that the checkpoint belongs to.")
+        str,
+        typer.Option("--preset", metavar="NAME", help="Preset or front end that the checkpoint belongs to."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="A .safetensors file; default: the cache, where the preset looks."),
+        typer.Option(
+            "--output",
+            metavar="FILE.safetensors",
+            help="File to create; by default in the cache, where the preset finds it.",
+        ),
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Convert a checkpoint that you have into a weights file; no code in it is executed."""
+    """Convert a downloaded checkpoint into a weights file, without running any code in it."""
     from matcher.files import check_output
     from matcher.weights.published.fetching import import_files
 
