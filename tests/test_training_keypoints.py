@@ -16,10 +16,11 @@ from matcher.data.image import Image
 from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
-from matcher.lab.pairs.planes import NOTHING, View
+from matcher.lab.pairs.dense import HIDDEN
+from matcher.lab.pairs.planes import NOTHING, View, plane_positions
 from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.keypoints import losses
-from matcher.lab.train.keypoints.pictures import HIDDEN, PictureSampler, dense_places, turned
+from matcher.lab.train.keypoints.pictures import PictureSampler, turned
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
 from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
@@ -74,7 +75,7 @@ def flat(homography: np.ndarray, height: int = 60, width: int = 80) -> View:
 def test_places_follow_the_homographies(rng):
     first = np.eye(3)
     second = np.array([[0.9, -0.1, 7], [0.12, 1.1, -3], [1e-3, 5e-4, 1]])
-    places = dense_places(flat(first), flat(second))
+    places = plane_positions(flat(first), flat(second))
     corners = rng.integers(0, (80, 60), (200, 2))
     expected = warp_points(corners.astype(float), second)
     inside = ((expected >= 0) & (expected <= (79, 59))).all(1)
@@ -89,7 +90,7 @@ def test_a_turned_view_shows_the_same_in_other_places(rng, turns):
     pixels = rng.integers(0, 256, (64, 64)).astype(np.uint8)
     view = View(pixels, np.zeros_like(pixels), np.array([[[1.1, 0, 3], [0, 0.9, -2], [0, 0, 1.0]]]))
     other = turned(view, turns)
-    places = dense_places(view, other)
+    places = plane_positions(view, other)
     column, row = np.rint(places).astype(int)
     np.testing.assert_allclose(places, [column, row], atol=1e-3)
     assert bool((other.pixels[row, column] == view.pixels).all())
@@ -110,16 +111,16 @@ def test_some_pairs_are_turned(folder):
 def test_what_another_plane_covers_is_hidden():
     view, other = flat(np.eye(3)), flat(np.eye(3))
     other.labels[:, :40] = NOTHING
-    places = dense_places(view, other)
+    places = plane_positions(view, other)
     assert bool((places[:, :, :40] == HIDDEN).all())
     assert bool((places[0, :, 40:] == np.arange(40, 80)).all())
 
 
 def test_batches_repeat_and_differ(sampler):
     first, again, other = sampler.batch(3), sampler.batch(3), sampler.batch(4)
-    assert torch.equal(first.pixels, again.pixels) and torch.equal(first.places, again.places)
+    assert torch.equal(first.pixels, again.pixels) and torch.equal(first.positions, again.positions)
     assert not torch.equal(first.pixels, other.pixels)
-    assert first.pixels.shape == (4, 1, 64, 96) and first.places.shape == (4, 2, 64, 96)
+    assert first.pixels.shape == (4, 1, 64, 96) and first.positions.shape == (4, 2, 64, 96)
     assert len(first) == 2
     prepared = list(sampler.batches(3, 5, readers=2))
     assert torch.equal(prepared[0].pixels, first.pixels) and torch.equal(prepared[1].pixels, other.pixels)
@@ -129,16 +130,16 @@ def test_places_of_a_pair_lead_back(sampler):
     batch = sampler.batch(0)
     points = torch.stack(torch.meshgrid(torch.arange(8.0, 88), torch.arange(8.0, 56), indexing="xy"), -1)
     points = points.reshape(1, -1, 2).repeat(len(batch.pixels), 1, 1)
-    there, seen = losses.carry(points, batch.places)
-    back, again = losses.carry(losses.partners(there), batch.places)
-    both = losses.partners(again) & seen
-    error = (losses.partners(back) - points).norm(dim=-1)[both]
+    there, seen = losses.transfer(points, batch.positions)
+    back, again = losses.transfer(losses.other_of_pair(there), batch.positions)
+    both = losses.other_of_pair(again) & seen
+    error = (losses.other_of_pair(back) - points).norm(dim=-1)[both]
     assert both.any()
     assert float(error.median()) < 0.05
 
 
 def test_partners_swap_the_pictures_of_each_pair():
-    assert losses.partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
+    assert losses.other_of_pair(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
 
 
 def test_description_loss_wants_each_descriptor_at_its_place():

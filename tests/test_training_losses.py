@@ -10,10 +10,10 @@ from matcher.lab.train.labels import IGNORED
 from matcher.lab.train.losses import (
     assignment_loss,
     confidence_loss,
+    correspondence_loss,
     decisions,
     match_probability_loss,
     matchability_loss,
-    statement_loss,
 )
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.match.sinkhorn import log_assignment, sinkhorn
@@ -169,9 +169,9 @@ def test_matchability_loss_is_the_cross_entropy_of_known_points():
     torch.testing.assert_close(found, expected)
 
 
-def test_statement_loss_counts_seen_points_only_and_is_steep_near_the_truth():
+def test_correspondence_loss_counts_seen_points_only_and_is_steep_near_the_truth():
     truth = torch.zeros(1, 3, 2)
     stated = torch.tensor([[[0.05, 0.0], [0.0, 0.15], [9.0, 9.0]]])
     seen = torch.tensor([[True, True, False]])
     expected = 0.25 * (torch.tensor(2.0).log() + torch.tensor(4.0).log()) / 2
-    torch.testing.assert_close(statement_loss(stated, truth, seen), expected)
+    torch.testing.assert_close(correspondence_loss(stated, truth, seen), expected)

@@ -1,4 +1,4 @@
-"""Truth of pairs: reprojection, visibility, assignment."""
+"""PartnerLabels of pairs: reprojection, visibility, assignment."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from matcher.lab.pairs.planes import NOTHING, SceneRecipe, build_planes, place_c
 from matcher.lab.train.labels import (
     IGNORED,
     collate,
+    label_partners,
     reproject,
     to_features,
-    true_assignment,
     unrelated,
 )
 from matcher.lab.train.recipe import PairRecipe
@@ -135,7 +135,7 @@ def test_true_assignment_is_the_naive_loop(seed):
     inside = ((near > 0) & (near < (159, 119))).all(1)
     points1 = np.concatenate([near[inside], rng.uniform(0, (159, 119), (15, 2))])
     view0, view1 = flat_view(points0, np.eye(3), rng), flat_view(points1, H, rng)
-    truth = true_assignment(view0, view1, PairRecipe())
+    truth = label_partners(view0, view1, PairRecipe())
     partner0, partner1 = naive_truth(view0, view1, H, PairRecipe())
     assert truth.partner0.tolist() == partner0
     assert truth.partner1.tolist() == partner1
@@ -146,7 +146,7 @@ def test_true_assignment_is_the_naive_loop(seed):
 def test_matched_ignored_unmatched_by_distance(rng):
     points0 = np.array([[20.0, 20], [60, 20], [100, 20], [20, 80]])
     points1 = points0 + np.array([[2, 0], [3.5, 0], [4.5, 0], [0, 0]])
-    truth = true_assignment(
+    truth = label_partners(
         flat_view(points0, np.eye(3), rng), flat_view(points1, np.eye(3), rng), PairRecipe()
     )
     assert truth.partner0.tolist() == [0, IGNORED, UNMATCHED, 3]
@@ -157,20 +157,20 @@ def test_points_on_one_place_are_told_apart_by_descriptor(rng):
     points = np.array([[50.0, 50], [50, 50]])
     view0 = flat_view(points, np.eye(3), rng)
     view1 = replace(view0, descriptors=view0.descriptors[::-1])
-    assert true_assignment(view0, view1, PairRecipe()).partner0.tolist() == [1, 0]
+    assert label_partners(view0, view1, PairRecipe()).partner0.tolist() == [1, 0]
 
 
 def test_unrelated_views_have_nothing_in_common(rng):
     points = rng.uniform(0, (159, 119), (30, 2))
     view = flat_view(points, np.eye(3), rng)
-    truth = true_assignment(view, unrelated(view), PairRecipe())
+    truth = label_partners(view, unrelated(view), PairRecipe())
     assert (truth.partner0 == UNMATCHED).all()
     assert (truth.partner1 == UNMATCHED).all()
 
 
 def test_views_without_points(rng):
     some, none = (flat_view(np.zeros((n, 2)), np.eye(3), rng) for n in (3, 0))
-    truth = true_assignment(some, none, PairRecipe())
+    truth = label_partners(some, none, PairRecipe())
     assert truth.partner0.tolist() == [UNMATCHED] * 3
     assert truth.partner1.tolist() == []
 

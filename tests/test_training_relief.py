@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from training_data import texture
 
-from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, carry, quarter_turned
+from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, quarter_turned, transfer
 from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
 from matcher.lab.pairs.lens import draw_lens
 from matcher.lab.pairs.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
@@ -73,7 +73,7 @@ def test_there_and_back_is_the_same_point_and_covered_pixels_are_hidden(surfaces
     there, back = dense_positions(first, second), dense_positions(second, first)
     seen = there[0] >= 0
     rows, columns = np.nonzero(seen)
-    moved, state = carry(there[:, seen].T, back)
+    moved, state = transfer(there[:, seen].T, back)
     returned = state == SEEN_STATE
     error = np.hypot(*(moved - np.stack([columns, rows], 1))[returned].T)
     assert returned.mean() > 0.9 and np.quantile(error, 0.99) < 1.0 and np.median(error) < 0.1

@@ -194,7 +194,7 @@ def test_negative_pairs_share_no_photo_and_match_nothing(cache):
 
 def test_without_strangers_a_pair_of_one_scene_is_drawn(cache, monkeypatch):
     sampler = PairSampler(cache, replace(TINY.pair, negative_share=1.0), 0)
-    monkeypatch.setattr(sampler, "_strangers", lambda *_: None)
+    monkeypatch.setattr(sampler, "_unrelated_pair", lambda *_: None)
     view0, view1 = sampler.draw(np.random.default_rng(0))
     assert view0.photos == view1.photos
 

@@ -110,9 +110,9 @@ def random_batch(rng: np.random.Generator, pairs: int = 3, points: int = 12) -> 
         )
         for xy, values in ((places, descriptors), (moved, second))
     ]
-    place0, place1 = (torch.from_numpy(x.astype(np.float32)) for x in (places + 5, moved - 5))
-    place0[:, 2] = torch.nan  # out of sight
-    return PairBatch(*features, torch.from_numpy(partner0), torch.from_numpy(partner1), place0, place1)
+    there0, there1 = (torch.from_numpy(x.astype(np.float32)) for x in (places + 5, moved - 5))
+    there0[:, 2] = torch.nan  # out of sight
+    return PairBatch(*features, torch.from_numpy(partner0), torch.from_numpy(partner1), there0, there1)
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:

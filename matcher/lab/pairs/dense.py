@@ -1,23 +1,16 @@
-"""Two pictures of one place and what is known of where each pixel lies in the other one.
+"""Dense ground truth between two images: the position of every pixel of each in the other.
 
-The one interface between sources of training pairs and what learns from them. A pixel of a picture is
+This is the interface between sources of training pairs and training. A pixel is
 
-- seen: its position in the other picture is known, exact to a fraction of a pixel, and the other picture
-  shows it there;
-- hidden: it is known that the other picture does not show it: covered, behind the camera, out of the
-  picture, or no part of the scene at all (black borders);
-- unknown: depth or pose say nothing about it. No loss may count such a pixel, neither as matched nor as
-  unmatched. Planes and relief leave hardly any, rendered rooms the rims of things, real places a lot.
+- seen: its position in the other image is known to a fraction of a pixel, and it is visible there;
+- hidden: it is known to be invisible in the other image: occluded, behind the camera, outside the image, or
+  not part of the scene (black borders);
+- unknown: depth or pose cannot decide. No loss may count such a pixel, neither as matched nor as unmatched.
+  Planes and relief have hardly any, rendered rooms have them at depth edges, real scenes have many.
 
-Dense truth is one array of positions (2, H, W) a picture, xy in pixels of the other picture (the centre of
-the first pixel is (0, 0)); pixels that are not seen hold `HIDDEN` or `UNKNOWN`, both negative, so that
-`positions[0] >= 0` is "seen" and `positions[0] == UNKNOWN` is "ignore me". Points between pixels are carried
-by `carry`. A source is anything that has
-
-    pair(rng: np.random.Generator, size: tuple[int, int]) -> DensePair
-
-and gives pictures of `size` (width, height), the same for the same state of `rng`; `sources.Mixture` draws
-from several by the shares that a recipe names.
+Positions are a (2, H, W) array per image, xy in pixels of the other image (the centre of the first pixel is
+(0, 0)). Pixels that are not seen hold `HIDDEN` or `UNKNOWN`, both negative, so `positions[0] >= 0` means seen
+and `positions[0] == UNKNOWN` means ignored. `transfer` interpolates between pixels.
 """
 
 from __future__ import annotations
@@ -34,18 +27,18 @@ SEEN_STATE, HIDDEN_STATE, UNKNOWN_STATE = 1, 0, -1
 
 @dataclass(frozen=True, eq=False)
 class DensePair:
-    """Two pictures (grey, uint8) and the position of every pixel of each in the other."""
+    """Two grey images and the position of every pixel of each in the other."""
 
     pixels0: np.ndarray  # (H, W) uint8
     pixels1: np.ndarray
-    positions0: np.ndarray  # (2, H, W) float32: where pixels of picture 0 lie in picture 1, HIDDEN or UNKNOWN
-    positions1: np.ndarray  # the same from picture 1 to picture 0
+    positions0: np.ndarray  # (2, H, W) float32: pixels of image 0 in image 1, HIDDEN or UNKNOWN
+    positions1: np.ndarray  # the same from image 1 to image 0
     source: str = "planes"
-    photos: frozenset[str] = frozenset()  # what it shows; pairs without anything in common are unrelated
+    photos: frozenset[str] = frozenset()  # that it shows; pairs that share none are unrelated
 
     @property
     def overlap(self) -> float:
-        """Share of the pixels of known state of either picture, the smaller one, that the other shows."""
+        """Share of the pixels of known state that are seen in the other image, the smaller of both images."""
         shares = []
         for positions in (self.positions0, self.positions1):
             known = (positions[0] != UNKNOWN).sum()
@@ -54,26 +47,26 @@ class DensePair:
 
     @property
     def seen(self) -> float:
-        """Share of all pixels of picture 0 whose position in picture 1 is known and visible."""
+        """Share of all pixels of image 0 that are seen in image 1."""
         return float((self.positions0[0] >= 0).mean())
 
     def swapped(self) -> DensePair:
-        """The same pair with picture 1 first."""
+        """The same pair with image 1 first."""
         return DensePair(
             self.pixels1, self.pixels0, self.positions1, self.positions0, self.source, self.photos
         )
 
 
 class PairSource(Protocol):
-    """What gives pairs to train on."""
+    """A source of training pairs."""
 
     def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
-        """A pair of pictures of `size` (width, height), the same for the same state of `rng`."""
+        """A pair of images of `size` (width, height), the same for the same state of `rng`."""
         ...
 
 
-def carry(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points of one picture in the other one.
+def transfer(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Transfer points of one image to the other.
 
     Args:
         points: (N, 2) xy in pixels.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
+from matcher.lab.pairs.dense import HIDDEN
+
 NOTHING = 255  # label of pixels that show no plane of the scene
 
 
@@ -136,3 +138,24 @@ def _smoothed(texture: np.ndarray, H: np.ndarray) -> np.ndarray:
     area = abs(np.linalg.det(H)) / max(abs(depth), 1e-6) ** 3  # image pixels per texture pixel
     shrink = 1 / np.sqrt(max(area, 1e-6))
     return texture if shrink < 1.3 else cv2.GaussianBlur(texture, (0, 0), 0.4 * float(min(shrink, 8)))
+
+
+def plane_positions(view: View, other: View) -> np.ndarray:
+    """(2, H, W) float32: where each pixel of `view` lies in `other`, or HIDDEN; nothing is unknown."""
+    height, width = view.labels.shape
+    positions = np.full((2, height, width), HIDDEN, np.float32)
+    x, y = np.arange(width, dtype=np.float32)[None], np.arange(height, dtype=np.float32)[:, None]
+    for plane, (own, there) in enumerate(zip(view.homographies, other.homographies, strict=True)):
+        chosen = view.labels == plane
+        if not chosen.any():
+            continue
+        other_from_own = (there @ np.linalg.inv(own)).astype(np.float32)
+        u, v, w = (row[0] * x + (row[1] * y + row[2]) for row in other_from_own)
+        front = w > 1e-9
+        w = np.where(front, w, 1)
+        u, v = u / w, v / w
+        seen = chosen & front & (u >= 0) & (v >= 0) & (u <= width - 1) & (v <= height - 1)
+        labels = cv2.remap(other.labels, np.where(seen, u, 0), np.where(seen, v, 0), cv2.INTER_NEAREST)
+        seen &= labels == plane
+        positions[0][seen], positions[1][seen] = u[seen], v[seen]
+    return positions

@@ -10,9 +10,9 @@ import cv2
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.lab.pairs.dense import HIDDEN, DensePair, PairSource
+from matcher.lab.pairs.dense import DensePair, PairSource
 from matcher.lab.pairs.photometric import augment, darken
-from matcher.lab.pairs.planes import SceneRecipe, View, build_planes, place_camera, render
+from matcher.lab.pairs.planes import SceneRecipe, View, build_planes, place_camera, plane_positions, render
 from matcher.lab.pairs.relief.source import Relief
 from matcher.lab.pairs.relief.textures import photo_texture
 from matcher.lab.pairs.stored import StoredViews
@@ -63,27 +63,6 @@ class Planes:
                 backdrop = cv2.resize(photo_texture(photos, rng), backdrop.shape[::-1])
             views.append(render(planes, camera, backdrop))
         return views[0], views[1]
-
-
-def plane_positions(view: View, other: View) -> np.ndarray:
-    """(2, H, W) float32: where each pixel of `view` lies in `other`, or HIDDEN; nothing is unknown."""
-    height, width = view.labels.shape
-    positions = np.full((2, height, width), HIDDEN, np.float32)
-    x, y = np.arange(width, dtype=np.float32)[None], np.arange(height, dtype=np.float32)[:, None]
-    for plane, (own, there) in enumerate(zip(view.homographies, other.homographies, strict=True)):
-        chosen = view.labels == plane
-        if not chosen.any():
-            continue
-        other_from_own = (there @ np.linalg.inv(own)).astype(np.float32)
-        u, v, w = (row[0] * x + (row[1] * y + row[2]) for row in other_from_own)
-        front = w > 1e-9
-        w = np.where(front, w, 1)
-        u, v = u / w, v / w
-        seen = chosen & front & (u >= 0) & (v >= 0) & (u <= width - 1) & (v <= height - 1)
-        labels = cv2.remap(other.labels, np.where(seen, u, 0), np.where(seen, v, 0), cv2.INTER_NEAREST)
-        seen &= labels == plane
-        positions[0][seen], positions[1][seen] = u[seen], v[seen]
-    return positions
 
 
 class Mixture:

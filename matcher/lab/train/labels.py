@@ -1,9 +1,9 @@
-"""The true assignment of two views, by reprojection.
+"""Training labels: the ground-truth partner of each keypoint of two views, by reprojection.
 
-The error of two points is the mean of their reprojection errors in either view, as evaluation measures it;
-points that do not see the same texture are infinitely far apart. Matched: the error is below
-`match_distance`, and each is the other's nearest. Unmatched: no point of the other view has an error within
-`unmatched_distance`. Between the two a point is ignored.
+The error of two keypoints is the mean of their reprojection errors in both views, as in evaluation; it is
+infinite where they lie on different surfaces. Keypoints match if they are mutual nearest neighbours with an
+error below `match_distance`. A keypoint is unmatched if no keypoint of the other view has an error within
+`unmatched_distance`; in between it is ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from matcher.data.features import Features
 from matcher.data.matches import UNMATCHED
 from matcher.lab.pairs.planes import NOTHING
-from matcher.lab.train.described import CarriedView
+from matcher.lab.train.pair_cache import CorrespondingView
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, plane_of
 from matcher.match.steering import EXIF_TURNS, aligned, rotated_descriptors
@@ -30,13 +30,13 @@ ViewPair = tuple[CachedView, CachedView]
 
 
 @dataclass(frozen=True, eq=False)
-class Truth:
-    """The true partner of each point, or UNMATCHED, or IGNORED."""
+class PartnerLabels:
+    """The partner of each keypoint, UNMATCHED or IGNORED, and where it lies in the other image."""
 
     partner0: np.ndarray  # (N,) int64
     partner1: np.ndarray  # (M,)
-    place0: np.ndarray  # (N, 2) where each point of image 0 lies in image 1, pixels; NaN where out of sight
-    place1: np.ndarray  # (M, 2)
+    corresponding0: np.ndarray  # (N, 2) pixels in image 1 of each point of image 0; NaN if not visible
+    corresponding1: np.ndarray  # (M, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,8 @@ class PairBatch:
     features1: Features
     partner0: Tensor  # (B, N) int64
     partner1: Tensor  # (B, M)
-    place0: Tensor  # (B, N, 2) float32
-    place1: Tensor  # (B, M, 2)
+    corresponding0: Tensor  # (B, N, 2) float32
+    corresponding1: Tensor  # (B, M, 2)
 
     def __len__(self) -> int:
         """Pairs."""
@@ -56,7 +56,7 @@ class PairBatch:
 
 
 def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.ndarray:
-    """Where points (N, 2) of one view lie in another of the same scene; NaN where they are not to be seen."""
+    """Project points (N, 2) of one view into another of the same scene; NaN where they are not visible."""
     plane = plane_of(points, source.labels)
     found = np.full((len(points), 2), np.nan)
     for p in np.intersect1d(plane[plane != NOTHING], target.labels):
@@ -71,20 +71,20 @@ def reproject(points: np.ndarray, source: CachedView, target: CachedView) -> np.
     return found
 
 
-def carried(view: CachedView, other: CachedView) -> tuple[np.ndarray, np.ndarray]:
+def correspondences(view: CachedView, other: CachedView) -> tuple[np.ndarray, np.ndarray]:
     """Where the points of a view lie in the other one of its pair (N, 2), NaN where they are not to be seen,
     and (N,) bool whether that is known."""
-    if isinstance(view, CarriedView):
-        return view.carried, view.known
+    if isinstance(view, CorrespondingView):
+        return view.corresponding, view.known
     return reproject(view.keypoints, view, other), np.ones(len(view.keypoints), bool)
 
 
-def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) -> Truth:
-    """Who matches whom, by reprojection; equally near candidates are told apart by descriptor."""
+def label_partners(view0: CachedView, view1: CachedView, recipe: PairRecipe) -> PartnerLabels:
+    """Label the partners of two views; among equally near candidates the most similar descriptor wins."""
     if not len(view0.keypoints) or not len(view1.keypoints):
         alone = (np.full(len(view.keypoints), UNMATCHED, np.int64) for view in (view0, view1))
-        return Truth(*alone, *(np.full((len(view.keypoints), 2), np.nan) for view in (view0, view1)))
-    (moved0, known0), (moved1, known1) = carried(view0, view1), carried(view1, view0)
+        return PartnerLabels(*alone, *(np.full((len(view.keypoints), 2), np.nan) for view in (view0, view1)))
+    (moved0, known0), (moved1, known1) = correspondences(view0, view1), correspondences(view1, view0)
     there = _distances(moved0, view1.keypoints)
     back = _distances(moved1, view0.keypoints).T
     # Where one view does not know, the other one decides.
@@ -97,7 +97,7 @@ def true_assignment(view0: CachedView, view1: CachedView, recipe: PairRecipe) ->
     partner0 = np.where((error.min(1) > recipe.unmatched_distance) & known0, UNMATCHED, IGNORED)
     partner1 = np.where((error.min(0) > recipe.unmatched_distance) & known1, UNMATCHED, IGNORED)
     partner0[mutual], partner1[columns[mutual]] = columns[mutual], rows[mutual]
-    return Truth(partner0, partner1, moved0, moved1)
+    return PartnerLabels(partner0, partner1, moved0, moved1)
 
 
 def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -108,14 +108,14 @@ def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def unrelated(view: CachedView) -> CachedView:
-    """The view as seen from another scene: it shows nothing of it."""
-    if isinstance(view, CarriedView):
+    """The view as part of an unrelated pair: nothing of it is visible in the other image."""
+    if isinstance(view, CorrespondingView):
         return view.alone()
     return replace(view, labels=np.full_like(view.labels, NOTHING))
 
 
 def to_features(view: CachedView, orientation: int = 1) -> Features:
-    """A cached view as the network sees it, upright or turned as an EXIF orientation says."""
+    """The features of a cached view, upright or turned by an EXIF orientation."""
     turned = rotated_descriptors(view.unit_descriptors(), view.kind)
     return Features(
         keypoints=view.keypoints,
@@ -129,7 +129,7 @@ def to_features(view: CachedView, orientation: int = 1) -> Features:
 
 
 def draw_turns(recipe: PairRecipe, rng: np.random.Generator) -> tuple[int, int]:
-    """EXIF orientations under which a pair is shown: SIFT's points and descriptors turn with the picture."""
+    """EXIF orientations under which the network sees a pair; SIFT features turn with the image."""
     turned = rng.random() < recipe.turned_share
     first = int(rng.integers(4)) if turned else 0
     second = int(rng.integers(4)) if turned and rng.random() < 0.3 else first
@@ -137,8 +137,8 @@ def draw_turns(recipe: PairRecipe, rng: np.random.Generator) -> tuple[int, int]:
 
 
 def collate(pairs: Sequence[ViewPair], recipe: PairRecipe, rng: np.random.Generator) -> PairBatch:
-    """Pairs of views with equal point counts as one batch with its truth, some turned by quarter turns."""
-    truths = [true_assignment(view0, view1, recipe) for view0, view1 in pairs]
+    """A batch of pairs of views with equally many keypoints, with labels; some are turned by 90° steps."""
+    truths = [label_partners(view0, view1, recipe) for view0, view1 in pairs]
     turns = [draw_turns(recipe, rng) for _ in pairs]
     features0, features1 = (
         Features.stack([to_features(pair[side], turn[side]) for pair, turn in zip(pairs, turns, strict=True)])
@@ -148,9 +148,9 @@ def collate(pairs: Sequence[ViewPair], recipe: PairRecipe, rng: np.random.Genera
         features0,
         aligned(features0, features1, features0.kind),
         *(_stacked(truths, name, torch.int64) for name in ("partner0", "partner1")),
-        *(_stacked(truths, name, torch.float32) for name in ("place0", "place1")),
+        *(_stacked(truths, name, torch.float32) for name in ("corresponding0", "corresponding1")),
     )
 
 
-def _stacked(truths: Sequence[Truth], name: str, dtype: torch.dtype) -> Tensor:
+def _stacked(truths: Sequence[PartnerLabels], name: str, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.stack([getattr(truth, name) for truth in truths])).to(dtype)

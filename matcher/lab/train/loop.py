@@ -18,7 +18,7 @@ MOST_SKIPPED = 50
 LOG_EVERY = 20  # steps
 
 Log = Callable[[str], None]
-Row = dict[str, float]
+LogRow = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Loop:
     """A trainer, its folder, and who listens."""
 
     trainer: Stage
-    validate: Callable[[], Row]  # of the averaged parameters; "f1" says which are the best
+    validate: Callable[[], LogRow]  # of the averaged parameters; "f1" says which are the best
     folder: Path
     log: Log
     stopped: Callable[[], bool]
-    on_validation: Callable[[Sequence[Row]], None]
+    on_validation: Callable[[Sequence[LogRow]], None]
     listen: Callable[[], None] = lambda: None  # called at every report
 
     def resume(self) -> None:
@@ -122,7 +122,7 @@ class Loop:
             save_state(self.folder / "best.pt", trainer.average.state_dict())
         self.on_validation(progress.history)
 
-    def _note(self, values: Row) -> None:
+    def _note(self, values: LogRow) -> None:
         """Append a row to the history and to its file."""
         progress = self.trainer.progress
         row = {

@@ -39,7 +39,7 @@ def matchability_loss(scores: Tensor, partner0: Tensor, partner1: Tensor) -> Ten
     )
 
 
-def statement_loss(stated: Tensor, truth: Tensor, seen: Tensor) -> Tensor:
+def correspondence_loss(stated: Tensor, truth: Tensor, seen: Tensor) -> Tensor:
     """How far stated places (…, N, 2) are from the true ones, over points marked in `seen` (…, N).
 
     Steep near the truth and flat far from it, so that precision is worth something and the lost are let go.

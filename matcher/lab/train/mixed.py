@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from matcher.lab.train.described import DescribedPair, PairCache
 from matcher.lab.train.labels import ViewPair, unrelated
+from matcher.lab.train.pair_cache import CorrespondingPair, PairCache
 from matcher.lab.train.recipe import Recipe
-from matcher.lab.train.sampler import STRANGER_ATTEMPTS, PairSampler
+from matcher.lab.train.sampler import UNRELATED_ATTEMPTS, PairSampler
 from matcher.lab.train.views import ViewCache
 
 
@@ -32,22 +32,22 @@ class MixedSampler(PairSampler):
         self.numbers = self.described.ready()
 
     def draw(self, rng: np.random.Generator) -> ViewPair:
-        """A pair of either kind, or strangers."""
+        """A pair of either kind, or an unrelated pair."""
         if len(self.numbers) < 2 or rng.random() >= self.share:
             return super().draw(rng)
         if rng.random() < self.recipe.negative_share:
-            strangers = self._unrelated(rng)
-            if strangers is not None:
-                return strangers
+            pair = self._unrelated(rng)
+            if pair is not None:
+                return pair
         return self._read(rng)
 
-    def _read(self, rng: np.random.Generator) -> DescribedPair:
+    def _read(self, rng: np.random.Generator) -> CorrespondingPair:
         view0, view1 = self.described.read(int(rng.choice(self.numbers)))
         return (view0, view1) if rng.random() < 0.5 else (view1, view0)
 
     def _unrelated(self, rng: np.random.Generator) -> ViewPair | None:
         """Pictures of two pairs that show nothing in common; None where chance finds none."""
-        for _ in range(STRANGER_ATTEMPTS):
+        for _ in range(UNRELATED_ATTEMPTS):
             view0, view1 = self._read(rng)[0], self._read(rng)[1]
             if not view0.shows & view1.shows:
                 return unrelated(view0), unrelated(view1)

@@ -54,9 +54,9 @@ def check_recipe(recipe: Recipe | FrontEndRecipe, where: str = "recipe") -> None
     Raises:
         UsageError: names the first such key and what it must be.
     """
-    for kept, demand in recipe.demands():
+    for kept, rule in recipe.rules():
         if not kept:
-            raise UsageError(f"{where}: {demand}")
+            raise UsageError(f"{where}: {rule}")
     if isinstance(recipe, Recipe):
         try:
             check_config(recipe.network)

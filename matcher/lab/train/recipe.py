@@ -64,9 +64,9 @@ class OptimiserRecipe:
     unrolled_iterations: int = 2  # Sinkhorn iterations that carry gradients
     sinkhorn_iterations: int = 6  # iterations that find where to linearise, without gradients
     matchability_weight: float = 0.1
-    statement_weight: float = 2.0  # of where guided tokens say that their partners are
+    correspondence_weight: float = 2.0  # of the predicted correspondences of guided tokens
     start_share: float = 0.0  # of the parameters that the run began with, in what it ends with
-    confidence_steps: int = 600  # second stage: confidence and prospect heads on frozen features
+    confidence_steps: int = 600  # second stage: confidence and match-probability heads on frozen features
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Recipe:
     validation_pairs: int = 144  # of those scenes
     save_every: int = 100
 
-    def demands(self) -> list[tuple[bool, str]]:
+    def rules(self) -> list[tuple[bool, str]]:
         """What must hold, each with what to tell a user of whom it does not."""
         scene, pair, optimiser = self.scene, self.pair, self.optimiser
         shares = {

@@ -15,12 +15,12 @@ from matcher.config import to_dict
 from matcher.errors import UsageError
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.confidence import ConfidenceTrainer
-from matcher.lab.train.described import PairCache
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.labels import ViewPair
-from matcher.lab.train.loop import LOG_EVERY, Log, Loop, Row, RunOptions, Stopped
+from matcher.lab.train.loop import LOG_EVERY, Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.mixed import MixedSampler
+from matcher.lab.train.pair_cache import PairCache
 from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import PairSampler
@@ -43,7 +43,7 @@ def train(
     log: Log,
     *,
     stopped: Callable[[], bool] = lambda: False,
-    on_validation: Callable[[Sequence[Row]], None] = lambda rows: None,
+    on_validation: Callable[[Sequence[LogRow]], None] = lambda rows: None,
 ) -> Path | None:
     """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
 
@@ -73,7 +73,7 @@ def train(
         with _views(recipe, training, options, log, stopped) as (workers, described):
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
 
-            def scores() -> Row:
+            def scores() -> LogRow:
                 return validate(trainer.average, pairs, recipe.pair, options.device)
 
             loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, workers.listen)

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.lab.train.labels import PairBatch, ViewPair, carried, collate, reproject, unrelated
+from matcher.lab.train.labels import PairBatch, ViewPair, collate, correspondences, reproject, unrelated
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, ViewCache
 
 REFRESH_EVERY = 50  # batches
 ATTEMPTS = 100  # for each pair of a batch
-STRANGER_ATTEMPTS = 10  # to find two scenes without a common photo
+UNRELATED_ATTEMPTS = 10  # to find two scenes without a common photo
 
 
 class PairSampler:
@@ -64,20 +64,20 @@ class PairSampler:
                 yield batch
 
     def draw(self, rng: np.random.Generator) -> ViewPair:
-        """Two views of one scene that mostly see something in common, or, in a share of cases, strangers."""
+        """Two views of one scene, mostly with enough overlap, or in a share of cases an unrelated pair."""
         first, second = (int(v) for v in rng.choice(self.cache.recipe.scene.views, 2, replace=False))
         if rng.random() < self.recipe.negative_share:
-            strangers = self._strangers(first, second, rng)
-            if strangers:
-                return strangers
+            pair = self._unrelated_pair(first, second, rng)
+            if pair:
+                return pair
         while True:
             views = self.cache.read(int(rng.choice(self.scenes)), [first, second])
             if overlap(*views, rng) > self.recipe.min_overlap or rng.random() < 0.1:
                 return views[0], views[1]
 
-    def _strangers(self, first: int, second: int, rng: np.random.Generator) -> ViewPair | None:
+    def _unrelated_pair(self, first: int, second: int, rng: np.random.Generator) -> ViewPair | None:
         """Views of two scenes that show no photo in common; None where the photos are too few for that."""
-        for _ in range(STRANGER_ATTEMPTS):
+        for _ in range(UNRELATED_ATTEMPTS):
             scene0, scene1 = (int(s) for s in rng.choice(self.scenes, 2, replace=False))
             view0, view1 = self.cache.read(scene0, [first])[0], self.cache.read(scene1, [second])[0]
             if not view0.photos & view1.photos:
@@ -114,7 +114,7 @@ def window_centres(
     if not len(view0.keypoints):
         return None, None
     chosen = rng.choice(len(view0.keypoints), 8)
-    candidates, moved = view0.keypoints[chosen], carried(view0.select(chosen), view1)[0]
+    candidates, moved = view0.keypoints[chosen], correspondences(view0.select(chosen), view1)[0]
     common = np.flatnonzero(np.isfinite(moved[:, 0]))
     return (candidates[common[0]], moved[common[0]]) if len(common) else (None, None)
 

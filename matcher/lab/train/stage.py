@@ -27,7 +27,7 @@ class Batch(Protocol):
 
 
 Net = TypeVar("Net", bound=nn.Module)
-Pairs = TypeVar("Pairs", bound=Batch)
+TrainingBatch = TypeVar("TrainingBatch", bound=Batch)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)  # rows of the log
 
 
-class Stage(Generic[Net, Pairs]):
+class Stage(Generic[Net, TrainingBatch]):
     """A network, its moving average and its optimisers; `step` takes one batch.
 
     A subclass gives the loss.
@@ -62,11 +62,11 @@ class Stage(Generic[Net, Pairs]):
         self.average = copy.deepcopy(model).requires_grad_(False).eval()
         self.progress = Progress()
 
-    def loss(self, batch: Pairs) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """Of one batch, with gradients."""
         raise NotImplementedError
 
-    def step(self, batch: Pairs) -> float:
+    def step(self, batch: TrainingBatch) -> float:
         """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
         schedule, progress = self.schedule, self.progress
         rate = schedule.learning_rate * learning_rate_share(schedule, progress.step)

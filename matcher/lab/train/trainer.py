@@ -13,9 +13,9 @@ from matcher.errors import UsageError
 from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.losses import (
     assignment_loss,
+    correspondence_loss,
     log_dual_softmax,
     matchability_loss,
-    statement_loss,
 )
 from matcher.lab.train.optimisers import build_optimisers
 from matcher.lab.train.recipe import OptimiserRecipe, Recipe
@@ -72,15 +72,16 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         loss = torch.stack(losses).mean() + losses[-1]
         if self.model.guidance is None:
             return loss
-        return loss + recipe.statement_weight * self._statement_loss(states, batch)
+        return loss + recipe.correspondence_weight * self._correspondence_loss(states, batch)
 
-    def _statement_loss(self, states: list[tuple[Side, Side]], batch: PairBatch) -> Tensor:
+    def _correspondence_loss(self, states: list[tuple[Side, Side]], batch: PairBatch) -> Tensor:
         """Mean over all layers, of both sides."""
         losses = []
-        for side, place, seer in ((0, batch.place0, batch.features1), (1, batch.place1, batch.features0)):
-            seen = place.isfinite().all(-1).to(self.device)
-            truth = normalise_positions(replace(seer, keypoints=place.nan_to_num(0.0))).to(self.device)
-            losses += [statement_loss(pair[side].predicted, truth, seen) for pair in states]
+        sides = (batch.corresponding0, batch.features1), (batch.corresponding1, batch.features0)
+        for side, (positions, other) in enumerate(sides):
+            seen = positions.isfinite().all(-1).to(self.device)
+            truth = normalise_positions(replace(other, keypoints=positions.nan_to_num(0.0))).to(self.device)
+            losses += [correspondence_loss(pair[side].predicted, truth, seen) for pair in states]
         return torch.stack(losses).mean()
 
 
@@ -174,6 +175,6 @@ def assignments(
     found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
     for _ in range(rounds):
         links = mutual_soft_matches(found[-1][:, :-1, :-1])
-        heard = model.consensus(scores, *(side.positions for side in sides), links)
-        found.append(log_assignment(heard, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
+        updated = model.consensus(scores, *(side.positions for side in sides), links)
+        found.append(log_assignment(updated, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
     return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from matcher.data.features import Features
-from matcher.lab.train.labels import ViewPair, carried, to_features, true_assignment
+from matcher.lab.train.labels import ViewPair, correspondences, label_partners, to_features
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.sampler import PairSampler
 from matcher.lab.train.views import CachedView
@@ -51,8 +51,8 @@ def _judge(
 ) -> tuple[float, float, int]:
     """Precision (NaN without matches), recall (NaN where nothing can be matched) and matches of one pair."""
     matches = matcher(*(Features.stack([to_features(view)]) for view in (view0, view1)))[0]
-    truth = true_assignment(view0, view1, recipe)
-    (moved0, known0), (moved1, known1) = carried(view0, view1), carried(view1, view0)
+    truth = label_partners(view0, view1, recipe)
+    (moved0, known0), (moved1, known1) = correspondences(view0, view1), correspondences(view1, view0)
     at0, at1 = matches.indices.T
     there = np.linalg.norm(moved0[at0] - view1.keypoints[at1], axis=1)
     back = np.linalg.norm(moved1[at1] - view0.keypoints[at0], axis=1)

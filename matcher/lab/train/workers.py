@@ -12,7 +12,7 @@ from types import TracebackType
 import cv2
 
 from matcher.errors import MatcherError
-from matcher.lab.train.described import PairCache
+from matcher.lab.train.pair_cache import PairCache
 from matcher.lab.train.views import ViewCache
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, carry
+from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, transfer
 from matcher.lab.pairs.posed import PosedView, dense_positions, sparse_positions
 
 CONFIRMED_BY = 2  # neighbours (one where there is only one)
@@ -102,7 +102,7 @@ def match_errors(first: Described, second: Described, positions: np.ndarray) -> 
     best, next_best = (np.sqrt(np.maximum(2 - 2 * v, 0)) for v in (values.max(1), values.min(1)))
     mutual = alike.argmax(0)[index] == np.arange(len(index))
     kept = (best < RATIO * next_best) & mutual
-    moved, state = carry(first[0][kept], positions)
+    moved, state = transfer(first[0][kept], positions)
     return np.linalg.norm(moved - second[0][index[kept]], axis=1)[state == SEEN_STATE]
 
 

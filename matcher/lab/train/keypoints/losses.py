@@ -11,15 +11,15 @@ from matcher.extract.learned import sample
 _BARRED = -1e4  # a logit of no probability
 
 
-def partners(values: Tensor) -> Tensor:
+def other_of_pair(values: Tensor) -> Tensor:
     """Of each picture, the values of the other picture of its pair."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
-def carry(points: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def transfer(points: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Points (B, N, 2) as they lie in the other picture, and (B, N) bool whether they are seen there."""
-    seen = sample((places[:, :1] >= 0).float(), points, "zeros")[..., 0] > 0.999
-    return sample(places.clamp(min=0), points, "zeros"), seen
+    seen = sample((positions[:, :1] >= 0).float(), points, "zeros")[..., 0] > 0.999
+    return sample(positions.clamp(min=0), points, "zeros"), seen
 
 
 def refinement_loss(moved: Tensor, others: Tensor, near: Tensor, hit: Tensor) -> Tensor:

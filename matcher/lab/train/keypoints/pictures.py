@@ -1,4 +1,4 @@
-"""Pairs of rendered pictures of one scene with the place of every pixel in the other picture.
+"""Pairs of rendered pictures of one scene with the position of every pixel in the other one.
 
 Each view mixes a photo's colours to a grey of its own: what is bright in one light is dark in another.
 """
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from matcher.lab.pairs.photometric import augment, darken
-from matcher.lab.pairs.planes import View, build_planes, place_camera, render
+from matcher.lab.pairs.planes import View, build_planes, place_camera, plane_positions, render
 from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 
-HIDDEN = -1e4  # the place of a pixel that the other picture does not show
 _GREY = np.array([0.114, 0.587, 0.299], np.float32)  # of blue, green and red
 
 
@@ -28,7 +27,7 @@ class PictureBatch:
     """2B pictures; pictures 2b and 2b + 1 show the same scene."""
 
     pixels: Tensor  # (2B, 1, H, W) float32 in [0, 1]
-    places: Tensor  # (2B, 2, H, W) float32 xy of each pixel in the other picture, or HIDDEN
+    positions: Tensor  # (2B, 2, H, W) float32 xy of each pixel in the other picture, or `dense.HIDDEN`
     turns: Tensor  # (2B,) int64 quarter turns, clockwise, that a picture was given
 
     def __len__(self) -> int:
@@ -37,7 +36,7 @@ class PictureBatch:
 
     def to(self, device: torch.device) -> PictureBatch:
         """The same batch on another device."""
-        return PictureBatch(self.pixels.to(device), self.places.to(device), self.turns.to(device))
+        return PictureBatch(self.pixels.to(device), self.positions.to(device), self.turns.to(device))
 
 
 class PictureSampler:
@@ -54,19 +53,19 @@ class PictureSampler:
             UsageError: not one photo can be read.
         """
         rng = np.random.default_rng([self.recipe.seed, 3, step])
-        pixels, places, turns = [], [], []
+        pixels, positions, turns = [], [], []
         while len(pixels) < 2 * self.recipe.picture.pairs_per_batch:
             view0, view1 = self._views(rng)
             share = self.recipe.picture.turned_share
             turn = int(rng.integers(1, 4)) if share and rng.random() < share else 0
             view1 = turned(view1, turn)
-            there = dense_places(view0, view1)
+            there = plane_positions(view0, view1)
             if (there[0] >= 0).mean() >= self.recipe.picture.min_overlap:
                 pixels += [view0.pixels, view1.pixels]
-                places += [there, dense_places(view1, view0)]
+                positions += [there, plane_positions(view1, view0)]
                 turns += [0, turn]
         grey = torch.from_numpy(np.stack(pixels))[:, None].float() / 255
-        return PictureBatch(grey, torch.from_numpy(np.stack(places)), torch.tensor(turns))
+        return PictureBatch(grey, torch.from_numpy(np.stack(positions)), torch.tensor(turns))
 
     def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[PictureBatch]:
         """The batches of steps start … stop−1, as many as there are readers (threads) prepared ahead."""
@@ -128,22 +127,3 @@ def turned(view: View, turns: int) -> View:
     for _ in range(turns):
         homographies = quarter @ homographies
     return View(*(np.rot90(values, -turns).copy() for values in (pixels, labels)), homographies)
-
-
-def dense_places(view: View, other: View) -> np.ndarray:
-    """(2, H, W) float32: where each pixel of `view` lies in `other`, or HIDDEN."""
-    height, width = view.labels.shape
-    ys, xs = np.mgrid[:height, :width].astype(np.float32)
-    places = np.full((2, height, width), HIDDEN, np.float32)
-    for plane in range(len(view.homographies)):
-        H = (other.homographies[plane] @ np.linalg.inv(view.homographies[plane])).astype(np.float32)
-        chosen = view.labels == plane
-        u, v, depth = (row[0] * xs[chosen] + row[1] * ys[chosen] + row[2] for row in H)
-        front = depth > 1e-9
-        depth = np.where(front, depth, 1)
-        u, v = u / depth, v / depth
-        seen = front & (u >= 0) & (u <= width - 1) & (v >= 0) & (v <= height - 1)
-        column, row = (np.rint(np.where(seen, x, 0)).astype(np.int32) for x in (u, v))
-        seen &= other.labels[row, column] == plane
-        places[0][chosen], places[1][chosen] = np.where(seen, u, HIDDEN), np.where(seen, v, HIDDEN)
-    return places

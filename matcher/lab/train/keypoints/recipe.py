@@ -68,7 +68,7 @@ class FrontEndRecipe:
     validation_points: int = 1024  # of each of their pictures
     save_every: int = 100
 
-    def demands(self) -> list[tuple[bool, str]]:
+    def rules(self) -> list[tuple[bool, str]]:
         """What must hold, each with what to tell a user of whom it does not."""
         scene, picture, optimiser = self.scene, self.picture, self.optimiser
         shares = {

@@ -17,7 +17,7 @@ from matcher.lab.train.keypoints.pictures import PictureSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer
 from matcher.lab.train.keypoints.validation import validate
-from matcher.lab.train.loop import Log, Loop, Row, RunOptions, Stopped
+from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.state import load_state
 from matcher.weights.files import save_front_end
@@ -32,7 +32,7 @@ def train_front_end(
     log: Log,
     *,
     stopped: Callable[[], bool] = lambda: False,
-    on_validation: Callable[[Sequence[Row]], None] = lambda rows: None,
+    on_validation: Callable[[Sequence[LogRow]], None] = lambda rows: None,
 ) -> Path | None:
     """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
 

@@ -64,15 +64,15 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
         with mixed_precision(self.device):
             logits, maps = network(batch.pixels)
         points, held = strongest(logits, recipe.points)
-        places = refine(logits, points)
-        moved, seen = losses.carry(places, batch.places)
+        positions = refine(logits, points)
+        moved, seen = losses.transfer(positions, batch.positions)
         seen &= held
-        near, distance, mutual = nearest_of_other(moved, places, held)
+        near, distance, mutual = nearest_of_other(moved, positions, held)
         with mixed_precision(self.device):
             # A picture describes its own points and those that the other one's points became in it.
-            both = torch.cat([places, losses.partners(moved)], dim=1).detach()
+            both = torch.cat([positions, losses.other_of_pair(moved)], dim=1).detach()
             own, others = steered(network.describe(maps, both), -batch.turns).chunk(2, dim=1)
-        there = losses.partners(others)
+        there = losses.other_of_pair(others)
         found = self._found(own, held, distance)
         some = torch.randperm(recipe.points, generator=rng)[: recipe.described].to(self.device)
         at = (points[..., 1] * logits.shape[2] + points[..., 0]).long()
@@ -80,7 +80,7 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
             recipe.refinement_weight
             * losses.refinement_loss(
                 moved,
-                losses.partners(places),
+                losses.other_of_pair(positions),
                 near,
                 seen & mutual & (distance.gather(2, near[..., None])[..., 0] < 1.5 * recipe.match_distance),
             ),
@@ -89,7 +89,7 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
             * losses.description_loss(
                 own[:, some],
                 there[:, some],
-                places.detach()[:, some],
+                positions.detach()[:, some],
                 moved.detach()[:, some],
                 seen[:, some],
                 self.model.log_scale.exp(),
@@ -101,7 +101,7 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
     @torch.no_grad()
     def _found(self, own: Tensor, held: Tensor, distance: Tensor) -> Tensor:
         """(2B, K) bool: points whose mutually nearest descriptor belongs to a point of their own place."""
-        chosen, mutual = mutual_nearest(own @ losses.partners(own).mT, held)
+        chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, held)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
 
@@ -124,8 +124,8 @@ def strongest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def nearest_of_other(moved: Tensor, points: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For points carried over (2B, K, 2): index (2B, K) of the nearest point of the other picture, all
     distances (2B, K, K), and (2B, K) bool whether that point's nearest is this one."""
-    distance = torch.cdist(moved, losses.partners(points))
-    distance = distance.masked_fill(~losses.partners(held)[:, None], 1e4)
+    distance = torch.cdist(moved, losses.other_of_pair(points))
+    distance = distance.masked_fill(~losses.other_of_pair(held)[:, None], 1e4)
     near = distance.argmin(2)
     back = distance.argmin(1).gather(1, near)
     return near, distance, back == torch.arange(near.shape[1], device=near.device)
@@ -134,7 +134,7 @@ def nearest_of_other(moved: Tensor, points: Tensor, held: Tensor) -> tuple[Tenso
 def mutual_nearest(similarity: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     """(2B, K, K) similarities to the other picture's points → index (2B, K) of the most alike, and whether
     that is mutual. `held` (2B, K) bool are points that exist."""
-    similarity = similarity.masked_fill(~(held[:, :, None] & losses.partners(held)[:, None]), -2)
+    similarity = similarity.masked_fill(~(held[:, :, None] & losses.other_of_pair(held)[:, None]), -2)
     chosen = similarity.argmax(2)
     back = similarity.argmax(1).gather(1, chosen)
     return chosen, (back == torch.arange(chosen.shape[1], device=chosen.device)) & held

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matcher.extract.learned import FeatureNetwork, refine
-from matcher.lab.train.keypoints.losses import carry, mean_of, partners
+from matcher.lab.train.keypoints.losses import mean_of, other_of_pair, transfer
 from matcher.lab.train.keypoints.pictures import PictureBatch
 from matcher.lab.train.keypoints.trainer import mutual_nearest, nearest_of_other, strongest
 from matcher.match.steering import steered
@@ -44,11 +44,11 @@ def _judge(network: FeatureNetwork, batch: PictureBatch, count: int) -> Tensor:
     logits, maps = network(batch.pixels)
     corners, held = strongest(logits, count)
     points = refine(logits, corners)
-    moved, seen = carry(points, batch.places)
+    moved, seen = transfer(points, batch.positions)
     seen &= held
     _, distance, _ = nearest_of_other(moved, points, held)
     own = steered(network.describe(maps, points), -batch.turns)
-    chosen, mutual = mutual_nearest(own @ partners(own).mT, held)
+    chosen, mutual = mutual_nearest(own @ other_of_pair(own).mT, held)
     error = distance.gather(2, chosen[..., None])[..., 0]
     again = seen & (distance.amin(2) < REACH)
     right = mutual & seen & (error < REACH)

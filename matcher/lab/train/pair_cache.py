@@ -1,4 +1,4 @@
-"""Pairs of pictures from any source, described by a front end and kept on disk for training.
+"""Features of image pairs from any source, cached on disk for training.
 
 One file a pair, about 170 KB: the points of both pictures, and where each lies in the other one. The folder
 is bound to the part of the recipe that shapes it, to the front end, and to what the pairs are made of.
@@ -17,46 +17,49 @@ from pathlib import Path
 import numpy as np
 
 from matcher.errors import IntegrityError
-from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE, PairSource, carry
+from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE, PairSource, transfer
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, photos_digest
 from matcher.lab.train.recipe import Recipe, fingerprint
 from matcher.lab.train.views import CachedView, describe, front_end_note
 
 ABANDONED_AFTER = 3600.0  # seconds after which an unfinished file belongs to no living process
-_ARRAYS = ("keypoints", "scales", "angles", "descriptors", "carried", "states")
+_ARRAYS = ("keypoints", "scales", "angles", "descriptors", "corresponding", "states")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CarriedView(CachedView):
-    """Features of a picture whose points are known to lie somewhere, or nowhere, in one other picture."""
+class CorrespondingView(CachedView):
+    """Features of one image of a pair, with the position of each keypoint in the other image."""
 
-    carried: np.ndarray  # (N, 2) float32 in the other picture; NaN where it does not show the point
+    corresponding: np.ndarray  # (N, 2) float32 pixels in the other image; NaN where not visible
     states: np.ndarray  # (N,) int8 SEEN_STATE, HIDDEN_STATE or UNKNOWN_STATE
     shows: frozenset[str] = frozenset()  # pairs without anything in common are unrelated
 
-    def select(self, index: np.ndarray) -> CarriedView:
+    def select(self, index: np.ndarray) -> CorrespondingView:
         """The same view with only some of its points."""
         chosen = super().select(index)
-        return replace(chosen, carried=self.carried[index], states=self.states[index])
+        return replace(chosen, corresponding=self.corresponding[index], states=self.states[index])
 
     @property
     def seen(self) -> np.ndarray:
-        """(N,) bool: points that the other picture shows."""
+        """(N,) bool: keypoints that are visible in the other image."""
         return self.states == SEEN_STATE
 
     @property
     def known(self) -> np.ndarray:
-        """(N,) bool: points of which it is known whether the other picture shows them."""
+        """(N,) bool: keypoints of which it is known whether they are visible in the other image."""
         return self.states != UNKNOWN_STATE
 
-    def alone(self) -> CarriedView:
-        """The view beside a picture of something else: nothing of it is seen there."""
-        carried, states = np.full_like(self.carried, np.nan), np.full_like(self.states, HIDDEN_STATE)
-        return replace(self, carried=carried, states=states)
+    def alone(self) -> CorrespondingView:
+        """The view as part of an unrelated pair: nothing of it is visible in the other image."""
+        corresponding, states = (
+            np.full_like(self.corresponding, np.nan),
+            np.full_like(self.states, HIDDEN_STATE),
+        )
+        return replace(self, corresponding=corresponding, states=states)
 
 
-DescribedPair = tuple[CarriedView, CarriedView]
+CorrespondingPair = tuple[CorrespondingView, CorrespondingView]
 
 
 class PairCache:
@@ -83,7 +86,7 @@ class PairCache:
         made_of = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         note = front_end_note(recipe.network.kind)
         shape = fingerprint(replace(recipe.sources, pairs=0, share=0.0))
-        self.folder = root / f"pairs-{shape}-{recipe.seed}{note}-{made_of}"
+        self.folder = root / f"image-pairs-{shape}-{recipe.seed}{note}-{made_of}"
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, number: int) -> Path:
@@ -114,7 +117,7 @@ class PairCache:
             self._write(number, described(mixture, self.recipe, (sources.width, sources.height), rng))
             yield number
 
-    def _write(self, number: int, pair: DescribedPair) -> None:
+    def _write(self, number: int, pair: CorrespondingPair) -> None:
         columns = {f"{name}{side}": getattr(view, name) for side, view in enumerate(pair) for name in _ARRAYS}
         temporary = self.folder / f".{number:06d}.{os.getpid()}.npz"
         try:
@@ -124,7 +127,7 @@ class PairCache:
             temporary.unlink(missing_ok=True)
             raise
 
-    def read(self, number: int) -> DescribedPair:
+    def read(self, number: int) -> CorrespondingPair:
         """A pair.
 
         Raises:
@@ -135,7 +138,7 @@ class PairCache:
             with np.load(path, allow_pickle=False) as stored:
                 shows = frozenset(stored["shows"].tolist())
                 view0, view1 = (
-                    CarriedView(
+                    CorrespondingView(
                         **{name: stored[f"{name}{side}"] for name in _ARRAYS},
                         labels=np.zeros((0, 0), np.uint8),
                         homographies=np.zeros((0, 3, 3)),
@@ -158,7 +161,7 @@ class PairCache:
 
 def described(
     source: PairSource, recipe: Recipe, size: tuple[int, int], rng: np.random.Generator
-) -> DescribedPair:
+) -> CorrespondingPair:
     """The next pair of a source, described by the recipe's front end."""
     pair = source.pair(rng, size)
     views = []
@@ -166,9 +169,9 @@ def described(
         points, scales, angles, descriptors = describe(
             pixels, recipe.network.kind, recipe.sources.max_keypoints
         )
-        carried, states = carry(points, positions)
+        corresponding, states = transfer(points, positions)
         views.append(
-            CarriedView(
+            CorrespondingView(
                 points,
                 scales,
                 angles,
@@ -177,7 +180,7 @@ def described(
                 np.zeros((0, 3, 3)),
                 size,
                 kind=recipe.network.kind,
-                carried=carried,
+                corresponding=corresponding,
                 states=states,
                 shows=frozenset(pair.photos),
             )

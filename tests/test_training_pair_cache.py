@@ -11,10 +11,10 @@ from matcher.data.photos import find_pictures
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE
 from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.described import CarriedView, PairCache
-from matcher.lab.train.labels import IGNORED, UNMATCHED, carried, true_assignment, unrelated
+from matcher.lab.train.labels import IGNORED, UNMATCHED, correspondences, label_partners, unrelated
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.mixed import MixedSampler
+from matcher.lab.train.pair_cache import CorrespondingView, PairCache
 from matcher.lab.train.recipe import PairRecipe, SourceRecipe
 from matcher.lab.train.run import train
 from matcher.lab.train.trainer import blend_with_start
@@ -45,7 +45,7 @@ def cache(place):
 
 def view(points, moved, states, rng):
     count = len(points)
-    return CarriedView(
+    return CorrespondingView(
         keypoints=np.float32(points),
         scales=np.ones(count, np.float32),
         angles=np.zeros(count, np.float32),
@@ -53,7 +53,7 @@ def view(points, moved, states, rng):
         labels=np.zeros((0, 0), np.uint8),
         homographies=np.zeros((0, 3, 3)),
         size=(160, 120),
-        carried=np.float32(moved),
+        corresponding=np.float32(moved),
         states=np.int8(states),
     )
 
@@ -72,12 +72,12 @@ def test_what_is_not_known_is_neither_matched_nor_unmatched(rng):
         [SEEN_STATE, UNKNOWN_STATE, HIDDEN_STATE, UNKNOWN_STATE],
         rng,
     )
-    truth = true_assignment(view0, view1, PairRecipe())
+    truth = label_partners(view0, view1, PairRecipe())
     # The last pair is decided by view 0 alone.
     assert truth.partner0.tolist() == [0, UNMATCHED, IGNORED, 3]
     assert truth.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
-    assert np.isnan(truth.place0[1:3]).all() and truth.place0[0].tolist() == [12, 10]
-    alone = true_assignment(unrelated(view0), unrelated(view1), PairRecipe())
+    assert np.isnan(truth.corresponding0[1:3]).all() and truth.corresponding0[0].tolist() == [12, 10]
+    alone = label_partners(unrelated(view0), unrelated(view1), PairRecipe())
     assert (alone.partner0 == UNMATCHED).all() and (alone.partner1 == UNMATCHED).all()
 
 
@@ -85,24 +85,27 @@ def test_pairs_are_kept_and_made_once(cache, place):
     assert cache.ready() == [0, 1, 2, 3]
     view0, _ = cache.read(2)
     assert len(view0.keypoints) > 30 and view0.kind == "sift" and view0.size == (160, 120)
-    assert np.isfinite(view0.carried).all(1).tolist() == view0.seen.tolist()
+    assert np.isfinite(view0.corresponding).all(1).tolist() == view0.seen.tolist()
     assert 0.05 < view0.seen.mean() < 1
     again = PairCache(place / "cache", MIXED, find_pictures(place / "photos"))
     assert again.folder == cache.folder and list(again.make(PhotoSet([]), range(4))) == []
     few = view0.select(np.array([3, 1]))
-    assert few.carried.tolist() == view0.carried[[3, 1]].tolist() or np.isnan(few.carried).any()
+    assert (
+        few.corresponding.tolist() == view0.corresponding[[3, 1]].tolist()
+        or np.isnan(few.corresponding).any()
+    )
     other = replace(MIXED, sources=replace(MIXED.sources, relief=0.1))
     assert PairCache(place / "cache", other, find_pictures(place / "photos")).folder != cache.folder
 
 
 def test_truth_of_both_sides_agrees(cache):
-    """A point carried there and back comes home."""
+    """A point corresponding there and back comes home."""
     for number in range(4):
         view0, view1 = cache.read(number)
-        truth = true_assignment(view0, view1, PairRecipe())
+        truth = label_partners(view0, view1, PairRecipe())
         rows = np.flatnonzero(truth.partner0 >= 0)
         assert (truth.partner1[truth.partner0[rows]] == rows).all()
-        moved, known = carried(view0, view1)
+        moved, known = correspondences(view0, view1)
         error = np.linalg.norm(moved[rows] - view1.keypoints[truth.partner0[rows]], axis=1)
         assert known[rows].mean() > 0.9 and np.nanmax(error) < 8
 
@@ -121,7 +124,7 @@ def test_batches_mix_both_kinds(cache, place):
     assert len(list(views.make(PhotoSet(photos), range(6)))) == 6
     sampler = MixedSampler(views, cache, MIXED, 3)
     rng = np.random.default_rng(0)
-    kinds = [isinstance(sampler.draw(rng)[0], CarriedView) for _ in range(60)]
+    kinds = [isinstance(sampler.draw(rng)[0], CorrespondingView) for _ in range(60)]
     assert 0.3 < np.mean(kinds) < 0.9
     first, again = sampler.batch(5), sampler.batch(5)
     assert torch.equal(first.partner0, again.partner0) and len(first) == 4
@@ -137,7 +140,7 @@ def test_a_run_takes_both(place):
 
 
 def test_a_share_needs_pairs():
-    wrong = [text for kept, text in replace(MIXED, sources=SourceRecipe(share=0.5)).demands() if not kept]
+    wrong = [text for kept, text in replace(MIXED, sources=SourceRecipe(share=0.5)).rules() if not kept]
     assert wrong == ["sources.pairs: at least 2 where sources.share is above 0"]
 
 
