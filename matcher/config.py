@@ -84,7 +84,7 @@ class MatchingPolicy:
     prune_confident_only: bool = True  # if they are confident
     min_pruned_share: float = 0.0  # of a pair's points; dropping fewer costs more time than it saves
     # Share of the smaller picture's points; with fewer matches a network whose descriptors turn also tries
-    # picture 1 upside down. 0 switches that off.
+    # image 1 upside down. 0 switches that off.
     opposite_turn_below: float = 0.04
 
 
@@ -156,13 +156,13 @@ class NearestConfig:
 
 @dataclass(frozen=True)
 class ExtractorConfig:
-    """Front end and the size of the pictures it sees."""
+    """Front end and the size of the images it sees."""
 
     kind: str = "sift"
     max_keypoints: int = 2048
-    resize: int = 1024  # longer side in pixels; larger pictures are made smaller
+    resize: int = 1024  # longer side in pixels; larger images are made smaller
     contrast_threshold: float = 0.01  # SIFT's DoG contrast; low, because the strongest points are kept anyway
-    # Which of SIFT's points stay where there are more: large ones are found again in more pictures.
+    # Which of SIFT's points stay where there are more: large ones are found again in more images.
     keep: Literal["strongest", "largest"] = "strongest"
     # Of learned front ends; None is the published value, and one that a front end does not have is refused.
     variant: str | None = None  # which of its published networks: ALIKED's aliked-n16, -n16rot, -n32
@@ -173,7 +173,7 @@ class ExtractorConfig:
 
 @dataclass(frozen=True)
 class EstimationConfig:
-    """Robust geometry; thresholds are pixels of the resized picture."""
+    """Robust geometry; thresholds are pixels of the resized image."""
 
     kind: GeometryKind = "fundamental"
     max_epipolar_error: float = 1.5
@@ -184,7 +184,7 @@ class EstimationConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """A preset: everything that turns two pictures into verified matches."""
+    """A preset: everything that turns two images into verified matches."""
 
     matcher: NetworkConfig | NearestConfig = NetworkConfig()
     extractor: ExtractorConfig = ExtractorConfig()

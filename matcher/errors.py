@@ -28,7 +28,7 @@ class ImageError(MatcherError):
 
 
 class ImageWarning(UserWarning):
-    """Something about a picture that is read, such as that it has several pages of which one is used."""
+    """Something about an image that is read, such as that it has several pages of which one is used."""
 
 
 class IntegrityError(MatcherError):

@@ -47,15 +47,15 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         frontend_weights: file of a learned front end's parameters.
         device: "auto" (CUDA where there is one, else the processor), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
-        max_keypoints: at most so many in a picture.
-        resize: longer side in pixels; larger pictures are made smaller.
-        keep: "strongest" or "largest" of SIFT's keypoints, where a picture has too many.
+        max_keypoints: at most so many in an image.
+        resize: longer side in pixels; larger images are made smaller.
+        keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
         match_threshold: least score of a match, 0 to 1.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
         early_exit: stop a pair at the layer where it is sure.
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
-        upright: turn pictures as their EXIF orientation says; True unless it is said otherwise.
+        upright: turn images as their EXIF orientation says; True unless it is said otherwise.
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own.
@@ -126,7 +126,7 @@ def build_extractor(
     Args:
         config: of the front end.
         weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
-            read at the first picture, not before. Those of `learned` are shipped.
+            read at the first image, not before. Those of `learned` are shipped.
         device: where a learned front end runs.
         precision: of the front end `learned`; the others run in float32.
 

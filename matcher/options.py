@@ -28,16 +28,16 @@ class LoadOptions(TypedDict, total=False):
     frontend_weights: str | Path | None  # of a learned front end
     device: str | None  # "auto" (CUDA when there is one, else the processor), "cpu", "cuda", "cuda:1", "mps"
     precision: Precision | None  # of the network; "auto" is what the device is fast at
-    max_keypoints: int | None  # a picture
-    resize: int | None  # longer side in pixels; larger pictures are made smaller
+    max_keypoints: int | None  # an image
+    resize: int | None  # longer side in pixels; larger images are made smaller
     keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
     match_threshold: float | None  # least score of a match, 0 to 1
     ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
     early_exit: bool | None  # stop a pair at the layer where it is sure
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
-    upright: bool | None  # turn pictures as their EXIF orientation says
-    max_pixels: int | None  # larger pictures are refused before they are decoded
+    upright: bool | None  # turn images as their EXIF orientation says
+    max_pixels: int | None  # larger images are refused before they are decoded
 
 
 # Where an option lies in a configuration; the other options steer how a pipeline is built.

@@ -1,4 +1,4 @@
-"""From two pictures to a verified result: read → extract → match → verify."""
+"""From two images to a verified result: read → extract → match → verify."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
-Picture = str | Path | np.ndarray | Image | Any  # the last: a PIL picture or a torch tensor
+Picture = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 Mask = str | Path | np.ndarray
 _NORM_TOLERANCE = 0.1  # of descriptors that should have norm 1; half precision is far within it
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
@@ -45,15 +45,15 @@ class Pipeline:
     ...     def __call__(self, images):
     ...         return [Features.from_image(image, np.eye(2), np.eye(2), kind="corners") for image in images]
     >>> pipeline = Pipeline(extractor=Corners())
-    >>> picture = np.zeros((48, 64), np.uint8)
-    >>> len(pipeline.match(picture, picture).matches)
+    >>> image = np.zeros((48, 64), np.uint8)
+    >>> len(pipeline.match(image, image).matches)
     2
     """
 
     extractor: Extractor | None = None
     matcher: Matcher | None = None
     estimator: Estimator | None = None
-    config: PipelineConfig = _CUSTOM  # size of the pictures and kind of geometry are read here
+    config: PipelineConfig = _CUSTOM  # size of the images and kind of geometry are read here
     preset: str = "custom"
     weights: WeightsSource | None = None
     upright: bool = True
@@ -98,17 +98,17 @@ class Pipeline:
         camera0: Camera | None = None,
         camera1: Camera | None = None,
     ) -> Result:
-        """Match two pictures and verify the matches; everything in the result is in stored-image pixels.
+        """Match two images and verify the matches; everything in the result is in stored-image pixels.
 
         Args:
-            image0, image1: a path; an `Image`; a PIL picture; or an array: (H, W) grey or (H, W, 3) RGB, of
+            image0, image1: a path; an `Image`; a PIL image; or an array: (H, W) grey or (H, W, 3) RGB, of
                 uint8, uint16 or float in [0, 1]; a torch tensor may also be (3, H, W) or (1, H, W).
-            mask0, mask1: a path or (H, W) array of the stored picture, not zero where keypoints may lie.
+            mask0, mask1: a path or (H, W) array of the stored image, not zero where keypoints may lie.
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K; camera1 defaults to camera0.
 
         Raises:
-            ImageError: a picture cannot be read; the message names it.
+            ImageError: an image cannot be read; the message names it.
             UsageError: arguments that do not fit each other.
         """
         cameras = self._cameras(camera0, camera1)
@@ -138,14 +138,14 @@ class Pipeline:
         )
 
     def read(self, image: Picture, mask: Mask | None = None) -> Image:
-        """A picture upright and resized as this pipeline wants it; an `Image` is taken as it is.
+        """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
 
         Args:
             image, mask: as in `match`.
 
         Raises:
-            ImageError: the picture cannot be read.
-            UsageError: something that is no picture, or a mask of another size.
+            ImageError: the image cannot be read.
+            UsageError: something that is no image, or a mask of another size.
         """
         if isinstance(image, Image):
             if mask is not None:
@@ -161,7 +161,7 @@ class Pipeline:
         return image_from_array(image, resize=resize, upright=self.upright, mask=mask)
 
     def extract(self, image: Picture, mask: Mask | None = None) -> Features:
-        """Keypoints and descriptors of one picture, for `match_features`; arguments as in `match`."""
+        """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""
         return self._extract([self.read(image, mask)])[0]
 
     def _extract(self, images: Sequence[Image]) -> list[Features]:
@@ -172,10 +172,10 @@ class Pipeline:
         return found
 
     def match_features(self, features0: Features, features1: Features) -> Matches:
-        """Match the features of two pictures.
+        """Match the features of two images.
 
         Args:
-            features0, features1: of one picture each, from `extract` or elsewhere; descriptors of norm 1.
+            features0, features1: of one image each, from `extract` or elsewhere; descriptors of norm 1.
 
         Raises:
             UsageError: features of another front end or descriptor size, raw SIFT descriptors, or a batch.
@@ -186,7 +186,7 @@ class Pipeline:
         """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`."""
         if any(features.keypoints.dim() != 2 for pair in pairs for features in pair):
             raise UsageError(
-                "features of one picture each are needed, keypoints (N, 2); take a batch apart by unstack()"
+                "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
             )
         if not pairs:
             return []
@@ -226,28 +226,28 @@ class Pipeline:
         """The geometry that the matches agree with, estimated as this pipeline is configured.
 
         >>> import matcher, numpy as np
-        >>> picture = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+        >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
         >>> pipeline = matcher.load("nearest", geometry="homography", max_keypoints=200)
-        >>> features = pipeline.extract(picture)
+        >>> features = pipeline.extract(image)
         >>> geometry = pipeline.verify(features, features, pipeline.match_features(features, features))
         >>> geometry.status, np.allclose(geometry.matrix, np.eye(3), atol=1e-3)
         ('ok', True)
 
         Args:
-            features0, features1: of the two pictures; their `scale` turns thresholds, which are pixels of the
-                resized pictures, into stored pixels.
+            features0, features1: of the two images; their `scale` turns thresholds, which are pixels of the
+                resized images, into stored pixels.
             matches: of the pair.
             camera0, camera1: as in `match`.
 
         Raises:
-            UsageError: cameras without essential geometry, or it without them, or of another picture size.
+            UsageError: cameras without essential geometry, or it without them, or of another image size.
         """
         cameras = self._cameras(camera0, camera1)
         for index, features in enumerate((features0, features1) if cameras else ()):
             size = tuple(int(side) for side in features.size.tolist())
             known = cameras[index].size
             if known not in (None, size):
-                raise UsageError(f"camera{index} is of pictures of {known}, but its picture is {size}")
+                raise UsageError(f"camera{index} is of images of {known}, but its image is {size}")
         kind = self.config.estimation.kind
         return self.estimator(
             matches.points0,

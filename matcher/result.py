@@ -46,8 +46,8 @@ class Result:
     `points1_upright`. The two are the same for photos of orientation 1.
 
     >>> import matcher, numpy as np
-    >>> picture = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
-    >>> result = matcher.load("nearest", max_keypoints=100).match(picture, picture)
+    >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    >>> result = matcher.load("nearest", max_keypoints=100).match(image, image)
     >>> result.points0.shape == result.points1.shape == (len(result.matches), 2)
     True
     >>> sorted(result.to_dict())[:3]
@@ -130,7 +130,7 @@ class Result:
         }
 
     def summary(self) -> str:
-        """Some lines for a person: pictures, matches, inliers and times."""
+        """Some lines for a person: images, matches, inliers and times."""
         sides = ((self.path0, self.features0), (self.path1, self.features1))
         lines = []
         for path, features in sides:
@@ -224,12 +224,12 @@ class Result:
         max_lines: int = 200,
         overwrite: bool = False,
     ) -> Path:
-        """Draw the matches on both pictures and save the drawing; the file appears whole or not at all.
+        """Draw the matches on both images and save the drawing; the file appears whole or not at all.
 
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
-            image0, image1: the pictures; None reads `path0` and `path1` again. Give them for arrays.
-            title: one line above the pictures; counts of matches and inliers when absent.
+            image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
+            title: one line above the images; counts of matches and inliers when absent.
             colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
             overwrite: replace an existing file even if it was not written by this package.
 
@@ -237,9 +237,9 @@ class Result:
             The path written.
 
         Raises:
-            UsageError: another suffix, an absent folder, an existing file of somebody else, pictures of other
-                sizes than the result's, or no picture where the result has no path.
-            ImageError: a picture cannot be read.
+            UsageError: another suffix, an absent folder, an existing file of somebody else, images of other
+                sizes than the result's, or no image where the result has no path.
+            ImageError: an image cannot be read.
         """
         from matcher.drawing.canvas import PLOT_SUFFIXES, save_figure
         from matcher.drawing.matches import draw_matches
@@ -263,7 +263,7 @@ class Result:
         return save_figure(figure, path)
 
     def _picture(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
-        """The picture that was given for a drawing, or that of the path, checked against the size matched."""
+        """The image that was given for a drawing, or that of the path, checked against the size matched."""
         from matcher.drawing.canvas import as_image
 
         path, features = ((self.path0, self.features0), (self.path1, self.features1))[index]
@@ -271,7 +271,7 @@ class Result:
             raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
         image = as_image(path if given is None else given)
         if image.size != (size := _size(features)):
-            raise UsageError(f"image{index} is {image.size}, but the result's picture was {size}")
+            raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
         return image
 
 

@@ -1,5 +1,5 @@
 """Make an environment, install, compile the kernels where processor and compiler allow it, and match two
-pictures with the shipped weights: `python3 scripts/demo.py`."""
+images with the shipped weights: `python3 scripts/demo.py`."""
 
 import subprocess
 import sys

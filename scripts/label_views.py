@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Depth and poses for folders of pictures of real places, to train on (needs pycolmap).
+"""Depth and poses for folders of images of real places, to train on (needs pycolmap).
 
-label_views.py OUT FOLDER…   each FOLDER holds pictures of one place; OUT/<name of FOLDER> becomes its set.
+label_views.py OUT FOLDER…   each FOLDER holds images of one place; OUT/<name of FOLDER> becomes its set.
 """
 
 import sys

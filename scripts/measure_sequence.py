@@ -1,4 +1,4 @@
-"""Measure sequences on driving pictures, stereo pairs and a moving window.
+"""Measure sequences on driving images, stereo pairs and a moving window.
 
     python scripts/measure_sequence.py [driving] [stereo] [latency] [--weights FILE] [--threads 2]
 

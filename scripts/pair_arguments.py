@@ -1,4 +1,4 @@
-"""What the scripts that draw a pair of pictures take, and the pipeline that they ask for."""
+"""What the scripts that draw a pair of images take, and the pipeline that they ask for."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ import matcher
 
 
 def pair_parser(description: str) -> argparse.ArgumentParser:
-    """Two pictures, the file to write, the network."""
+    """Two images, the file to write, the network."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("image0", type=Path)
     parser.add_argument("image1", type=Path)

@@ -178,7 +178,7 @@ def blocks(panel: Panel, points: np.ndarray, rays: np.ndarray) -> np.ndarray:
 
 
 def render(scene: list[Panel], view: View, seed: int) -> np.ndarray:
-    """(H, W, 3) uint8 picture of the scene: nearest panel by depth, box-filtered, with exposure and noise."""
+    """(H, W, 3) uint8 image of the scene: nearest panel by depth, box-filtered, with exposure and noise."""
     width, height = SIZE[0] * SUPERSAMPLE, SIZE[1] * SUPERSAMPLE
     fine = np.diag([SUPERSAMPLE, SUPERSAMPLE, 1.0])
     fine[:2, 2] = (SUPERSAMPLE - 1) / 2  # (p + 0.5)·s − 0.5

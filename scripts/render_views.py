@@ -129,7 +129,7 @@ def shares(world: World, camera: Camera, other: Camera) -> float:
 
 
 def draw_anchor(world: World, rng: np.random.Generator) -> Camera:
-    """A camera as people hold one, in the open, whose picture is neither all wall nor all void."""
+    """A camera as people hold one, in the open, whose image is neither all wall nor all void."""
     while True:
         height = rng.uniform(0.7, 1.9)
         centre = np.append(rng.uniform(world.low[:2], world.high[:2]), world.low[2] + height)

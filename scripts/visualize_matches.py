@@ -1,4 +1,4 @@
-"""Draw the matches of two pictures: `python scripts/visualize_matches.py A B matches.png`."""
+"""Draw the matches of two images: `python scripts/visualize_matches.py A B matches.png`."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ parser.add_argument("--picture", choices=["matches", "checkerboard", "blend", "e
 parser.add_argument("--colour-by", choices=["confidence", "inliers", "error"], default="confidence")
 parser.add_argument("--homography", type=Path, help="text file of the known 3 x 3 matrix, for errors")
 parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 cam1_from_cam0; needs --camera")
-parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both pictures, in pixels of the files")
+parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both images, in pixels of the files")
 parser.add_argument("--lines", type=int, default=200)
 args = parser.parse_args()
 if args.pose is not None and args.camera is None:

@@ -187,7 +187,7 @@ def test_plot_result_writes_each_format_and_nothing_else(tmp_path, suffix, magic
     path = tmp_path / f"plot{suffix}"
     path.write_text("old")
     result = make_result(points, points, (400, 300), (400, 300))
-    with pytest.raises(UsageError, match="not written by"):
+    with pytest.raises(UsageError, match="overwrite=True"):
         result.plot(path, grey(), grey())
     assert result.plot(path, grey(), grey(), overwrite=True) == path
     assert result.plot(path, grey(), grey()) == path  # our own is replaced

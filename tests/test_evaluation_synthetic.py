@@ -112,7 +112,7 @@ def test_what_cannot_be_made(photos, tmp_path):
     with pytest.raises(UsageError, match="two photos"):
         unrelated_set(paths[:1])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no pictures"):
+    with pytest.raises(UsageError, match="no images"):
         find_pictures(tmp_path / "empty")
 
 

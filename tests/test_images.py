@@ -492,7 +492,7 @@ def test_mask_values_are_not_scaled_away(tmp_path):
 
 def test_mask_of_another_size_names_both(tmp_path, noise):
     mask = save(tmp_path / "m.png", np.ones((61, 45), np.uint8))
-    with pytest.raises(UsageError, match=r"m\.png is 45 x 61 pixels, its picture 61 x 45"):
+    with pytest.raises(UsageError, match=r"m\.png is 45 x 61 pixels, its image 61 x 45"):
         read_image(save(tmp_path / "a.png", noise), mask=mask)
     with pytest.raises(UsageError, match="61 x 45"):
         image_from_array(noise, mask=np.ones((3, 45, 61), bool))

@@ -25,7 +25,7 @@ def test_pictures_below_a_folder(tmp_path):
 
 
 def test_no_pictures_are_an_error(tmp_path):
-    with pytest.raises(UsageError, match=r"no pictures here \(looked for \.jpg"):
+    with pytest.raises(UsageError, match=r"no images here \(looked for \.jpg"):
         find_pictures(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
         find_pictures(tmp_path / "absent")

@@ -277,7 +277,7 @@ def test_a_recipe_that_cannot_be_used_is_exit_2(place, tmp_path, capsys, text, w
 
 def test_folders_without_photos_are_exit_2(place, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for folder, words in (("empty", "no pictures here"), ("absent", "no such folder")):
+    for folder, words in (("empty", "no images here"), ("absent", "no such folder")):
         photos = ["--photos", str(tmp_path / folder), "--run", str(tmp_path / "run")]
         assert main(["train", "--recipe", str(place / "tiny.toml"), *photos]) == 2
         assert words in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_photos_are_found_below_a_folder(tmp_path):
 
 
 def test_a_folder_without_photos_is_named(tmp_path):
-    with pytest.raises(UsageError, match="no pictures here"):
+    with pytest.raises(UsageError, match="no images here"):
         find_pictures(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
         find_pictures(tmp_path / "absent")

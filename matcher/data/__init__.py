@@ -1,1 +1,1 @@
-"""The nouns: pictures, features, matches, cameras, and what can be computed from one of them."""
+"""The nouns: images, features, matches, cameras, and what can be computed from one of them."""

@@ -1,4 +1,4 @@
-"""Pictures in memory: which arrays and tensors are pictures, and their samples as 8 bits."""
+"""Images in memory: which arrays and tensors are images, and their samples as 8 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACCEPTED = "grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4) of uint8, uint16, bool 
 
 
 def as_array(picture: Any) -> np.ndarray:
-    """A NumPy array of a picture in memory.
+    """A NumPy array of an image in memory.
 
     Args:
         picture: an array, or a torch tensor on any device, (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4.
@@ -27,7 +27,7 @@ def as_array(picture: Any) -> np.ndarray:
         return picture
     if not isinstance(picture, torch.Tensor):
         raise UsageError(
-            "a picture is a path, an Image, a NumPy array, a PIL picture or a torch tensor, "
+            "an image is a path, an Image, a NumPy array, a PIL image or a torch tensor, "
             f"not {type(picture).__name__}; accepted: {ACCEPTED}"
         )
     tensor = picture.detach().cpu()
@@ -46,7 +46,7 @@ def split_alpha(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """
     channels = array.shape[2:] or (1,)
     if array.ndim not in (2, 3) or channels[0] not in (1, 3, 4) or array.size == 0:
-        raise UsageError(f"an array of shape {array.shape} is not a picture; accepted: {ACCEPTED}")
+        raise UsageError(f"an array of shape {array.shape} is not an image; accepted: {ACCEPTED}")
     opaque = array[..., 3] != 0 if channels[0] == 4 else None
     if array.ndim == 3:
         array = array[..., 0] if channels[0] == 1 else array[..., :3]

@@ -35,7 +35,7 @@ _HALF_PIXEL = 0.5
 
 @dataclass(frozen=True)
 class Camera:
-    """Intrinsics of a picture as stored in its file, in pixels.
+    """Intrinsics of an image as stored in its file, in pixels.
 
     A pinhole camera unless `model` says otherwise:
 
@@ -55,7 +55,7 @@ class Camera:
     fy: float
     cx: float  # the centre of the first pixel is (0, 0)
     cy: float
-    size: tuple[int, int] | None = None  # (width, height) of the stored picture, where it is known
+    size: tuple[int, int] | None = None  # (width, height) of the stored image, where it is known
     model: str = "PINHOLE"  # a name in CAMERA_MODELS
     distortion: tuple[float, ...] = ()  # in COLMAP's order, such as k1, k2, p1, p2 of OPENCV
 

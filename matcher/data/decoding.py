@@ -1,4 +1,4 @@
-"""A picture file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
+"""An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
 
 Pillow decodes, because it raises where a file is cut short (OpenCV fills the rest with grey) and reports EXIF
 orientation separately.
@@ -27,7 +27,7 @@ _INVERSE_TURN = {6: 8, 8: 6}  # every other orientation undoes itself
 
 
 class Decoded(NamedTuple):
-    """A picture as stored in its file."""
+    """An image as stored in its file."""
 
     samples: np.ndarray  # (H, W) or (H, W, 3) RGB, in the file's depth
     opaque: np.ndarray | None  # (H, W) bool, where alpha is not 0; None: everywhere
@@ -35,10 +35,10 @@ class Decoded(NamedTuple):
 
 
 def decode(path: Path, max_pixels: int) -> Decoded:
-    """The first frame or page of a picture file; an `ImageWarning` says where there are more pages.
+    """The first frame or page of an image file; an `ImageWarning` says where there are more pages.
 
     Raises:
-        ImageError: missing, not a known picture, larger than `max_pixels`, cut short or damaged.
+        ImageError: missing, not a known image, larger than `max_pixels`, cut short or damaged.
     """
     with open_regular(path) as file:
         name, opener = find_format(file, path)
@@ -48,7 +48,7 @@ def decode(path: Path, max_pixels: int) -> Decoded:
         if width * height > max_pixels:
             raise ImageError(
                 f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
-                "make the picture smaller or raise max_pixels (--max-pixels)"
+                "make the image smaller or raise max_pixels (--max-pixels)"
             )
         _tell_of_pages(picture, path, name)
         with _decoding(path, name), _quiet(width * height):
@@ -63,12 +63,12 @@ def decode(path: Path, max_pixels: int) -> Decoded:
 
 
 def from_pillow(picture: PIL.Image.Image) -> Decoded:
-    """A PIL picture in memory, as it stands: what its EXIF orientation asks for is reported, not done.
+    """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done.
 
     Raises:
         ImageError: it was opened from a file that is cut short or damaged.
     """
-    path = Path(getattr(picture, "filename", "") or "the PIL picture")
+    path = Path(getattr(picture, "filename", "") or "the PIL image")
     with _decoding(path, picture.format or "picture"):
         picture.load()
         turned = isinstance(picture, TiffImageFile)  # by Pillow, whatever its tags say
@@ -94,7 +94,7 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         raise
     except PIL.Image.DecompressionBombError as error:
         raise ImageError(
-            f"{path}: the {name} is beyond its decoder's own limit ({error}); make the picture smaller"
+            f"{path}: the {name} is beyond its decoder's own limit ({error}); make the image smaller"
         ) from error
     except Exception as error:
         raise ImageError(
@@ -115,7 +115,7 @@ def _orientation(tags: Any) -> int:
 
 
 def samples_of(picture: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
-    """Samples of a decoded picture as grey or RGB in the file's depth, and where alpha is not 0."""
+    """Samples of a decoded image as grey or RGB in the file's depth, and where alpha is not 0."""
     if picture.mode.startswith("I") or picture.mode == "F":
         raw = _strips(picture)  # Pillow's own conversion to 8 bits would clip instead of scale
         if isinstance(picture, PpmImageFile) and picture.mode == "I":

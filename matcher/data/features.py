@@ -1,6 +1,6 @@
-"""Keypoints and descriptors of a picture or of a padded batch of pictures.
+"""Keypoints and descriptors of an image or of a padded batch of images.
 
-Letters for shapes: B pictures, N keypoints, D descriptor size. Points are xy in stored pixels; the centre of
+Letters for shapes: B images, N keypoints, D descriptor size. Points are xy in stored pixels; the centre of
 the first pixel is (0, 0); `size` is (width, height).
 """
 
@@ -41,7 +41,7 @@ class Features:
     Features(2 keypoints, 2-d 'any' descriptors, 64 x 48 pixels)
 
     Raises:
-        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no picture,
+        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no image,
             or raw SIFT descriptors under the name "sift".
     """
 
@@ -55,10 +55,10 @@ class Features:
     affine_frames: Tensor | None = None
     cells: Tensor | None = None  # (..., N, 2) column and row of the point on the grid of its front end
     grid: Tensor | None = None  # (..., 2) columns and rows of that grid
-    maps: Tensor | None = None  # (..., C, h, w) finer map of the picture, to refine matches on
+    maps: Tensor | None = None  # (..., C, h, w) finer map of the image, to refine matches on
     mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
     exif_orientation: Tensor | None = None  # (...) int64 EXIF code 1-8 of the stored pixels; 1 when absent
-    # (...) int64 EXIF code of the view in which positions are normalised, where a matcher turned the picture
+    # (...) int64 EXIF code of the view in which positions are normalised, where a matcher turned the image
     view_orientation: Tensor | None = None
     # (..., 2) size that the front end saw / stored size, along the stored x and y axes; 1 when absent
     scale: Tensor | None = None
@@ -116,7 +116,7 @@ class Features:
     def matched_orientation(self) -> Tensor:
         """(...) int64 EXIF code of the view in which positions are normalised for matching.
 
-        It is `view_orientation` where a matcher turned the picture, else the file's `exif_orientation`.
+        It is `view_orientation` where a matcher turned the image, else the file's `exif_orientation`.
         """
         return self.exif_orientation if self.view_orientation is None else self.view_orientation
 
@@ -144,7 +144,7 @@ class Features:
         angles: np.ndarray | None = None,
         kind: str = "any",
     ) -> Features:
-        """What a front end found on `image.pixels`, carried back to the stored picture.
+        """What a front end found on `image.pixels`, carried back to the stored image.
 
         >>> import numpy as np
         >>> from matcher import Features, Image
@@ -188,15 +188,15 @@ class Features:
 
         >>> import cv2, numpy as np
         >>> from matcher import Features
-        >>> picture = np.random.default_rng(0).integers(0, 255, (48, 64), dtype=np.uint8)
-        >>> features = Features.from_cv2(*cv2.SIFT_create().detectAndCompute(picture, None), size=(64, 48))
+        >>> image = np.random.default_rng(0).integers(0, 255, (48, 64), dtype=np.uint8)
+        >>> features = Features.from_cv2(*cv2.SIFT_create().detectAndCompute(image, None), size=(64, 48))
         >>> round(float(features.descriptors[0].norm()), 3)
         1.0
 
         Args:
             keypoints: in stored pixels.
             descriptors: (N, D) float; None where there are no keypoints.
-            size: (width, height) of the picture.
+            size: (width, height) of the image.
             kind: the front end; "sift" is what `hybrid` and `lightglue-sift` take.
 
         Raises:
@@ -219,11 +219,11 @@ class Features:
         )
 
     def to_cv2(self) -> list[cv2.KeyPoint]:
-        """The valid keypoints of one picture as OpenCV's, in stored pixels; `UsageError` for a batch."""
+        """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""
         import cv2
 
         if self.keypoints.dim() != 2:
-            raise UsageError("features of one picture are needed; take a batch apart by unstack()")
+            raise UsageError("features of one image are needed; take a batch apart by unstack()")
         chosen = self.select(self.mask)
         points, scores = chosen.keypoints.tolist(), chosen.scores.tolist()
         sizes = [1.0] * len(points) if chosen.scales is None else chosen.scales.tolist()

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-LONGEST_ASPECT = 4.0  # longer / shorter side, above which pictures are resized by area
+LONGEST_ASPECT = 4.0  # longer / shorter side, above which images are resized by area
 
 # stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (0 is unused).
 UPRIGHT = np.array(
@@ -33,8 +33,8 @@ UPRIGHT = np.array(
 def resized(size: tuple[int, int], longer_side: int | None) -> tuple[tuple[int, int], tuple[float, float]]:
     """The size whose longer side is at most `longer_side`, and the exact scale (sx, sy) after rounding.
 
-    Pictures are only ever made smaller; None keeps them. A strip whose sides differ by more than
-    `LONGEST_ASPECT` would keep too few rows: it gets the area of a 4:3 picture with that longer side.
+    Images are only ever made smaller; None keeps them. A strip whose sides differ by more than
+    `LONGEST_ASPECT` would keep too few rows: it gets the area of a 4:3 image with that longer side.
     """
     width, height = size
     factor = 1.0
@@ -47,12 +47,12 @@ def resized(size: tuple[int, int], longer_side: int | None) -> tuple[tuple[int, 
 
 
 def resize_points(points: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
-    """Points (…, 2) of a picture → the same points after resizing it by `scale` = (sx, sy)."""
+    """Points (…, 2) of an image → the same points after resizing it by `scale` = (sx, sy)."""
     return (points + 0.5) * np.asarray(scale, dtype=np.float64) - 0.5
 
 
 def upright_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
-    """(width, height) after turning a stored picture of `size` upright."""
+    """(width, height) after turning a stored image of `size` upright."""
     return (size[1], size[0]) if orientation >= 5 else (size[0], size[1])
 
 
@@ -85,7 +85,7 @@ def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
 
 
 def inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(…,) bool: points that lie on the pixels of a picture; NaN is outside."""
+    """(…,) bool: points that lie on the pixels of an image; NaN is outside."""
     x, y = points[..., 0], points[..., 1]
     with np.errstate(invalid="ignore"):
         return (x >= -0.5) & (x <= size[0] - 0.5) & (y >= -0.5) & (y <= size[1] - 0.5)

@@ -1,4 +1,4 @@
-"""One picture as front ends take it."""
+"""One image as front ends take it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Image:
-    """One picture, upright and resized, ready for a front end; `read_image` makes one of a file.
+    """One image, upright and resized, ready for a front end; `read_image` makes one of a file.
 
     >>> import numpy as np
     >>> from matcher import Image
@@ -38,7 +38,7 @@ class Image:
 
     @property
     def axes_to_stored(self) -> np.ndarray:
-        """(2, 2) float64: the linear map from vectors of `pixels` to vectors of the stored picture."""
+        """(2, 2) float64: the linear map from vectors of `pixels` to vectors of the stored image."""
         return UPRIGHT[self.orientation].T @ np.diag([1 / self.scale[0], 1 / self.scale[1]])
 
     def to_stored(self, points: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ class Image:
         return upright_to_stored(upright, self.size, self.orientation)
 
     def features_fields(self) -> dict[str, Any]:
-        """What `Features` take from their picture: size, scale and orientations, as keyword arguments."""
+        """What `Features` take from their image: size, scale and orientations, as keyword arguments."""
         exif = self.orientation if self.exif_orientation is None else self.exif_orientation
         return {
             "size": np.asarray(self.size, dtype=np.float32),

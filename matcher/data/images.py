@@ -1,4 +1,4 @@
-"""Picture files and pictures in memory → `Image`: decoded, scaled to 8 bits, turned upright, made smaller."""
+"""Image files and images in memory → `Image`: decoded, scaled to 8 bits, turned upright, made smaller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_image(
     max_pixels: int = MAX_PIXELS,
     mask: PathLike | np.ndarray | None = None,
 ) -> Image:
-    """Read a picture file.
+    """Read an image file.
 
     Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, GIF, JPEG 2000, AVIF and (with the `heif` extra) HEIC;
     of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by their full
@@ -42,15 +42,15 @@ def read_image(
 
     Args:
         path: the file.
-        resize: longer side in pixels, only ever made smaller; None keeps the size. A picture more than four
+        resize: longer side in pixels, only ever made smaller; None keeps the size. An image more than four
             times as long as wide gets the area of an ordinary one instead, with an `ImageWarning`.
         upright: turn the pixels as EXIF says; False keeps the stored pixels.
         max_pixels: width · height above which the file is refused from its header, undecoded.
-        mask: picture file (not 0 = keep) or (H, W) array, in stored pixels.
+        mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
 
     Raises:
-        ImageError: the file is missing, not a known picture, too large, cut short or damaged.
-        UsageError: an argument that cannot be used, or a mask of another size than the stored picture.
+        ImageError: the file is missing, not a known image, too large, cut short or damaged.
+        UsageError: an argument that cannot be used, or a mask of another size than the stored image.
     """
     path = as_path(path)
     _check_limits(resize, max_pixels)
@@ -70,16 +70,16 @@ def image_from_array(
     upright: bool = True,
     mask: PathLike | np.ndarray | None = None,
 ) -> Image:
-    """A picture in memory: a NumPy array, a torch tensor or a PIL picture.
+    """An image in memory: a NumPy array, a torch tensor or a PIL image.
 
     Args:
         array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
-            tensor may have its channels first. A PIL picture may be of any mode.
+            tensor may have its channels first. A PIL image may be of any mode.
         resize, mask: as in `read_image`.
-        upright: turn a PIL picture as its EXIF orientation says.
+        upright: turn a PIL image as its EXIF orientation says.
 
     Raises:
-        ImageError: a PIL picture whose file is damaged.
+        ImageError: a PIL image whose file is damaged.
         UsageError: another shape or dtype, values outside the range, NaN, or a mask of another size.
     """
     _check_limits(resize, MAX_PIXELS)
@@ -109,7 +109,7 @@ def _finish(
     *,
     upright: bool,
 ) -> Image:
-    """Shrink first, then turn: the same picture, and only the small one is moved."""
+    """Shrink first, then turn: the same image, and only the small one is moved."""
     size, orientation = (pixels.shape[1], pixels.shape[0]), exif if upright else 1
     new_size, scale = resized(upright_size(size, orientation), resize)
     target = upright_size(new_size, orientation)  # the swap undoes itself
@@ -135,7 +135,7 @@ def _finish(
 def _warn_of_strips(size: tuple[int, int], target: tuple[int, int], path: Path | None) -> None:
     """A long strip cannot be made small without losing its short side."""
     if max(size) > LONGEST_ASPECT * min(size):
-        name = "the picture" if path is None else str(path)
+        name = "the image" if path is None else str(path)
         warnings.warn(
             f"{name}: {size[0]} x {size[1]} is a long strip, so it is resized by its area, to {target[0]} x "
             f"{target[1]}; cut into overlapping parts it would keep more detail",

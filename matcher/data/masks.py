@@ -10,7 +10,7 @@ from matcher.errors import UsageError
 
 
 def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
-    """(H, W) bool from a picture file, in stored pixels: True where any channel is not 0 and alpha is not 0.
+    """(H, W) bool from an image file, in stored pixels: True where any channel is not 0 and alpha is not 0.
 
     Raises:
         ImageError: as `matcher.data.images.read_image`.
@@ -23,11 +23,11 @@ def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
 def combined(
     opaque: np.ndarray | None, mask: PathLike | np.ndarray | None, shape: tuple[int, int], max_pixels: int
 ) -> np.ndarray | None:
-    """(H, W) bool: where the picture is opaque and the caller's mask keeps it; None = everywhere.
+    """(H, W) bool: where the image is opaque and the caller's mask keeps it; None = everywhere.
 
     Raises:
         ImageError: the mask's file cannot be read.
-        UsageError: the mask is of another size than the stored picture, of shape (H, W).
+        UsageError: the mask is of another size than the stored image, of shape (H, W).
     """
     if mask is None:
         return opaque
@@ -38,7 +38,7 @@ def combined(
     if keep.shape != shape:
         found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
         raise UsageError(
-            f"{name} is {found} pixels, its picture {wanted}; "
-            "a mask has the size of the picture as stored, before EXIF orientation and resize"
+            f"{name} is {found} pixels, its image {wanted}; "
+            "a mask has the size of the image as stored, before EXIF orientation and resize"
         )
     return keep if opaque is None else keep & opaque

@@ -1,6 +1,6 @@
-"""Picture files in folders: which suffixes are pictures, in what order, and where the shared data lie.
+"""Image files in folders: which suffixes are images, in what order, and where the shared data lie.
 
-Nothing here opens a picture; `read_image` says what is wrong with one.
+Nothing here opens an image; `read_image` says what is wrong with one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DATA_VARIABLE = "MATCHER_DATA"  # environment variable that names the folder of 
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
-    """Whether a file's name has the suffix of a picture, in any case."""
+    """Whether a file's name has the suffix of an image, in any case."""
     return os.path.splitext(path)[1].lower() in PICTURE_SUFFIXES  # noqa: PTH122 - odd names must not raise
 
 
 def list_pictures(folder: Path) -> Iterator[str]:
-    """Names of the picture files below a folder, relative to it, with forward slashes, in no certain order.
+    """Names of the image files below a folder, relative to it, with forward slashes, in no certain order.
 
     Hidden files and folders are left out.
     """
@@ -50,16 +50,16 @@ def list_pictures(folder: Path) -> Iterator[str]:
 
 
 def find_pictures(folder: Path) -> list[Path]:
-    """All picture files below a folder, sorted by path.
+    """All image files below a folder, sorted by path.
 
     Raises:
-        UsageError: there is no such folder, or no picture in it.
+        UsageError: there is no such folder, or no image in it.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder}: there is no such folder of pictures")
+        raise UsageError(f"{folder}: there is no such folder of images")
     found = sorted(path for name in list_pictures(folder) if (path := folder / name).is_file())
     if not found:
-        raise UsageError(f"{folder}: no pictures here (looked for {', '.join(PICTURE_SUFFIXES)})")
+        raise UsageError(f"{folder}: no images here (looked for {', '.join(PICTURE_SUFFIXES)})")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a file is before it is decoded: a regular file, and which picture format by its first bytes.
+"""What a file is before it is decoded: a regular file, and which image format by its first bytes.
 
 Each format's class is opened by signature instead of by `PIL.Image.open`, so that the pixel limit is the
 caller's and Pillow's process-wide one stays as it is.
@@ -31,7 +31,7 @@ _URL = re.compile(r"(https?|ftp|file|s3|gs):/+(?=[^/])", re.IGNORECASE)
 
 
 def as_path(path: PathLike) -> Path:
-    """A picture's path.
+    """An image's path.
 
     Raises:
         UsageError: something that is no path.
@@ -40,11 +40,11 @@ def as_path(path: PathLike) -> Path:
     try:
         found = Path(path)
     except TypeError:
-        raise UsageError(f"a picture is given by its path, not by {type(path).__name__}") from None
+        raise UsageError(f"an image is given by its path, not by {type(path).__name__}") from None
     if _URL.match(os.fspath(path)) and not found.exists():
         # A Path has lost one of the two slashes.
         url = _URL.sub(lambda scheme: f"{scheme[1]}://", os.fspath(path), count=1)
-        raise ImageError(f"{url}: pictures are read from files; download it first, then name the file")
+        raise ImageError(f"{url}: images are read from files; download it first, then name the file")
     return found
 
 
@@ -57,7 +57,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ImageError(f"{path}: not a file (a directory, pipe or device); name one picture file")
+            raise ImageError(f"{path}: not a file (a directory, pipe or device); name one image file")
         if status.st_size == 0:
             raise ImageError(f"{path}: the file is empty; copy or export it again")
         return path.open("rb")
@@ -68,7 +68,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener]:
-    """Name and Pillow's class of the picture format that the file's first bytes say.
+    """Name and Pillow's class of the image format that the file's first bytes say.
 
     Raises:
         ImageError: a format that is not known.
@@ -79,7 +79,7 @@ def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener]:
         if re.match(signature, head, re.DOTALL):
             return name, opener
     known = ", ".join(name for name, _, _ in _FORMATS)
-    raise ImageError(f"{path}: not a picture in a known format ({known}); convert it to PNG or JPEG")
+    raise ImageError(f"{path}: not an image in a known format ({known}); convert it to PNG or JPEG")
 
 
 def _open_heif(file: BinaryIO) -> PIL.Image.Image:

@@ -1,1 +1,1 @@
-"""Pictures: matches, what became of keypoints, one view over the other, epipolar lines."""
+"""Images: matches, what became of keypoints, one view over the other, epipolar lines."""

@@ -1,4 +1,4 @@
-"""What one keypoint attends to, drawn on both pictures."""
+"""What one keypoint attends to, drawn on both images."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def draw_attention(
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
-        point: the keypoint, stored pixels of the picture `side`.
-        self_attention, cross_attention: for each head what it attends to in its own and the other picture.
-        side: 0 or 1, the picture of the keypoint.
+        point: the keypoint, stored pixels of the image `side`.
+        self_attention, cross_attention: for each head what it attends to in its own and the other image.
+        side: 0 or 1, the image of the keypoint.
         names: of the heads, for the legend; "head 1" and so on when absent.
-        stacked: one picture above the other instead of side by side.
-        title: one line above the pictures.
+        stacked: one image above the other instead of side by side.
+        title: one line above the images.
 
     Raises:
-        UsageError: positions and weights that do not fit each other, or pictures that cannot be used.
+        UsageError: positions and weights that do not fit each other, or images that cannot be used.
     """
     placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
     start = placed[side].points(as_points(np.array([point]), "point"))[0]

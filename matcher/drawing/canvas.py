@@ -1,4 +1,4 @@
-"""What all pictures share: two views placed on a white canvas, a header with a legend, encoding.
+"""What all images share: two views placed on a white canvas, a header with a legend, encoding.
 
 Built on matplotlib's objects (no pyplot, so no global state and no window).
 """
@@ -32,16 +32,14 @@ BLUE = (0.0, 0.45, 0.7)
 PINK = (0.8, 0.47, 0.65)
 YELLOW = (0.94, 0.89, 0.26)
 
-_SIDE, _GAP, _MIN_WIDTH, _DPI = 800, 12, 960, 100  # pixels; _SIDE: longer side of either picture
-_HEADER = (
-    52  # pixels, of a picture 1000 wide; in wider ones the header grows, to be read when they are shrunk
-)
-_DIM = 0.85  # brightness of the pictures below the lines
+_SIDE, _GAP, _MIN_WIDTH, _DPI = 800, 12, 960, 100  # pixels; _SIDE: longer side of either image
+_HEADER = 52  # pixels, of an image 1000 wide; in wider ones the header grows, to be read when they are shrunk
+_DIM = 0.85  # brightness of the images below the lines
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A picture at its scale and position on the canvas."""
+    """An image at its scale and position on the canvas."""
 
     image: Image
     scale: tuple[float, float]  # (sx, sy) = display size / size of image.pixels
@@ -93,7 +91,7 @@ def _encoded(figure: Figure, kind: str) -> bytes:
 
 
 def as_image(image: Image | np.ndarray | str | Path) -> Image:
-    """A picture by its path, as an array, or as it is; raises as `images.read_image` does."""
+    """An image by its path, as an array, or as it is; raises as `images.read_image` does."""
     if isinstance(image, (str, Path)):
         return read_image(image)
     return image if isinstance(image, Image) else image_from_array(image)
@@ -120,7 +118,7 @@ def as_column(
 
 
 def place(image0: Image, image1: Image, *, stacked: bool = False) -> tuple[tuple[Placed, Placed], np.ndarray]:
-    """Both pictures with the same longer side, side by side or one above the other, centred on white.
+    """Both images with the same longer side, side by side or one above the other, centred on white.
 
     Returns:
         Where they lie, and the canvas (H, W, 3) uint8.
@@ -165,13 +163,13 @@ def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
 def two_pictures(
     image0: Image | np.ndarray, image1: Image | np.ndarray, *, stacked: bool
 ) -> tuple[tuple[Placed, Placed], Figure, Axes]:
-    """Where both pictures lie, and a figure that shows them."""
+    """Where both images lie, and a figure that shows them."""
     placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
     return placed, *blank_figure(canvas)
 
 
 def header_height(width: int) -> int:
-    """Rows above the pictures of a canvas so wide."""
+    """Rows above the images of a canvas so wide."""
     return round(_HEADER * _enlarged(width))
 
 

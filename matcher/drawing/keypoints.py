@@ -20,7 +20,7 @@ from matcher.drawing.canvas import (
     two_pictures,
 )
 
-_CROWD = 2048  # points of a picture beyond which dots are smaller, so that they never cover it
+_CROWD = 2048  # points of an image beyond which dots are smaller, so that they never cover it
 
 
 def draw_fates(
@@ -35,18 +35,18 @@ def draw_fates(
     stacked: bool = False,
     title: str = "what became of every keypoint",
 ) -> Figure:
-    """Two pictures with their keypoints, coloured by fate.
+    """Two images with their keypoints, coloured by fate.
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
         keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels.
         fates0, fates1: (N,), (M,) int: `MATCHED`, `UNMATCHED`, or the layer (1 … layers) that pruned it.
         layers: depth of the network, the end of the colour scale.
-        stacked: one picture above the other instead of side by side.
-        title: one line above the pictures.
+        stacked: one image above the other instead of side by side.
+        title: one line above the images.
 
     Raises:
-        UsageError: arrays whose shapes do not fit, or pictures that cannot be used.
+        UsageError: arrays whose shapes do not fit, or images that cannot be used.
     """
     placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
     scale, counts = _pruned_colours(), np.zeros(3, int)

@@ -1,4 +1,4 @@
-"""Pictures of matches: two views, lines between matched points, coloured by what is known of them.
+"""Images of matches: two views, lines between matched points, coloured by what is known of them.
 
 Inliers run from teal to yellow with their confidence, outliers are thin and vermilion: they differ in
 lightness too, so that colour-blind eyes and grey prints tell them apart.
@@ -55,7 +55,7 @@ def draw_matches(
     title: str | None = None,
     max_lines: int = 200,
 ) -> Figure:
-    """Two pictures, upright, with lines between their matched points.
+    """Two images, upright, with lines between their matched points.
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
@@ -64,12 +64,12 @@ def draw_matches(
         inliers: (K,) bool; None where no geometry was estimated, then no match counts as an outlier.
         errors: (K,) pixels, from `match_errors`.
         colour_by, error_limit: what colours tell; errors above the limit, in pixels, have one colour.
-        stacked: one picture above the other instead of side by side.
+        stacked: one image above the other instead of side by side.
         keypoints0, keypoints1: (N, 2) and (M, 2) all keypoints, drawn as small dots.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
 
     Raises:
-        UsageError: arrays whose shapes do not fit, or pictures that cannot be used.
+        UsageError: arrays whose shapes do not fit, or images that cannot be used.
     """
     points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
     count = len(points0)
@@ -161,7 +161,7 @@ def _draw_lines(
 
 
 def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` of `order` (best last), spread over the picture: the best of each cell come first."""
+    """At most `limit` of `order` (best last), spread over the image: the best of each cell come first."""
     best_first = order[::-1]
     cells = np.floor(points[best_first] / _CELL).astype(np.int64) @ np.array([1, 1 << 20])
     by_cell = np.argsort(cells, kind="stable")

@@ -1,4 +1,4 @@
-"""One view over the other: pictures that show whether a known geometry is right."""
+"""One view over the other: images that show whether a known geometry is right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draw_overlay(
         kind: alternating squares, or both at once, image 0 in vermilion and image 1 in blue (grey where the
             two agree).
         squares: of the checkerboard, along the longer side.
-        title: one line above the picture.
+        title: one line above the image.
 
     Raises:
         UsageError: a matrix of another shape, not finite or singular, another kind, or no squares.
@@ -127,7 +127,7 @@ def draw_epipolar_lines(
     stacked: bool = False,
     title: str | None = None,
 ) -> Figure:
-    """Matched points, each with the epipolar line that its partner draws in the other picture.
+    """Matched points, each with the epipolar line that its partner draws in the other image.
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
@@ -162,7 +162,7 @@ def draw_epipolar_lines(
 
 
 def _visible(side: Placed, line: np.ndarray) -> np.ndarray:
-    """The part (2, 2), canvas pixels, of a line a·x + b·y + c = 0 of stored pixels that its picture shows."""
+    """The part (2, 2), canvas pixels, of a line a·x + b·y + c = 0 of stored pixels that its image shows."""
     width, height = side.image.size
     a, b, c = line
     x, y = np.array([-0.5, width - 0.5]), np.array([-0.5, height - 0.5])

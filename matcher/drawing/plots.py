@@ -34,7 +34,7 @@ def draw_decisions(
     Args:
         matches, appeared, vanished: of each layer that ran.
         shares: by name, in [0, 1], of each layer; None where a layer has none.
-        pruned: points dropped after each layer, both pictures together.
+        pruned: points dropped after each layer, both images together.
         exited: the pair stopped at the last of them.
         title: one line above.
 
@@ -117,7 +117,7 @@ def draw_marginal_errors(
     """The relative error of the rows' masses after each iteration, on a logarithmic scale.
 
     Args:
-        errors: one an iteration; none where the assignment is not Sinkhorn's or a picture has no points.
+        errors: one an iteration; none where the assignment is not Sinkhorn's or an image has no points.
         tolerance: at which the iterations stop.
         title: one line above.
     """
@@ -125,7 +125,7 @@ def draw_marginal_errors(
     axes = figure.subplots()
     numbers = np.arange(1, len(errors) + 1)
     if not len(errors):
-        why = "no iterations: the assignment is not Sinkhorn's, or a picture has no keypoints"
+        why = "no iterations: the assignment is not Sinkhorn's, or an image has no keypoints"
         axes.text(0.5, 0.5, why, ha="center", transform=axes.transAxes)
         axes.set_axis_off()
         return figure

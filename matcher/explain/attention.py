@@ -19,9 +19,9 @@ _ROWS = 256  # points whose weights are held at once in a rollout
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What the asked points of one picture attend to in one block, the strongest first."""
+    """What the asked points of one image attend to in one block, the strongest first."""
 
-    points: np.ndarray  # (A, H, k) int64, attended points of the source picture; -1 where the point is gone
+    points: np.ndarray  # (A, H, k) int64, attended points of the source image; -1 where the point is gone
     weights: np.ndarray  # (A, H, k) float32 of a total of 1
     entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all weigh alike
 
@@ -92,7 +92,7 @@ def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[Attentio
 
 
 def strongest_attention(block: AttentionInputs, asked: np.ndarray, strongest: int, offset: int) -> Attention:
-    """The strongest weights of the asked points (numbered through both pictures) that are still there."""
+    """The strongest weights of the asked points (numbered through both images) that are still there."""
     heads, count = len(block.q), min(strongest, len(block.there))
     points = np.full((len(asked), heads, strongest), -1, np.int64)
     weights, entropy = np.zeros(points.shape, np.float32), np.zeros(points.shape[:2], np.float32)

@@ -69,10 +69,10 @@ def explain(
 
     Args:
         matcher: the network, with its precision and device.
-        features0, features1: of one picture each, not batched.
+        features0, features1: of one image each, not batched.
         asked0, asked1: indices of keypoints whose attention is recorded.
         strongest: attended points kept for each asked point and head.
-        traced: keypoints of either picture whose rollout is computed, which takes longer than attention; all
+        traced: keypoints of either image whose rollout is computed, which takes longer than attention; all
             that are asked when absent.
 
     Raises:
@@ -108,15 +108,15 @@ def nearest_keypoint(features: Features, point: tuple[float, float]) -> int:
     """The keypoint nearest to a place in stored pixels.
 
     Raises:
-        UsageError: the place is outside the picture, or the picture has no keypoints.
+        UsageError: the place is outside the image, or the image has no keypoints.
     """
     width, height = features.size.tolist()
     if not (-0.5 <= point[0] <= width - 0.5 and -0.5 <= point[1] <= height - 0.5):
         raise UsageError(
-            f"the point {point[0]:g},{point[1]:g} lies outside the picture, {width:g} x {height:g}"
+            f"the point {point[0]:g},{point[1]:g} lies outside the image, {width:g} x {height:g}"
         )
     if not len(features):
-        raise UsageError("no keypoint was found in this picture, so none can be asked")
+        raise UsageError("no keypoint was found in this image, so none can be asked")
     away = features.keypoints - torch.tensor(point, device=features.keypoints.device)
     return int(away.square().sum(-1).argmin())
 

@@ -1,1 +1,1 @@
-"""Front ends: pictures in, features out."""
+"""Front ends: images in, features out."""

@@ -3,7 +3,7 @@
 kornia's convenience classes fetch weights when they are built, so networks are put together from its parts
 here and come without trained parameters. Their state dictionaries hold what is trained and nothing else.
 
-Pixel conventions. DISK, ALIKED, DoG and XFeat (of a picture that it need not resize) count from the centre of
+Pixel conventions. DISK, ALIKED, DoG and XFeat (of an image that it need not resize) count from the centre of
 the first pixel as we do. DeDoDe's normalised positions become the pixel whose centre they are. KeyNet
 multiplies a pixel's index i on a pyramid level by the level's factor f; its centre is at (i + 0.5) · f − 0.5.
 """
@@ -106,7 +106,7 @@ def _build_xfeat(_: ExtractorConfig) -> nn.Module:
 
 
 def _find_xfeat(network: XFeat, image: Image, config: ExtractorConfig) -> Found:
-    """XFeat (Potje et al. 2024), the sparse setting; kornia resizes no picture whose sides are 32 times n."""
+    """XFeat (Potje et al. 2024), the sparse setting; kornia resizes no image whose sides are 32 times n."""
     pixels = padded(colour(image, _device(network)), 32, _LEAST_SIDE)
     everything = pixels.shape[-1] * pixels.shape[-2]
     (found,) = network.detectAndCompute(pixels, everything, config.score_threshold)
@@ -222,7 +222,7 @@ def _find_doghardnet(network: LocalFeature, image: Image, config: ExtractorConfi
 
 
 def _grey_and_mask(network: LocalFeature, image: Image) -> tuple[Tensor, Tensor | None]:
-    """The padded picture (1, 1, H, W), and its mask of the same shape."""
+    """The padded image (1, 1, H, W), and its mask of the same shape."""
     pixels = padded(grey(image, _device(network)), 1, _LEAST_SIDE)
     allowed = mask_of(image, pixels.device)
     if allowed is not None:

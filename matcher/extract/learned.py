@@ -33,7 +33,7 @@ WINDOW = 5  # pixels a side, in which a point's place is refined
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
 _HIDDEN = 256  # of the descriptor's perceptron
-_LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant picture stays constant
+_LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
 
 
 class ConvNormRelu(nn.Sequential):
@@ -196,7 +196,7 @@ def _build(_: ExtractorConfig) -> nn.Module:
 
 
 def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
-    """Points of pictures of one size; what lies in the padding is cut off before peaks are looked for."""
+    """Points of images of one size; what lies in the padding is cut off before peaks are looked for."""
     device = network.points.weight.device
     logits, maps = network(torch.cat([padded(grey(image, device), STRIDE) for image in images]))
     height, width = images[0].pixels.shape[:2]
@@ -211,7 +211,7 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
 def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
-    """The best points of one picture, refined and described."""
+    """The best points of one image, refined and described."""
     y, x = candidates(logits, config.nms_radius, config.border)[0].nonzero().T
     scores = logits[0, y, x].sigmoid()
     points = torch.stack([x, y], dim=-1)

@@ -1,7 +1,7 @@
 """What learned front ends share: their network, filled when it is first needed, and the way to `Features`.
 
-A front end finds points on the upright, resized picture, whose first pixel's centre is (0, 0). Here they are
-cut to those inside the picture and its mask, best first, and carried back to stored pixels.
+A front end finds points on the upright, resized image, whose first pixel's centre is (0, 0). Here they are
+cut to those inside the image and its mask, best first, and carried back to stored pixels.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Fill = Callable[[nn.Module, ExtractorConfig], None]
 _SETTINGS = ("variant", "score_threshold", "nms_radius", "border")
 # A described patch is six times as wide as the keypoint that OpenCV would report for it.
 _PATCH_TO_DIAMETER = 1 / 6
-_TOGETHER = 8  # pictures in one batch of a network
+_TOGETHER = 8  # images in one batch of a network
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a front end finds on an upright, resized picture, best first."""
+    """What a front end finds on an upright, resized image, best first."""
 
     points: Tensor  # (N, 2) xy in its pixels
     scores: Tensor  # (N,)
@@ -48,9 +48,9 @@ class FrontEnd(NamedTuple):
     """A learned front end as data: how its network is built and run."""
 
     build: Callable[[ExtractorConfig], nn.Module]
-    find: Callable[[nn.Module, Image, ExtractorConfig], Found] | None  # in one picture
+    find: Callable[[nn.Module, Image, ExtractorConfig], Found] | None  # in one image
     published: Mapping[str, Any]  # the settings that it has, with their published values
-    # Instead of `find`, in pictures of one size at once, by a network that has `prepare(dtype)` and runs in
+    # Instead of `find`, in images of one size at once, by a network that has `prepare(dtype)` and runs in
     # half precision where that is fast.
     find_together: Callable[[nn.Module, Sequence[Image], ExtractorConfig], list[Found]] | None = None
 
@@ -112,7 +112,7 @@ class LearnedExtractor:
 
 
 def by_size(find: Callable[[Sequence[Image]], list[Found]], images: Sequence[Image]) -> list[Found]:
-    """What `find` finds when it gets at most `_TOGETHER` pictures of one size at a time, in their order."""
+    """What `find` finds when it gets at most `_TOGETHER` images of one size at a time, in their order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, image in enumerate(images):
         groups.setdefault(image.pixels.shape[:2], []).append(number)
@@ -151,7 +151,7 @@ def grey(image: Image, device: torch.device) -> Tensor:
 
 
 def colour(image: Image, device: torch.device) -> Tensor:
-    """(1, 3, H, W) RGB float32 in [0, 1]; a grey picture three times."""
+    """(1, 3, H, W) RGB float32 in [0, 1]; a grey image three times."""
     pixels = torch.from_numpy(np.ascontiguousarray(image.pixels)).to(device).float() / 255
     return pixels.expand(1, 3, -1, -1) if pixels.ndim == 2 else pixels.permute(2, 0, 1)[None]
 
@@ -159,7 +159,7 @@ def colour(image: Image, device: torch.device) -> Tensor:
 def padded(pixels: Tensor, multiple: int, least: int = 1) -> Tensor:
     """(1, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
 
-    Points keep their coordinates; the caller drops those that lie beyond the picture.
+    Points keep their coordinates; the caller drops those that lie beyond the image.
     """
     height, width = (max(least, side) for side in pixels.shape[-2:])
     right, bottom = (-width % multiple + width, -height % multiple + height)
@@ -172,7 +172,7 @@ def mask_of(image: Image, device: torch.device) -> Tensor | None:
 
 
 def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tensor:
-    """Index (K,) of the best `limit` points on the picture and inside its mask; ties in the order given."""
+    """Index (K,) of the best `limit` points on the image and inside its mask; ties in the order given."""
     height, width = image.pixels.shape[:2]
     x, y = points.round().long().unbind(-1)
     keep = (x >= 0) & (x < width) & (y >= 0) & (y < height)
@@ -184,7 +184,7 @@ def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tenso
 
 
 def to_features(found: Found, image: Image, kind: str) -> Features:
-    """Carry points and affine frames from the upright, resized picture to stored pixels."""
+    """Carry points and affine frames from the upright, resized image to stored pixels."""
     points = found.points.double().cpu().numpy()
     shape = {} if found.affine_frames is None else _shapes(found.affine_frames.double().cpu().numpy(), image)
     return Features(

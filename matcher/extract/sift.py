@@ -15,7 +15,7 @@ from matcher.extract.shared import resolve
 
 
 class SiftExtractor:
-    """OpenCV's SIFT on the upright, resized picture; keypoints, scales and angles in stored pixels."""
+    """OpenCV's SIFT on the upright, resized image; keypoints, scales and angles in stored pixels."""
 
     def __init__(self, config: ExtractorConfig) -> None:
         """Keep the configuration; `UsageError` for a setting that SIFT does not have."""

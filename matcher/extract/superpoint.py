@@ -124,7 +124,7 @@ def _build(config: ExtractorConfig) -> nn.Module:
 
 
 def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
-    """Points of the picture itself: what lies in the padding is cut off before suppression."""
+    """Points of the image itself: what lies in the padding is cut off before suppression."""
     device = network.points[0].conv.weight.device
     pixels = grey(image, device)
     height, width = pixels.shape[-2:]

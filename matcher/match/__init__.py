@@ -1,1 +1,1 @@
-"""Features of two pictures → matches."""
+"""Features of two images → matches."""

@@ -14,7 +14,7 @@ from matcher.match.steering import aligned
 
 
 class NearestMatcher:
-    """Each point's nearest descriptor in the other picture, if mutual and clearly nearer than the second.
+    """Each point's nearest descriptor in the other image, if mutual and clearly nearer than the second.
 
     The ratio is nearest / second nearest Euclidean distance (Lowe 2004, section 7.1), tested in both
     directions, so that swapping the images swaps the matches. A match's score is 1 minus the larger of its
@@ -105,6 +105,4 @@ def _check(features0: Features, features1: Features) -> None:
     if sizes[0] != sizes[1]:
         raise UsageError(f"descriptors of two sizes cannot be compared: {sizes[0]} and {sizes[1]}")
     if features0.keypoints.dim() != 3 or features0.keypoints.shape[0] != features1.keypoints.shape[0]:
-        raise UsageError(
-            "a matcher takes two batches of the same number of pictures; stack the features first"
-        )
+        raise UsageError("a matcher takes two batches of the same number of images; stack the features first")

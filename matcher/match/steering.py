@@ -1,7 +1,7 @@
-"""Descriptors that can be turned: which quarter turn brings a picture to the other one.
+"""Descriptors that can be turned: which quarter turn brings an image to the other one.
 
 A descriptor of the front end `learned` is trained to have four groups of values that move on by one when its
-picture is turned by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle between
+image is turned by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle between
 two images, rotating one's descriptors by the right quarter turn leaves 45 degrees or less, without extracting
 features again.
 """
@@ -25,19 +25,19 @@ _COMPARED = 1024  # points of each image, the best ones when they come from thei
 _MIN_DISTANCE = 1e-6  # of unlike descriptors, 1 - their similarity
 _CERTAIN = 0.04  # evidence a point of no turn, beyond which no other is tried; unlike points have 0.002
 _MIN_GAIN = 0.2  # a turn must have so much more evidence than no turn
-# What EXIF calls a picture that needs one turn more than orientation 1 … 8; 0 is unused.
+# What EXIF calls an image that needs one turn more than orientation 1 … 8; 0 is unused.
 _TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
 
 def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
-    """Descriptors (B, N, D) as they would be after turns[b] (B,) clockwise quarter turns of picture b."""
+    """Descriptors (B, N, D) as they would be after turns[b] (B,) clockwise quarter turns of image b."""
     groups = descriptors.unflatten(-1, (TURNS, -1))
     order = (torch.arange(TURNS, device=turns.device) - turns[:, None]) % TURNS
     return groups.gather(2, order[:, None, :, None].expand_as(groups)).flatten(-2)
 
 
 def rotated_descriptors(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
-    """Descriptors (N, D) of a picture as it is and, where the front end's can be turned, after each quarter
+    """Descriptors (N, D) of an image as it is and, where the front end's can be turned, after each quarter
     turn."""
     count, size = descriptors.shape
     turns = TURNS if kind == STEERABLE else 1
@@ -80,10 +80,10 @@ def _turned(features: Features, turns: Tensor) -> Features:
 
 @torch.no_grad()
 def quarter_turns(features0: Features, features1: Features) -> Tensor:
-    """(B,) clockwise quarter turns of picture 1 after which its descriptors are most like those of picture 0.
+    """(B,) clockwise quarter turns of image 1 after which its descriptors are most like those of image 0.
 
     The evidence for a turn is how distinct mutually nearest descriptors are: the sum of (1 - r)², with r the
-    ratio of the distances to the nearest and to the second nearest, the larger one of both pictures. (The sum
+    ratio of the distances to the nearest and to the second nearest, the larger one of both images. (The sum
     of the similarities themselves drowns in those of wrong neighbours where views differ by more than turns.)
     """
     own, others = (f.descriptors[:, :_COMPARED].float() for f in (features0, features1))

@@ -31,10 +31,10 @@ class Choices:
 
     preset: str = DEFAULT_PRESET
     threshold: float | None = None  # least score of a match; this and what follows: None is the preset's own
-    max_keypoints: int | None = None  # a picture
+    max_keypoints: int | None = None  # an image
     resize: int | None = None  # pixels, longer side
     geometry: GeometryKind = "fundamental"
-    max_error: float | None = None  # pixels of the resized picture, of an inlier
+    max_error: float | None = None  # pixels of the resized image, of an inlier
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Matching:
         """Match two photos.
 
         Raises:
-            ImageError: a picture cannot be read.
+            ImageError: an image cannot be read.
             UsageError: choices that do not fit each other.
             IntegrityError: weights that are not here; the message says how to get them.
         """

@@ -81,7 +81,7 @@ def _inputs() -> list:
         )
         error = gr.Number(0, minimum=0, label="largest error of an inlier, px", info=own, elem_id="error")
         keypoints = gr.Number(
-            0, minimum=0, label="keypoints a picture", info=own, precision=0, elem_id="keypoints"
+            0, minimum=0, label="keypoints an image", info=own, precision=0, elem_id="keypoints"
         )
         resize = gr.Number(0, minimum=0, label="longer side, px", info=own, precision=0, elem_id="resize")
     explained = gr.Checkbox(True, label="make the report (attention, exit, pruning)")

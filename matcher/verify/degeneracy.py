@@ -1,6 +1,6 @@
 """Whether points and the model that fits them determine anything: lines, spots, rotations, chance.
 
-Points and residuals are pixels of the resized pictures.
+Points and residuals are pixels of the resized images.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
-    """(K,) symmetric epipolar distance in pixels: the mean of the distances to the line in either picture.
+    """(K,) symmetric epipolar distance in pixels: the mean of the distances to the line in either image.
 
     Hartley and Zisserman, Multiple View Geometry, 2nd edition, section 11.4.
     """

@@ -44,7 +44,7 @@ class RobustEstimator:
 
     A homography is then refined over its inliers under a Cauchy loss (PoseLib), as the pose is.
 
-    Residuals, in pixels of the resized picture: homography, the distance in image 1; fundamental and
+    Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
     """
 
@@ -63,7 +63,7 @@ class RobustEstimator:
 
         Status `ok`; `low_inliers`: a model with fewer distinct inliers than `min_inliers`, or no more than
         chance gives. Without a model: `too_few` distinct points; `degenerate`: the points, or all that
-        supports the model, lie on one point or line of a picture, or (essential) no motion but rotation
+        supports the model, lie on one point or line of an image, or (essential) no motion but rotation
         shows; `no_model`; `not_estimated` (kind "none"). A plane or a pure rotation fixes F only up to a
         family: the inliers hold, the matrix says nothing of other points.
 
@@ -72,7 +72,7 @@ class RobustEstimator:
             points1: (K, 2) stored pixels of image 1.
             cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
             scores: taken for the protocol; every match is sampled alike.
-            thresholds_scale: stored pixels per resized pixel; one factor for both pictures.
+            thresholds_scale: stored pixels per resized pixel; one factor for both images.
 
         Returns:
             matrix: H with H[2, 2] = 1 (−1 where the first pixel lies beyond the horizon, so that the inliers
@@ -148,7 +148,7 @@ def _pairs(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
 def _pinhole(
     pairs: np.ndarray, cameras: tuple[Camera, Camera] | None, scale: float
 ) -> tuple[np.ndarray, tuple[Camera, Camera]]:
-    """Points (K, 4) without lens distortion, stored pixels, and pinhole cameras of the resized pictures."""
+    """Points (K, 4) without lens distortion, stored pixels, and pinhole cameras of the resized images."""
     if cameras is None:
         raise UsageError("the essential matrix needs the cameras of both images: cameras=(Camera, Camera)")
     sides = [undistort(pairs[:, 2 * i : 2 * i + 2], camera) for i, camera in enumerate(cameras)]

@@ -1,4 +1,4 @@
-"""Thresholds are pixels of the resized pictures; here they become pixels of the stored ones."""
+"""Thresholds are pixels of the resized images; here they become pixels of the stored ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from matcher.config import GeometryKind
 def threshold_scale(
     scale0: Sequence[float] | np.ndarray, scale1: Sequence[float] | np.ndarray, kind: GeometryKind
 ) -> float:
-    """Stored pixels for one pixel of the resized pictures, for a threshold on the residual of that geometry.
+    """Stored pixels for one pixel of the resized images, for a threshold on the residual of that geometry.
 
-    A homography's residual lies in image 1. An epipolar residual mixes both pictures as Sampson's distance
-    does (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either picture alone.
+    A homography's residual lies in image 1. An epipolar residual mixes both images as Sampson's distance
+    does (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either image alone.
 
     Args:
         scale0, scale1: (sx, sy), resized / stored size of image 0 and 1, as `Features.scale` holds it.

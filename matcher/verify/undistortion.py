@@ -21,7 +21,7 @@ def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
 
     Args:
         points: (K, 2) stored pixels; rows that are not finite stay so.
-        camera: of the picture.
+        camera: of the image.
 
     Returns:
         (K, 2) float64; NaN where the model cannot be inverted.
