@@ -139,12 +139,13 @@ class Result:
         depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
         lines.append(f"{len(self.matches)} matches ({self.preset}{depth})")
         kind, status = self.geometry.kind, self.geometry.status
+        model = kind if kind == "homography" else f"{kind} matrix"
         if not len(self.matches):
             lines.append("no match: the images share nothing that was recognised")
         elif status in _REASONS:
-            lines.append(f"no match: the matches fit no common {kind} ({_REASONS[status]})")
+            lines.append(f"no match: the matches fit no {model} ({_REASONS[status]})")
         elif kind != "none":
-            lines.append(f"{int(self.inliers.sum())} of them agree with one {kind} ({status})")
+            lines.append(f"{int(self.inliers.sum())} are inliers of one {model}")
         parts = [f"{stage} {value:.2f}" for stage, value in self.seconds.items() if stage != "total"]
         stages = ", ".join(parts)
         if stages:

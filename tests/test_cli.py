@@ -99,7 +99,7 @@ def test_the_summary(views, capfd):
     out, err = capfd.readouterr()
     assert err == ""
     assert "400 keypoints" in out
-    assert "of them agree with one fundamental (ok)" in out
+    assert "are inliers of one fundamental matrix" in out
     assert "matrix" not in out
 
 

@@ -141,7 +141,7 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
         counts = page.run("return document.querySelector('#counts textarea').value")
         matches = int(re.search(r"(\d+) matches \(hybrid", counts)[1])
         assert counts.count(" 256 keypoints") == 2
-        assert matches > 50 and "agree with one fundamental (ok)" in counts
+        assert matches > 50 and "are inliers of one fundamental matrix" in counts
         page.wait("return document.querySelector('#picture img')?.naturalWidth > 900")
         frame = page.wait("return document.querySelector('#told iframe')?.srcdoc")
         assert "Content-Security-Policy" in frame and frame.count('"Image 0"') == 0

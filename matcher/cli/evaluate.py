@@ -123,6 +123,11 @@ def evaluate(
     from matcher.lab.pairs.sets import SetOptions, find_sets
 
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
+    if Path(where).is_dir() and [pair_set.name for pair_set in sets] == ["synthetic"]:
+        complain(
+            f"{where} has no ground truth: measuring on {len(sets[0])} synthetic warps of its photos "
+            "(--pairs N for fewer)"
+        )
     _check_output(output, [pair_set.name for pair_set in sets], overwrite)
     common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
     network = {"match_threshold": threshold, "precision": precision}

@@ -47,7 +47,8 @@ def export(
     to: Annotated[
         Literal["colmap", "hloc", "npz", "openmvg", "kapture"],
         typer.Option(
-            "--to", help="Format. OUT is a .db file for colmap, a .npz file for npz, otherwise a folder."
+            "--to",
+            help="Format. colmap writes a .db file and npz a .npz file; most formats fill a folder.",
         ),
     ],
     camera: GivenCamera = None,
@@ -55,7 +56,7 @@ def export(
     cameras: Cameras = "auto",
     overwrite: options.Overwrite = False,
 ) -> int:
-    """Export a run to COLMAP, hloc, NumPy, OpenMVG or kapture."""
+    """Export the keypoints and matches of a run to the files of another program."""
     from matcher.collection.exporting.formats import FORMATS
     from matcher.collection.exporting.formats import export as write
     from matcher.collection.store import Store

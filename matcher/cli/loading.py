@@ -20,6 +20,7 @@ _DECLARED = {
     "preset": (options.Preset, options.DEFAULT_PRESET),
     "weights": (options.Weights, None),
     "frontend": (options.FrontEnd, None),
+    "frontend_weights": (options.FrontEndWeights, None),
     "variant": (options.Variant, None),
     "max_keypoints": (options.MaxKeypoints, None),
     "resize": (options.Resize, None),

@@ -43,6 +43,14 @@ FrontEnd = Annotated[
         "--frontend", metavar="NAME", help="Use another front end than the preset's, for example disk."
     ),
 ]
+FrontEndWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--frontend-weights",
+        metavar="FILE",
+        help="Weights file of the front end; needed only for front ends of your own.",
+    ),
+]
 Variant = Annotated[
     str | None,
     typer.Option("--variant", metavar="NAME", help="Variant of the front end, for example aliked-n32."),

@@ -20,6 +20,7 @@ from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
+_SHOWN = 4  # settings that a message names
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,19 @@ def refuse_changes(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str
     Raises:
         UsageError: settings differ; the message names each.
     """
-    if found := differences(stored, wanted):
-        raise UsageError(
-            f"{run_dir} was made with other settings: {'; '.join(found)}. Match it anew with --restart, or "
-            "give the new settings a folder of their own (--run)"
+    if not (found := differences(stored, wanted)):
+        return
+    if stored.get("preset") != wanted.get("preset"):
+        reason = f"with the preset {stored.get('preset')}, not {wanted.get('preset')}"
+    else:
+        more = len(found) - _SHOWN
+        reason = f"with other settings: {'; '.join(found[:_SHOWN])}" + (
+            f"; and {more} more" if more > 0 else ""
         )
+    raise UsageError(
+        f"{run_dir} was made {reason}. Use another folder for the new settings (--run), or match everything "
+        "again with --restart"
+    )
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

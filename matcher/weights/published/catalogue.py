@@ -134,7 +134,12 @@ def locate_front_end(config: ExtractorConfig) -> Path:
     """
     rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
     if not rows:
-        return verify(read_manifest()[config.kind])
+        if config.kind not in (shipped := read_manifest()):
+            raise IntegrityError(
+                f"no weights are known for the front end {config.kind!r}: give a file of them, by "
+                "--frontend-weights on the command line or frontend_weights= in Python"
+            )
+        return verify(shipped[config.kind])
     return locate(next(row for row in rows if config.variant in (None, row.variant)))
 
 

@@ -48,14 +48,14 @@ def fetch(row: Published, *, accept_licence: bool = False, report: Report | None
     """
     if found := _already_here(row):
         return found
+    if os.environ.get(OFFLINE, "0") not in ("", "0"):
+        raise UsageError(
+            f"{OFFLINE} is set, so {row.name} is not fetched: unset it, or import a file you have"
+        )
     if not row.commercial and not accept_licence:
         raise UsageError(
             f"{row.name} is not for commercial use ({row.licence}; {row.source}): if that suits you, run"
             f" `{row.command}`"
-        )
-    if os.environ.get(OFFLINE, "0") not in ("", "0"):
-        raise UsageError(
-            f"{OFFLINE} is set, so {row.name} is not fetched: unset it, or import a file you have"
         )
     with locked(row):
         if found := _already_here(row):
