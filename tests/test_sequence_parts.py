@@ -98,6 +98,21 @@ def test_the_search_stays_near_the_prediction_and_the_epipolar_line(scattered):
     assert len(search_guided(points[200:], descriptors[200:], shifted, descriptors[200:], level)[0]) == 0
 
 
+def test_the_search_is_as_strict_as_the_links_are_exact(scattered, rng):
+    points, _, descriptors = scattered
+    sideways = np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0.0]])
+    for noise, tolerance in ((0.1, 0.12), (1.0, 1.0)):
+        moved = (points + np.float32([5, 0]) + rng.normal(0, noise, points.shape)).astype(np.float32)
+        guide = guide_of(points, moved, descriptors, radius=10.0, fundamental=sideways).narrowed(2.0)
+        assert 0.3 * tolerance < guide.tolerance < tolerance
+        assert guide.radius == 2.0
+    jumpy = (points + np.float32([5, 0]) + rng.normal(0, 30, points.shape)).astype(np.float32)
+    wide = guide_of(points, jumpy, descriptors, radius=10.0, fundamental=sideways).narrowed(2.0)
+    assert (wide.radius, wide.tolerance) == (10.0, 1.5)
+    few = guide_of(points[:3], points[:3], descriptors[:3])
+    assert few.narrowed(2.0) is few
+
+
 def test_without_links_nothing_is_predicted(scattered):
     points, moved, descriptors = scattered
     empty = Guide(points[:3], moved[:3], 1.0, 10.0)

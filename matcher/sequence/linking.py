@@ -14,7 +14,8 @@ from matcher.sequence.keyframes import KeptFrame
 from matcher.verify.thresholds import threshold_scale
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames are not of one scene
-_SEARCH = 0.02  # radius of the search around a predicted place, as a share of the picture's diagonal
+_SEARCH = 0.02  # largest radius of the search around a prediction, as a share of the picture's diagonal
+_LEAST_RADIUS = 2.0  # pixels of the resized picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +46,17 @@ class Linker:
         geometry = self.estimator(*points, thresholds_scale=scale)
         links = FrameLinks(frame0.index, indices, scores, _agreeing(geometry))
         good = indices[links.consistent]
-        descriptors = [f.descriptors[good[:, side]] for side, f in enumerate((frame0, frame1))]
         guide = Guide(
             start=points[0][links.consistent],
             end=points[1][links.consistent],
-            limit=typical_limit(*descriptors),
+            limit=typical_limit(*(f.descriptors[good[:, side]] for side, f in enumerate((frame0, frame1)))),
             radius=_SEARCH * float(np.hypot(*frame1.size)),
             fundamental=geometry.matrix,
             tolerance=self.max_epipolar_error * scale,
         )
-        return self._search(frame0, frame1, links, guide) if self.guided else links, guide
+        if self.guided:
+            links = self._search(frame0, frame1, links, guide.narrowed(_LEAST_RADIUS * scale))
+        return links, guide
 
     def _search(self, frame0: KeptFrame, frame1: KeptFrame, links: FrameLinks, guide: Guide) -> FrameLinks:
         """The links and those that the guide finds, which take the place of matches that did not agree."""
