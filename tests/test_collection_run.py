@@ -68,7 +68,7 @@ def test_a_learned_front_end_is_named_in_the_run(folder, tmp_path, capfd):
     assert collect(folder, tmp_path / "run", *arguments) == 0
     assert "pairs: 6 done, 0 failed" in capfd.readouterr().out
     assert collect(folder, tmp_path / "run", "--exhaustive", "--preset", "nearest") == 2
-    assert "frontend_weights" in capfd.readouterr().err
+    assert "the preset nearest-learned, not nearest" in capfd.readouterr().err
 
 
 def test_worker_processes_give_the_same(folder, tmp_path):
@@ -121,7 +121,7 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
         assert name in err and "--restart" in err
     hybrid = ["--preset", "hybrid", "--weights", small_weights]
     assert collect(folder, run_dir, *hybrid) == 2
-    assert "weights: None in the run" in capfd.readouterr().err
+    assert "the preset nearest, not hybrid" in capfd.readouterr().err
     (run_dir / "notes.txt").write_text("mine")
     assert collect(folder, run_dir, "--max-keypoints", 140, "--sequential", 1, "--restart") == 0
     with Store.open(run_dir) as store:
@@ -356,7 +356,7 @@ def test_names_that_cannot_be_stored_are_left_out(folder, tmp_path, capfd):
     shutil.copy(folder / "view 00.png", folder / ".hidden.png")
     (folder / "sub" / "loop").symlink_to(folder)
     assert collect(folder, tmp_path / "run", "--exhaustive") == 0
-    assert "left out for names that cannot be stored: 2 files" in capfd.readouterr().err
+    assert "left out because their names cannot be stored: 2 files" in capfd.readouterr().err
     with Store.open(tmp_path / "run") as store:
         assert next(image.name for image in store.images()) == "sub/größe ß.PNG"
         assert store.counts().images == 5

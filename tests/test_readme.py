@@ -42,7 +42,7 @@ def test_every_snippet_runs(tmp_path):
     (tmp_path / "snippets.py").write_text(f"if __name__ == '__main__':\n    {body}\n", "utf-8")
     done = subprocess.run([sys.executable, "snippets.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {"matches.npz", "matches.png", "run"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"matches.npz", "matches.png", "run-nearest"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def commands() -> list[list[str]]:
