@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +123,7 @@ def evaluate(
     from matcher.lab.pairs.sets import SetOptions, find_sets
 
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
-    if Path(where).is_dir() and [pair_set.name for pair_set in sets] == ["synthetic"]:
-        complain(
-            f"{where} has no ground truth: measuring on {len(sets[0])} synthetic warps of its photos "
-            "(--pairs N for fewer)"
-        )
+    _say_if_synthetic(where, sets)
     _check_output(output, [pair_set.name for pair_set in sets], overwrite)
     common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
     network = {"match_threshold": threshold, "precision": precision}
@@ -139,6 +135,15 @@ def evaluate(
     if skipped:
         complain(f"{skipped} pairs were skipped; the tables give the reasons")
     return PARTIAL if skipped else 0
+
+
+def _say_if_synthetic(where: str, sets: Sequence[PairSet]) -> None:
+    """A folder of plain photos is measured on warps of them, which a user may not expect."""
+    if Path(where).is_dir() and [pair_set.name for pair_set in sets] == ["synthetic"]:
+        complain(
+            f"{where} has no ground truth: measuring on {len(sets[0])} synthetic warps of its photos "
+            "(--pairs N for fewer)"
+        )
 
 
 @dataclass(frozen=True)
