@@ -126,8 +126,7 @@ def evaluate(
     _say_if_synthetic(where, sets)
     _check_output(output, [pair_set.name for pair_set in sets], overwrite)
     common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
-    network = {"match_threshold": threshold, "precision": precision}
-    shared = MethodOptions(common, network, full_depth)
+    shared = MethodOptions(common, {"match_threshold": threshold, "precision": precision}, full_depth)
     chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
     methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)
     table = TableOptions(seed, methods[0].name if compare else None, output)
