@@ -156,7 +156,7 @@ class Result:
         """One line over a drawing: preset, counts, layers, time."""
         parts = [self.preset, f"{len(self.matches)} matches"]
         if self.geometry.kind != "none":
-            parts.append(f"{int(self.inliers.sum())} on one {self.geometry.kind}")
+            parts.append(f"{int(self.inliers.sum())} inliers ({self.geometry.kind})")
         if self.layers:
             parts.append(f"{self.matches.layers_run} of {self.layers} layers")
         if "total" in self.seconds:
