@@ -220,7 +220,7 @@ def test_a_worker_that_is_killed_is_replaced(scene, tmp_path, gate):
     gate.touch()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 4, errors
-    assert "1 worker process died and had to be replaced" in errors
+    assert "1 worker process crashed and had to be replaced" in errors
     assert contents(run) == unbroken
 
 
