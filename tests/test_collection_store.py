@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_not_written(rng):
     with pytest.raises(ValueError, match="finite"):
         nan = np.full(1, np.nan)
         encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], nan), geometry, points, points)
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="differ in number"):
         encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], np.ones(2)), geometry, points, points)
 
 

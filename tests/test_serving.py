@@ -143,7 +143,7 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
         assert counts.count(" 256 keypoints") == 2
         assert matches > 50 and "are inliers of one fundamental matrix" in counts
         page.wait("return document.querySelector('#picture img')?.naturalWidth > 900")
-        frame = page.wait("return document.querySelector('#told iframe')?.srcdoc")
+        frame = page.wait("return document.querySelector('#explanation iframe')?.srcdoc")
         assert "Content-Security-Policy" in frame and frame.count('"Image 0"') == 0
         assert "matrix, row 3" in page.text("#geometry")
         link = page.wait("return document.querySelector('#npz a[href]')?.href")

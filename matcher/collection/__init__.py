@@ -1,1 +1,1 @@
-"""Many images, many pairs: the store of a run, the runner that fills it, exchange formats built on it."""
+"""Matching image collections: the store of a run, the runner that fills it, and export formats."""

@@ -1,10 +1,10 @@
-"""A Ray cluster as the engine of a run: an actor a GPU or group of cores; the driver alone writes.
+"""A Ray cluster as the engine of a run: one actor per GPU or group of cores; only the driver writes.
 
 Actors are sent the features of the tile of images that their pairs come from, each once a node, through
 Ray's object store; only extracting needs the photos where the actors are. Ray restarts an actor that died and
 tries its job once more; where that fails too, the items are tried one by one, and the culprit fails.
 
-Whoever reaches a Ray cluster can run code on it, unless it asks for a token: keep it in a trusted network.
+Anyone who can reach a Ray cluster can run code on it unless it requires a token: use a trusted network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HELD = 256  # images whose features the object store keeps
 
 
 class Actor:
-    """The body of an actor: a workbench that gets features with its jobs."""
+    """The code of an actor: a workbench that receives features with its jobs."""
 
     def __init__(self, setup: Setup) -> None:
         self._runner = JobRunner(setup, self._fetch)
@@ -50,7 +50,7 @@ class RayWorkers:
     """An engine on the cluster that RAY_ADDRESS names, or on a Ray of this machine, started here."""
 
     def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int | None) -> None:
-        """Start `count` actors of so many threads; None is one a GPU, or else one a core.
+        """Start `count` actors with `threads` threads each; None means one per GPU, else one per core.
 
         Raises:
             UsageError: Ray is not installed, or the cluster cannot be reached.
@@ -66,7 +66,7 @@ class RayWorkers:
         device = setup.options.get("device", "auto")
         gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
         cores = max(1, int(resources.get("CPU", 1)) // (threads or 1))
-        # An actor sees its own GPU alone; a processor's actor must not look for one.
+        # An actor sees only its own GPU; a CPU actor must not search for one.
         setup = replace(setup, options={**setup.options, "device": "auto" if gpus else device})
         actor = self._ray.remote(Actor).options(
             num_cpus=threads or 1,

@@ -1,4 +1,4 @@
-"""A collection of images as an object: open, add images and pairs, run, read, export, reconstruct."""
+"""A collection of images: open, add images and pairs, run, read, export, reconstruct."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Collection(StoredRun):
     >>> [(pair.name0, pair.name1, len(pair.matches) > 50) for pair in collection]
     [('0.png', '1.png', True)]
 
-    Results are on disk, so a run that was interrupted goes on where it stopped. A script needs no
+    Results are on disk, so an interrupted run continues where it stopped. A script needs no
     `if __name__ == "__main__"` guard: worker processes do not import it.
     """
 
@@ -70,7 +70,7 @@ class Collection(StoredRun):
         workers: Workers | int | None = None,
         **options: Unpack[LoadOptions],
     ) -> Collection:
-        """An existing run, or one that the first `add_images` makes.
+        """Open an existing run, or prepare a new one that the first `add_images` creates.
 
             >>> from matcher import Collection
             >>> Collection.open("no-such-run", preset="nearest")
@@ -78,12 +78,12 @@ class Collection(StoredRun):
 
         Args:
             run_dir: folder of the store.
-            preset: a name in `PRESETS`; not a detector-free one (loftr-…), which finds other keypoints for
-                every pair.
-            camera: of every image that has none of its own (`set_cameras`), for essential geometry.
+            preset: a name in `PRESETS`; not a detector-free one (loftr-…), whose keypoints differ from pair
+                to pair.
+            camera: camera of every image without one from `set_cameras`; needed for essential geometry.
             shard: "i/n", i from 1 to n: match only part i of n of the pairs in this store.
-            workers: what does the work, or the number of processes; None is one a core or GPU, 0 this one.
-            options: as of `matcher.load`.
+            workers: number of worker processes or a `Workers`; None: one per core or GPU, 0: this process.
+            options: as for `matcher.load`.
 
         Raises:
             UsageError: an unknown option or value.
@@ -107,29 +107,29 @@ class Collection(StoredRun):
         exclude: Sequence[str] = (),
         restart: bool = False,
     ) -> ImageChanges:
-        """Enter the images below a folder; one whose content has changed is extracted and matched again.
+        """Add the images below a folder; an image whose content has changed is processed again.
 
         Args:
-            folder: of the images.
-            masks: folder of masks: images that are not black where keypoints may lie, called as the images
-                they belong to, or with .png behind the name or in place of its suffix.
-            features: HDF5 file with keypoints and descriptors made elsewhere, in hloc's layout, used instead
-                of a front end.
+            folder: the image folder.
+            masks: folder of mask images, black where keypoints are not allowed; a mask has the name of its
+                image, with .png appended or in place of the suffix if it differs.
+            features: HDF5 file with existing keypoints and descriptors in hloc's layout, used instead of a
+                front end.
             include: names, folders or globs of the images to take; `@FILE` is a list (see `Selection`).
-            exclude: of the images to leave out.
-            restart: throw away what the store holds.
+            exclude: the same, for images to leave out.
+            restart: delete the contents of the store first.
 
         Returns:
-            What is new and what has changed.
+            What is new, what has changed and what is gone.
 
         Raises:
-            UsageError: no such folder, no images, no mask for any of them, a pattern that fits none, settings
-                other than those of the store, or another run is writing it.
+            UsageError: no such folder, no images, no mask for any of them, a pattern that matches nothing,
+                settings that differ from the store's, or another run is writing it.
             IntegrityError: the store or the weights are damaged.
         """
         selection = Selection.parse(include, exclude)
         source = find_source(Path(folder), masks, features, selection)
-        masked = check_masks(source)  # said before anything is made
+        masked = check_masks(source)  # before anything is created
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))
         check_writable(self.run_dir)
@@ -142,16 +142,16 @@ class Collection(StoredRun):
             return refresh_images(writer, source, masked)
 
     def set_cameras(self, cameras: Mapping[str, Camera]) -> int:
-        """Set the cameras of images, by name; essential geometry and exports use them.
+        """Set the cameras of images by name, for essential geometry and exports.
 
-        With geometry "essential", finished pairs of images whose camera changes are verified again from the
-        matches that are stored, in this process; features and matches stay.
+        With geometry "essential", finished pairs of images whose camera changes are verified again in this
+        process, from the stored matches; features and matches are kept.
 
         Args:
             cameras: name → camera, in pixels of the stored image.
 
         Returns:
-            How many pairs were verified again.
+            The number of pairs that were verified again.
 
         Raises:
             UsageError: a name that the run does not have, no camera, or another run is writing the store.
@@ -166,15 +166,15 @@ class Collection(StoredRun):
     def suggest_pairs(
         self, *, exhaustive_up_to: int = EXHAUSTIVE_UP_TO, neighbours: int = NEIGHBOURS
     ) -> PairChoice | None:
-        """How to pair images that are in no pair yet: as the run did before, else by their number.
+        """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
 
         Args:
-            exhaustive_up_to: number of images up to which every pair is matched.
-            neighbours: most similar images of each, in a larger collection.
+            exhaustive_up_to: up to this number of images, every pair is matched.
+            neighbours: in a larger collection, each image is paired with this many similar ones.
 
         Returns:
-            For `add_pairs`; None where every image is in a pair. Of method "names" or "file" where the run's
-            pairs were listed: then only the user knows the others.
+            An argument for `add_pairs`, or None if every image has a pair. Its method is "names" or "file" if
+            the run's pairs came from a list: then only the user can choose further pairs.
         """
         with self.store as store:
             if not store.unpaired():
@@ -198,22 +198,22 @@ class Collection(StoredRun):
         on_fault: Callable[[PairFault], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
-        """Enter pairs, chosen in exactly one way; finished ones stay finished.
+        """Add pairs, chosen in exactly one way; finished pairs stay finished.
 
         Args:
-            pairs: names of two images each, as a stream, or what `suggest_pairs` gave.
-            file: a pair list, two names a line (see `pairlists`).
-            exhaustive: every pair of images.
-            sequential: each image with so many that follow it in natural order of the names.
-            similar: each image with so many that look most like it; extracts features first.
-            on_fault: called for every line of `file` that gives no pair.
+            pairs: an iterable of two image names each, or the result of `suggest_pairs`.
+            file: a pair list, two names per line (see `pairlists`).
+            exhaustive: pair all images with each other.
+            sequential: pair each image with this many that follow it in natural order of the names.
+            similar: pair each image with this many most similar ones; extracts features first.
+            on_fault: called for every line of `file` that yields no pair.
             on_progress: called with the progress of the extraction.
 
         Returns:
-            Number of pairs (of this shard), and how many of them are new.
+            The number of pairs (of this shard), and how many of them are new.
 
         Raises:
-            UsageError: not exactly one way, a name that the run does not have, no `add_images` before.
+            UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
         """
         choice = requested_choice(pairs, file, exhaustive, sequential, similar)
         setup = self._ready()
@@ -232,11 +232,12 @@ class Collection(StoredRun):
             return added
 
     def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:
-        """Extract features of the images whose pairs wait, or of all; how many images were read.
+        """Extract the images of waiting pairs, or all; returns the number of images processed.
 
         Raises:
-            UsageError: essential geometry without any camera, another run writes the store, no `add_images`.
-            OSError: the disk is full; what was committed stays, and the next run goes on.
+            UsageError: essential geometry without any camera, another run writing the store, or no
+                `add_images` before.
+            OSError: the disk is full; committed results are kept, and the next run continues.
         """
         self._check_cameras()
         with Writer(self.run_dir) as writer, closing(self._start()) as engine:
@@ -250,17 +251,18 @@ class Collection(StoredRun):
         everything: bool = False,
         on_progress: OnProgress | None = None,
     ) -> RunReport:
-        """Extract and match what waits, in worker processes.
+        """Extract and match everything that is waiting, in worker processes.
 
         Args:
-            retry_failed: try images and pairs again that failed before.
-            everything: extract also images that are in no pair, and descriptors that were deleted.
+            retry_failed: retry images and pairs that failed before.
+            everything: also extract images without a pair, and descriptors that were deleted.
             on_progress: called with the progress, at most a few times a second.
 
         Raises:
-            ImageError: no image at all can be used.
-            UsageError: essential geometry without any camera, another run writes the store, no `add_images`.
-            OSError: the disk is full; what was committed stays, and the next run goes on.
+            ImageError: no image can be used.
+            UsageError: essential geometry without any camera, another run writing the store, or no
+                `add_images` before.
+            OSError: the disk is full; committed results are kept, and the next run continues.
         """
         self._check_cameras()
         setup, on_progress = self._ready(), on_progress or _silent
@@ -280,23 +282,23 @@ class Collection(StoredRun):
 
     def _ready(self) -> Setup:
         if self._setup is None:
-            raise UsageError("say first where the images are: collection.add_images(FOLDER)")
+            raise UsageError("add the images first: collection.add_images(FOLDER)")
         return self._setup
 
     def _selected(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that `add_images` found: images that are gone or excluded get no new pairs."""
+        """The names that `add_images` found; missing or excluded images get no new pairs."""
         found = set(self._ready().source.names()[0])
         return sorted(name for name in names if name in found)
 
     def _check_cameras(self) -> None:
-        """Refuse before any work what could verify no pair at all."""
+        """Refuse a run that could not verify any pair, before any work."""
         common = self._ready().camera
         with self.store as store:
             kind = store.settings["config"]["estimation"]["kind"]
             if kind != "essential" or common is not None:
                 return
             if any(image.camera is not None for image in store.images()):
-                return  # pairs of images without one fail, and say so
+                return  # pairs of images without one fail with that reason
         raise UsageError(
             "geometry 'essential' needs the camera of every image, and none is known: give one for all "
             "(--camera fx,fy,cx,cy), or one for each with Collection.set_cameras"
@@ -304,7 +306,7 @@ class Collection(StoredRun):
 
 
 def _chosen(store: Store, choice: PairChoice, names: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """The pairs of these images that a choice means."""
+    """The pairs of these images for a choice."""
     if choice.method == "exhaustive":
         return pairlists.exhaustive(names)
     if choice.method == "sequential":

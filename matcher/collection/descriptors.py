@@ -1,8 +1,8 @@
-"""Descriptor files: what only matching needs, beside the database, in files that may be deleted afterwards.
+"""Descriptor files beside the database: only matching needs them, so they may be deleted afterwards.
 
-A file is a row of records, one an image; a record is a small safetensors file by itself. The database knows
-where each begins, how long it is, and its CRC-32; bytes behind the last known record belong to nobody and are
-written over. SIFT's descriptors take 8 bits a number, without loss: they are square roots of whole numbers
+A file is a sequence of records, one per image; a record is a small safetensors file. The database knows where
+each begins, how long it is, and its CRC-32; bytes after the last known record are unused and are
+overwritten. SIFT descriptors take 8 bits per value, without loss: they are square roots of whole numbers
 over their sum (`data.descriptors.root_sift`). Others take 16 bits where these hold them.
 """
 
@@ -27,7 +27,7 @@ _SIFT_STEPS = 8  # the smallest number of a SIFT descriptor that is not 0 is har
 
 
 class RecordLocation(NamedTuple):
-    """Where a record lies."""
+    """Location of a record."""
 
     file: int
     start: int
@@ -44,7 +44,7 @@ class DescriptorWriter:
     """Appends records; only the process that holds the store's lock may have one."""
 
     def __init__(self, folder: Path, number: int, end: int, max_bytes: int = MAX_BYTES) -> None:
-        """Go on in file `number` behind byte `end`, where the last known record ends."""
+        """Continue in file `number` after byte `end`, where the last known record ends."""
         self._folder, self._number, self._end, self._limit = folder, number, end, max_bytes
         self._file: BinaryIO | None = None
 
@@ -52,7 +52,7 @@ class DescriptorWriter:
         """Write a record; it has reached the disk after `sync`.
 
         Raises:
-            OSError: the disk is full; what was written is written over next time.
+            OSError: the disk is full; partial data are overwritten next time.
         """
         if self._end >= self._limit:
             self.close()

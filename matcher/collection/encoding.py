@@ -1,8 +1,8 @@
 """Bytes of a pair and of keypoints: compact, little endian, each with a CRC-32 beside it.
 
-A pair of K matches takes 6 bytes a match: two 16-bit indices (32-bit where an image has more than 65,536
-keypoints) and a score in steps of 1/65535; then a bit a match for inliers, the matrix and the pose. Points
-are stored only where they are not the keypoints that the indices name.
+A pair takes 6 bytes per match: two 16-bit indices (32-bit where an image has more than 65,536
+keypoints) and a score in steps of 1/65535; then one bit per match for inliers, the matrix and the pose.
+Points are stored only where they differ from the keypoints of the indices.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _SCORE_STEPS = 65535
 
 
 class DamagedError(ValueError):
-    """Bytes that are not what they were when they were written."""
+    """Stored bytes are damaged."""
 
 
 def checksum(data: bytes) -> int:
-    """CRC-32, as zlib has it."""
+    """CRC-32, as zlib computes it."""
     return zlib.crc32(data)
 
 
 def check(data: bytes, crc: int, what: str) -> bytes:
-    """The bytes, if they still have that checksum; `what` they are is for the message.
+    """The bytes, if their checksum is right; `what` names them in the message.
 
     Raises:
-        DamagedError: they have another one.
+        DamagedError: they have another checksum.
     """
     if not isinstance(data, bytes) or zlib.crc32(data) != crc:
         raise DamagedError(f"{what} is damaged (its checksum differs)")
@@ -109,9 +109,9 @@ def _checked_indices(matches: Matches, geometry: TwoViewGeometry, count0: int, c
     indices = np.asarray(matches.indices, dtype=np.int64).reshape(-1, 2)
     lengths = {len(indices), len(matches.scores), len(geometry.inliers)}
     if lengths | {len(matches.points0), len(matches.points1)} != {len(indices)}:
-        raise ValueError("matches, scores, points and inliers are not equally many")
+        raise ValueError("matches, scores, points and inliers differ in number")
     if len(indices) and (indices.min() < 0 or np.any(indices.max(axis=0) >= (count0, count1))):
-        raise ValueError("a match names a keypoint that the image does not have")
+        raise ValueError("a match refers to a keypoint that the image does not have")
     if not np.isfinite(matches.scores).all():
         raise ValueError("a match has a score that is not finite")
     return indices
@@ -132,7 +132,7 @@ def decode_pair(
 
 
 class _Cursor:
-    """A place in bytes from which arrays are taken one after another."""
+    """Reads arrays from bytes one after another."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.place = data, struct.calcsize(_HEAD)

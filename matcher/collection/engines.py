@@ -19,35 +19,35 @@ _GPU_BATCH = 8  # pairs that a GPU matches together
 
 @dataclass(frozen=True)
 class Workers:
-    """What does the work; no result depends on it."""
+    """Which processes do the work; results do not depend on it."""
 
     engine: EngineName = "local"
-    count: int | None = None  # processes; 0 is this one; None: one a core, or one a GPU
+    count: int | None = None  # processes; 0: this one; None: one per core or GPU
     threads: int | None = None  # of each; None: the cores divided by the processes
     batch: int | None = None  # pairs matched together; None: 1 on a processor, 8 on a GPU
 
 
 def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
-    """Start what does the work; close it after use.
+    """Start the engine; close it after use.
 
     Raises:
-        UsageError: a device or an extra that is not here.
+        UsageError: a missing device or extra.
     """
     if workers.engine == "ray":
         from matcher.collection.cluster import RayWorkers
 
         return RayWorkers(run_dir, setup, workers.count, workers.threads)
     device = resolve_device(setup.options.get("device", "auto"))
-    places = [str(device)]
+    every = [str(device)]
     if device.type == "cuda" and device.index is None:
-        places = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     cores = available_cores()
     count = workers.count
     if count is None:
-        count = cores if device.type == "cpu" else len(places)
+        count = cores if device.type == "cpu" else len(every)
     if count == 0:
         return InProcess(run_dir, setup)
-    devices = [places[number % len(places)] for number in range(count)]
+    devices = [every[number % len(every)] for number in range(count)]
     return LocalWorkers(run_dir, setup, devices, workers.threads or max(1, cores // count))
 
 

@@ -1,6 +1,6 @@
-"""Features made elsewhere, in hloc's HDF5 layout.
+"""Existing features in hloc's HDF5 layout.
 
-A group an image, called as the image: `keypoints` (N, 2), the centre of the first pixel being (0, 0);
+One group per image, with the image's name: `keypoints` (N, 2), the centre of the first pixel being (0, 0);
 `descriptors` (D, N); `image_size` (width, height); `scores` (N), and `scales` (N) and `oris` (N) where there
 are any: degrees if any of them is beyond a full turn in radians, else radians.
 """
@@ -38,7 +38,7 @@ class HlocFeatures:
     uses_front_end: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """That the features are from a file; which they are is known by their content."""
+        """That the features come from a file; the file is identified by its content."""
         return {"kind": "hloc"}
 
     def names(self) -> tuple[list[str], list[str]]:
@@ -69,10 +69,10 @@ class HlocFeatures:
     def extract(self, name: str, pipeline: Pipeline) -> Extracted:
         """The features of one image.
 
-        They count as found at the pipeline's `resize`, which only sets what a pixel is to the thresholds.
+        They are treated as found at the pipeline's `resize`, which only affects thresholds in pixels.
 
         Raises:
-            ImageError: an entry that is absent, damaged, incomplete, or no fit for the matcher.
+            ImageError: an entry that is missing, damaged, incomplete, or unsuitable for the matcher.
         """
         arrays = self._read(name)
         digest = _digest(arrays)
@@ -132,7 +132,7 @@ class HlocFeatures:
 def find_source(
     folder: Path, masks: str | Path | None, features: str | Path | None, selection: Selection
 ) -> FeatureSource:
-    """Where the features of a collection come from: a file of features, or else the images themselves.
+    """The source of a collection's features: a features file, or else the images themselves.
 
     Raises:
         UsageError: both masks and features.
@@ -140,7 +140,9 @@ def find_source(
     if features is None:
         return Photos(folder, None if masks is None else Path(masks), selection)
     if masks is not None:
-        raise UsageError("--masks say where to find keypoints, and --features brings them: give one of them")
+        raise UsageError(
+            "--masks and --features cannot be combined: masks only affect the extraction of keypoints"
+        )
     return HlocFeatures(folder, Path(features), selection)
 
 

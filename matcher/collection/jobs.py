@@ -1,4 +1,4 @@
-"""The work on one image and on one pair, wherever it is done: in this process, a worker, or a Ray actor."""
+"""The work on one image or pair, in this process, a worker process or a Ray actor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ImageEntry:
 
 
 class ExtractedImage(NamedTuple):
-    """What a worker reports of an image: features ready to be stored, or why there are none."""
+    """A worker's result for an image: features ready to be stored, or why there are none."""
 
     name: str
     found: Extracted | None  # without descriptors, which are in the record
@@ -44,7 +44,7 @@ class ExtractedImage(NamedTuple):
 
 
 class PairFailure(NamedTuple):
-    """What a worker reports of a pair that could not be matched."""
+    """A worker's result for a pair that could not be matched."""
 
     image0: int
     image1: int
@@ -59,7 +59,7 @@ class ExtractJob:
     batch: int = 1  # items that are worked on together
 
     def failure(self, item: str, reason: str) -> ExtractedImage:
-        """What is reported of an item whose worker died."""
+        """The result for an item whose worker died."""
         return ExtractedImage(item, None, reason=reason)
 
 
@@ -72,7 +72,7 @@ class MatchJob:
     batch: int = 1
 
     def failure(self, item: tuple[int, int], reason: str) -> PairFailure:
-        """What is reported of an item whose worker died."""
+        """The result for an item whose worker died."""
         return PairFailure(*item, reason)
 
 
@@ -81,7 +81,7 @@ Outcome = ExtractedImage | EncodedPair | PairFailure
 
 
 class JobRunner:
-    """A pipeline and the features that it needs again soon."""
+    """A pipeline with a cache of features."""
 
     def __init__(self, setup: Setup, features_of: Callable[[ImageEntry], Features]) -> None:
         """Load the pipeline; `features_of` fetches an image's features. Errors are those of `build`."""
@@ -91,7 +91,7 @@ class JobRunner:
         self._cached = 0
 
     def run(self, job: Job) -> Iterator[Outcome]:
-        """One outcome an item, in their order.
+        """One result per item, in order.
 
         Raises:
             IntegrityError: the store is damaged, or weights are absent.
@@ -111,7 +111,7 @@ class JobRunner:
             return ExtractedImage(name, replace(found, features=kept), encode_features(found.features))
         except IntegrityError:
             raise
-        except Exception as error:  # one image fails, the others go on
+        except Exception as error:  # one image fails, the others continue
             return ExtractedImage(name, None, reason=reason_of(error))
 
     def match(self, pairs: Sequence[tuple[ImageEntry, ImageEntry]]) -> list[EncodedPair | PairFailure]:

@@ -1,4 +1,4 @@
-"""One run at a time on a store: a lock that the operating system drops when its holder dies."""
+"""One run at a time per store: a lock that the operating system releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCK, HOLDER = "lock.db", "holder.txt"
 
 
 class StoreLock:
-    """Held from its making until `release`, or until the process ends, however it ends.
+    """Held from creation until `release`, or until the process ends for any reason.
 
     An exclusive transaction on a database of its own is the lock, because it works wherever SQLite does.
     """

@@ -1,4 +1,4 @@
-"""Joins the stores of parts of one collection (`--shard`) to one, by the names of the images."""
+"""Joins the stores of the parts of a collection (`--shard`) into one, by image name."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x
 def merge(
     runs: Sequence[Path], into: Path, *, descriptors: bool = False, on_report: Callable[[str], None]
 ) -> None:
-    """Add what `runs` hold to `into`, which is made where it is absent.
+    """Add the contents of `runs` to `into`, which is created if missing.
 
-    A finished pair counts over a failed one, and that over one that waits. Where two runs found other
-    keypoints in an image (on machines that round differently), the first run's stay, and the other run's
-    pairs with this image wait again.
+    A finished pair replaces a failed one, and that replaces a waiting one. If two runs found different
+    keypoints in an image (on machines that round differently), the first run's are kept, and the other run's
+    pairs with this image are matched again.
 
     Args:
         runs: folders of stores with the same settings, parts apart.
-        into: folder of the store that is made or added to.
-        descriptors: copy descriptors as well; only further pairs need them.
+        into: folder of the store to create or to add to.
+        descriptors: also copy descriptors; only further pairs need them.
         on_report: called with a line about each run.
 
     Raises:
@@ -39,7 +39,7 @@ def merge(
         IntegrityError: a store is damaged.
     """
     if any(run.resolve() == into.resolve() for run in runs):
-        raise UsageError(f"{into} is one of the runs that are to be joined; name another folder with --into")
+        raise UsageError(f"{into} is one of the runs to join; name another folder with --into")
     with ExitStack() as stack:
         stores = [stack.enter_context(Store.open(run)) for run in runs]
         wanted = {**stores[0].settings, "shard": None}
@@ -58,7 +58,7 @@ def merge(
 
 
 def _refuse_changed_images(stores: Sequence[Store]) -> None:
-    """Before anything is written, so that no half of a merge is left."""
+    """Checked before anything is written, so that no partial merge is left."""
     seen: dict[str, tuple[str, Path]] = {}
     for store in stores:
         for name, digest in store.rows("SELECT name, sha256 FROM images WHERE status = ?", DONE):
@@ -114,8 +114,8 @@ class _StoreMerge:
             self._join_descriptors(number, target, name)
 
     def _set_image(self, target: int, row: tuple[Any, ...]) -> None:
-        places = ", ".join("?" * len(row))
-        self._writer.execute(f"UPDATE images SET ({_COLUMNS}) = ({places}) WHERE id = ?", (*row, target))
+        marks = ", ".join("?" * len(row))
+        self._writer.execute(f"UPDATE images SET ({_COLUMNS}) = ({marks}) WHERE id = ?", (*row, target))
 
     def _join_descriptors(self, number: int, target: int, name: str) -> None:
         sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"

@@ -1,4 +1,4 @@
-"""Which pairs a run matches where the user does not say it: as before, or by the number of images."""
+"""Which pairs a run matches by default: as in the run so far, or by the number of images."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NEIGHBOURS = 20  # most similar images of each, in a larger collection
 
 @dataclass(frozen=True)
 class PairChoice:
-    """How pairs were chosen; a store keeps it, so that images that are added later are paired alike."""
+    """How pairs were chosen; stored, so that images added later are paired in the same way."""
 
     method: PairMethod
     neighbours: int | None = None  # of sequential and similar
-    by_default: bool = False  # nobody asked for it
+    by_default: bool = False  # not requested by the user
 
     def arguments(self) -> dict[str, Any]:
-        """The same as an argument of `Collection.add_pairs`; empty where pairs were listed."""
+        """The same as arguments of `Collection.add_pairs`; empty if pairs came from a list."""
         if self.method in ("names", "file"):
             return {}
         return {self.method: True if self.neighbours is None else self.neighbours}
@@ -58,7 +58,7 @@ def requested_choice(
         raise UsageError("pairs come from exactly one of: names, a file, exhaustive, sequential=K, similar=K")
     if isinstance(pairs, PairChoice):
         if pairs.method in ("names", "file"):
-            raise UsageError("the pairs of this run were listed; list those of the new images as well")
+            raise UsageError("the pairs of this run came from a list; list those of the new images as well")
         return pairs
     if sequential is not None or similar is not None:
         return PairChoice("similar" if sequential is None else "sequential", sequential or similar)

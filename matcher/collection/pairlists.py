@@ -1,7 +1,7 @@
 """Which pairs to match: lists from files, read line by line and checked, and pairs made from the names.
 
-A pair list is text, one pair a line: two names of images, relative to the image folder and with `/`. With a
-tab in the line, tabs alone separate; else spaces do, and a name that holds spaces stands in double quotes.
+A pair list is a text file with one pair per line: two image names, relative to the image folder and with `/`.
+In a line with a tab, only tabs separate; otherwise spaces do, and a name with spaces needs double quotes.
 UTF-8 with or without a byte order mark, any line ending, blank lines and lines that begin with `#` are fine.
 """
 
@@ -41,7 +41,7 @@ USED = (EXTRA,)
 
 @dataclass(frozen=True)
 class PairFault:
-    """A line of a pair list that gave no pair, or one with a remark."""
+    """A line of a pair list that yields no pair, or one with a warning."""
 
     line: int  # counted from 1
     kind: str  # one of the texts above
@@ -68,17 +68,17 @@ class FaultTally:
 
     @property
     def refused(self) -> int:
-        """Lines that gave no pair."""
+        """The number of lines that yielded no pair."""
         return sum(count for kind, count in self.counts.items() if kind not in USED)
 
     def lines(self) -> list[str]:
-        """The tally for people: a line a kind, with the numbers of its first lines."""
-        told = []
+        """The tally as text: one line per kind, with the first line numbers."""
+        texts = []
         for kind, count in self.counts.most_common():
             where = ", ".join(f"{fault.line} ({fault.text})" for fault in self.first[kind])
             more = ", …" if count > len(self.first[kind]) else ""
-            told.append(f"{count} × {kind}: line {where}{more}")
-        return told
+            texts.append(f"{count} × {kind}: line {where}{more}")
+        return texts
 
 
 class _Line(NamedTuple):
@@ -103,8 +103,8 @@ def read_pairs(
     Args:
         path: the list; see the module for the format.
         names: the images of the collection.
-        on_fault: told of every line that gives no pair, and why; lines that are read in silence are good.
-        chunk: lines that are looked at together; only speed and memory depend on it.
+        on_fault: called with every line that yields no pair or a warning; all other lines are valid.
+        chunk: lines that are processed together; affects only speed and memory.
 
     Raises:
         UsageError: the list cannot be read, or is UTF-16; raised before the first pair.

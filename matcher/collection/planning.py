@@ -1,4 +1,4 @@
-"""What is to be done: images that are new or have changed, pairs that are not finished, a part of them.
+"""What remains to be done: new or changed images and unfinished pairs, or a shard of them.
 
 All of it lies in the database, so memory does not grow with the number of pairs.
 """
@@ -15,7 +15,7 @@ from matcher.collection.sources import FeatureSource
 from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
 from matcher.errors import ImageError, UsageError
 
-_ROWS = 4096  # pairs looked at together
+_ROWS = 4096  # pairs processed together
 _PAIRS, _IMAGES = 16, 4  # of a job at most
 _SHARE = 32  # a job is at most this part of what is left, or some workers would end long before others
 _DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1 = plan.image1"
@@ -27,14 +27,14 @@ class ImageChanges:
 
     new: int = 0
     changed: int = 0  # extracted and matched again
-    gone: int = 0  # in the store, but no longer in the folder or not selected; what was matched stays
+    gone: int = 0  # in the store, but no longer in the folder or not selected; their matches are kept
     unusable: tuple[str, ...] = ()  # file names that no store can hold
     images: int = 0  # that were found
     masked: int | None = None  # of them, those with a mask; None where no masks were given
 
 
 def refresh_images(writer: Writer, source: FeatureSource, masked: int | None = None) -> ImageChanges:
-    """Enter new images; forget those whose content has changed, with their pairs. Unchanged ones stay."""
+    """Add new images, and reset changed ones with their pairs; unchanged ones are kept."""
     names, unusable = source.names()
     known = {
         name: (status, stamp, sha256)
@@ -71,7 +71,7 @@ def _digest(source: FeatureSource, name: str) -> str:
 def add_pairs(
     writer: Writer, pairs: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Enter the pairs that are neither finished nor failed, each once, whichever way round it is given.
+    """Add the pairs that are neither finished nor failed, each once, in either order of its images.
 
     Args:
         writer: of the store.
@@ -133,7 +133,7 @@ def images_to_extract(writer: Writer, *, everything: bool) -> list[str]:
 
 
 def extract_jobs(names: Sequence[str]) -> Iterator[ExtractJob]:
-    """Jobs of a few images, of fewer towards the end."""
+    """Jobs of a few images, smaller towards the end."""
     start = 0
     while start < len(names):
         size = _job_size(len(names) - start, _IMAGES)
@@ -157,7 +157,7 @@ def fail_pairs_of_failed_images(writer: Writer) -> None:
 
 
 def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
-    """Jobs of the pairs that wait, tile by tile, read while others finish; of fewer pairs towards the end."""
+    """Jobs of waiting pairs, tile by tile, read while others finish; smaller towards the end."""
     last = (-1, -1, -1, -1)
     columns, most = "tile0, tile1, image0, image1", max(_PAIRS, 4 * batch)
     left = writer.store.counts().pairs_waiting

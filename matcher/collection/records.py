@@ -1,4 +1,4 @@
-"""What a store says of an image and of a pair; K matches, points in stored pixels."""
+"""What a store holds about an image and a pair; K matches, points in stored pixels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoredImage:
 
 @dataclass(frozen=True, eq=False)
 class StoredPair:
-    """One finished pair; name0 comes before name1 in the order of their characters."""
+    """One finished pair; name0 sorts before name1."""
 
     name0: str
     name1: str
@@ -48,7 +48,7 @@ class FailedPair:
 
 @dataclass(frozen=True)
 class Counts:
-    """How far a run has come."""
+    """Progress of a run."""
 
     images: int  # all of them: done, failed and waiting
     images_failed: int

@@ -1,4 +1,4 @@
-"""Geometry of finished pairs estimated anew, from the matches that the store holds."""
+"""Verifies finished pairs again, from the stored matches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PAIRS = "SELECT image0, image1 FROM {table} WHERE image0 IN ({ids}) OR image1 I
 def verify_again(writer: Writer, names: Iterable[str]) -> int:
     """Verify the finished pairs of images whose cameras have changed; their features and matches stay.
 
-    Pairs that failed, which may have been for want of a camera, wait again. Where the run's geometry takes no
-    cameras, there is nothing to do. To be called inside a transaction, so that a camera is never stored
+    Failed pairs, which may have lacked a camera, are matched again. If the run's geometry uses no
+    cameras, nothing is done. To be called inside a transaction, so that a camera is never stored
     beside a geometry that was estimated with another.
 
     Returns:

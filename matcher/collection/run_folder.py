@@ -1,4 +1,4 @@
-"""The folder of a run: made where it is absent, and emptied of a store's own files."""
+"""The folder of a run: created if missing, and cleared of a store's own files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from matcher.errors import UsageError
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder where it is absent.
+    """Create the folder if it is missing.
 
     Raises:
-        UsageError: it cannot be made or written.
+        UsageError: it cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

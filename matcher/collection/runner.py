@@ -1,7 +1,7 @@
-"""Carries out what waits in a store: every image once, every pair once, results in small commits.
+"""Processes what is waiting in a store: every image once, every pair once, in small commits.
 
-One process writes, whatever does the work. What was committed survives the death of this process at any
-moment; what was not is done again by the next run, with the same result.
+A single process writes, whichever engine does the work. Committed results survive if this process dies;
+uncommitted ones are computed again by the next run, with the same result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMMIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far one stage of a run is; only what has reached the disk counts."""
+    """Progress of one stage of a run; only what has reached the disk counts."""
 
     stage: str  # "extract" or "match"
     done: int  # failed ones included
@@ -52,7 +52,7 @@ class RunReport:
 
     @property
     def all_well(self) -> bool:
-        """Nothing failed, in this run or an earlier one."""
+        """Whether nothing failed, in this run or an earlier one."""
         return not (self.crashes or self.counts.images_failed or self.counts.pairs_failed)
 
 
@@ -62,10 +62,10 @@ OnProgress = Callable[[StageProgress], None]
 def extract(
     writer: Writer, engine: Engine, source: FeatureSource, *, everything: bool, on_progress: OnProgress
 ) -> int:
-    """Features of the images that wait and whose pairs wait, or of `everything`; how many were tried.
+    """Extract the waiting images of waiting pairs, or of `everything`; returns how many were tried.
 
     Raises:
-        OSError: the disk is full; what was committed stays.
+        OSError: the disk is full; committed results are kept.
     """
     names = images_to_extract(writer, everything=everything)
     if names:
@@ -78,11 +78,11 @@ def extract(
 
 
 def match(writer: Writer, engine: Engine, *, batch: int, on_progress: OnProgress) -> int:
-    """Every pair that waits; how many were done.
+    """Match every waiting pair; returns how many were processed.
 
     Raises:
-        ImageError: there are pairs, and no image at all could be used.
-        OSError: the disk is full; what was committed stays.
+        ImageError: there are pairs, but no image could be used.
+        OSError: the disk is full; committed results are kept.
     """
     counts = writer.store.counts()
     if counts.images_failed and not counts.images_done:
@@ -99,7 +99,7 @@ def match(writer: Writer, engine: Engine, *, batch: int, on_progress: OnProgress
 def _commit_in_groups(
     outcomes: Iterator[Outcome | None], stage: _Extraction | _Matching, total: int, on_progress: OnProgress
 ) -> None:
-    """Commit outcomes in small groups, also those that are at hand when the run is interrupted."""
+    """Commit results in small groups, including those available when the run is interrupted."""
     pending: list[Outcome] = []
     last, size = monotonic(), 0
     try:

@@ -55,7 +55,7 @@ CREATE TABLE waiting (
 
 
 def make(path: Path, meta: dict[str, str]) -> None:
-    """A new, empty database at `path`, which gets its name when it is whole.
+    """Create an empty database at `path`; it gets its name when it is complete.
 
     Args:
         path: where nothing is yet.
@@ -84,7 +84,7 @@ def open_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_reading(path: Path) -> sqlite3.Connection:
-    """A connection that only reads; also beside a run, and from a folder that cannot be written."""
+    """A read-only connection; works beside a run, and in a folder that cannot be written."""
     mode = "ro" if os.access(path.parent, os.W_OK) else "ro&immutable=1"
     log = path.with_name(f"{path.name}-wal")
     if "immutable" in mode and log.is_file() and log.stat().st_size:
@@ -130,7 +130,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """SQLite's errors as ours.
+    """Translate SQLite's errors.
 
     Raises:
         IntegrityError: the file is damaged or no database.
@@ -147,9 +147,9 @@ def guarded(path: Path) -> Iterator[None]:
             # SQLite reports a quota or limit that is exhausted in this way.
             raise OSError(errno.EDQUOT, f"no more can be written ({error})", str(path)) from error
         if code == sqlite3.SQLITE_IOERR:
-            raise OSError(errno.EIO, f"the disk failed ({error})", str(path)) from error
+            raise OSError(errno.EIO, f"disk error ({error})", str(path)) from error
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            raise UsageError(f"{path} cannot be opened ({error}); check the folder's rights") from error
+            raise UsageError(f"{path} cannot be opened ({error}); check the folder's permissions") from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise UsageError(f"{path} is held by another process ({error}); wait for it to end") from error
         if isinstance(error, (sqlite3.ProgrammingError, sqlite3.IntegrityError)):

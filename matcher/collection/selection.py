@@ -1,4 +1,4 @@
-"""Which images of a folder take part: patterns of names, or lists of names in files."""
+"""Which images of a folder are used: patterns of names, or lists of names in files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from matcher.errors import UsageError
 
 @dataclass(frozen=True)
 class Selection:
-    """Images to take and to leave out, by patterns of their names.
+    """Images to use and to leave out, by patterns of their names.
 
     A name is a path below the image folder, with `/`. A pattern is a name, a folder that ends in `/`, or a
-    glob (`*`, `?`, `[abc]`); without a `/` in it, it is compared with the last part of the name. Upper and
-    lower case differ.
+    glob (`*`, `?`, `[abc]`); a pattern without `/` is compared with the last part of the name. Case
+    matters.
 
         >>> from matcher.collection.selection import Selection
         >>> Selection(include=("left/",), exclude=("*_blurred.jpg",)).apply(["left/a.jpg", "right/a.jpg"])
@@ -45,7 +45,7 @@ class Selection:
         """The selected names, in the order given.
 
         Raises:
-            UsageError: a pattern that fits no name, or nothing is left.
+            UsageError: a pattern that matches no name, or nothing is left.
         """
         names = list(names)
         for pattern in (*self.include, *self.exclude):
@@ -75,7 +75,7 @@ def _expanded(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _listed(path: Path) -> list[str]:
-    """The names in a file, which mean themselves; blank lines and lines that begin with # do not count."""
+    """The names in a file, which mean themselves; blank lines and lines that begin with # are skipped."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What a run's results depend on, and the comparison of a run on disk with what is asked for now."""
+"""What a run's results depend on, and the comparison of a run on disk with the present settings."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def build(setup: Setup) -> Pipeline:
     if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
         raise UsageError(
-            f"{setup.preset} finds its points anew for every pair, so an image has no keypoints that its "
-            f"pairs share, and a collection cannot be made of them; presets that can: {others}"
+            f"{setup.preset} finds new keypoints for every pair, but the pairs of a collection must share "
+            f"the keypoints of an image; use one of {others}"
         )
     return load(setup.preset, **setup.options)
 
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, by name, in words; empty when the run can go on."""
+    """The settings that differ, as text; empty if the run can continue."""
     return [
         f"{name}: {_short(old)} in the run, {_short(new)} now"
         for name, old, new in _compared(stored, wanted, "")
@@ -109,7 +109,7 @@ def _short(value: Any) -> str:
 
 
 def refuse_changes(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Keep results of two settings out of one run.
+    """Refuse to mix results of different settings in one run.
 
     Raises:
         UsageError: settings differ; the message names each.

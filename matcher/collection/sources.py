@@ -1,7 +1,7 @@
-"""Where the features of an image come from: its file and a front end, or a file of features made elsewhere.
+"""The source of an image's features: its file and a front end, or a file of existing features.
 
-A source knows names, a stamp (cheap to take, other when the content may be), a digest of the content, and the
-features of an image.
+A source provides names, a stamp (cheap; differs if the content may have changed), a digest of the content,
+and the features of an image.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FeatureSource(Protocol):
     uses_front_end: bool
 
     def settings(self) -> dict[str, Any]:
-        """What results depend on beside the images, ready for JSON."""
+        """What results depend on besides the images, as JSON values."""
 
     def names(self) -> tuple[list[str], list[str]]:
         """Sorted names of the images, and the file names that no store can hold."""

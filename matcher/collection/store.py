@@ -1,4 +1,4 @@
-"""The reading side of a run's store: images, keypoints, features and finished pairs, each checked.
+"""Reading a run's store: images, keypoints, features and finished pairs, each checked.
 
 A store is a folder: `run.db` (SQLite), and descriptor files that may be deleted after matching. It may be
 read while a run writes it. `writer.py` writes it.
@@ -34,7 +34,7 @@ _IMAGE = "name, sha256, width, height, count, camera, status, reason"
 
 
 class Store:
-    """A run on disk. Every method raises `IntegrityError` where it finds the store damaged."""
+    """A run on disk. Every method raises `IntegrityError` if the store is damaged."""
 
     def __init__(self, folder: Path, connection: Connection) -> None:
         self.folder = folder
@@ -46,10 +46,10 @@ class Store:
     def create(
         cls, run_dir: str | Path, settings: dict[str, Any], image_folder: str | Path | None = None
     ) -> Store:
-        """A new, empty store.
+        """Create an empty store.
 
         Args:
-            run_dir: the folder, made where it is absent.
+            run_dir: the folder, created if missing.
             settings: what the results depend on, ready for `json.dumps`.
             image_folder: where the images are; the current folder when absent.
 
@@ -87,7 +87,9 @@ class Store:
         folder = Path(run_dir)
         path = folder / schema.DATABASE
         if not path.is_file():
-            raise UsageError(f"{folder} holds no run: `matcher collection IMAGES --run {folder}` makes one")
+            raise UsageError(
+                f"{folder} holds no run; create one with `matcher collection IMAGES --run {folder}`"
+            )
         return cls(folder, schema.open_reading(path))
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class Store:
             return PairChoice.from_json(rows[0][0]) if rows else None
 
     def unpaired(self) -> int:
-        """How many images are in no pair, those apart that failed or have no keypoints."""
+        """The number of images without a pair, except those that failed or have no keypoints."""
         ends = " UNION ".join(
             f"SELECT image{end} FROM {table}" for table in ("pairs", "failed", "waiting") for end in (0, 1)
         )
@@ -216,11 +218,11 @@ class Store:
             yield FailedPair(names[image0], names[image1], reason)
 
     def drop_cache(self) -> None:
-        """Read keypoints anew, because they have changed."""
+        """Forget cached keypoints, because they have changed."""
         self._keypoints.cache_clear()
 
     def counts(self) -> Counts:
-        """How far the run has come."""
+        """Progress of the run."""
         by_status = dict(self.rows("SELECT status, count(*) FROM images GROUP BY status"))
         waiting, done, failed = (by_status.get(number, 0) for number in range(3))
         # The index is a tenth of the table.
@@ -235,7 +237,7 @@ class Store:
         return dict(self.rows("SELECT id, name FROM images"))
 
     def check(self) -> list[str]:
-        """Read everything and say what is damaged; empty when all is well."""
+        """Read everything and list what is damaged; empty if nothing is."""
         faults = [row[0] for row in self.rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
         for table, what in (("keypoints", "the keypoints of image"), ("pairs", "pair")):
             for number, crc, data in self.rows(f"SELECT rowid, crc, data FROM {table}"):

@@ -1,4 +1,4 @@
-"""A run on disk as an object: what it holds, exports of it, reconstructions from it."""
+"""A run on disk: its contents, exports and reconstructions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StoredRun:
         return Store.open(self.run_dir)
 
     def counts(self) -> Counts:
-        """How far the run has come."""
+        """Progress of the run."""
         with self.store as store:
             return store.counts()
 
@@ -79,17 +79,17 @@ class StoredRun:
         cameras: CameraChoice | None = None,
         overwrite: bool = False,
     ) -> ExportReport:
-        """Write what another program reads: "colmap", "hloc", "npz", "openmvg" or "kapture".
+        """Export the run for another program: "colmap", "hloc", "npz", "openmvg" or "kapture".
 
         Args:
             form: name of the format.
-            out: file (colmap: .db, npz: .npz) or folder to be made.
+            out: file (colmap: .db, npz: .npz) or folder to create.
             cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
                 takes them from the run, from EXIF, or guesses.
             overwrite: replace what exists; see `exporting.formats.export`.
 
         Returns:
-            What was written and what had to be left out.
+            What was written and what was left out.
 
         Raises:
             UsageError: an unknown format, an output that exists or cannot be written, names or cameras that
@@ -110,13 +110,13 @@ class StoredRun:
         exclude: Sequence[str] = (),
         **options: Unpack[MappingOptions],
     ) -> Reconstruction:
-        """Cameras and points from the verified matches, by COLMAP's mapper; needs pycolmap.
+        """Reconstruct cameras and 3D points from the verified matches with COLMAP; needs pycolmap.
 
         Args:
-            out: folder to be made: COLMAP models, points as PLY, a plot, the numbers as JSON.
+            out: folder to create: COLMAP models, points as PLY, a plot, statistics as JSON.
             cameras: as in `export`; given ones are kept as they are by the incremental mapper.
             include: names, folders or globs of the images to use; all of the run when absent.
-            exclude: of those to leave out.
+            exclude: the same, for images to leave out.
             options: mapper, min_images, threads, seed, overwrite; see `reconstruction.reconstruct`.
 
         Returns:
@@ -124,7 +124,7 @@ class StoredRun:
 
         Raises:
             UsageError: pycolmap is absent, `out` exists, or fewer than two images have features.
-            ReconstructionError: no model came out, or COLMAP's process ended early.
+            ReconstructionError: no model was found, or COLMAP's process ended early.
         """
         from matcher.collection.reconstruction.reconstruct import reconstruct
 

@@ -104,7 +104,7 @@ def build_tracks(
         pairs: verified matches; equal scores keep the order given.
         counts: images and how many keypoints each has.
         min_length: shorter tracks are left out; at least 2.
-        conflicts_kept: how many conflicts are told one by one.
+        conflicts_kept: number of conflicts that are kept.
 
     Raises:
         UsageError: an image that is not in `counts`, an index beyond its keypoints, or a pair of one image.
@@ -181,7 +181,7 @@ class _Forest:
         return node
 
     def join(self, node0: int, node1: int) -> tuple[int, int, int] | None:
-        """Join the sets of two keypoints, or say which image they share and its two keypoints."""
+        """Join the sets of two keypoints, or return the image that they share and its two keypoints."""
         root0, root1 = self._root(node0), self._root(node1)
         if root0 == root1:
             return None

@@ -28,7 +28,7 @@ from matcher.errors import MatcherError, UsageError
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _PROGRAM = "matcher.collection.worker"
-_QUEUED = 2  # jobs that a worker has before it, so that it never waits for the next
+_QUEUED = 2  # jobs queued for a worker, so that it never waits for the next
 _STRIKES = 2  # deaths of its worker that make an item fail
 _STARTS = 3  # workers that may die in a row before any of them is ready
 _TICK = 0.5  # seconds after which the caller may do something else
@@ -36,7 +36,7 @@ _GRACE = 2.0  # seconds that an idle worker has to end by itself
 
 
 class Engine(Protocol):
-    """What does jobs."""
+    """Runs jobs."""
 
     crashes: int  # workers that died
 
@@ -145,7 +145,9 @@ class LocalWorkers:
         if not worker.ready:
             self._stillborn += 1
             if self._stillborn >= _STARTS:
-                raise MatcherError(f"worker processes cannot be started ({_death(code)}); see what they say")
+                raise MatcherError(
+                    f"worker processes cannot be started ({_death(code)}); see their output above"
+                )
         jobs = list(worker.jobs)
         if jobs and worker.ready:
             current = jobs[0]

@@ -66,7 +66,7 @@ class Writer:
         folder = Path(run_dir)
         self._path = folder / schema.DATABASE
         if not self._path.is_file():
-            Store.open(folder)  # raises, and says how one is made
+            Store.open(folder)  # raises an error that explains how to create one
         check_writable(folder)
         self._lock = StoreLock(folder)
         try:
@@ -98,7 +98,7 @@ class Writer:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is written in the block, durably, or nothing.
+        """Write everything in the block durably, or nothing.
 
         Raises:
             OSError: the disk is full.
@@ -159,7 +159,7 @@ class Writer:
         self.execute("REPLACE INTO descriptors VALUES (?, ?, ?, ?, ?)", (number, *place))
 
     def fail_image(self, name: str, reason: str, facts: ImageFacts | None = None) -> None:
-        """An image that cannot be used, and why; its facts say when it is worth another try."""
+        """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""
         sha256, stamp, _ = facts or ImageFacts("")
         sql = "UPDATE images SET status = 2, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
         self.execute(sql, (reason, sha256, stamp, name))

@@ -1,10 +1,9 @@
-"""The front end of our own: a small convolutional network, trained here, that finds points and describes
-them.
+"""Our own front end: a small convolutional network that detects and describes keypoints.
 
 The score of a pixel is the logit of the probability that a point there is found again in another view of the
-scene and matched by its descriptor. A point's place is the centroid of the softmax of the scores around it
+scene and matched by its descriptor. A point's position is the centroid of the softmax of the scores around it
 (as in ALIKE, Zhao et al. 2022, section III-B), and its descriptor is made of what the maps of all resolutions
-hold at that place; nothing is described that is not a point.
+hold at that position; nothing is described that is not a point.
 
 Map k has a sample at every 2ᵏ-th pixel, beginning with the first, so pixel x lies at x/2ᵏ on it.
 """
@@ -29,7 +28,7 @@ DESCRIPTOR_DIM = 64
 NMS_RADIUS = 3  # pixels within which a point scores highest
 SCORE_THRESHOLD = 0.01  # less probable points are what noise and plain surfaces have
 BORDER = 4  # pixels along the edge without points
-WINDOW = 5  # pixels a side, in which a point's place is refined
+WINDOW = 5  # pixels a side, in which a point's position is refined
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
 _HIDDEN = 256  # of the descriptor's perceptron
@@ -217,8 +216,8 @@ def _points_of(
     points = torch.stack([x, y], dim=-1)
     found = (scores > config.score_threshold).nonzero()[:, 0]
     index = found[strongest(points[found].float(), scores[found], image, config.max_keypoints)]
-    places = refine(logits, points[None, index])
-    return Found(places[0], scores[index], network.describe(maps, places)[0])
+    refined = refine(logits, points[None, index])
+    return Found(refined[0], scores[index], network.describe(maps, refined)[0])
 
 
 FRONT_ENDS = {

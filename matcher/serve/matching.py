@@ -1,4 +1,4 @@
-"""What the page does with two photos, apart from how it looks."""
+"""What the page does with two photos, apart from its layout."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Choices:
     """What a user may set."""
 
     preset: str = DEFAULT_PRESET
-    threshold: float | None = None  # least score of a match; this and what follows: None is the preset's own
-    max_keypoints: int | None = None  # an image
+    threshold: float | None = None  # minimum score of a match; here and below, None means the preset's value
+    max_keypoints: int | None = None  # per image
     resize: int | None = None  # pixels, longer side
     geometry: GeometryKind = "fundamental"
     max_error: float | None = None  # pixels of the resized image, of an inlier
@@ -61,15 +61,15 @@ class Matching:
 
         Raises:
             ImageError: an image cannot be read.
-            UsageError: choices that do not fit each other.
-            IntegrityError: weights that are not here; the message says how to get them.
+            UsageError: choices that contradict each other.
+            IntegrityError: weights that are not installed; the message explains how to get them.
         """
         with self._busy:
             pipeline = self._pipeline(choices)
             images = pipeline.read(image0), pipeline.read(image1)
             result = pipeline.match(image0, image1)
-            told = explained and isinstance(pipeline.matcher, AttentionMatcher)
-            report = report_page(pipeline, images, result) if told else None
+            explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
+            report = report_page(pipeline, images, result) if explainable else None
         verified = result.geometry.status != "not_estimated"
         figure = draw_matches(
             *images,
@@ -103,9 +103,7 @@ class Matching:
         if choices.max_error is None:
             return pipeline
         if not choices.max_error > 0:
-            raise UsageError(
-                f"the largest error of an inlier must be above 0 pixels, not {choices.max_error:g}"
-            )
+            raise UsageError(f"the inlier threshold must be above 0 pixels, not {choices.max_error:g}")
         name = "max_reprojection_error" if choices.geometry == "homography" else "max_epipolar_error"
         estimation = replace(pipeline.config.estimation, **{name: choices.max_error})
         config = replace(pipeline.config, estimation=estimation)

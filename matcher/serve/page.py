@@ -1,4 +1,4 @@
-"""How the page looks: gradio's parts, put together. Nothing is fetched or told elsewhere."""
+"""The layout of the page, made of gradio components. Nothing is fetched from or sent to other machines."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         )
 
     with gr.Blocks(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
-        gr.Markdown("## matcher\nDrop two photos, press the button. They stay on this machine.")
+        gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
         with gr.Row():
             files = [
-                gr.File(label=f"photo {side}", type="filepath", height=120, elem_id=f"photo{side}")
+                gr.File(label=f"Photo {side}", type="filepath", height=120, elem_id=f"photo{side}")
                 for side in (0, 1)
             ]
         inputs = _inputs()
@@ -72,24 +72,24 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
 
 def _inputs() -> list:
     with gr.Row():
-        preset = gr.Dropdown(list(PRESETS), value=DEFAULT_PRESET, label="preset")
-        geometry = gr.Dropdown(_GEOMETRIES, value="fundamental", label="geometry")
+        preset = gr.Dropdown(list(PRESETS), value=DEFAULT_PRESET, label="Preset")
+        geometry = gr.Dropdown(_GEOMETRIES, value="fundamental", label="Geometry")
     with gr.Row():
-        own = "0: the preset's own"
-        threshold = gr.Number(
-            0, minimum=0, label="least score of a match, 0 to 1", info=own, elem_id="threshold"
-        )
-        error = gr.Number(0, minimum=0, label="largest error of an inlier, px", info=own, elem_id="error")
+        own = "0 uses the preset's value"
+        threshold = gr.Number(0, minimum=0, label="Match threshold, 0 to 1", info=own, elem_id="threshold")
+        error = gr.Number(0, minimum=0, label="Inlier threshold, px", info=own, elem_id="error")
         keypoints = gr.Number(
-            0, minimum=0, label="keypoints an image", info=own, precision=0, elem_id="keypoints"
+            0, minimum=0, label="Keypoints per image", info=own, precision=0, elem_id="keypoints"
         )
-        resize = gr.Number(0, minimum=0, label="longer side, px", info=own, precision=0, elem_id="resize")
-    explained = gr.Checkbox(True, label="make the report (attention, exit, pruning)")
+        resize = gr.Number(
+            0, minimum=0, label="Resize: longer side, px", info=own, precision=0, elem_id="resize"
+        )
+    explained = gr.Checkbox(True, label="Explain the matches (attention, early exit, pruning)")
     return [preset, geometry, threshold, error, keypoints, resize, explained]
 
 
 def _outputs() -> list:
-    summary = gr.Textbox(label="counts", lines=5, elem_id="counts", interactive=False)
+    summary = gr.Textbox(label="Summary", lines=5, elem_id="counts", interactive=False)
     picture = gr.Image(
         show_label=False,
         format="png",
@@ -99,12 +99,12 @@ def _outputs() -> list:
     )
     with gr.Row():
         geometry = gr.Dataframe(
-            headers=["what", "value"], label="geometry", interactive=False, elem_id="geometry", wrap=True
+            headers=["quantity", "value"], label="Geometry", interactive=False, elem_id="geometry", wrap=True
         )
         with gr.Column():
-            arrays = gr.File(label="keypoints, matches and geometry (npz)", elem_id="npz", interactive=False)
-            report = gr.File(label="report (HTML)", elem_id="report", interactive=False)
-    return [summary, picture, geometry, arrays, report, gr.HTML(elem_id="told")]
+            arrays = gr.File(label="Keypoints, matches and geometry (.npz)", elem_id="npz", interactive=False)
+            report = gr.File(label="Report (.html)", elem_id="report", interactive=False)
+    return [summary, picture, geometry, arrays, report, gr.HTML(elem_id="explanation")]
 
 
 def _choices(
@@ -119,26 +119,26 @@ def _choices(
 
 
 def _without_folders(text: str, *files: str) -> str:
-    """Names as the user gave them: where uploads lie means nothing to anyone."""
+    """Show file names as the user gave them, without the folders of the uploads."""
     for file in files:
         text = text.replace(file, Path(file).name)
     return text
 
 
 def _refusal(text: str) -> gr.Error:
-    """A message that can be read at leisure."""
+    """An error message that stays long enough to be read."""
     return gr.Error(text, duration=20, print_exception=False)
 
 
 def _frame(report: bytes | None) -> str:
     """The report inside the page, in a frame that may run its own script and do nothing else."""
     if report is None:
-        return "<p>No report: it was not asked for, or this preset has no network to explain.</p>"
+        return "<p>No explanation: it was not requested, or this preset has no network to explain.</p>"
     text = html.escape(report.decode())
     style = "width: 100%; height: 1400px; border: 1px solid #ccc"
     return f'<iframe title="report" sandbox="allow-scripts" style="{style}" srcdoc="{text}"></iframe>'
 
 
 def plain_theme() -> Base:
-    """A theme with the fonts that the machine has."""
+    """A theme with the system's fonts."""
     return gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])

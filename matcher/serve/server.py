@@ -36,7 +36,7 @@ def serve(
         port: the first that is tried; 0 takes any.
         device: where networks run.
         max_megabytes: larger uploads are refused.
-        tell: is given the address once it is known.
+        tell: called with the address once it is known.
 
     Raises:
         UsageError: gradio is not installed, or no port is free.
@@ -137,4 +137,4 @@ def _listen(port: int) -> socket.socket:
             listening.close()
             continue
         return listening
-    raise UsageError(f"no port from {port} to {port + _PORTS - 1} can be used; name another one (--port)")
+    raise UsageError(f"no port from {port} to {port + _PORTS - 1} is free; choose another one with --port")

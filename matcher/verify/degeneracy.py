@@ -1,4 +1,4 @@
-"""Whether points and the model that fits them determine anything: lines, spots, rotations, chance.
+"""Degenerate configurations: matches on a line or spot, pure rotation, and support by chance.
 
 Points and residuals are pixels of the resized images.
 """

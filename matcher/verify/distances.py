@@ -1,4 +1,4 @@
-"""How far matched points are from what a two-view geometry says of them."""
+"""Residuals of matched points under a two-view geometry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matched points → homography, fundamental or essential matrix, with a status that says what it is worth.
+"""Matched points → homography, fundamental or essential matrix, with a status that tells whether to use it.
 
 The libraries behind it throw, return None, or return a confident model for too few, equal, collinear or
 non-finite points; here every such case has its own status and no model.
@@ -65,13 +65,13 @@ class RobustEstimator:
         chance gives. Without a model: `too_few` distinct points; `degenerate`: the points, or all that
         supports the model, lie on one point or line of an image, or (essential) no motion but rotation
         shows; `no_model`; `not_estimated` (kind "none"). A plane or a pure rotation fixes F only up to a
-        family: the inliers hold, the matrix says nothing of other points.
+        family: the inliers are valid, the matrix does not constrain other points.
 
         Args:
             points0: (K, 2) stored pixels of image 0; non-finite rows are never inliers.
             points1: (K, 2) stored pixels of image 1.
             cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
-            scores: taken for the protocol; every match is sampled alike.
+            scores: accepted for the protocol and not used; all matches are sampled uniformly.
             thresholds_scale: stored pixels per resized pixel; one factor for both images.
 
         Returns:
@@ -79,8 +79,8 @@ class RobustEstimator:
             lie before it), F or E of Frobenius norm 1; E = [t]× R up to scale, cam1_from_cam0 with |t| = 1.
 
         Raises:
-            UsageError: arrays not (K, 2) alike, a scale that is not positive, essential without cameras or
-                with a distortion model that cannot be inverted here.
+            UsageError: arrays that are not both (K, 2), a scale that is not positive, essential without
+                cameras or with a distortion model that cannot be inverted here.
         """
         kind = self.config.kind
         pairs = _pairs(points0, points1)

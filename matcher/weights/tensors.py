@@ -70,7 +70,7 @@ def list_differences(expected: dict[str, Tensor], found: dict[str, Tensor], limi
     ]
     cases = {
         "missing": [name for name in expected if name not in found],
-        "extra": [name for name in found if name not in expected],
+        "extra": sorted(name for name in found if name not in expected),
         "misshaped": shapes,
         "not finite": [name for name in fitting if not bool(found[name].isfinite().all())],
     }

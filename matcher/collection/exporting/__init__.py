@@ -1,1 +1,1 @@
-"""Writers of what other programs read: a room of formats, each with its own pixel origin and limits."""
+"""Export formats of other programs, each with its own pixel origin and limits."""

@@ -1,4 +1,4 @@
-"""Which photos share a camera, and what is known of it before the reconstruction.
+"""Which photos share a camera, and what is known about it before the reconstruction.
 
 COLMAP's pixels: the corner of the first pixel is (0, 0), its centre (0.5, 0.5).
 """
@@ -31,7 +31,7 @@ MODELS = tuple(name for name in CAMERA_MODELS if name != "FOV")
 
 @dataclass(frozen=True)
 class CameraChoice:
-    """How an export or a reconstruction sets cameras up.
+    """How an export or a reconstruction sets up cameras.
 
         >>> from matcher.collection.exporting.cameras import CameraChoice
         >>> CameraChoice(model="OPENCV", sharing="single").camera is None
@@ -86,7 +86,7 @@ def group_cameras(
         known = choice.camera or image.camera
         if known is not None and known.size not in (None, image.size):
             raise UsageError(
-                f"{image.name} has {image.size[0]} x {image.size[1]} pixels, its camera was given for "
+                f"{image.name} has {image.size[0]} x {image.size[1]} pixels, but its camera was given for "
                 f"{known.size[0]} x {known.size[1]}"
             )
         exif = _Exif() if known is not None else read_exif(image.path)
@@ -117,7 +117,7 @@ def _intrinsics(key: tuple, exif: _Exif, model: str) -> Intrinsics:
 
 
 def read_exif(path: Path) -> _Exif:
-    """What a photo's header says of its camera; nothing where it cannot be read."""
+    """Camera facts from a photo's EXIF header; empty if it cannot be read."""
     import PIL.Image
 
     try:

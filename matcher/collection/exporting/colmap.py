@@ -1,7 +1,7 @@
 """COLMAP's database, written by pycolmap itself, because its schema changes between versions.
 
-COLMAP's pixels have their origin in the corner of the first pixel: everything moves by half a pixel. Its
-readers check no index, and one beyond the keypoints ends the process; here all are checked before.
+COLMAP's pixels have their origin in the corner of the first pixel: everything moves by half a pixel. COLMAP
+does not check indices and crashes on one out of range, so all are checked here.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def from_colmap(points: np.ndarray) -> np.ndarray:
 def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndarray) -> Any | None:
     """The verified matches of a pair with their model, None where there is none.
 
-    The configuration must be set: without it COLMAP's mapper passes over the pair in silence.
+    The configuration must be set: without it, COLMAP's mapper silently ignores the pair.
     """
     if geometry.status != "ok" or geometry.matrix is None:
         return None
@@ -141,7 +141,7 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
 
 @contextmanager
 def _translated_errors(out: Path) -> Iterator[None]:
-    """COLMAP's C++ exceptions as what they mean."""
+    """Translate COLMAP's C++ exceptions."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The formats by name."""
+"""The export formats by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """How a run is written for another program."""
+    """How a run is exported to another program."""
 
     write: Callable[..., ExportReport]
     suffixes: tuple[str, ...] = ()  # of a file; a format without is a folder
@@ -47,7 +47,7 @@ def export(
     *,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write a run for another program; indices are checked first, and the output is whole or absent.
+    """Export a run; indices are checked first, and the output is complete or absent.
 
     Args:
         store: the run, opened.
@@ -68,7 +68,7 @@ def export(
     if kind is None:
         raise UsageError(f"unknown format {form!r}; there are {', '.join(FORMATS)}")
     if choice is not None and not kind.has_cameras:
-        raise UsageError(f"{form} has no cameras, so none can be given")
+        raise UsageError(f"{form} stores no cameras, so none can be given")
     if kind.suffixes:
         check_output(out, kind.suffixes, overwrite=overwrite)
         return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)

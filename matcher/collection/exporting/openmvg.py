@@ -111,13 +111,13 @@ def _scene(
 
 
 def _intrinsic(camera: Intrinsics, number: int, pointer: int) -> dict[str, Any]:
-    """OpenMVG has one focal length; its name for the model is told once, later ones refer to it."""
+    """OpenMVG has one focal length; its name for the model is written once, and later ones refer to it."""
     focals, _ = CAMERA_MODELS[camera.model]
     principal, distortion = camera.params[focals : focals + 2], camera.params[focals + 2 :]
     if camera.model not in _RADIAL and any(distortion):
         raise UsageError(
-            f"openmvg is given pinhole cameras with radial distortion, and {camera.model} is another model: "
-            "export to colmap or kapture"
+            f"openmvg supports pinhole cameras with radial distortion, but this is {camera.model}: export "
+            "to colmap or kapture"
         )
     data = {
         "width": camera.size[0],

@@ -1,4 +1,4 @@
-"""Outputs that appear whole or not at all and replace nothing unasked, and what an export reports."""
+"""Outputs that appear completely or not at all and replace nothing unasked, and the export report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ExportReport:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; the file written there takes the name when the block ends well.
+    """Yield a temporary path beside `path`; the file is renamed to `path` when the block succeeds.
 
     Whether an existing file may be replaced is for the caller to check first.
 
@@ -98,7 +98,7 @@ def check_place(path: Path) -> None:
     """Refuse, before any work, an output whose folder is absent or cannot be written.
 
     Raises:
-        UsageError: it is so.
+        UsageError: the folder is missing or cannot be written.
     """
     parent = path.absolute().parent
     if not parent.is_dir():
@@ -111,7 +111,7 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
     """Refuse, before any work, a folder that cannot be made, or that holds something (see `whole_folder`).
 
     Raises:
-        UsageError: it is so, or `path` is a file.
+        UsageError: it cannot be created, it is not empty, or `path` is a file.
     """
     check_place(path)
     if path.is_symlink() and not path.exists():

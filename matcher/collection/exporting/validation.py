@@ -1,4 +1,4 @@
-"""What every export checks before it writes: an index beyond the keypoints crashes those who read it."""
+"""Checks before an export: an index out of range would crash the program that reads it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
     """(N, 2) float32 keypoints in stored pixels, all finite.
 
     Raises:
-        UsageError: they are not as many as the store says, or not finite.
+        UsageError: their number differs from the store's, or they are not finite.
     """
     points = np.ascontiguousarray(store.keypoints(image.name), dtype=np.float32)
     if points.shape != (image.count, 2) or not np.isfinite(points).all():
@@ -97,11 +97,11 @@ def _pair_fault(pair: StoredPair, counts: dict[str, int]) -> str | None:
     for side, name in enumerate((pair.name0, pair.name1)):
         column = indices[:, side]
         if column.min() < 0 or column.max() >= counts[name]:
-            return f"a match names a keypoint beyond the {counts[name]} of {name}"
+            return f"a match refers to a keypoint beyond the {counts[name]} of {name}"
         if len(np.unique(column)) != len(column):
             return f"a keypoint of {name} is matched twice"
     if np.shape(pair.geometry.inliers) != (len(indices),):
-        return "its inliers are not as many as its matches"
+        return "its inliers and matches differ in number"
     return None
 
 
@@ -109,7 +109,7 @@ def refuse_names(names: Iterable[str], bad: Callable[[str], bool], reason: str) 
     """Refuse an export whose format cannot hold some of the names.
 
     Raises:
-        UsageError: there are such names; the first are told.
+        UsageError: there are such names; the message lists the first.
     """
     found = [name for name in names if bad(name)]
     if found:
@@ -120,7 +120,7 @@ def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: s
     """Refuse an export whose format would give one key to several names.
 
     Raises:
-        UsageError: there are such names; the first are told together.
+        UsageError: there are such names; the message lists the first groups.
     """
     groups: dict[str, list[str]] = {}
     for name in names:

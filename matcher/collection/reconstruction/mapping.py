@@ -1,4 +1,4 @@
-"""The mapping itself, as the child process runs it: COLMAP's code ends the process where its input is bad."""
+"""The mapping itself, run in a child process: COLMAP ends the process on bad input."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _write_cloud(model: Any, path: Path) -> None:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """A model in numbers: what people are told, and what the image is drawn from."""
+    """Statistics of a model for the summary, and the data for its plot."""
     registered = [model.image(number) for number in model.reg_image_ids()]
     poses = {image.name: image.cam_from_world().matrix().tolist() for image in registered}
     return {

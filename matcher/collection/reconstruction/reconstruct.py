@@ -1,4 +1,4 @@
-"""From a finished run to cameras and points: COLMAP's mapping, in a process of its own."""
+"""From a finished run to cameras and 3D points: COLMAP's mapping, in a separate process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, POINTS, PLOT, SUMMARY = "database.db", "points.ply", "reconstruction.png", "summary.json"
 _CHILD = ("-m", "matcher.collection.reconstruction.mapping")
-_TOLD = 1500  # characters of COLMAP's last words
+_SHOWN = 1500  # characters of COLMAP's last words
 
 
 class ReconstructionError(MatcherError):
-    """The matches give no model, or COLMAP ended early; the message says why and what may help."""
+    """The matches yield no model, or COLMAP ended early; the message explains why and what may help."""
 
     exit_code = 4
 
@@ -106,7 +106,7 @@ def reconstruct(
 
     Raises:
         UsageError: pycolmap is absent, the output exists, fewer than two images, or no matches.
-        ReconstructionError: no model came out, or COLMAP's process ended early.
+        ReconstructionError: no model was found, or COLMAP's process ended early.
         OSError: the disk is full.
     """
     job = _mapping_job(options)
@@ -121,7 +121,7 @@ def reconstruct(
 
 
 def _check_enough(report: ExportReport) -> None:
-    """Refuse what COLMAP could make nothing of.
+    """Refuse input that COLMAP cannot use.
 
     Raises:
         UsageError: fewer than two images, or no matches.
@@ -130,8 +130,8 @@ def _check_enough(report: ExportReport) -> None:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
     if report.matches == 0:
         raise UsageError(
-            f"the {report.images} photos have no matches: either their pairs were not matched yet (`matcher "
-            "status RUN_DIR` tells), or the photos show different things"
+            f"the {report.images} photos have no matches: either their pairs were not matched yet (check with "
+            "`matcher status RUN_DIR`), or the photos show different things"
         )
 
 
@@ -147,7 +147,7 @@ def _paths(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
 
 
 def _mapping_job(options: MappingOptions) -> dict[str, Any]:
-    """The part of the child's job that the options say.
+    """The part of the child's job that the options set.
 
     Raises:
         UsageError: an unknown option, or a value out of range.
@@ -167,7 +167,7 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
 
 
 def _described_models(part: Path, report: ExportReport) -> tuple[SparseModel, ...]:
-    """What the child wrote, read, drawn and summed up; its leftovers go."""
+    """Read, plot and summarise the child's output, and remove its temporary files."""
     described = json.loads((part / RESULT).read_text(encoding="utf-8"))
     if not described:
         raise ReconstructionError(_no_model(report))
@@ -207,7 +207,7 @@ def _no_model(report: ExportReport) -> str:
 
 
 def _run_child(job: dict[str, Any]) -> None:
-    """Map in a process of its own, and end it whatever ends this one."""
+    """Run the mapping in a child process that ends with this one."""
     child = subprocess.Popen(
         [sys.executable, *_CHILD],
         stdin=subprocess.PIPE,
@@ -235,6 +235,6 @@ def _ending(code: int) -> str:
 
 
 def _last(words: str, code: int) -> str:
-    """A Python exception is said in its last line, a crash of C++ in more."""
+    """A Python exception is explained by its last line, a C++ crash by several."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
-    return " | ".join(lines[-6 if code < 0 else -1 :])[-_TOLD:] or "it said nothing"
+    return " | ".join(lines[-6 if code < 0 else -1 :])[-_SHOWN:] or "no message"
