@@ -132,7 +132,7 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
 def test_presets_without_keypoints_of_an_image_are_refused(folder, tmp_path, capfd):
     assert run("collection", folder, "--run", tmp_path / "run", "--preset", "loftr-outdoor") == 2
     err = capfd.readouterr().err
-    assert "loftr-outdoor finds its points anew for every pair" in err and "hybrid" in err
+    assert "loftr-outdoor finds new keypoints for every pair" in err and "hybrid" in err
     assert not (tmp_path / "run").exists()
 
 

@@ -130,8 +130,8 @@ def _check_enough(report: ExportReport) -> None:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
     if report.matches == 0:
         raise UsageError(
-            f"the {report.images} photos have no matches: either their pairs were not matched yet (check with "
-            "`matcher status RUN_DIR`), or the photos show different things"
+            f"the {report.images} photos have no matches: either their pairs were not matched yet (check "
+            "with `matcher status RUN_DIR`), or the photos show different things"
         )
 
 
