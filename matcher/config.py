@@ -40,7 +40,7 @@ class ContextConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     bias: bool = True  # linear maps add a vector
     sequential_cross: bool = (
-        False  # across, image 1 listens to what image 0 has just become, not to what it was
+        False  # cross attention: image 1 attends to the updated tokens of image 0, not the old ones
     )
 
 
@@ -58,10 +58,10 @@ class AssignmentConfig:
     dustbin: Literal["point", "learned", "none"] = "point"
     project: bool = True  # similarities are products of projections / √dim; without, of the tokens / dim
     temperature: float = 1.0  # divides the similarities
-    drop_unmatched: bool = False  # who prefers the dustbin leaves before partners are chosen
+    drop_unmatched: bool = False  # points that prefer the dustbin are removed before matches are chosen
     border: int = 0  # cells along the edge of a grid that find no partner
     consensus: int = 0  # how often points are assigned again after hearing their neighbours' matches
-    every_layer: bool = True  # each layer has a head of its own; needed for early exit and pruning
+    every_layer: bool = True  # each layer has its own head; needed for early exit and pruning
     max_iterations: int = 100
     tolerance: float | None = 1e-2  # relative error of the rows at which a pair stops; None: never
 
@@ -80,7 +80,7 @@ class MatchingPolicy:
     early_exit: bool = True
     exit_share: float = 0.95  # share of confident points at which a pair stops
     pruning: bool = True
-    prune_matchability: float = 0.01  # points below it are dropped
+    prune_matchability: float = 0.01  # points below it are pruned
     prune_confident_only: bool = True  # if they are confident
     min_pruned_share: float = 0.0  # of a pair's points; dropping fewer costs more time than it saves
     # Share of the smaller picture's points; with fewer matches a network whose descriptors turn also tries
@@ -103,7 +103,7 @@ class BackboneConfig:
 class RefinementConfig:
     """Matches of cells to a fraction of a pixel (LoFTR, section 3.4)."""
 
-    window: int = 5  # sides of the square around a cell's place on the fine map
+    window: int = 5  # sides of the square around a cell's position on the fine map
     stride: int = 4  # from one cell to the next on the fine map
     context: ContextConfig = ContextConfig(
         dim=128,
@@ -130,7 +130,7 @@ class NetworkConfig:
     project: bool = True  # descriptors are projected first; without it their size is context.dim
     position: PositionConfig = PositionConfig()
     context: ContextConfig = ContextConfig()
-    # Tokens carry their place and, after each layer, that of their likely partner.
+    # Tokens carry their position and, after each layer, that of their likely partner.
     guided: bool = False
     assignment: AssignmentConfig = AssignmentConfig()
     # Heads of their own predict, below the last layer, which points will be matched; exit and pruning then

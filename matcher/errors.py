@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# What `pip` calls this project. `matcher` on the package index is a project of somebody else.
+# The distribution's name for `pip`; `matcher` on the package index is another project.
 DISTRIBUTION = "matcher-vision"
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, outputs that replace nothing of others, and the cache folder."""
+"""Files that appear completely or not at all, outputs that spare foreign files, and the cache folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_output(path: str | Path, data: bytes) -> None:
 
 
 def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool = True) -> Path:
-    """Refuse, before any work is done, an output that could not or must not be written.
+    """Refuse an output that cannot or must not be written, before any work is done.
 
     Args:
         path: the file to be written.
@@ -103,7 +103,7 @@ def marked(data: bytes, suffix: str) -> bytes:
     Args:
         data: the file; one that is not of its format is returned as it is.
         suffix: .html, .svg, .md, .pdf, .png, .jpg, .jpeg, .npz, or .json (an object gets a member
-            "software"). Other formats have no place for a mark and stay as they are.
+            "software"). Other formats have no room for a mark and are returned unchanged.
     """
     if suffix in (".html", ".svg", ".md"):
         return data + b"\n<!-- " + MARK + b" -->\n"
@@ -139,6 +139,6 @@ def cache_folder(environment: Mapping[str, str] | None = None, platform: str | N
         return Path(values["LOCALAPPDATA"]) / "matcher" / "Cache"
     if system == "darwin":
         return Path.home() / "Library" / "Caches" / "matcher"
-    # The XDG specification says that a relative path is to be ignored.
+    # The XDG specification tells programs to ignore relative paths.
     given = values.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"

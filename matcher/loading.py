@@ -55,7 +55,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         early_exit: stop a pair at the layer where it is sure.
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
-        upright: turn images as their EXIF orientation says; True unless it is said otherwise.
+        upright: apply the EXIF orientation of images; True by default.
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own.

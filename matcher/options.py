@@ -36,12 +36,12 @@ class LoadOptions(TypedDict, total=False):
     early_exit: bool | None  # stop a pair at the layer where it is sure
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
-    upright: bool | None  # turn images as their EXIF orientation says
+    upright: bool | None  # apply the EXIF orientation of images
     max_pixels: int | None  # larger images are refused before they are decoded
 
 
 # Where an option lies in a configuration; the other options steer how a pipeline is built.
-_PLACES = {
+_FIELDS = {
     "frontend": ("extractor", "kind"),
     "variant": ("extractor", "variant"),
     "max_keypoints": ("extractor", "max_keypoints"),
@@ -54,7 +54,7 @@ _NEAREST = {name: ("matcher", name) for name in ("match_threshold", "ratio")}
 
 
 def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
-    """The configuration with the options of `LoadOptions` put in their places.
+    """The configuration with the options of `LoadOptions` applied.
 
     Raises:
         UsageError: an unknown option, a value of the wrong type or out of range, or an option that the
@@ -66,12 +66,12 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
     values = to_dict(config)
     if isinstance(config.matcher, NearestConfig):
         _check_for_nearest(given, given.get("frontend", config.extractor.kind))
-        places = _PLACES | _NEAREST
+        fields = _FIELDS | _NEAREST
     elif "ratio" in given:
         raise UsageError("ratio is for the presets without a network (nearest, nearest-learned)")
     else:
-        places = _PLACES | _NETWORK
-    for name, (*tables, key) in places.items():
+        fields = _FIELDS | _NETWORK
+    for name, (*tables, key) in fields.items():
         if name in given:
             table = values
             for step in tables:

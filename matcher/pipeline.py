@@ -36,7 +36,7 @@ _CUSTOM = PipelineConfig(matcher=NearestConfig())
 class Pipeline:
     """An extractor, a matcher and an estimator, put together; `matcher.load` builds one from a preset.
 
-    Each part may be your own: anything that is called as `matcher.data.protocols` says. A part that is left
+    Each part may be your own: anything with the interface in `matcher.data.protocols`. A part that is left
     out is SIFT, mutual nearest neighbours, or robust estimation of a fundamental matrix.
 
     >>> import numpy as np
@@ -205,7 +205,7 @@ class Pipeline:
         if not isinstance(self.matcher, AttentionMatcher) or self.matcher.model.backbone is not None:
             return
         if features.descriptors.shape[-1] != self.matcher.model.config.descriptor_dim:
-            return  # the matcher says so
+            return  # the matcher raises the error
         some = features.descriptors[:64].detach().float().cpu().numpy()
         if self.matcher.model.config.kind == "sift" and is_raw_sift(some):
             raise UsageError(RAW_SIFT)

@@ -63,7 +63,7 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, total
     preset: str = "custom"
     weights: WeightsSource | None = None  # of the network; None without one
-    layers: int = 0  # depth of the network; `matches.layers_run` says how many of them ran
+    layers: int = 0  # depth of the network; `matches.layers_run`: how many of them ran
 
     @property
     def points0(self) -> np.ndarray:
@@ -77,12 +77,12 @@ class Result:
 
     @property
     def points0_upright(self) -> np.ndarray:
-        """(K, 2) float32 matched points of image 0, in pixels of the photo turned as EXIF says."""
+        """(K, 2) float32 matched points of image 0, in pixels of the photo after EXIF rotation."""
         return _upright(self.points0, self.features0)
 
     @property
     def points1_upright(self) -> np.ndarray:
-        """(K, 2) float32 matched points of image 1, in pixels of the photo turned as EXIF says."""
+        """(K, 2) float32 matched points of image 1, in pixels of the photo after EXIF rotation."""
         return _upright(self.points1, self.features1)
 
     @property
@@ -189,13 +189,13 @@ class Result:
 
         Args:
             path: `.npz` holds `to_arrays()`; `.json` holds `to_dict()` and, under "arrays", the same arrays.
-            overwrite: replace an existing file even if it was not written by this package.
+            overwrite: replace an existing file even if matcher did not write it.
 
         Returns:
             The path written.
 
         Raises:
-            UsageError: another suffix, a folder that is absent, or an existing file of somebody else.
+            UsageError: another suffix, a folder that is absent, or an existing foreign file.
             OSError: the disk is full.
         """
         path = check_output(path, DATA_SUFFIXES, overwrite=overwrite)
@@ -232,13 +232,13 @@ class Result:
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
             title: one line above the images; counts of matches and inliers when absent.
             colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
-            overwrite: replace an existing file even if it was not written by this package.
+            overwrite: replace an existing file even if matcher did not write it.
 
         Returns:
             The path written.
 
         Raises:
-            UsageError: another suffix, an absent folder, an existing file of somebody else, images of other
+            UsageError: another suffix, an absent folder, an existing foreign file, images of other
                 sizes than the result's, or no image where the result has no path.
             ImageError: an image cannot be read.
         """

@@ -187,9 +187,9 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
 
 def test_rules_are_told_for_both_ways():
     stop, drop = rules(CONFIG)
-    assert "of its points" in stop and "matchability" in drop and "sure of its assignment." in drop
+    assert "of its points" in stop and "matchability" in drop and "confident of its assignment." in drop
     predicted = replace(CONFIG, match_probability=True)
-    assert "60 % of the matches to be expected" in rules(predicted)[0]
+    assert "60 % of the expected matches" in rules(predicted)[0]
     assert len(sureness(CONFIG)) == CONFIG.context.depth - 1
 
 

@@ -86,7 +86,7 @@ def test_a_click_on_a_keypoint_shows_its_match_and_what_it_hears(report, tmp_pat
         assert entropy[:2] == ["1", "self"] and len(entropy) == 4
         assert all(0 <= float(x) < 6 for x in entropy[2:])
         page.click("#rollout")
-        assert "% of what it knows" in page.text("#info")
+        assert "% of its information" in page.text("#info")
         page.click("#lines")
         page.click("#changes")
         page.screenshot(tmp_path / "report.png")

@@ -89,7 +89,7 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
     with browser() as page:
         page.open(written.as_uri())
         page.wait("return document.body.dataset.ready")
-        assert "15 pairs are matched" in page.text("#summary")
+        assert "15 pairs were matched" in page.text("#summary")
         place = page.run(
             "const [x, y] = at(nodes.findIndex(node => node[0] === arguments[0]));"
             "graph.scrollIntoView(); const now = graph.getBoundingClientRect();"

@@ -235,8 +235,7 @@ class Collection(StoredRun):
         """Extract the images of waiting pairs, or all; returns the number of images processed.
 
         Raises:
-            UsageError: essential geometry without any camera, another run writing the store, or no
-                `add_images` before.
+            UsageError: essential geometry without any camera, another run is writing, or no `add_images`.
             OSError: the disk is full; committed results are kept, and the next run continues.
         """
         self._check_cameras()
@@ -260,8 +259,7 @@ class Collection(StoredRun):
 
         Raises:
             ImageError: no image can be used.
-            UsageError: essential geometry without any camera, another run writing the store, or no
-                `add_images` before.
+            UsageError: essential geometry without any camera, another run is writing, or no `add_images`.
             OSError: the disk is full; committed results are kept, and the next run continues.
         """
         self._check_cameras()

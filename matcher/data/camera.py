@@ -37,7 +37,7 @@ _HALF_PIXEL = 0.5
 class Camera:
     """Intrinsics of an image as stored in its file, in pixels.
 
-    A pinhole camera unless `model` says otherwise:
+    A pinhole camera unless `model` names another:
 
         >>> from matcher import Camera
         >>> camera = Camera(800, 800, 511.5, 383.5, size=(1024, 768))

@@ -35,7 +35,7 @@ class Decoded(NamedTuple):
 
 
 def decode(path: Path, max_pixels: int) -> Decoded:
-    """The first frame or page of an image file; an `ImageWarning` says where there are more pages.
+    """The first frame or page of an image file; an `ImageWarning` tells if there are more.
 
     Raises:
         ImageError: missing, not a known image, larger than `max_pixels`, cut short or damaged.
@@ -71,14 +71,14 @@ def from_pillow(picture: PIL.Image.Image) -> Decoded:
     path = Path(getattr(picture, "filename", "") or "the PIL image")
     with _decoding(path, picture.format or "picture"):
         picture.load()
-        turned = isinstance(picture, TiffImageFile)  # by Pillow, whatever its tags say
+        turned = isinstance(picture, TiffImageFile)  # by Pillow, whatever its tags are
         return Decoded(*samples_of(picture), 1 if turned else _orientation(picture.getexif()))
 
 
 def _tell_of_pages(picture: PIL.Image.Image, path: Path, name: str) -> None:
     try:
         pages = getattr(picture, "n_frames", 1)
-    except Exception:  # a page behind the first is damaged, and nobody asked for it
+    except Exception:  # a later page is damaged, and it is not needed
         return
     if pages > 1:
         what = "pages" if name == "TIFF" else "frames"

@@ -1,4 +1,4 @@
-"""What may be said of descriptors alone: their norms, and RootSIFT."""
+"""Descriptor norms and RootSIFT."""
 
 from __future__ import annotations
 

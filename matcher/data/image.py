@@ -28,7 +28,7 @@ class Image:
     orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become `pixels`
     path: Path | None = None
     mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
-    exif_orientation: int | None = None  # what the file says, where it was not followed; else `orientation`
+    exif_orientation: int | None = None  # of the file, if it was not applied; else `orientation`
 
     @property
     def stored_scale(self) -> np.ndarray:

@@ -44,7 +44,7 @@ def read_image(
         path: the file.
         resize: longer side in pixels, only ever made smaller; None keeps the size. An image more than four
             times as long as wide gets the area of an ordinary one instead, with an `ImageWarning`.
-        upright: turn the pixels as EXIF says; False keeps the stored pixels.
+        upright: apply the EXIF orientation; False keeps the stored pixels.
         max_pixels: width · height above which the file is refused from its header, undecoded.
         mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
 
@@ -76,7 +76,7 @@ def image_from_array(
         array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
             tensor may have its channels first. A PIL image may be of any mode.
         resize, mask: as in `read_image`.
-        upright: turn a PIL image as its EXIF orientation says.
+        upright: apply the EXIF orientation of a PIL image.
 
     Raises:
         ImageError: a PIL image whose file is damaged.

@@ -12,7 +12,7 @@ from matcher.config import GeometryKind, GeometryStatus
 if TYPE_CHECKING:
     import cv2
 
-UNMATCHED = -1  # in place of a partner's index, and among the fates of keypoints
+UNMATCHED = -1  # in place of a partner's index, and for keypoints without a match
 MATCHED = 0  # among the fates of keypoints, beside UNMATCHED and n > 0: pruned after layer n
 
 
@@ -93,13 +93,13 @@ class Matches:
 class TwoViewGeometry:
     """A model of how two views relate, or the reason why there is none.
 
-    `status` says what the model is worth:
+    `status` tells whether to use the model:
 
     - `ok`: use it.
-    - `low_inliers`: a model with fewer inliers than asked for, or no more than chance gives.
+    - `low_inliers`: a model with fewer inliers than required, or no more than chance gives.
     - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line or (for
       essential) views that only rotate, or nothing that fits.
-    - `not_estimated`: none was asked for.
+    - `not_estimated`: no geometry was requested.
 
     >>> import numpy as np
     >>> from matcher import TwoViewGeometry

@@ -1,6 +1,6 @@
 """Image files in folders: which suffixes are images, in what order, and where the shared data lie.
 
-Nothing here opens an image; `read_image` says what is wrong with one.
+Nothing here opens an image; `read_image` reports what is wrong with one.
 """
 
 from __future__ import annotations

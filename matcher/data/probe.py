@@ -68,7 +68,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener]:
-    """Name and Pillow's class of the image format that the file's first bytes say.
+    """Name and Pillow class of the image format, from the file's first bytes.
 
     Raises:
         ImageError: a format that is not known.

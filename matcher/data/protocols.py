@@ -39,4 +39,4 @@ class Estimator(Protocol):
         scores: np.ndarray | None = None,
         thresholds_scale: float = 1.0,
     ) -> TwoViewGeometry:
-        """Estimate robustly; never raise for bad points, say it in the status."""
+        """Estimate robustly; bad points give a status, never an error."""

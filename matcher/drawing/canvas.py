@@ -55,7 +55,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Legend:
-    """What a header says of colours: a scale with its two ends, and texts, each in its own colour."""
+    """The colour legend of a header: a scale with its two ends, and texts, each in its own colour."""
 
     texts: tuple[tuple[str, tuple[float, ...] | str], ...] = ()
     scale: Colormap | None = None

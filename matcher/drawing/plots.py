@@ -150,7 +150,7 @@ def draw_entropies(
 
     Args:
         self_attention, cross_attention: (L, H) nats.
-        limit: the end of the scale, nats: the logarithm of the number of points, where all weigh alike.
+        limit: the end of the scale, nats: the logarithm of the number of points, where all weights are equal.
         title: one line above.
 
     Raises:
@@ -172,7 +172,7 @@ def draw_entropies(
         axes.set_xticks(range(heads), [str(head + 1) for head in range(heads)])
         axes.set_yticks(range(layers), [str(layer + 1) for layer in range(layers)])
     bar = figure.colorbar(shown, ax=list(sides), shrink=0.9)
-    bar.set_label(f"nats ({limit:.1f}: all points alike)")
+    bar.set_label(f"nats ({limit:.1f}: uniform)")
     return figure
 
 

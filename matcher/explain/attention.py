@@ -23,7 +23,7 @@ class Attention:
 
     points: np.ndarray  # (A, H, k) int64, attended points of the source image; -1 where the point is gone
     weights: np.ndarray  # (A, H, k) float32 of a total of 1
-    entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all weigh alike
+    entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all weights are equal
 
 
 class AttentionInputs(NamedTuple):

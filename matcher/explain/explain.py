@@ -65,7 +65,7 @@ def explain(
     strongest: int = 8,
     traced: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Explanation:
-    """Run a network on one pair and say what it does.
+    """Run a network on one pair and record what it does.
 
     Args:
         matcher: the network, with its precision and device.
@@ -105,10 +105,10 @@ def explain(
 
 
 def nearest_keypoint(features: Features, point: tuple[float, float]) -> int:
-    """The keypoint nearest to a place in stored pixels.
+    """The keypoint nearest to a position in stored pixels.
 
     Raises:
-        UsageError: the place is outside the image, or the image has no keypoints.
+        UsageError: the position is outside the image, or the image has no keypoints.
     """
     width, height = features.size.tolist()
     if not (-0.5 <= point[0] <= width - 0.5 and -0.5 <= point[1] <= height - 0.5):

@@ -1,4 +1,4 @@
-"""What was known after one layer: matches, confidence, points without a partner, and who was dropped."""
+"""The state after one layer: matches, confidence, points without a match, and points pruned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerReport:
     confidences: np.ndarray | None  # (T,) float32 of the live points, image 1 after image 0
     marginal_errors: tuple[float, ...]  # Sinkhorn: relative error of the rows, iteration by iteration
     exited: bool  # the pair stopped here
-    pruned: tuple[np.ndarray, np.ndarray]  # input points dropped after this layer
+    pruned: tuple[np.ndarray, np.ndarray]  # input points pruned after this layer
     # (P, 2) of those: probability of a partner (matchability, or what the heads for it predict), confidence
     reasons: tuple[np.ndarray, np.ndarray]
 
@@ -99,7 +99,7 @@ def _means(log_shares: tuple[Tensor, Tensor]) -> tuple[float, float]:
 def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float | None]:
     """The share that early exit compares with `exit_share`, and the number of matches to be expected.
 
-    Without heads that predict matches: the share of points that are confident, dropped ones counted as such
+    Without heads that predict matches: the share of points that are confident, pruned ones counted as such
     (`adaptivity.ready_by_confidence`). With them: the share of the expected matches whose points are
     confident (`adaptivity.ready_by_match_probability`): unmatched points are confident from the start.
     """
@@ -116,7 +116,7 @@ def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float |
 def _dropped(
     state: LayerState,
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Input points of either image that a layer dropped, and why (see `LayerReport.reasons`)."""
+    """Input points of either image that a layer pruned, and why (see `LayerReport.reasons`)."""
     tokens, gone = state.tokens, state.dropped
     why = tokens.x.new_zeros(len(gone), 2)
     if gone.any():

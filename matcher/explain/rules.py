@@ -1,4 +1,4 @@
-"""In words: when a pair stops early, and which points are dropped; both rules that networks may have."""
+"""The rules of early exit and pruning in words, for both kinds of networks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ def sureness(config: NetworkConfig) -> list[float]:
 
 
 def rules(config: NetworkConfig) -> tuple[str, str]:
-    """When a pair stops, and which points are dropped: a sentence each."""
+    """When a pair exits and which points are pruned: a sentence each."""
     policy = config.policy
-    stop, drop = "All layers run: early exit is off.", "No point is dropped: pruning is off."
+    stop, drop = "All layers run: early exit is off.", "No point is pruned: pruning is off."
     if policy.early_exit:
         share = f"{100 * policy.exit_share:g} %"
-        enough = f"more than {share} of its points, dropped ones too, are sure of their assignment"
+        enough = f"more than {share} of its points, including pruned ones, are confident of their assignment"
         if config.match_probability:
-            enough = f"{share} of the matches to be expected are sure of their partner"
+            enough = f"{share} of the expected matches are confident"
         stop = f"A pair stops when {enough}."
     if policy.pruning:
-        sure = " and that is sure of its assignment"
+        sure = " and it is confident of its assignment"
         if not policy.prune_confident_only:
-            sure = ", sure of its assignment or not"
+            sure = ", whether it is confident or not"
         limit = f"{partner_words(config)} is at most {policy.prune_matchability:g}"
-        drop = f"A point is dropped whose {limit}{sure}."
+        drop = f"A point is pruned if its {limit}{sure}."
     return stop, drop
 
 

@@ -12,9 +12,9 @@ from matcher.match.prediction import Assignment
 
 
 def drop_unmatched(assignment: Assignment) -> Assignment:
-    """Points for which the dustbin is likelier than any partner are nobody's partner any more.
+    """Remove points for which the dustbin is likelier than any match.
 
-    LoFTR's reading of a transport plan; others may then be mutual partners of whom they would have preferred.
+    How LoFTR reads a transport plan; other points may then become mutual best matches instead.
     """
     log_scores = assignment.log_scores
     if 0 in log_scores.shape[1:]:

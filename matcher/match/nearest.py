@@ -19,7 +19,7 @@ class NearestMatcher:
     The ratio is nearest / second nearest Euclidean distance (Lowe 2004, section 7.1), tested in both
     directions, so that swapping the images swaps the matches. A match's score is 1 minus the larger of its
     two ratios: 0 is ambiguous, 1 is certain. `config.ratio` limits the ratio, `config.match_threshold` the
-    score; a ratio of 0.8 and a threshold of 0.2 say the same. Without a second candidate the ratio is 1,
+    score; a ratio of 0.8 and a threshold of 0.2 are equivalent. Without a second candidate the ratio is 1,
     since nothing supports the match.
     """
 

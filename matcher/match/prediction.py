@@ -1,4 +1,4 @@
-"""What the network says of pairs: soft assignments of the points that it kept."""
+"""The network's output for pairs: soft assignments of the points that it kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class PairPrediction:
-    """What the network says of one pair: an assignment of the points it kept."""
+    """The network's output for one pair: an assignment of the points it kept."""
 
     assignment: Assignment  # B = 1
     index0: Tensor  # (N',) int64, row i of the assignment is input point index0[i] of image 0

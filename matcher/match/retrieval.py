@@ -1,4 +1,4 @@
-"""Which images look alike: one global descriptor an image, aggregated from its local ones; no download.
+"""Image retrieval: one global descriptor per image, aggregated from its local ones; no download.
 
 VLAD (Jégou et al., Aggregating local descriptors into a compact image representation, CVPR 2010) over a
 vocabulary learned from the collection itself, every word's residual normalised by itself (Arandjelović and
@@ -19,7 +19,7 @@ from matcher.match.steering import STEERABLE, TURNS, rotated_descriptors
 
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less
-STRONGEST = 1024  # keypoints of an image that are looked at; more find fewer of the true pairs
+STRONGEST = 1024  # keypoints used per image; more of them find fewer of the true pairs
 _SAMPLED_IMAGES, _SAMPLED_POINTS = 512, 65_536  # the vocabulary is learned from
 _POINTS_A_WORD = 16  # at least, or the words would be the points themselves
 _ROUNDS = 8  # of k-means

@@ -48,7 +48,7 @@ def rotated_descriptors(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
 def aligned(features0: Features, features1: Features, kind: str) -> Features:
     """`features1` of B pairs turned by quarters to fit `features0` best.
 
-    Points stay where they are; `view_orientation` says the turn.
+    Points stay where they are; `view_orientation` is the turn.
 
     Args:
         features0, features1: batches.

@@ -135,7 +135,7 @@ function drawAttention(side, point) {
     }
   });
   return there ? `strongest weight ${strongest.toPrecision(2)} at layer ${layer.input.value}`
-    : `not there any more at layer ${layer.input.value}`;
+    : `already pruned at layer ${layer.input.value}`;
 }
 function drawRollout(side, point) {
   const image = data.images[side], row = image.trace.get(point), R = data.origins;
@@ -149,7 +149,7 @@ function drawRollout(side, point) {
     dot(pen, place, 2 + 8 * Math.sqrt(share), "#f0e442");
   }
   return `rollout over ${L} layers: the strongest ${R} sources, the first with ` +
-    `${(image.largest[row] * 100).toFixed(2)} % of what it knows`;
+    `${(image.largest[row] * 100).toFixed(2)} % of its information`;
 }
 function fateOf(side, point) {
   const image = data.images[side], fate = image.fates[point], k = image.partner.get(point);
@@ -158,10 +158,10 @@ function fateOf(side, point) {
     return `matched to keypoint ${side ? i : j} of image ${1 - side}, ` +
       `probability ${p.toFixed(3)}, ${inlier ? "inlier" : "outlier"}`;
   }
-  if (!(fate > 0)) return "kept, without a partner";
+  if (!(fate > 0)) return "kept, unmatched";
   const [partner, sure] = image.reasons[point];
   return `pruned after layer ${fate}: ${data.partner} ${partner.toPrecision(2)}, confidence ${sure.toFixed(2)} ` +
-    `(sure above ${data.sure[fate - 1].toFixed(2)})`;
+    `(confident above ${data.sure[fate - 1].toFixed(2)})`;
 }
 const describe = (side, point) => `keypoint ${point} of image ${side}: ${fateOf(side, point)}`;
 

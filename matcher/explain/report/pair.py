@@ -59,7 +59,7 @@ def pair_data(
 
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
-    """Add to `pair_data` what the network said of the pair."""
+    """Add to `pair_data` the network's explanation of the pair."""
     counts = [len(image["points"]) for image in data["images"]]
     kind = "<u2" if sum(counts) < 2**16 - 1 else "<u4"
     for side, image in enumerate(data["images"]):

@@ -107,17 +107,17 @@ if (L) {
   plot("histogram", "Confidences", aside);
   if (data.marginal.length) { plot("sinkhorn", "Sinkhorn's marginal error", aside); paintErrors(); }
 }
-byId("legend").textContent = "Dots: blue matched, orange kept without a partner, white pruned. All lines: blue " +
-  "inliers, orange outliers" + (L ? "; matches of this layer: blue kept, green appeared, orange dashed vanished. Of " +
-  "the chosen point: white its match, colours what each head attends to (larger dot: larger weight), yellow where " +
-  "what it knows came from." : "; white the match of the chosen point.");
+byId("legend").textContent = "Dots: blue matched, orange kept but unmatched, white pruned. All lines: blue " +
+  "inliers, orange outliers" + (L ? "; matches of this layer: blue kept, green appeared, orange dashed vanished. For " +
+  "the chosen point: white its match, colours what each head attends to (larger dot: larger weight), yellow the " +
+  "sources of its information (rollout)." : "; white the match of the chosen point.");
 if (L) {
-  table("Layers", ["layer", "matches", "appeared", "vanished", "sure", "expected matches", "no partner (0 / 1)",
+  table("Layers", ["layer", "matches", "appeared", "vanished", "confident", "expected matches", "unmatched (0 / 1)",
     "pruned (0 / 1)", ""], data.layers.map((known, l) => [l + 1, ...known.row]));
   data.rules.forEach(rule => make("p", rule, byId("tables")));
 }
 if (data.seconds) table("Seconds", Object.keys(data.seconds), [Object.values(data.seconds)]);
-table("Origin", ["what", "value"], data.origin, undefined, "words");
+table("Origin", ["quantity", "value"], data.origin, undefined, "words");
 if (data.configuration) make("pre", JSON.stringify(data.configuration, null, 1), byId("tables"));
 let waiting = 2;
 data.images.forEach(image => {

@@ -96,7 +96,7 @@ function histogram(title, counts) {
     if (count) ink.fillText(count, x + wide / 2, 150 - tall);
     ink.fillText(data.bins[bin] + (bin ? "+" : ""), x + wide / 2, 170);
   });
-  ink.fillText("of a pair, at least; above each bar the number of pairs", 235, 187);
+  ink.fillText("per pair, at least; the number of pairs is above each bar", 235, 187);
 }
 
 const STATUS = {
@@ -105,10 +105,10 @@ const STATUS = {
 };
 const [images, pairs] = data.counts;
 byId("summary").textContent = pairs[1]
-  ? `${pairs[1]} pairs are matched, which took ${data.seconds} s: ` +
+  ? `${pairs[1]} pairs were matched in ${data.seconds} s: ` +
     data.statuses.map(([status, count]) => `${count} ${STATUS[status] || status}`).join(", ") + "."
-  : "No pair is matched in this run yet: `matcher collection IMAGES --run RUN_DIR` matches them.";
-table("Run", ["what", "value"], data.origin, undefined, "words");
+  : "No pair has been matched yet: run `matcher collection IMAGES --run RUN_DIR`.";
+table("Run", ["quantity", "value"], data.origin, undefined, "words");
 table("Progress", ["", "done", "failed", "waiting"], data.counts);
 byId("legend").textContent = `${nodes.length} of ${data.graph.images} images, ${edges.length} of ` +
   `${data.graph.pairs} verified pairs; darker and thicker: more inliers (most: ${most}). ` +
@@ -122,18 +122,18 @@ if (pairs[1]) {
 const rest = make("div", undefined, document.body);
 if (data.tracks && data.tracks.count) {
   const { count, mean, conflicts, lengths } = data.tracks;
-  table("Tracks", ["images of a track", "tracks"], lengths, rest).id = "tracks";
+  table("Tracks", ["images per track", "tracks"], lengths, rest).id = "tracks";
   make("p", `${count} tracks of ${mean} images on average, joined from the verified matches; ` +
-    `${conflicts} matches contradict others and are left out.`, rest);
+    `${conflicts} conflicting matches are left out.`, rest);
 }
 if (data.weakest.length) table("Weakest pairs", PAIR, data.weakest.map(pairRow), rest, "words").id = "weakest";
 for (const [what, title] of [["images", "Images that failed"], ["pairs", "Pairs that failed"],
   ["pages", "Pairs without a page"]]) {
   const [count, rows] = data.failures[what];
   const more = count > rows.length ? ` (${rows.length} of ${count})` : "";
-  if (count) table(title + more, ["which", "why"], rows, rest, "words").id = `failed-${what}`;
+  if (count) table(title + more, ["item", "reason"], rows, rest, "words").id = `failed-${what}`;
 }
 if (data.alone.length)
-  table("Images, those with the fewest verified pairs first", ["image", "keypoints", "pairs", "verified"],
+  table("Images with the fewest verified pairs first", ["image", "keypoints", "pairs", "verified"],
     data.alone, rest, "words").id = "images";
 document.body.dataset.ready = "yes";

@@ -23,7 +23,7 @@ from matcher.explain.report.pair import BODY, SCRIPTS, pair_data
 from matcher.explain.report.statistics import BINS, PairRow, RunStatistics, collect_statistics
 from matcher.files import check_output, refuse_foreign, write_output
 
-PAGES = 20  # pages of pairs made when nothing else is said
+PAGES = 20  # default number of pair pages
 _TRACKED = 5_000_000  # verified matches whose tracks are joined, some seconds a million
 _ROWS = 500  # of a table
 _NODES, _EDGES = 400, 4000  # of the graph: what a page shows legibly and at once

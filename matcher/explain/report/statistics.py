@@ -27,7 +27,7 @@ class PairRow:
 
 @dataclass
 class RunStatistics:
-    """What a page shows of a run: counts, and the rows it has room for."""
+    """What a page shows about a run: counts, and a limited number of rows."""
 
     limit: int  # rows kept of the weakest pairs
     edges: int  # rows kept of the pairs with most inliers

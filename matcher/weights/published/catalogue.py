@@ -117,7 +117,7 @@ def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path
 
     Args:
         network: on the CPU, in float32.
-        config: of the front end; its kind and variant say which parameters.
+        config: of the front end; its kind and variant select the parameters.
         path: a converted file; None is the shipped one, or the one that `matcher weights fetch` made.
 
     Raises:

@@ -41,7 +41,7 @@ class Wanted:
 def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | None = None) -> str:
     """Fetch a file; proxies are taken from the environment, as `urllib` does.
 
-    What has arrived lies beside `path` in a `.part` file until it is complete; a later call goes on there.
+    What has arrived lies beside `path` in a `.part` file until it is complete; a later call continues there.
 
     Args:
         urls: addresses of one and the same file, tried in turn.
@@ -53,7 +53,7 @@ def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | N
         The sha256 of the file.
 
     Raises:
-        IntegrityError: no address gave the file; the message says why for each.
+        IntegrityError: no address provided the file; the message gives the reason for each.
         OSError: the file cannot be written.
     """
     failures = []
@@ -97,7 +97,7 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
             raise _Refused("the server answered with a web page instead of the file")
         goes_on = response.status == 206 and _range_start(response) == have
         if response.status == 206 and not goes_on:
-            raise _Refused("the server sent another part than the one asked for")
+            raise _Refused("the server sent another part than requested")
         have = have if goes_on else 0
         file.truncate(have)
         if not goes_on:

@@ -113,7 +113,7 @@ def _obtain(file: PublishedFile, path: Path, report: Report | None) -> str:
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
-    """Convert, and write the manifest last: it says that all the rest is there."""
+    """Convert, and write the manifest last: it marks the files as complete."""
     path = row.folder / f"{row.name}.safetensors"
     made = _convert(row, paths, path)
     origin = (f"{p.name} sha256 {digest}" for p, digest in zip(paths, digests, strict=True))

@@ -22,7 +22,7 @@ class TensorRule(NamedTuple):
     """One line of a table: a module, or a lone parameter, of ours and what makes it.
 
     Weights, biases and running statistics follow their module. `{n}` is a number of ours, the other braces
-    are what theirs has for it, as `_NUMBERS` says.
+    are what theirs has for it, as in `_NUMBERS`.
     """
 
     ours: str

@@ -1,4 +1,4 @@
-"""Foreign checkpoint files, read without running anything that they hold."""
+"""Reads foreign checkpoint files without running any code in them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _pickle_fault(reason: str) -> str:
             name = reason.split(mark)[1].split()[0].rstrip(".,")
             return (
                 f"holds more than tensors ({name}), which could run code, so it was not opened. Save its"
-                " tensors alone, torch.save({name: tensor}), where you trust it, or use another copy"
+                " tensors alone, torch.save({name: tensor}), where that is safe, or use another copy"
             )
     return f"is damaged or holds more than tensors ({' '.join(reason.split())[-160:]}): fetch it again"
 
