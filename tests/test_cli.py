@@ -80,7 +80,7 @@ def test_the_default_call_works_with_shipped_weights(views, shipped_weights, cap
     assert run("match", *views) == 0
     out = capfd.readouterr().out
     assert "hybrid" in out
-    assert "(ok)" in out
+    assert "are inliers of one fundamental matrix" in out
 
 
 def test_a_ratio_is_for_nearest_neighbours(views, capfd):
@@ -100,7 +100,7 @@ def test_the_summary(views, capfd):
     assert err == ""
     assert "400 keypoints" in out
     assert "are inliers of one fundamental matrix" in out
-    assert "matrix" not in out
+    assert "x1ᵀ M x0" not in out  # the numbers are for --geometry
 
 
 def test_a_geometry_that_was_asked_for_is_printed(views, capfd):
