@@ -8,7 +8,7 @@ import torch
 
 from matcher.lab.benchmark.references import naive_sinkhorn
 from matcher.match.assignment import assign, dual_softmax
-from matcher.match.mutual import mutual_matches
+from matcher.match.mutual import mutual_matches, mutual_minima
 from matcher.match.network.head import AssignmentHead
 from matcher.match.sinkhorn import log_masses, row_error, sinkhorn
 
@@ -339,3 +339,18 @@ def test_dual_softmax_without_gradients_is_the_equation() -> None:
     found = dual_softmax(scores)
     torch.testing.assert_close(found.log_scores, expected.log_scores.detach(), atol=5e-5, rtol=1e-5)
     torch.testing.assert_close(found.log_unmatched0, expected.log_unmatched0.detach())
+
+
+def test_mutual_minima_are_the_least_of_row_and_column():
+    rng = np.random.default_rng(3)
+    costs = rng.random((30, 40))
+    costs[rng.random(costs.shape) < 0.3] = np.inf
+    costs[5] = np.inf
+    wanted = [
+        (i, j)
+        for i in range(30)
+        for j in range(40)
+        if np.isfinite(costs[i, j]) and costs[i, j] == costs[i].min() == costs[:, j].min()
+    ]
+    assert list(zip(*mutual_minima(costs), strict=True)) == wanted and len(wanted) > 5
+    assert [len(side) for side in mutual_minima(np.zeros((0, 4)))] == [0, 0]

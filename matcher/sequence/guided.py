@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
+from matcher.match.mutual import mutual_minima
+
 _NEIGHBOURS = 6  # links whose median motion predicts a point's
 _ONE_TREE, _UNLIMITED = 4, -1  # FLANN's exact tree of few dimensions
 _CLOSER = 0.95  # the best candidate is nearer than this share of the second one's distance
@@ -116,13 +118,12 @@ def _line_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.nda
 
 def _mutual(distance: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns (L, 2) of entries that are the least of both, within the limit and clearly so."""
-    rows = np.arange(len(distance))
-    columns = distance.argmin(axis=1)
+    rows, columns = mutual_minima(distance)
     best = distance[rows, columns]
-    rest = distance.copy()
-    rest[rows, columns] = np.inf
+    rest = distance[rows]
+    rest[np.arange(len(rows)), columns] = np.inf
     second = rest.min(axis=1)
-    keep = (distance.argmin(axis=0)[columns] == rows) & (best <= limit) & (best <= _CLOSER * second)
+    keep = (best <= limit) & (best <= _CLOSER * second)
     scores = 1 - best[keep] / np.maximum(np.minimum(second[keep], 2 * limit), 1e-12)
     pairs = np.stack([rows[keep], columns[keep]], axis=1).astype(np.int64)
     return pairs, np.clip(scores, 0, 1).astype(np.float32)

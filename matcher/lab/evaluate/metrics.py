@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from matcher.data.geometry import warp_points
+from matcher.match.mutual import mutual_minima
 
 
 def corner_error(
@@ -124,12 +125,9 @@ def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
     Args:
         errors: (N, M) errors of every pair of keypoints under the ground truth.
     """
-    if 0 in errors.shape:
-        return np.zeros((0, 2), dtype=np.int64)
-    nearest0, nearest1 = errors.argmin(axis=1), errors.argmin(axis=0)
-    here = np.arange(len(errors))
-    keep = (nearest1[nearest0] == here) & (errors[here, nearest0] < threshold)
-    return np.stack([here[keep], nearest0[keep]], axis=1)
+    rows, columns = mutual_minima(errors)
+    keep = errors[rows, columns] < threshold
+    return np.stack([rows[keep], columns[keep]], axis=1)
 
 
 def repeatability(errors: np.ndarray, seen0: np.ndarray, seen1: np.ndarray, threshold: float) -> float:

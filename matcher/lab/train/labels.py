@@ -21,6 +21,7 @@ from matcher.lab.pairs.planes import NOTHING
 from matcher.lab.train.pair_cache import CorrespondingView
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, plane_of
+from matcher.match.mutual import mutual_minima
 from matcher.match.steering import EXIF_TURNS, aligned, rotated_descriptors
 
 IGNORED = -2  # among partners, beside UNMATCHED: no loss is taken of the point
@@ -92,11 +93,10 @@ def label_partners(view0: CachedView, view1: CachedView, recipe: PairRecipe) -> 
     # SIFT puts several orientations on one point; the descriptor says which of them belong together.
     alike = view0.unit_descriptors() @ view1.unit_descriptors().T
     cost = np.where(error < recipe.match_distance, error + 2 * (1 - alike), np.inf)
-    rows, columns = np.arange(len(there)), cost.argmin(1)
-    mutual = (cost.argmin(0)[columns] == rows) & np.isfinite(cost[rows, columns])
+    rows, columns = mutual_minima(cost)
     partner0 = np.where((error.min(1) > recipe.unmatched_distance) & known0, UNMATCHED, IGNORED)
     partner1 = np.where((error.min(0) > recipe.unmatched_distance) & known1, UNMATCHED, IGNORED)
-    partner0[mutual], partner1[columns[mutual]] = columns[mutual], rows[mutual]
+    partner0[rows], partner1[columns] = columns, rows
     return PartnerLabels(partner0, partner1, moved0, moved1)
 
 

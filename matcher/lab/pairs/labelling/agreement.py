@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 
 from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, transfer
+from matcher.lab.pairs.labelling.matching import mutual_matches
 from matcher.lab.pairs.posed import PosedView, dense_positions, sparse_positions
 
 CONFIRMED_BY = 2  # neighbours (one where there is only one)
@@ -93,17 +94,9 @@ def described_by_sift(pixels: np.ndarray) -> Described:
 def match_errors(first: Described, second: Described, positions: np.ndarray) -> np.ndarray:
     """(M,) pixels between SIFT's mutual matches that pass the ratio test and positions (2, H, W), where those
     are seen."""
-    if min(len(first[0]), len(second[0])) < 2:
-        return np.zeros(0, np.float32)
-    alike = first[1] @ second[1].T
-    order = np.argpartition(-alike, 1, axis=1)[:, :2]
-    values = np.take_along_axis(alike, order, 1)
-    index = np.where(values[:, 1] > values[:, 0], order[:, 1], order[:, 0])
-    best, next_best = (np.sqrt(np.maximum(2 - 2 * v, 0)) for v in (values.max(1), values.min(1)))
-    mutual = alike.argmax(0)[index] == np.arange(len(index))
-    kept = (best < RATIO * next_best) & mutual
-    moved, state = transfer(first[0][kept], positions)
-    return np.linalg.norm(moved - second[0][index[kept]], axis=1)[state == SEEN_STATE]
+    index0, index1 = mutual_matches(first[1], second[1], RATIO).T
+    moved, state = transfer(first[0][index0], positions)
+    return np.linalg.norm(moved - second[0][index1], axis=1)[state == SEEN_STATE]
 
 
 def sift_error(first: Described, second: Described, positions: np.ndarray) -> float:

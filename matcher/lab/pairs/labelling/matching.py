@@ -9,11 +9,13 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 
 from matcher.config import ExtractorConfig
+from matcher.data.descriptors import root_sift
 from matcher.data.image import Image
-from matcher.extract.sift import root_sift
 from matcher.loading import build_extractor
+from matcher.match.nearest import mutual_nearest
 
 SIFT_POINTS, LEARNED_POINTS = 2500, 2048
 RATIOS = (0.8, 0.9)  # of distances to the nearest and the next descriptor: SIFT's, learned ones
@@ -71,15 +73,8 @@ def match_pictures(pictures: Sequence[DescribedPicture]) -> Iterator[tuple[int, 
 
 def mutual_matches(first: np.ndarray, second: np.ndarray, ratio: float) -> np.ndarray:
     """(M, 2) int64 indices of unit descriptors (N, D) and (K, D), each the other's nearest, that pass the
-    ratio test."""
+    ratio test; none where either image has fewer than two."""
     if min(len(first), len(second)) < 2:
         return np.zeros((0, 2), np.int64)
-    alike = first @ second.T
-    nearest = alike.argmax(1)
-    rows = np.arange(len(first))
-    best = alike[rows, nearest].copy()
-    mutual = alike.argmax(0)[nearest] == rows
-    alike[rows, nearest] = -1
-    distance, next_distance = (np.sqrt(np.maximum(2 - 2 * v, 0)) for v in (best, alike.max(1)))
-    kept = mutual & (distance < ratio * next_distance)
-    return np.column_stack([rows[kept], nearest[kept]])
+    indices, _ = mutual_nearest(torch.from_numpy(first), torch.from_numpy(second), ratio)
+    return indices.numpy()

@@ -14,6 +14,7 @@ from matcher.lab.train.keypoints.pictures import PictureBatch
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.loading import build_extractor
+from matcher.match.mutual import mutual_best
 from matcher.match.steering import steered
 
 APART = 4.0  # pixels; descriptors of nearer points need not differ
@@ -135,6 +136,5 @@ def mutual_nearest(similarity: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     """(2B, K, K) similarities to the other picture's points → index (2B, K) of the most alike, and whether
     that is mutual. `held` (2B, K) bool are points that exist."""
     similarity = similarity.masked_fill(~(held[:, :, None] & losses.other_of_pair(held)[:, None]), -2)
-    chosen = similarity.argmax(2)
-    back = similarity.argmax(1).gather(1, chosen)
-    return chosen, (back == torch.arange(chosen.shape[1], device=chosen.device)) & held
+    _, chosen, mutual = mutual_best(similarity)
+    return chosen, mutual & held
