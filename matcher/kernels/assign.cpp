@@ -7,9 +7,9 @@
 
 namespace {
 
-constexpr long kBlock = 16;      // distances that are looked at together
+constexpr long kBlock = 16;      // distances that are compared together
 constexpr long kMost = 64;       // neighbours
-constexpr float kHidden = 1e6f;  // squared distance of a match that a point must not hear
+constexpr float kHidden = 1e6f;  // squared distance of a match that does not count for a point
 
 // e^x for |x| ≤ 87, to a relative error of 3e-7.
 inline float exponential(float x) {
@@ -48,7 +48,7 @@ extern "C" void matcher_absorb(const float* scores, long rows, long columns, lon
 
 // For every point (points, 2) the `wanted` nearest of `count` matches at x, y, in no order: their squared distances and
 // which they are. `hidden` matches count as far away, and so does a point's own, the one that it owns.
-extern "C" void matcher_nearest(const float* places, long points, const float* x, const float* y,
+extern "C" void matcher_nearest(const float* positions, long points, const float* x, const float* y,
                                 const uint8_t* hidden, const int64_t* owners, long count, long wanted,
                                 float* distances, int64_t* nearest, int threads) {
   std::vector<long> own(points, -1);
@@ -59,7 +59,7 @@ extern "C" void matcher_nearest(const float* places, long points, const float* x
     std::vector<float> from(padded, INFINITY);
 #pragma omp for schedule(static)
     for (long i = 0; i < points; ++i) {
-      const float px = places[2 * i], py = places[2 * i + 1];
+      const float px = positions[2 * i], py = positions[2 * i + 1];
       float* d = from.data();
 #pragma omp simd
       for (long j = 0; j < count; ++j) {

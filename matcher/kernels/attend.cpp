@@ -1,4 +1,4 @@
-// Softmax attention in bfloat16 on processors with AMX. The scores, weights and heard values of 32 queries at a
+// Softmax attention in bfloat16 on processors with AMX. The scores, weights and messages of 32 queries at a
 // time stay in the cache; no maximum is subtracted, so scores must be bounded, which is checked first.
 #ifdef __AMX_BF16__
 #include <immintrin.h>
@@ -154,7 +154,7 @@ void weigh_all(const uint16_t* query, const uint16_t* keys, long m, long padded,
 }
 
 // Weighted sums of values, 32 rows of `width` channels.
-void hear(const uint16_t* weights, const uint16_t* values, long padded, long width, float* heard) {
+void accumulate(const uint16_t* weights, const uint16_t* values, long padded, long width, float* message) {
   settle();
   for (long c = 0; c < width; c += 32) {
     const uint16_t* value = values + c * padded;
@@ -172,10 +172,10 @@ void hear(const uint16_t* weights, const uint16_t* values, long padded, long wid
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, heard + c, 4 * width);
-    _tile_stored(1, heard + c + 16, 4 * width);
-    _tile_stored(2, heard + 16 * width + c, 4 * width);
-    _tile_stored(3, heard + 16 * width + c + 16, 4 * width);
+    _tile_stored(0, message + c, 4 * width);
+    _tile_stored(1, message + c + 16, 4 * width);
+    _tile_stored(2, message + 16 * width + c, 4 * width);
+    _tile_stored(3, message + 16 * width + c + 16, 4 * width);
   }
 }
 
@@ -206,7 +206,7 @@ extern "C" int matcher_attend(const uint16_t* q, const uint16_t* k, const uint16
   {
     configure_tiles();
     uint16_t* weights = (uint16_t*)aligned_alloc(64, 2 * kQueries * padded);
-    alignas(64) float sums[kQueries], heard[kQueries * kWidest];
+    alignas(64) float sums[kQueries], message[kQueries * kWidest];
     alignas(64) uint16_t query[kQueries * kWidest];
 #pragma omp for schedule(static)
     for (long h = 0; h < heads; ++h) {
@@ -224,12 +224,12 @@ extern "C" int matcher_attend(const uint16_t* q, const uint16_t* k, const uint16
           memset(query + r * width, 0, 2 * width);
       }
       weigh_all(query, keys + h * packed, m, padded, width, scale * kLog2e, weights, sums);
-      hear(weights, values + h * packed, padded, width, heard);
+      accumulate(weights, values + h * packed, padded, width, message);
       for (long r = 0; r < rows; ++r) {
         const __m512 share = _mm512_set1_ps(1.0f / sums[r]);
         for (long c = 0; c < width; c += 32) {
-          const __m512 low = _mm512_mul_ps(_mm512_load_ps(heard + r * width + c), share);
-          const __m512 high = _mm512_mul_ps(_mm512_load_ps(heard + r * width + c + 16), share);
+          const __m512 low = _mm512_mul_ps(_mm512_load_ps(message + r * width + c), share);
+          const __m512 high = _mm512_mul_ps(_mm512_load_ps(message + r * width + c + 16), share);
           uint16_t* target = out + ((first + r) * heads + h) * width + c;
           _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }

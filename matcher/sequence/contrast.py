@@ -1,4 +1,4 @@
-"""SIFT's threshold from frame to frame: what is much weaker than the weakest point kept is not looked at."""
+"""SIFT's threshold from frame to frame: points much weaker than the weakest one kept are skipped."""
 
 from __future__ import annotations
 

@@ -64,13 +64,13 @@ def complete_partners(images: tuple[Image, Image], points: np.ndarray, right: np
 
 
 def _place(
-    pictures: tuple[np.ndarray, np.ndarray], points: np.ndarray, places: np.ndarray
+    pictures: tuple[np.ndarray, np.ndarray], points: np.ndarray, positions: np.ndarray
 ) -> tuple[Surfaces, np.ndarray, np.ndarray]:
     """Surfaces of linked points (K, 2), whether each link holds (K,), and whether it has texture (K,)."""
-    surfaces = fit(*pictures, points, places)
-    good = (surfaces.likeness >= _LIKE_LINK) & (np.abs(surfaces.x - places[:, 0]) <= _REACH)
+    surfaces = fit(*pictures, points, positions)
+    good = (surfaces.likeness >= _LIKE_LINK) & (np.abs(surfaces.x - positions[:, 0]) <= _REACH)
     textured = deviation(cut(pictures[0], points)) >= TEXTURE
-    good &= textured & of_one_surface(*pictures, points, places[:, 1], surfaces)
+    good &= textured & of_one_surface(*pictures, points, positions[:, 1], surfaces)
     return surfaces, good & confirmed(points, surfaces, good), textured
 
 
@@ -81,7 +81,7 @@ def _search(
     surfaces: Surfaces,
     rise: np.ndarray,
 ) -> np.ndarray:
-    """(N, 2) places in the right picture of left points (N, 2), NaN where none is certain.
+    """(N, 2) positions in the right picture of left points (N, 2), NaN where none is certain.
 
     Each is searched where the surfaces around it say that it is.
 
@@ -121,7 +121,7 @@ def _search_rows(
     fitted = fit(*pictures, seen, guess, slants[likely])
     good = (fitted.likeness >= _LIKE_NEW) & (np.abs(fitted.x - guess[:, 0]) <= _REACH / 2)
     good &= of_one_surface(*pictures, seen, guess[:, 1], fitted)
-    # The same disparities, seen from the places found.
+    # The same disparities, seen from the positions found.
     stretch, offset = 1 + fitted.slants[:, :1], guess[:, 0] + seen[:, 0]
     back, _, _ = _along_rows(
         *pictures[::-1],
@@ -148,7 +148,7 @@ def _along_rows(
     stop: np.ndarray,
     slants: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best places of points (N, 2) on rows `y` (N,) of the other picture, `start` to `stop` (N,).
+    """The best positions of points (N, 2) on rows `y` (N,) of the other picture, `start` to `stop` (N,).
 
     Returns:
         x (N,), correlation (N,), and (N,) bool: not at an end of the stretch, clearly better than any other

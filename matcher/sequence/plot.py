@@ -69,16 +69,22 @@ def plot_trajectory(
 def _draw_from_above(
     above: Axes, found: np.ndarray, truth: np.ndarray | None, keyframes: Sequence[int], unit: str
 ) -> None:
-    places = found[:, :3, 3]
+    positions = found[:, :3, 3]
     if truth is not None:
         above.plot(truth[:, 0, 3], truth[:, 2, 3], color=_TRUE, linewidth=3, alpha=0.6, label="ground truth")
     above.plot(
-        places[:, 0], places[:, 2], color=_FOUND, linewidth=1.2, marker=".", markersize=3, label="estimate"
+        positions[:, 0],
+        positions[:, 2],
+        color=_FOUND,
+        linewidth=1.2,
+        marker=".",
+        markersize=3,
+        label="estimate",
     )
-    marked = places[list(keyframes)]
+    marked = positions[list(keyframes)]
     above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_FOUND, label="keyframes")
     above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
-    above.annotate("start", places[0, [0, 2]], xytext=(8, 2), textcoords="offset points", fontsize=9)
+    above.annotate("start", positions[0, [0, 2]], xytext=(8, 2), textcoords="offset points", fontsize=9)
     above.set_aspect("equal", adjustable="datalim")
     above.legend()
 

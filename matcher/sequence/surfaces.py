@@ -37,7 +37,7 @@ def fit(
     left: np.ndarray,
     right: np.ndarray,
     points: np.ndarray,
-    places: np.ndarray,
+    positions: np.ndarray,
     slants: np.ndarray | None = None,
 ) -> Surfaces:
     """Place and slant of least difference, from a first guess that is off by a few pixels at most.
@@ -45,16 +45,16 @@ def fit(
     Args:
         left, right: (H, W) float32.
         points: (N, 2) in the left picture.
-        places: (N, 2) guessed in the right one; the row is taken as it is.
+        positions: (N, 2) guessed in the right one; the row is taken as it is.
         slants: (N, 2) guessed; none when absent.
     """
-    x = places[:, 0].astype(np.float64)
+    x = positions[:, 0].astype(np.float64)
     slants = np.zeros((len(points), 2)) if slants is None else slants.astype(np.float64)
     if len(points) == 0:
         return Surfaces(x, slants, np.zeros(0))
     template, slopes, inverse = _template(left, points)
     for _ in range(_ROUNDS):
-        seen = _normalised(cut(right, np.column_stack([x, places[:, 1]]), slants=slants))
+        seen = _normalised(cut(right, np.column_stack([x, positions[:, 1]]), slants=slants))
         step = np.einsum("nij,nj->ni", inverse, np.einsum("nki,nk->ni", slopes, seen - template))
         shift = np.clip(step[:, 0], -_STEP, _STEP)
         change = np.clip(step[:, 1:], -0.2, 0.2)
@@ -63,7 +63,7 @@ def fit(
         x = x - stretch * shift
         slants = np.column_stack([stretch - 1, slants[:, 1] - stretch * change[:, 1]])
         slants = np.clip(slants, -_STEEPEST, _STEEPEST)
-    seen = _normalised(cut(right, np.column_stack([x, places[:, 1]]), slants=slants))
+    seen = _normalised(cut(right, np.column_stack([x, positions[:, 1]]), slants=slants))
     return Surfaces(x, slants, np.einsum("nk,nk->n", template, seen))
 
 

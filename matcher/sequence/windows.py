@@ -41,7 +41,7 @@ def cut(
 
 
 def correlate(windows: np.ndarray, strips: np.ndarray) -> np.ndarray:
-    """(N, S) zero-mean normalised correlation of (N, h, w) at the S places of strips (N, h, w + S − 1)."""
+    """(N, S) zero-mean normalised correlation of (N, h, w) at the S positions of strips (N, h, w + S − 1)."""
     _, height, width = windows.shape
     views = np.lib.stride_tricks.sliding_window_view(strips, width, axis=2)
     centred = windows - windows.mean(axis=(1, 2), keepdims=True)

@@ -39,12 +39,12 @@ def matchability_loss(scores: Tensor, partner0: Tensor, partner1: Tensor) -> Ten
     )
 
 
-def correspondence_loss(stated: Tensor, truth: Tensor, seen: Tensor) -> Tensor:
-    """How far stated places (…, N, 2) are from the true ones, over points marked in `seen` (…, N).
+def correspondence_loss(predicted: Tensor, truth: Tensor, seen: Tensor) -> Tensor:
+    """How far predicted positions (…, N, 2) are from the true ones, over points marked in `seen` (…, N).
 
     Steep near the truth and flat far from it, so that precision is worth something and the lost are let go.
     """
-    distance = (stated - truth).norm(dim=-1)
+    distance = (predicted - truth).norm(dim=-1)
     return 0.25 * _mean(torch.log1p(distance / STATEMENT_SCALE), seen)
 
 
