@@ -18,7 +18,7 @@ class LostTracks:
 
     def clear(self) -> None:
         """Forget all, as after a loss."""
-        self._places = np.zeros((0, 2), np.float32)
+        self._positions = np.zeros((0, 2), np.float32)
         self._descriptors = np.zeros((0, 0), np.float32)
         self.track_ids = np.zeros(0, np.int64)
         self._ages = np.zeros(0, np.int64)
@@ -27,7 +27,7 @@ class LostTracks:
         """(L, 2) int64: entry of `track_ids`, point of the current frame that is not among `taken` (T,)."""
         free = np.setdiff1d(np.arange(len(current.keypoints)), taken)
         pairs, _ = search_guided(
-            self._places, self._descriptors, current.keypoints[free], current.descriptors[free], guide
+            self._positions, self._descriptors, current.keypoints[free], current.descriptors[free], guide
         )
         return np.stack([pairs[:, 0], free[pairs[:, 1]]], axis=1)
 
@@ -38,13 +38,13 @@ class LostTracks:
             return
         young = self._ages < self._patience
         ids = np.concatenate([self.track_ids[young], previous.track_ids])
-        places = np.concatenate([self._places[young], previous.keypoints])
+        positions = np.concatenate([self._positions[young], previous.keypoints])
         ages = np.concatenate([self._ages[young] + 1, np.ones(len(previous.track_ids), np.int64)])
         parts = [self._descriptors[young]] if young.any() else []
         descriptors = np.concatenate([*parts, previous.descriptors])
-        places = places + guide.motion(places)
+        positions = positions + guide.motion(positions)
         width, height = current.size
-        inside = (places >= 0).all(axis=1) & (places < (width, height)).all(axis=1)
+        inside = (positions >= 0).all(axis=1) & (positions < (width, height)).all(axis=1)
         gone = ~np.isin(ids, current.track_ids) & inside
-        self.track_ids, self._places = ids[gone], places[gone].astype(np.float32)
+        self.track_ids, self._positions = ids[gone], positions[gone].astype(np.float32)
         self._descriptors, self._ages = descriptors[gone], ages[gone]

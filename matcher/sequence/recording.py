@@ -62,9 +62,9 @@ class Recording:
         if len(result.keypoints):
             # The picture is drawn with the centre of its first pixel at (0.5, 0.5).
             scale = np.ones(2) if image is None else np.asarray(image.scale)
-            places = (result.keypoints + 0.5) * scale
+            positions = (result.keypoints + 0.5) * scale
             colours = track_colours(result.track_ids)
-            stream.log("world/camera/picture/tracks", rr.Points2D(places, colors=colours, radii=2.0))
+            stream.log("world/camera/picture/tracks", rr.Points2D(positions, colors=colours, radii=2.0))
         if result.world_from_cam is not None:
             self._add_pose(result, image)
         for stage, value in result.milliseconds.items():
@@ -96,8 +96,8 @@ class Recording:
         for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
             del self._cloud[track]
         colours = track_colours(np.array(list(self._cloud)))
-        places = np.array(list(self._cloud.values()))
-        self._stream.log("world/points", self._rr.Points3D(places, colors=colours, radii=0.03))
+        positions = np.array(list(self._cloud.values()))
+        self._stream.log("world/points", self._rr.Points3D(positions, colors=colours, radii=0.03))
 
     def close(self) -> None:
         """Finish the file."""

@@ -46,7 +46,7 @@ class Stopped(Exception):
 
 @dataclass
 class Loop:
-    """A trainer, its folder, and who listens."""
+    """A trainer, its folder and its listeners."""
 
     trainer: Stage
     validate: Callable[[], LogRow]  # of the averaged parameters; "f1" says which are the best

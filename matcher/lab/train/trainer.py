@@ -87,7 +87,7 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
 
 def continue_from(model: MatchingNetwork, start: str) -> bool:
     """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are,
-    and what takes descriptors and places in, too, if the file is for another front end.
+    and what reads descriptors and positions, too, if the file is for another front end.
 
     Args:
         model: of the shape that the file has.

@@ -85,11 +85,11 @@ def make_views(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     cv2.setNumThreads(1)
-    parent, album, told = multiprocessing.parent_process(), cache.album(photos), 0
+    parent, album, reported = multiprocessing.parent_process(), cache.album(photos), 0
     try:
         for _ in cache.make(album, scenes):
-            if len(album.unreadable) > told:
-                told = len(album.unreadable)
+            if len(album.unreadable) > reported:
+                reported = len(album.unreadable)
                 reports.put([album.photos[number] for number in album.unreadable])
             if parent is not None and not parent.is_alive():
                 return

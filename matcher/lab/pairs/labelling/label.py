@@ -30,7 +30,7 @@ def label_views(pictures: Path, out: Path, work: Path, log: Log = print) -> list
         pictures: folder of one place.
         out: folder of the largest model's set; others beside it are named `out`-1, `out`-2, …
         work: for what is computed on the way; it may be deleted afterwards.
-        log: is told what is done.
+        log: receives lines on progress.
 
     Returns:
         The folders of sets with at least one pair.

@@ -44,11 +44,11 @@ def describe_pictures(paths: Sequence[Path]) -> list[DescribedPicture]:
         points, descriptors = sift.detectAndCompute(grey, None)
         (features,) = extractor([Image(grey, grey.shape[::-1])])
         learned = features.descriptors.float().numpy().reshape(len(features.keypoints), -1)
-        places = np.array([p.pt for p in points], np.float32).reshape(-1, 2)
+        positions = np.array([p.pt for p in points], np.float32).reshape(-1, 2)
         described.append(
             DescribedPicture(
-                np.concatenate([places, features.keypoints.numpy()]),
-                root_sift(descriptors) if len(places) else np.zeros((0, 128), np.float32),
+                np.concatenate([positions, features.keypoints.numpy()]),
+                root_sift(descriptors) if len(positions) else np.zeros((0, 128), np.float32),
                 learned / np.maximum(np.linalg.norm(learned, axis=1, keepdims=True), 1e-9),
             )
         )

@@ -65,9 +65,9 @@ def _surface(inverse: np.ndarray, likeness: np.ndarray, picture: PlacedPicture) 
     weight = np.where(likeness > LIKELY, (likeness - LIKELY) ** 2, 1e-7).astype(np.float32)
     inverse = inverse.astype(np.float32).copy()
     factors = np.divide((width, height), picture.pixels.shape[1::-1])
-    places = np.rint((picture.positions + 0.5) * factors - 0.5).astype(int)
-    kept = ((places >= 0) & (places < (width, height))).all(1)
-    columns, rows = places[kept].T
+    at = np.rint((picture.positions + 0.5) * factors - 0.5).astype(int)
+    kept = ((at >= 0) & (at < (width, height))).all(1)
+    columns, rows = at[kept].T
     inverse[rows, columns], weight[rows, columns] = 1 / picture.depths[kept], POINT_WEIGHT
     inverse = cv2.medianBlur(inverse, 5)
     sides = (0, 0), SMOOTH * width
