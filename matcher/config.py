@@ -83,7 +83,7 @@ class MatchingPolicy:
     prune_matchability: float = 0.01  # points below it are pruned
     prune_confident_only: bool = True  # if they are confident
     min_pruned_share: float = 0.0  # of a pair's points; dropping fewer costs more time than it saves
-    # Share of the smaller picture's points; with fewer matches a network whose descriptors turn also tries
+    # Share of the smaller image's points; with fewer matches a network whose descriptors turn also tries
     # image 1 upside down. 0 switches that off.
     opposite_turn_below: float = 0.04
 

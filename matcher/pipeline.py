@@ -26,7 +26,7 @@ from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
-Picture = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
+ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 Mask = str | Path | np.ndarray
 _NORM_TOLERANCE = 0.1  # of descriptors that should have norm 1; half precision is far within it
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
@@ -90,8 +90,8 @@ class Pipeline:
 
     def match(
         self,
-        image0: Picture,
-        image1: Picture,
+        image0: ImageInput,
+        image1: ImageInput,
         *,
         mask0: Mask | None = None,
         mask1: Mask | None = None,
@@ -137,7 +137,7 @@ class Pipeline:
             layers=self.layers,
         )
 
-    def read(self, image: Picture, mask: Mask | None = None) -> Image:
+    def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
         """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
 
         Args:
@@ -160,7 +160,7 @@ class Pipeline:
             )
         return image_from_array(image, resize=resize, upright=self.upright, mask=mask)
 
-    def extract(self, image: Picture, mask: Mask | None = None) -> Features:
+    def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""
         return self._extract([self.read(image, mask)])[0]
 

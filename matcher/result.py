@@ -110,8 +110,8 @@ class Result:
         return {
             "preset": self.preset,
             "weights": None if self.weights is None else vars(self.weights),
-            "image0": _picture(self.path0, self.features0),
-            "image1": _picture(self.path1, self.features1),
+            "image0": _image_entry(self.path0, self.features0),
+            "image1": _image_entry(self.path1, self.features1),
             "keypoints0": len(self.features0),
             "keypoints1": len(self.features1),
             "matches": len(self.matches),
@@ -246,7 +246,7 @@ class Result:
         from matcher.drawing.matches import draw_matches
 
         path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
-        images = [self._picture(index, given) for index, given in enumerate((image0, image1))]
+        images = [self._image(index, given) for index, given in enumerate((image0, image1))]
         figure = draw_matches(
             *images,
             self.points0,
@@ -263,7 +263,7 @@ class Result:
         )
         return save_figure(figure, path)
 
-    def _picture(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
+    def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
         """The image that was given for a drawing, or that of the path, checked against the size matched."""
         from matcher.drawing.canvas import as_image
 
@@ -296,7 +296,7 @@ def _upright(points: np.ndarray, features: Features) -> np.ndarray:
     return stored_to_upright(points, _size(features), orientation).astype(np.float32)
 
 
-def _picture(path: Path | None, features: Features) -> dict[str, Any]:
+def _image_entry(path: Path | None, features: Features) -> dict[str, Any]:
     width, height = _size(features)
     return {"path": None if path is None else str(path), "width": width, "height": height}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from matcher.config import NetworkConfig, PositionConfig
-from matcher.data.photos import data_folder, find_pictures
+from matcher.data.photos import data_folder, find_images
 from matcher.errors import MatcherError
 from matcher.files import write_whole
 from matcher.lab.pairs.textures import PhotoSet
@@ -141,7 +141,7 @@ def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]
     held_out = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=VALIDATION_SCENES))
     samplers = []
     for part, ours in (("train", recipe), ("val", held_out)):
-        found = find_pictures(photos / part)
+        found = find_images(photos / part)
         views = ViewCache(cache, ours, found)
         for _ in views.make(PhotoSet(found), range(ours.scene.scenes)):
             pass

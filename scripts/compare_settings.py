@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.errors import MatcherError
 from matcher.lab.benchmark.comparison import compare
 from matcher.lab.benchmark.timing import Stopwatch
@@ -41,7 +41,7 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     try:
         levels = tuple(int(level) for level in options.levels.split(","))
-        pairs = synthetic_set(find_pictures(options.photos), count=options.pairs, levels=levels).pairs
+        pairs = synthetic_set(find_images(options.photos), count=options.pairs, levels=levels).pairs
         common = {
             "device": options.device,
             "max_keypoints": options.max_keypoints,

@@ -65,13 +65,13 @@ def retrieval(data: Path, work: Path, preset: str) -> Iterable[tuple[str, dict[s
 
     from matcher.collection.store import Store
     from matcher.data.images import image_from_array, read_image
-    from matcher.data.photos import find_pictures
+    from matcher.data.photos import find_images
     from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
     from matcher.loading import load
     from matcher.match.retrieval import similar_pairs
 
     extractor, table, truth = load(preset, device="cpu").extractor, {}, set()
-    for number, path in enumerate(find_pictures(data / "photos" / "val")):
+    for number, path in enumerate(find_images(data / "photos" / "val")):
         pixels = read_image(path, resize=640, upright=False).pixels
         for view in LEVELS:  # 0 is the photo itself
             shown = pixels

@@ -33,7 +33,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def views() -> tuple[Path, Path]:
-    """Two pictures of one scene."""
+    """Two images of one scene."""
     return ROOT / "assets" / "view0.jpg", ROOT / "assets" / "view1.jpg"
 
 

@@ -1,4 +1,4 @@
-"""Random pairs of pictures, and our matchers with the parameters of another implementation."""
+"""Random pairs of images, and our matchers with the parameters of another implementation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -95,14 +95,14 @@ def assert_telling(found: list[Matches]) -> None:
 
 
 def as_lightglue(features: Features, patch: float = 1.0) -> dict[str, torch.Tensor]:
-    """One picture as the published LightGlue of its front end takes it.
+    """One image as the published LightGlue of its front end takes it.
 
-    Scales are what they would be if the picture had been resized to 1024 pixels on its longer side, as it
+    Scales are what they would be if the image had been resized to 1024 pixels on its longer side, as it
     was in training: for SIFT those of COLMAP, half of OpenCV's diameters, with directions in (−π, π]; for
     DoG-HardNet diameters, with directions counterclockwise in [0, 2π). KeyNet's frames are given as they are.
 
     Args:
-        features: of a picture of `SIZE`.
+        features: of an image of `SIZE`.
         patch: sides of described patches per diameter, where an implementation wants patches.
     """
     found = {

@@ -122,7 +122,7 @@ def transformers_superglue(seed: int = 0, **settings) -> nn.Module:
 def superglue_plan(model: nn.Module, features0: Features, features1: Features) -> Tensor:
     """(N, M) log probabilities of one pair by transformers' blocks, as the paper has them: nothing is padded.
 
-    Its own way to take pictures with unequal numbers of points is to pad both. The padding attends to nothing
+    Its own way to take images with unequal numbers of points is to pad both. The padding attends to nothing
     and matches nothing, but it has mass, so that Sinkhorn's iterations start from other dustbins.
     """
     superglue = pytest.importorskip("transformers.models.superglue.modeling_superglue")

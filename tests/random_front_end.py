@@ -1,4 +1,4 @@
-"""Front ends with random parameters, and pictures to try them on."""
+"""Front ends with random parameters, and images to try them on."""
 
 import cv2
 import numpy as np
@@ -46,7 +46,7 @@ def texture(rng: np.random.Generator, width: int = 160, height: int = 128, sigma
 
 
 def whole(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
-    """A picture as stored, neither resized nor turned."""
+    """An image as stored, neither resized nor turned."""
     return Image(pixels, (pixels.shape[1], pixels.shape[0]), mask=mask)
 
 

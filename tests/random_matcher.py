@@ -60,7 +60,7 @@ def matcher_with(
 
 
 def pair(count0: int, count1: int, seed: int, noise: float = 0.2) -> tuple[Features, Features]:
-    """Two pictures of one scene; the points that both see are noisy and shuffled copies of each other."""
+    """Two images of one scene; the points that both see are noisy and shuffled copies of each other."""
     rng = np.random.default_rng(seed)
     total = max(count0, count1) * 5 // 4
     # A direction that all points of the pair share makes pairs differ in how sure the network is.

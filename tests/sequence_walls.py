@@ -1,4 +1,4 @@
-"""Two textured walls before a camera that slides to the right: pictures, pairs and true poses for tests."""
+"""Two textured walls before a camera that slides to the right: images, pairs and true poses for tests."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ DEPTHS, BASELINE, STEP = (2.0, 3.0), 0.2, 0.05
 
 
 def make_walls() -> list[np.ndarray]:
-    """Two textured planes; the nearer one covers the left of the picture."""
+    """Two textured planes; the nearer one covers the left of the image."""
     found = []
     for seed in (1, 2):
         noise = np.random.default_rng(seed).standard_normal((720, 960))

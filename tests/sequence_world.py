@@ -1,6 +1,6 @@
 """A made-up world seen by a moving camera: true points, poses and identities for tests of sequences.
 
-A frame is a tiny picture that holds only its number; the front end looks up what is seen there. So a test
+A frame is a tiny image that holds only its number; the front end looks up what is seen there. So a test
 knows what every keypoint is, and thousands of frames take seconds.
 """
 
@@ -18,8 +18,8 @@ from matcher.verify.estimation import RobustEstimator
 SIZE = (640, 480)
 CAMERA = Camera(500.0, 500.0, 319.5, 239.5)
 BASELINE = 0.5
-BLACK = 2**24 - 1  # number of a picture without anything on it
-RIGHT = 2**22  # added to the number of a frame, its right camera's picture
+BLACK = 2**24 - 1  # number of an image without anything on it
+RIGHT = 2**22  # added to the number of a frame, its right camera's image
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class World:
         return pixels
 
     def features(self, number: int, size: tuple[int, int]) -> Features:
-        """What the front end finds in the picture of that number; keypoints of a frame are shuffled."""
+        """What the front end finds in the image of that number; keypoints of a frame are shuffled."""
         rng = np.random.default_rng((self.seed, number))
         T = self.pose(number % RIGHT)
         if number == BLACK:

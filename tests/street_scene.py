@@ -1,6 +1,6 @@
 """A rendered street for tests of stereo: textured ground, walls and boxes close by, with exact depths.
 
-Every surface is a plane across one axis of the world (x right, y down, z ahead); a picture is made by casting
+Every surface is a plane across one axis of the world (x right, y down, z ahead); an image is made by casting
 a ray through every pixel. So the true depth of any pixel is known, and disparities reach from 2 to 80 pixels.
 """
 
@@ -89,7 +89,7 @@ def right_of(world_from_cam: np.ndarray) -> np.ndarray:
 
 
 def pair(faces: list[Face], world_from_cam: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Left and right picture, (H, W) uint8."""
+    """Left and right image, (H, W) uint8."""
     poses = world_from_cam, right_of(world_from_cam)
     left, right = (_picture(faces, T, np.random.default_rng((seed, i))) for i, T in enumerate(poses))
     return left, right
@@ -121,7 +121,7 @@ def _texture(faces: list[Face], depths: np.ndarray, places: np.ndarray, which: n
 
 
 def true_disparities(faces: list[Face], points: np.ndarray, world_from_cam: np.ndarray) -> np.ndarray:
-    """(N,) pixels at which the right picture shows left pixels (N, 2) further left; NaN where it does not."""
+    """(N,) pixels at which the right image shows left pixels (N, 2) further left; NaN where it does not."""
     points = np.asarray(points, np.float64)
     depths, _, _ = cast(faces, points, world_from_cam)
     found = CAMERA.fx * BASELINE / depths

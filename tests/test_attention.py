@@ -96,7 +96,7 @@ def test_uniform_and_ragged_layouts_agree(cross: bool) -> None:
     torch.testing.assert_close(apart[:-1], attend(q, k, v, UNIFORM, cross=cross), atol=2e-6, rtol=0)
 
 
-def test_points_without_a_partner_picture_hear_nothing() -> None:
+def test_points_without_a_partner_image_hear_nothing() -> None:
     layout = Layout(((4, 0), (0, 3)))
     q, k, v = tokens(layout)
     assert attend(q, k, v, layout, cross=True).eq(0).all()

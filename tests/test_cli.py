@@ -112,7 +112,7 @@ def test_a_geometry_that_was_asked_for_is_printed(views, capfd):
 
 @pytest.fixture
 def strangers(views, tmp_path) -> tuple[Path, Path]:
-    """A picture of something, and one of nothing."""
+    """An image of something, and one of nothing."""
     cv2.imwrite(str(tmp_path / "grey.png"), np.full((120, 160), 127, np.uint8))
     return views[0], tmp_path / "grey.png"
 
@@ -214,7 +214,7 @@ def test_an_input_is_never_replaced(views, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"hello", b"half"])
-def test_pictures_that_cannot_be_read(views, tmp_path, content, capfd):
+def test_images_that_cannot_be_read(views, tmp_path, content, capfd):
     path = tmp_path / "bad.jpg"
     if content is not None:
         path.write_bytes(views[0].read_bytes()[:20000] if content == b"half" else content)

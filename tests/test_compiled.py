@@ -207,7 +207,7 @@ def test_the_nearest_matches_are_the_nearest(kernel, monkeypatch, count: int) ->
     confidence = torch.zeros(2, 400)
     for side in confidence:
         side[torch.randperm(400, generator=rng)[:count]] = 0.1 + torch.rand(count, generator=rng)
-    confidence[1, confidence[1].nonzero()[0]] = 0  # the pictures have unequal numbers of matches
+    confidence[1, confidence[1].nonzero()[0]] = 0  # the images have unequal numbers of matches
     found = fit_local_maps(places, targets, confidence)
     monkeypatch.setenv(compiled.SWITCH, "0")
     for ours, stock in zip(found, fit_local_maps(places, targets, confidence), strict=True):

@@ -116,7 +116,7 @@ def test_ambiguous_points_are_decided_by_their_neighbours() -> None:
     assert right(heard) > 85
 
 
-def test_swapping_the_pictures_transposes_the_correction() -> None:
+def test_swapping_the_images_transposes_the_correction() -> None:
     scores, points, truth = ambiguous_scores(60, 6)
     consensus, assigned = Consensus(), assign(scores).log_scores
     with torch.no_grad():

@@ -57,7 +57,7 @@ def grid_points(count, size, seed=0):
 
 
 def test_line_joins_the_two_points():
-    # 400x300 is shown at twice its size; pictures start at x = 0 and 812, stored p at 2·(p + 0.5) - 0.5.
+    # 400x300 is shown at twice its size; images start at x = 0 and 812, stored p at 2·(p + 0.5) - 0.5.
     pixels = body(draw_matches(grey(), grey(), np.array([[50.0, 100.0]]), np.array([[350.0, 100.0]])))
     assert pixels.shape == (600, 1612, 3) and pixels.dtype == np.uint8
     rows, columns = np.nonzero(coloured(pixels))
@@ -66,7 +66,7 @@ def test_line_joins_the_two_points():
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_points_of_a_turned_picture_land_on_its_upright_view(tmp_path, orientation):
+def test_points_of_a_turned_image_land_on_its_upright_view(tmp_path, orientation):
     stored = (400, 300)
     upright = upright_size(stored, orientation)
     target = np.array([[upright[0] - 41.0, 30.0]])  # near the upper right corner as one sees it
@@ -103,7 +103,7 @@ def test_confidence_changes_the_colour():
     assert sure > unsure + 60
 
 
-def test_thousands_of_lines_leave_the_picture_visible_and_take_less_than_a_second():
+def test_thousands_of_lines_leave_the_image_visible_and_take_less_than_a_second():
     points0, points1 = grid_points(2000, (400, 300)), grid_points(2000, (400, 300), seed=1)
     inliers = np.arange(2000) % 3 > 0
     draw_matches(grey(), grey(), points0[:1], points1[:1])
@@ -117,7 +117,7 @@ def test_thousands_of_lines_leave_the_picture_visible_and_take_less_than_a_secon
     assert coloured(below(pixels)).mean() < 0.5
 
 
-def test_drawn_lines_are_spread_over_the_picture():
+def test_drawn_lines_are_spread_over_the_image():
     crowd = grid_points(300, (60, 60))
     lone = np.array([[380.0, 280.0]])
     points, scores = np.concatenate([crowd, lone]), np.concatenate([np.full(300, 0.9), [0.1]])
@@ -145,7 +145,7 @@ def test_line_limit(limit):
     ],
 )
 @pytest.mark.parametrize("count", [0, 1])
-def test_any_pair_makes_a_picture(first, second, count):
+def test_any_pair_makes_an_image(first, second, count):
     point = np.zeros((count, 2))
     pixels = figure_pixels(
         draw_matches(
@@ -248,7 +248,7 @@ def test_errors_are_distances_to_the_known_geometry_and_have_their_own_colours()
         draw_matches(grey(), grey(), points0, points1, colour_by="error")
 
 
-def test_stacked_pictures_lie_above_each_other():
+def test_stacked_images_lie_above_each_other():
     point0, point1 = np.array([[50.0, 100.0]]), np.array([[50.0, 200.0]])
     pixels = body(draw_matches(grey(), grey(), point0, point1, stacked=True))
     assert pixels.shape == (1212, 960, 3)
@@ -275,7 +275,7 @@ def board(width=480, height=360):
     return (((rows // 20 + columns // 20) % 2) * 200 + 30).astype(np.uint8)
 
 
-def test_an_overlay_by_the_right_homography_is_the_picture_itself():
+def test_an_overlay_by_the_right_homography_is_the_image_itself():
     shift = np.array([[1.0, 0, -50], [0, 1, 30], [0, 0, 1]])
     picture = board()
     moved = np.roll(picture, (30, -50), (0, 1))
@@ -304,7 +304,7 @@ def test_epipolar_lines_run_through_the_partners():
 
 @pytest.mark.parametrize("size", [(400, 300), (300, 1000)])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_header_is_as_legible_in_a_wide_picture(size, stacked):
+def test_a_header_is_as_legible_in_a_wide_image(size, stacked):
     picture, point = grey(*size), np.zeros((1, 2))
     pixels = figure_pixels(draw_matches(picture, picture, point, point, inliers=[True], stacked=stacked))
     header = pixels[: header_height(pixels.shape[1])]
@@ -373,7 +373,7 @@ def test_plots_of_nothing_and_of_bad_values(tmp_path):
         draw_entropies(np.zeros((2, 1)), np.zeros((1, 1)), limit=1.0)
 
 
-def test_attention_joins_the_keypoint_with_what_it_hears_in_both_pictures():
+def test_attention_joins_the_keypoint_with_what_it_hears_in_both_images():
     heard = [(np.array([[300.0, 100.0]]), np.array([0.9]))]
     figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)
     segments = [c.get_segments()[0] for c in figure.axes[0].collections if hasattr(c, "get_segments")]

@@ -42,7 +42,7 @@ def pose(baseline=1.0):
 
 
 def two_views(rng, count=400, outliers=0.4, noise=0.5, cam1_from_cam0=None):
-    """Points of a scene 3 to 8 deep in both pictures, some replaced; the clean ones; which are true."""
+    """Points of a scene 3 to 8 deep in both images, some replaced; the clean ones; which are true."""
     cam1_from_cam0 = pose() if cam1_from_cam0 is None else cam1_from_cam0
     clean0 = rng.uniform(0, (1024, 768), (count, 2))
     rays = np.column_stack([clean0, np.ones(count)]) @ np.linalg.inv(CAMERA.K).T
@@ -211,7 +211,7 @@ def test_too_few_distinct_points(rng, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_spot_in_either_picture(rng, kind):
+def test_one_spot_in_either_image(rng, kind):
     spot, spread = np.full((100, 2), 300.0), rng.uniform(0, 700, (100, 2))
     no_model(estimate(kind, spot, spot), "too_few", 100)
     no_model(estimate(kind, spot, spread), "degenerate", 100)

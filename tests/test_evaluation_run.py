@@ -13,7 +13,7 @@ import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.lab.evaluate.methods import MethodOptions, build_methods
 from matcher.lab.evaluate.run import FrontEndKey, Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
@@ -42,7 +42,7 @@ def photos(tmp_path, rng):
 @pytest.fixture
 def found(photos):
     methods = [Method("nearest", matcher.load("nearest", max_keypoints=300))]
-    return evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), methods)
+    return evaluate(synthetic_set(find_images(photos), count=12, levels=(1, 4)), methods)
 
 
 def test_rows_and_bounds(found):
@@ -60,7 +60,7 @@ def test_rows_and_bounds(found):
 
 def test_evaluation_is_deterministic(photos, found):
     methods = [Method("nearest", matcher.load("nearest", max_keypoints=300))]
-    again = evaluate(synthetic_set(find_pictures(photos), count=12, levels=(1, 4)), methods)
+    again = evaluate(synthetic_set(find_images(photos), count=12, levels=(1, 4)), methods)
     for name, measures in found.values.items():
         for key, values in measures.items():
             if key != "milliseconds":
@@ -91,7 +91,7 @@ def test_tables_say_how_they_were_made(found):
 
 def test_unrelated_pairs_count_what_is_kept(photos):
     found = evaluate(
-        unrelated_set(find_pictures(photos), count=4), [Method("nearest", matcher.load("nearest"))]
+        unrelated_set(find_images(photos), count=4), [Method("nearest", matcher.load("nearest"))]
     )
     assert list(found.values) == ["nearest"]
     assert set(found.values["nearest"]) >= {"matches", "accepted"}
@@ -168,7 +168,7 @@ def test_features_are_kept_by_file_and_precision(tmp_path):
 
 def test_methods_of_two_precisions_get_their_own_features(photos):
     """Each method of a run has the metrics that it has in a run of its own."""
-    pair_set = synthetic_set(find_pictures(photos), count=2, levels=(1,))
+    pair_set = synthetic_set(find_images(photos), count=2, levels=(1,))
     options = {"max_keypoints": 200, "device": "cpu"}
     methods = [
         Method(precision, matcher.load("nearest-learned", precision=precision, **options))

@@ -6,7 +6,7 @@ import pytest
 
 import matcher
 from matcher.data.geometry import inside, warp_points
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.errors import UsageError
 from matcher.lab.evaluate.metrics import reprojection_errors
 from matcher.lab.pairs.photometric import degrade
@@ -33,8 +33,8 @@ def photos(tmp_path, rng):
 
 
 def test_pairs_follow_from_seed_and_number_alone(photos):
-    few, many = (synthetic_set(find_pictures(photos), count=count, seed=3).pairs for count in (8, 40))
-    other = synthetic_set(find_pictures(photos), count=8, seed=4).pairs
+    few, many = (synthetic_set(find_images(photos), count=count, seed=3).pairs for count in (8, 40))
+    other = synthetic_set(find_images(photos), count=8, seed=4).pairs
     for i in range(8):
         assert np.array_equal(few[i].H_1_from_0, many[i].H_1_from_0)
         assert np.array_equal(few[i].image1.pixels, many[i].image1.pixels)
@@ -48,7 +48,7 @@ def test_pairs_follow_from_seed_and_number_alone(photos):
 def test_truth_is_exact_in_the_pixel_convention(photos):
     """Matches of the warped view agree with the homography to a fraction of a pixel, without a bias."""
     pipe = matcher.load("nearest")
-    pair = synthetic_set(find_pictures(photos), count=1, levels=(1,)).pairs[0]
+    pair = synthetic_set(find_images(photos), count=1, levels=(1,)).pairs[0]
     found = pipe.match(pair.image0.pixels, pair.image1.pixels)
     errors = reprojection_errors(found.points0, found.points1, pair.H_1_from_0)
     near = errors < 3
@@ -96,15 +96,15 @@ def test_disturbance_keeps_shape_and_grows(shape, rng):
 
 
 def test_unrelated_pairs_come_from_different_folders(photos):
-    found = unrelated_set(find_pictures(photos), count=30, seed=1)
+    found = unrelated_set(find_images(photos), count=30, seed=1)
     assert len(found) == 30
     assert all(pair.image0.path.parent != pair.image1.path.parent for pair in found.pairs)
-    again = unrelated_set(find_pictures(photos), count=5, seed=1)
+    again = unrelated_set(find_images(photos), count=5, seed=1)
     assert [pair.name for pair in again.pairs] == [pair.name for pair in found.pairs][:5]
 
 
 def test_what_cannot_be_made(photos, tmp_path):
-    paths = find_pictures(photos)
+    paths = find_images(photos)
     with pytest.raises(UsageError, match="levels"):
         synthetic_set(paths, levels=(1, 5))
     with pytest.raises(UsageError, match="at least 1"):
@@ -113,11 +113,11 @@ def test_what_cannot_be_made(photos, tmp_path):
         unrelated_set(paths[:1])
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no images"):
-        find_pictures(tmp_path / "empty")
+        find_images(tmp_path / "empty")
 
 
 def test_level_0_changes_the_light_alone(photos):
-    pair = synthetic_set(find_pictures(photos), count=1, levels=[0]).pairs[0]
+    pair = synthetic_set(find_images(photos), count=1, levels=[0]).pairs[0]
     np.testing.assert_allclose(pair.H_1_from_0, np.eye(3), atol=1e-6)
     assert pair.image0.pixels.shape == pair.image1.pixels.shape
     assert not np.array_equal(pair.image0.pixels, pair.image1.pixels)

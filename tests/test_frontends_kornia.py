@@ -64,7 +64,7 @@ def test_fewer_keypoints_are_the_strongest_of_more(extractors, picture, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(101, 75), (1, 1), (7, 300)])
-def test_odd_and_tiny_pictures_are_padded_and_cropped(extractors, rng, kind, size):
+def test_odd_and_tiny_images_are_padded_and_cropped(extractors, rng, kind, size):
     pixels = texture(rng, *size) if min(size) > 1 else np.full((1, 1, 3), 9, np.uint8)
     (features,) = extractors[kind]([whole(pixels)])
     assert features.size.tolist() == list(size)
@@ -76,7 +76,7 @@ def test_odd_and_tiny_pictures_are_padded_and_cropped(extractors, rng, kind, siz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_black_pictures_and_masks(extractors, picture, kind):
+def test_black_images_and_masks(extractors, picture, kind):
     mask = np.zeros(picture.shape, bool)
     mask[17:80, 10:80] = True
     masked, blind, black = extractors[kind](
@@ -117,7 +117,7 @@ def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, 
 
 
 @pytest.mark.parametrize("kind", ["disk", "xfeat", "dedodeb"])
-def test_a_resized_picture_has_its_points_on_whole_pixels_of_the_resized_one(extractors, picture, kind):
+def test_a_resized_image_has_its_points_on_whole_pixels_of_the_resized_one(extractors, picture, kind):
     image = image_from_array(np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1)), resize=111)
     assert image.scale[0] != image.scale[1]
     (features,) = extractors[kind]([image])
@@ -127,7 +127,7 @@ def test_a_resized_picture_has_its_points_on_whole_pixels_of_the_resized_one(ext
 
 
 def full_resolution_only(network: nn.Module, _=None) -> None:
-    """ALIKED enlarges its coarse maps corner to corner, so their positions depend on the picture's size."""
+    """ALIKED enlarges its coarse maps corner to corner, so their positions depend on the image's size."""
     random_parameters(network)
     for layer in (network.conv2, network.conv3, network.conv4):
         nn.init.zeros_(layer.weight)
@@ -158,7 +158,7 @@ def test_a_shift_by_whole_strides_shifts_the_points_by_as_much(extractors, rng, 
     if kind == "aliked":
         extractor = build(kind, full_resolution_only, score_threshold=0.0)
     first, second = extractor(images)
-    if kind == "keynet":  # only of the level of the picture's own size is this a shift by whole pixels
+    if kind == "keynet":  # only of the level of the image's own size is this a shift by whole pixels
         first, second = (f.select((f.scales - 22 / 6).abs() < 0.01) for f in (first, second))
     assert len(first) > 5
     assert share_found(first.keypoints + stride, second.keypoints, pixels) >= share
@@ -175,14 +175,14 @@ def mirror_symmetric(network: nn.Module, _=None) -> None:
 
 
 class Brightness(nn.Module):
-    """A response that is the picture itself."""
+    """A response that is the image itself."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels
 
 
 def mirrored(kind: str, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of a picture, mirrored, and those of the mirrored picture."""
+    """Points of an image, mirrored, and those of the mirrored image."""
     extractor = build(kind, mirror_symmetric, **({"score_threshold": 0.0} if kind == "aliked" else {}))
     if kind == "keynet":
         extractor.network.detector.model = Brightness()
@@ -193,7 +193,7 @@ def mirrored(kind: str, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("kind", ["disk", "aliked", "dedodeb", "keynet", "doghardnet"])
-def test_a_mirrored_picture_has_mirrored_points(rng, kind):
+def test_a_mirrored_image_has_mirrored_points(rng, kind):
     """A constant offset, half a pixel or a level's, would show twice."""
     points, others = mirrored(kind, texture(rng, 112, 112, sigma=3.0 if kind == "keynet" else 1.2))
     assert len(points) > 10
@@ -236,8 +236,8 @@ def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
     assert float(features.scales[0]) == pytest.approx(theirs.size, rel=0.02)
 
 
-def test_directions_turn_with_the_picture(rng):
-    """A picture turned by a right angle has its points' directions turned by as much."""
+def test_directions_turn_with_the_image(rng):
+    """An image turned by a right angle has its points' directions turned by as much."""
     pixels = texture(rng, 128, 128, sigma=2.0)
     extractor = build("doghardnet", max_keypoints=80)
     upright, turned = extractor([whole(pixels), whole(np.ascontiguousarray(np.rot90(pixels, -1)))])

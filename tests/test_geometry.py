@@ -65,7 +65,7 @@ def test_resize_points_round_trip_and_corners(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turning_points_is_what_turning_pictures_does(orientation: int) -> None:
+def test_turning_points_is_what_turning_images_does(orientation: int) -> None:
     stored = np.zeros((5, 8), np.uint8)
     stored[1, 6] = 255
     picture = Image.fromarray(stored)
@@ -118,7 +118,7 @@ def test_inside_is_the_area_of_the_pixels() -> None:
 
 @pytest.fixture
 def two_cameras(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Points of one scene in two pictures, and the fundamental matrix between them."""
+    """Points of one scene in two images, and the fundamental matrix between them."""
     K0 = np.array([[500, 0, 320], [0, 510, 240], [0, 0, 1.0]])
     K1 = np.array([[600, 0, 300], [0, 590, 200], [0, 0, 1.0]])
     cam1_from_cam0 = np.eye(4)

@@ -88,7 +88,7 @@ def test_a_guided_batch_with_consensus_equals_single_pairs() -> None:
     assert sum(map(len, batch)) > 20
 
 
-def test_swapping_the_pictures_of_a_guided_network_swaps_its_matches() -> None:
+def test_swapping_the_images_of_a_guided_network_swaps_its_matches() -> None:
     features = [Features.stack([f]) for f in pair(60, 50, 7)]
     matcher = AttentionMatcher(guided_model(), precision="float32")
     there, back = matcher(*features)[0], matcher(*features[::-1])[0]

@@ -1,4 +1,4 @@
-"""Reading pictures: values of every depth and mode, orientation, masks, and files that must be refused."""
+"""Reading images: values of every depth and mode, orientation, masks, and files that must be refused."""
 
 import io
 import os
@@ -128,7 +128,7 @@ def test_resize_keeps_the_pixel_centres(blobs):
     assert np.abs(resize_points(found, tuple(1 / s for s in image.scale)) - POINTS).max() < 0.15
 
 
-def test_small_pictures_are_not_enlarged(noise):
+def test_small_images_are_not_enlarged(noise):
     assert np.array_equal(image_from_array(noise, resize=1024).pixels, noise)
     assert np.array_equal(image_from_array(noise, resize=None).pixels, noise)
 
@@ -157,7 +157,7 @@ def test_sixteen_bits_use_the_full_range(tmp_path, name):
     assert len(np.unique(pixels)) == 256
 
 
-def test_sixteen_bit_tall_picture_spans_strips(tmp_path):
+def test_sixteen_bit_tall_image_spans_strips(tmp_path):
     ramp = np.arange(700 * 3, dtype=np.uint16).reshape(700, 3) * 31
     pixels = read_image(save(tmp_path / "a.png", ramp), resize=None).pixels
     assert np.abs(pixels - ramp / 257).max() <= 0.5 + 1e-6
@@ -291,7 +291,7 @@ def test_one_pixel(tmp_path):
     assert image.pixels.tolist() == [[7]] and image.size == (1, 1) and image.scale == (1.0, 1.0)
 
 
-def test_very_long_picture_keeps_a_pixel_of_width():
+def test_very_long_image_keeps_a_pixel_of_width():
     with pytest.warns(ImageWarning, match="40000 x 1 is a long strip"):
         image = image_from_array(np.zeros((1, 40_000), np.uint8), resize=50)
     assert image.pixels.shape == (1, 8660) and image.scale == (8660 / 40_000, 1.0)
@@ -372,7 +372,7 @@ def test_png_with_a_wrong_checksum(tmp_path, noise):
         ("a.svg", b"<svg></svg>", "known format"),
     ],
 )
-def test_what_is_no_picture(tmp_path, name, content, reason):
+def test_what_is_no_image(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ImageError, match=reason) as error:
         read_image(tmp_path / name)
@@ -461,7 +461,7 @@ def test_urls_are_to_be_downloaded_first(path):
 # --- masks ---
 
 
-def test_mask_is_turned_and_shrunk_with_the_picture(tmp_path, noise):
+def test_mask_is_turned_and_shrunk_with_the_image(tmp_path, noise):
     keep = np.zeros(noise.shape[:2], np.uint8)
     keep[10:30, 5:40] = 1  # as little as 1 of 255 keeps
     path = save(tmp_path / "a.png", noise, exif=exif(6))
@@ -537,7 +537,7 @@ def test_array_layouts_agree(noise):
         None,
     ],
 )
-def test_arrays_that_are_no_pictures(array):
+def test_arrays_that_are_no_images(array):
     with pytest.raises(UsageError, match=r"accepted: grey \(H, W\), RGB"):
         image_from_array(array)
 
@@ -549,7 +549,7 @@ def test_limits_must_make_sense(noise):
         read_image("a.png", max_pixels=0)
 
 
-def test_tensors_are_pictures(noise):
+def test_tensors_are_images(noise):
     tensor = torch.from_numpy(noise)
     for same in (
         tensor,
@@ -566,7 +566,7 @@ def test_tensors_are_pictures(noise):
         image_from_array(torch.zeros(2, 20, 20))
 
 
-def test_pillow_pictures_are_read_as_their_files(tmp_path, noise):
+def test_pillow_images_are_read_as_their_files(tmp_path, noise):
     for mode in ("RGB", "L", "RGBA", "LA", "P", "1", "I;16"):
         deep = PIL.Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
         picture = deep if mode == "I;16" else PIL.Image.fromarray(noise).convert(mode)
@@ -581,7 +581,7 @@ def test_pillow_pictures_are_read_as_their_files(tmp_path, noise):
     assert (stored.orientation, stored.exif_orientation) == (1, 6)
 
 
-def test_a_damaged_pillow_picture_is_an_image_error(tmp_path, noise):
+def test_a_damaged_pillow_image_is_an_image_error(tmp_path, noise):
     path = save(tmp_path / "a.png", noise)
     path.write_bytes(path.read_bytes()[:4000])
     with pytest.raises(ImageError, match=r"a\.png.*cut short"):

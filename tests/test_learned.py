@@ -1,4 +1,4 @@
-"""The front end of our own: its parts against their definitions, and pictures that are hard to take."""
+"""The front end of our own: its parts against their definitions, and images that are hard to take."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_folding_changes_nothing(picture):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_unfolding_changes_nothing_on_the_pictures_it_saw(picture, training):
+def test_unfolding_changes_nothing_on_the_images_it_saw(picture, training):
     plain = FeatureNetwork().eval()
     random_parameters(plain)
     pixels = torch.from_numpy(np.stack([picture[:112], picture[:112, ::-1]]))[:, None].float() / 255
@@ -97,7 +97,7 @@ def test_features_are_complete_and_come_best_first(picture):
     assert bool(((features.scores > 0) & (features.scores < 1)).all())
 
 
-def test_pictures_together_are_as_alone(rng):
+def test_images_together_are_as_alone(rng):
     """In other numbers the convolutions sum in another order, so places may differ by rounding."""
     pictures = [whole(texture(rng, *size, sigma=2)) for size in ((96, 80), (64, 64), (96, 80), (96, 80))]
     extract = build("learned")
@@ -143,20 +143,20 @@ def test_a_mask_is_respected(picture):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 200), (200, 1), (7, 9), (15, 15), (17, 33), (101, 67)])
-def test_small_and_odd_pictures(rng, size):
+def test_small_and_odd_images(rng, size):
     width, height = size
     (features,) = build("learned")([whole(texture(rng, width, height))])
     assert bool((features.keypoints >= 0).all())
     assert bool((features.keypoints <= torch.tensor([width - 1, height - 1])).all())
 
 
-def test_constant_pictures_give_what_there_is():
+def test_constant_images_give_what_there_is():
     for value in (0, 128, 255):
         (features,) = build("learned")([whole(np.full((90, 120), value, np.uint8))])
         assert bool(features.descriptors.isfinite().all())
 
 
-def test_constant_and_dark_pictures_have_no_points(rng):
+def test_constant_and_dark_images_have_no_points(rng):
     extract = build_extractor(ExtractorConfig(kind="learned"))
     for value in (0, 128, 255):
         assert len(extract([whole(np.full((90, 120), value, np.uint8))])[0]) == 0
@@ -175,7 +175,7 @@ def test_colour_is_read_as_grey(picture):
     assert same(extract([whole(picture)])[0], extract([whole(coloured)])[0])
 
 
-def test_arrays_that_are_no_pictures_are_refused(picture):
+def test_arrays_that_are_no_images_are_refused(picture):
     broken = picture.astype(np.float32) / 255
     broken[3, 4] = np.nan
     with pytest.raises(UsageError, match="nan"):

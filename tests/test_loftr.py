@@ -31,7 +31,7 @@ from matcher.weights.published.conversion import choose_layout, convert, import_
 PUBLISHED_PARAMETERS = 11_561_456
 KORNIA_SHIFT = 0.5  # its pixels have their centres at +0.5, ours at 0
 NETWORKS = [(name, kind) for name in ("outdoor", "indoor_new") for kind in ("dual_softmax", "sinkhorn")]
-# Width and height of both pictures: equal, no multiples of 8, of different shapes.
+# Width and height of both images: equal, no multiples of 8, of different shapes.
 SIZES = [((152, 120), (152, 120)), ((125, 91), (125, 91)), ((141, 93), (110, 134))]
 
 
@@ -51,7 +51,7 @@ def picture_pair(seed: int, size0: tuple[int, int], size1: tuple[int, int]) -> t
 
 
 def whole(pixels: np.ndarray, **changes) -> Image:
-    """A picture as stored, neither resized nor turned."""
+    """An image as stored, neither resized nor turned."""
     return replace(Image(pixels, (pixels.shape[1], pixels.shape[0])), **changes)
 
 
@@ -161,7 +161,7 @@ def test_a_batch_of_different_sizes_gives_what_single_pairs_give(kind: str) -> N
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 3), (8, 8), (33, 7)])
-def test_tiny_pictures_match_nothing(size: tuple[int, int]) -> None:
+def test_tiny_images_match_nothing(size: tuple[int, int]) -> None:
     extractor, matcher = ours()
     pixels = texture((120, 96), 1)
     features = extractor([whole(pixels), whole(np.ascontiguousarray(pixels[: size[1], : size[0]]))])
@@ -171,7 +171,7 @@ def test_tiny_pictures_match_nothing(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dual_softmax", "sinkhorn"])
-def test_black_pictures_give_finite_answers(kind: str) -> None:
+def test_black_images_give_finite_answers(kind: str) -> None:
     black = whole(np.zeros((80, 96), np.uint8))
     for other in (black, whole(texture((96, 80), 3))):
         found = match([black, other], *ours("outdoor", kind))
@@ -179,7 +179,7 @@ def test_black_pictures_give_finite_answers(kind: str) -> None:
         assert ((found.scores > 0.2) & (found.scores <= 1)).all()
 
 
-def test_cells_cover_the_picture_and_are_never_cut_off() -> None:
+def test_cells_cover_the_image_and_are_never_cut_off() -> None:
     features = ours()[0]([whole(texture((125, 91), 0))])[0]
     assert features.grid.tolist() == [16, 12]
     assert features.maps.shape == (128, 46, 63)
@@ -191,7 +191,7 @@ def test_cells_cover_the_picture_and_are_never_cut_off() -> None:
 
 
 def test_points_are_reported_in_stored_pixels() -> None:
-    """Resized and turned pictures move the points, not the matches."""
+    """Resized and turned images move the points, not the matches."""
     extractor, matcher = ours()
     pixels = picture_pair(0, *SIZES[0])
     plain = match([whole(p) for p in pixels], extractor, matcher)

@@ -9,7 +9,7 @@ from matcher.match.nearest import NearestMatcher
 
 
 def make(rng: np.random.Generator, count: int, descriptors: np.ndarray | None = None, **fields) -> Features:
-    """Features of one picture with random points."""
+    """Features of one image with random points."""
     if descriptors is None:
         descriptors = rng.normal(size=(count, 16)).astype(np.float32)
     points = rng.uniform(0, 100, size=(count, 2)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_points_and_types(rng):
     assert (found.layers_run, found.kept0, found.kept1) == (0, 30, 30)
 
 
-def test_swapping_the_pictures_swaps_the_matches(rng):
+def test_swapping_the_images_swaps_the_matches(rng):
     features0, features1 = make(rng, 50), make(rng, 40)
     forth, back = match_one(features0, features1, 1.0), match_one(features1, features0, 1.0)
     assert len(forth) > 3

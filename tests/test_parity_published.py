@@ -93,7 +93,7 @@ def published_superglue(code: str | Path, tensors: peers.Tensors) -> torch.nn.Mo
 
 
 def superglue_matches(peer: torch.nn.Module, pair: Pair) -> dict[tuple[int, int], float]:
-    """One pair in the published calling convention: descriptors (1, D, N), pictures for their size."""
+    """One pair in the published calling convention: descriptors (1, D, N), images for their size."""
     data = {}
     for i, features in enumerate(pair):
         data |= {

@@ -1,4 +1,4 @@
-"""Pictures in folders: which files, in which order, and where shared data lie."""
+"""Images in folders: which files, in which order, and where shared data lie."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from matcher.data.photos import data_folder, find_pictures, is_picture, list_pictures, natural_key
+from matcher.data.photos import data_folder, find_images, is_image, list_images, natural_key
 from matcher.errors import UsageError
 from matcher.lab.pairs.textures import read_texture
 
@@ -18,22 +18,22 @@ def touch(folder: Path, *names: str) -> None:
         path.write_bytes(b"x")
 
 
-def test_pictures_below_a_folder(tmp_path):
+def test_images_below_a_folder(tmp_path):
     touch(tmp_path, "b.JPG", "a/c.heic", "a/d.txt", ".hidden.jpg", ".cache/e.png", "a/f.pbm")
-    assert sorted(list_pictures(tmp_path)) == ["a/c.heic", "a/f.pbm", "b.JPG"]
-    assert find_pictures(tmp_path) == [tmp_path / "a/c.heic", tmp_path / "a/f.pbm", tmp_path / "b.JPG"]
+    assert sorted(list_images(tmp_path)) == ["a/c.heic", "a/f.pbm", "b.JPG"]
+    assert find_images(tmp_path) == [tmp_path / "a/c.heic", tmp_path / "a/f.pbm", tmp_path / "b.JPG"]
 
 
-def test_no_pictures_are_an_error(tmp_path):
+def test_no_images_are_an_error(tmp_path):
     with pytest.raises(UsageError, match=r"no images here \(looked for \.jpg"):
-        find_pictures(tmp_path)
+        find_images(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
-        find_pictures(tmp_path / "absent")
+        find_images(tmp_path / "absent")
 
 
-def test_names_that_are_pictures():
-    assert all(map(is_picture, ("a.HEIF", Path("b.webp"), "c.d.tiff")))
-    assert not any(map(is_picture, ("jpg", "a.jpg.txt", "a.mp4", "")))
+def test_names_that_are_images():
+    assert all(map(is_image, ("a.HEIF", Path("b.webp"), "c.d.tiff")))
+    assert not any(map(is_image, ("jpg", "a.jpg.txt", "a.mp4", "")))
 
 
 def test_numbers_sort_as_numbers():
@@ -53,7 +53,7 @@ def test_training_reads_heic(tmp_path, views):
     pixels = cv2.resize(cv2.imread(str(views[0]))[..., ::-1], (160, 120))
     path = tmp_path / "a.heic"
     pillow_heif.from_bytes("RGB", (160, 120), np.ascontiguousarray(pixels).tobytes()).save(path)
-    assert find_pictures(tmp_path) == [path]
+    assert find_images(tmp_path) == [path]
     grey, colour = read_texture(path), read_texture(path, colour=True)
     assert grey.shape == (120, 160)
     assert np.abs(colour.astype(int) - pixels[..., ::-1]).mean() < 6

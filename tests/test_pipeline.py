@@ -23,7 +23,7 @@ H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
 
 @pytest.fixture
 def pair(views) -> tuple[np.ndarray, np.ndarray]:
-    """A picture and its warp by H_0TO1."""
+    """An image and its warp by H_0TO1."""
     picture = cv2.cvtColor(cv2.imread(str(views[0])), cv2.COLOR_BGR2RGB)
     return picture, cv2.warpPerspective(picture, H_0TO1, (picture.shape[1], picture.shape[0]))
 
@@ -137,7 +137,7 @@ def test_extract_once_and_match_many(network, views):
 
 
 @pytest.mark.parametrize("preset", ["hybrid", "nearest"])
-def test_black_and_tiny_pictures_give_no_matches(small_weights, preset):
+def test_black_and_tiny_images_give_no_matches(small_weights, preset):
     options = {}
     if preset == "hybrid":
         options = {"weights": small_weights, "device": "cpu", "match_threshold": 0.1}
@@ -170,7 +170,7 @@ def test_results_are_in_stored_pixels_whatever_the_resize(pair):
     expected = shift @ H_0TO1 @ np.linalg.inv(shift)
     result = pipeline.match(*large)
     assert result.features0.size.tolist() == [1600, 1200]
-    # 3 pixels of the resized picture are 12 of the stored one.
+    # 3 pixels of the resized image are 12 of the stored one.
     assert share_right(result, expected, pixels=12.0) > 0.9
     inliers = result.geometry.inliers
     error = np.linalg.norm(warp_points(result.points0, result.geometry.matrix) - result.points1, axis=1)
@@ -182,7 +182,7 @@ def test_the_threshold_scale_follows_the_residual():
     for kind in ("fundamental", "homography", "essential"):
         assert threshold_scale((0.25, 0.25), (0.25, 0.25), kind) == pytest.approx(4)
     assert threshold_scale((0.25, 0.25), (0.5, 0.5), "homography") == pytest.approx(2)
-    # Sampson: a point off by one resized pixel in both pictures (4 and 2 stored ones).
+    # Sampson: a point off by one resized pixel in both images (4 and 2 stored ones).
     expected = 1 / np.sqrt((1 / 4**2 + 1 / 2**2) / 2)
     assert threshold_scale((0.25, 0.25), (0.5, 0.5), "fundamental") == pytest.approx(expected)
 
@@ -292,7 +292,7 @@ def test_a_gpu_gives_the_matches_of_the_processor(small_weights, pair):
     assert len(on_cpu ^ on_gpu) <= 0.01 * len(on_cpu)
 
 
-def test_tensors_and_pillow_pictures_are_matched(network, pair):
+def test_tensors_and_pillow_images_are_matched(network, pair):
     by_array = network.match(*pair)
     for change in (
         PIL.Image.fromarray,

@@ -41,7 +41,7 @@ def test_inputs_are_of_order_one(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("exif", range(1, 9))
-def test_a_turned_picture_has_the_inputs_of_the_upright_one(rng: np.random.Generator, exif: int) -> None:
+def test_a_turned_image_has_the_inputs_of_the_upright_one(rng: np.random.Generator, exif: int) -> None:
     stored_size = (640, 360)
     size = upright_size(stored_size, exif)
     upright = make_features(rng, size=size)
@@ -143,7 +143,7 @@ RAW = ("raw_scale", "raw_sigma", "raw_orientation")
 
 
 def test_raw_scales_are_those_of_the_size_that_networks_were_trained_on(views) -> None:
-    """A stored picture of 4096 pixels, resized to 1024, has the scales that OpenCV finds at 1024."""
+    """A stored image of 4096 pixels, resized to 1024, has the scales that OpenCV finds at 1024."""
     pixels = read_image(views[0], resize=512).pixels.repeat(2, axis=0).repeat(2, axis=1)
     config = ExtractorConfig(max_keypoints=200)
     _, diameters, angles, *_ = detect_sift(pixels, None, config)
@@ -194,7 +194,7 @@ def test_raw_inputs_are_colmaps(views) -> None:
 
 
 @pytest.mark.parametrize("exif", range(1, 9))
-def test_frames_are_the_ends_of_the_axes_in_the_upright_picture(rng: np.random.Generator, exif: int) -> None:
+def test_frames_are_the_ends_of_the_axes_in_the_upright_image(rng: np.random.Generator, exif: int) -> None:
     size = (640, 360)
     upright = Features(
         keypoints=rng.uniform(0, size, (9, 2)),

@@ -90,7 +90,7 @@ def share_identical(model: MatchingNetwork, pairs, early_exit: bool, pruning: bo
 
 
 def seen_askew(view: Path) -> Image:
-    """The picture by a camera that stands elsewhere."""
+    """The image by a camera that stands elsewhere."""
     pixels = read_image(view).pixels
     warp = np.array([[0.95, -0.12, 20], [0.1, 1.02, -15], [2e-4, -1e-4, 1]])
     return image_from_array(cv2.warpPerspective(pixels, warp, pixels.shape[1::-1]))

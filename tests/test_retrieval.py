@@ -9,7 +9,7 @@ import torch
 from matcher.config import ExtractorConfig
 from matcher.data.features import Features
 from matcher.data.images import image_from_array, read_image
-from matcher.data.photos import data_folder, find_pictures
+from matcher.data.photos import data_folder, find_images
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
@@ -55,7 +55,7 @@ def test_photos_and_their_warped_views_find_each_other():
     if not PHOTOS.is_dir():
         pytest.skip("no photos/val in MATCHER_DATA")
     extractor, table = SiftExtractor(ExtractorConfig(max_keypoints=512)), {}
-    for number, path in enumerate(find_pictures(PHOTOS)[::12]):
+    for number, path in enumerate(find_images(PHOTOS)[::12]):
         pixels = read_image(path, resize=400, upright=False).pixels
         views = [pixels]
         for level in (1, 2):

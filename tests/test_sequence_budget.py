@@ -38,7 +38,7 @@ def test_a_wide_budget_takes_everything(network, views, made_up_costs):
     assert choice.predicted_ms == pytest.approx(30 + 3 * 20 * 0.6 + 6)
 
 
-def test_a_narrow_one_takes_fewer_points_then_a_smaller_picture_and_says_so(network, views, made_up_costs):
+def test_a_narrow_one_takes_fewer_points_then_a_smaller_image_and_says_so(network, views, made_up_costs):
     image = read_image(views[0])
     middle = choose(network, image, 70.0)
     assert middle.fits and middle.predicted_ms <= 0.85 * 70

@@ -8,7 +8,7 @@ from matcher.data.image import Image
 from matcher.data.images import image_from_array
 from matcher.sequence.disparity import complete_partners
 
-FAR, NEAR, EDGE = 6.5, 14.25, 200  # disparities left and right of a column of the left picture
+FAR, NEAR, EDGE = 6.5, 14.25, 200  # disparities left and right of a column of the left image
 SIZE = (400, 240)
 
 
@@ -23,7 +23,7 @@ def shifted(wall: np.ndarray, x: float) -> np.ndarray:
 
 @pytest.fixture
 def pair() -> tuple[Image, Image]:
-    """A far wall, and a nearer one from column EDGE of the left picture on, that hides some of it."""
+    """A far wall, and a nearer one from column EDGE of the left image on, that hides some of it."""
     walls = texture(1), texture(2)
     pictures = []
     for side in (0, 1):
@@ -64,7 +64,7 @@ def test_links_are_placed_exactly_and_the_rest_is_found(pair, points):
     assert error[:, 1].max() < 1e-4
 
 
-def test_what_the_right_picture_hides_is_left_out(pair, points):
+def test_what_the_right_image_hides_is_left_out(pair, points):
     right = linked(points, 0.4)
     hidden = (points[:, 0] > EDGE - (NEAR - FAR)) & (points[:, 0] < EDGE)
     assert hidden.sum() >= 15
@@ -81,7 +81,7 @@ def test_a_wrong_link_is_left_out_and_one_without_texture_stays(pair, points):
     np.testing.assert_allclose(complete_partners(flat, points, right), right, atol=1e-4)
 
 
-def test_resized_pictures_give_pixels_of_the_files(pair, points):
+def test_resized_images_give_pixels_of_the_files(pair, points):
     right = linked(points, 0.4)
     double = [image_from_array(cv2.resize(image.pixels, None, fx=2, fy=2), resize=SIZE[0]) for image in pair]
     found = complete_partners((double[0], double[1]), 2 * points + 0.5, 2 * right + 0.5)
@@ -91,7 +91,7 @@ def test_resized_pictures_give_pixels_of_the_files(pair, points):
     assert np.median(error) < 0.15 and (error < 1).mean() > 0.98
 
 
-def test_nothing_is_done_without_links_or_to_pictures_on_their_side(pair, points):
+def test_nothing_is_done_without_links_or_to_images_on_their_side(pair, points):
     right = linked(points, 0.4)
     few = right.copy()
     few[np.flatnonzero(np.isfinite(right[:, 0]))[3:]] = np.nan

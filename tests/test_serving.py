@@ -22,7 +22,7 @@ from matcher.serve.server import HOST, build_app
 def test_a_pair_is_answered(views):
     matching, choices = Matching("cpu"), Choices("nearest", max_keypoints=512, max_error=2.0)
     answer = matching.answer(*views, choices)
-    assert answer.report is None and answer.picture.shape[1] > 900
+    assert answer.report is None and answer.drawing.shape[1] > 900
     assert len(answer.result.features0) <= 512
     assert answer.pipeline.config.estimation.max_epipolar_error == 2.0
     rows = dict(geometry_rows(answer.result))
@@ -41,7 +41,7 @@ def test_the_report_is_made_of_the_same_matches(views, shipped_weights):
     assert Matching("cpu").answer(*views, Choices(max_keypoints=64), explained=False).report is None
 
 
-def test_bad_choices_and_pictures_are_named(views, tmp_path):
+def test_bad_choices_and_images_are_named(views, tmp_path):
     matching, text = Matching("cpu"), tmp_path / "text.jpg"
     text.write_text("no picture")
     with pytest.raises(ImageError, match=r"text\.jpg"):
@@ -126,7 +126,7 @@ def test_the_page_answers_this_machine_only(address):
 
 @needs_browser
 def test_a_visit(address, views, tmp_path, shipped_weights):
-    """Two photos, the button, the counts, the picture, the report, the file; a photo too large is refused."""
+    """Two photos, the button, the counts, the image, the report, the file; a photo too large is refused."""
     with browser(1280, 1800) as page:
         page.open(address)
         page.wait("return document.querySelectorAll('input[type=file]').length >= 2", 120)
@@ -142,7 +142,7 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
         matches = int(re.search(r"(\d+) matches \(hybrid", counts)[1])
         assert counts.count(" 256 keypoints") == 2
         assert matches > 50 and "are inliers of one fundamental matrix" in counts
-        page.wait("return document.querySelector('#picture img')?.naturalWidth > 900")
+        page.wait("return document.querySelector('#drawing img')?.naturalWidth > 900")
         frame = page.wait("return document.querySelector('#explanation iframe')?.srcdoc")
         assert "Content-Security-Policy" in frame and frame.count('"Image 0"') == 0
         assert "matrix, row 3" in page.text("#geometry")

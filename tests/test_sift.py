@@ -1,4 +1,4 @@
-"""SIFT in the project's pixel convention, on pictures whose keypoints are known."""
+"""SIFT in the project's pixel convention, on images whose keypoints are known."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_colour_is_seen_as_grey() -> None:
     assert grey.keypoints.equal(colour.keypoints)
 
 
-def test_keypoints_of_a_resized_picture_map_back_on_both_axes() -> None:
+def test_keypoints_of_a_resized_image_map_back_on_both_axes() -> None:
     size = (963, 641)
     centres = CENTRES * 4
     (width, height), scale = resized(size, 500)
@@ -85,7 +85,7 @@ def test_the_axes_are_scaled_apart() -> None:
 
 
 @pytest.mark.parametrize("exif", range(1, 9))
-def test_a_turned_picture_gives_stored_pixels(exif: int) -> None:
+def test_a_turned_image_gives_stored_pixels(exif: int) -> None:
     stored_size = (240, 160)
     size = upright_size(stored_size, exif)
     centres = stored_to_upright(CENTRES, stored_size, exif)
@@ -95,7 +95,7 @@ def test_a_turned_picture_gives_stored_pixels(exif: int) -> None:
     assert int(features.exif_orientation) == exif
     assert features.size.tolist() == [240, 160]
 
-    # The same picture taken as it lies: directions turn with it.
+    # The same image taken as it lies: directions turn with it.
     plain = extract(upright)
     there = torch.stack([plain.orientations.cos(), plain.orientations.sin()], dim=1)
     back = torch.stack([features.orientations.cos(), features.orientations.sin()], dim=1)
@@ -106,7 +106,7 @@ def test_a_turned_picture_gives_stored_pixels(exif: int) -> None:
 @pytest.mark.parametrize("degrees", [20, 90, -135])
 def test_angles_run_from_x_towards_y(degrees: float) -> None:
     picture = texture((400, 400))
-    # getRotationMatrix2D turns from y towards x in picture coordinates, hence the minus.
+    # getRotationMatrix2D turns from y towards x in image coordinates, hence the minus.
     turn = cv2.getRotationMatrix2D((199.5, 199.5), -degrees, 1.0)
     turned = cv2.warpAffine(picture, turn, (400, 400), flags=cv2.INTER_CUBIC)
     angle = np.deg2rad(degrees)
@@ -170,7 +170,7 @@ def test_an_empty_mask_finds_nothing() -> None:
 @pytest.mark.parametrize("size", [(100, 80), (1, 1), (2, 3), (1, 300), (300, 1), (7, 7)])
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_black_and_tiny_pictures_have_no_keypoints(size: tuple[int, int], colour: bool, masked: bool) -> None:
+def test_black_and_tiny_images_have_no_keypoints(size: tuple[int, int], colour: bool, masked: bool) -> None:
     shape = (size[1], size[0], 3) if colour else (size[1], size[0])
     features = extract(np.zeros(shape, np.uint8), mask=np.ones(shape[:2], bool) if masked else None)
     assert features.keypoints.shape == (0, 2)
@@ -234,7 +234,7 @@ def test_views_of_arrays_are_read_as_they_are() -> None:
         np.testing.assert_array_equal(detect_sift(same, None, ExtractorConfig())[0], expected)
 
 
-def test_the_same_picture_gives_the_same_bits() -> None:
+def test_the_same_image_gives_the_same_bits() -> None:
     picture = texture((320, 240))
     first, second = extract(picture), extract(picture)
     assert first.keypoints.equal(second.keypoints)

@@ -1,4 +1,4 @@
-"""Descriptors that turn with their picture: their algebra, and pairs of which one picture is turned."""
+"""Descriptors that turn with their image: their algebra, and pairs of which one image is turned."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from matcher.weights.files import load_model
 
 @pytest.fixture
 def features(rng) -> Features:
-    """Of two pictures, the second with fewer points."""
+    """Of two images, the second with fewer points."""
     pictures = [
         Features(
             keypoints=rng.uniform(0, (320, 240), (count, 2)),
@@ -48,7 +48,7 @@ def test_turns_add_up_and_four_are_none(features):
 
 
 @pytest.mark.parametrize("turn", range(TURNS))
-def test_the_turn_between_pictures_is_found_for_each_pair_alone(features, turn):
+def test_the_turn_between_images_is_found_for_each_pair_alone(features, turn):
     other = turned(features, -turn, 0)
     assert quarter_turns(features, other).tolist() == [turn, 0]
     found = aligned(features, other, STEERABLE)
@@ -76,14 +76,14 @@ def test_what_cannot_be_steered_stays(features):
     assert aligned(empty, features, STEERABLE) is features
 
 
-def test_unlike_pictures_stay_as_they_are(features, rng):
+def test_unlike_images_stay_as_they_are(features, rng):
     other = replace(features, descriptors=torch.from_numpy(unit(rng.normal(size=(2, 90, 64)))))
     assert aligned(features, other, STEERABLE) is other
 
 
 @pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])
 @pytest.mark.parametrize("turn", [1, 2, 3])
-def test_a_turned_picture_is_matched_as_the_upright_one(preset, turn, views):
+def test_a_turned_image_is_matched_as_the_upright_one(preset, turn, views):
     pipeline = matcher.load(preset, device="cpu", max_keypoints=512)
     pictures = [read_image(path, resize=480).pixels for path in views]
     upright = pipeline.match(*pictures)
@@ -103,7 +103,7 @@ def test_descriptors_of_several_precisions_go_together(features):
         assert aligned(features, other, STEERABLE).matched_orientation.tolist() == [6, 1]
 
 
-def test_all_positions_of_a_picture(features):
+def test_all_positions_of_an_image(features):
     descriptors = features.unstack()[1].descriptors
     found = rotated_descriptors(descriptors.numpy(), STEERABLE)
     for turn in range(TURNS):
@@ -116,7 +116,7 @@ def test_all_positions_of_a_picture(features):
 
 
 def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
-    """Most points of both pictures are unlike; twenty are alike after two quarter turns, none before."""
+    """Most points of both images are unlike; twenty are alike after two quarter turns, none before."""
     own, other = unit(rng.normal(size=(300, 64))), unit(rng.normal(size=(300, 64)))
     kept = steered(torch.from_numpy(own)[None], torch.tensor([2]))[0].numpy()
     other[:20] = unit(kept[:20] + 0.05 * rng.normal(size=(20, 64)))

@@ -70,7 +70,7 @@ def test_odometry_on_an_open_road_is_as_good_as_plain_opencv(road, preset):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not KITTI.is_dir(), reason="needs kitti_mini in the folder MATCHER_DATA names")
-def test_odometry_on_driving_pictures_is_as_good_as_plain_opencv():
+def test_odometry_on_driving_images_is_as_good_as_plain_opencv():
     camera, baseline = read_calibration(KITTI / "calib.txt")
     _, truth = read_poses(KITTI / "poses.txt")
     names = [(path, KITTI / "image_r" / path.name) for path in sorted((KITTI / "image_l").glob("*.png"))[:25]]

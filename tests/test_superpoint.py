@@ -153,7 +153,7 @@ def test_points_keep_off_the_border_and_out_of_the_padding(rng, size):
 
 
 def test_whole_cells_of_padding_change_nothing(rng):
-    """A picture whose sides are no multiples of 8 is the one repeated at its edge, cropped."""
+    """An image whose sides are no multiples of 8 is the one repeated at its edge, cropped."""
     small = texture(rng, 155, 117)
     large = np.pad(small, ((0, 3), (0, 5)), mode="edge")
     mask = np.zeros(large.shape, bool)
@@ -175,7 +175,7 @@ def test_results_are_in_stored_pixels(picture):
     assert resized.round().unique(dim=0).shape[0] == len(features) > 50
 
 
-def test_masks_black_and_tiny_pictures(picture):
+def test_masks_black_and_tiny_images(picture):
     mask = np.zeros(picture.shape, bool)
     mask[30:90, 20:70] = True
     extractor = build("superpoint", score_threshold=0.02, max_keypoints=5000)
@@ -221,7 +221,7 @@ def test_the_strongest_are_kept_and_nothing_is_left_to_chance(picture):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_parameters_are_read_at_the_first_picture_and_only_then(picture):
+def test_parameters_are_read_at_the_first_image_and_only_then(picture):
     calls = []
 
     def fill(network, config):

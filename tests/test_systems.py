@@ -1,4 +1,4 @@
-"""Every system as a user has it: front end and network from files, pictures in, matches out."""
+"""Every system as a user has it: front end and network from files, images in, matches out."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -77,7 +77,7 @@ def test_json_is_one_object(folders, capfd):
     assert set(found["milliseconds"]) == {"read", "extract", "match", "verify", "pose", "total"}
 
 
-def test_a_damaged_picture_is_a_dropped_frame_and_exit_code_4(folders, capfd):
+def test_a_damaged_image_is_a_dropped_frame_and_exit_code_4(folders, capfd):
     left, _, _ = folders
     data = (left / "2.png").read_bytes()
     (left / "2.png").write_bytes(data[: len(data) // 2])
@@ -88,7 +88,7 @@ def test_a_damaged_picture_is_a_dropped_frame_and_exit_code_4(folders, capfd):
     assert "2.png" in err and "skipped" in err and "Traceback" not in err
 
 
-def test_a_missing_right_picture_is_a_dropped_frame(folders, capfd):
+def test_a_missing_right_image_is_a_dropped_frame(folders, capfd):
     left, right, _ = folders
     (right / "3.png").unlink()
     assert track(left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--json") == 0
@@ -212,7 +212,7 @@ def test_sources_are_ordered_named_and_timed(tmp_path):
     assert [shot.timestamp for shot in open_frames(str(stamped))] == [1305031102.175304, 1305031102.211214]
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UsageError, match="no pictures"):
+    with pytest.raises(UsageError, match="no images"):
         open_frames(str(empty))
     with pytest.raises(UsageError, match="share a name"):
         open_frames(str(tmp_path), stamped)
@@ -220,7 +220,7 @@ def test_sources_are_ordered_named_and_timed(tmp_path):
         open_frames("0", tmp_path)
     with pytest.raises(ImageError, match="no such"):
         open_frames(str(tmp_path / "absent.mp4"))
-    with pytest.raises(UsageError, match="single picture"):
+    with pytest.raises(UsageError, match="single image"):
         open_frames(str(tmp_path / "frame9.png"))
 
 

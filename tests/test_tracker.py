@@ -281,7 +281,7 @@ def test_a_black_and_a_dropped_frame_are_passed_over():
     assert (after.track_lengths > 3).sum() > 50
 
 
-def test_a_black_right_picture_leaves_tracks_without_depth():
+def test_a_black_right_image_leaves_tracks_without_depth():
     world = World()
     tracker = make_tracker(world, camera=CAMERA, baseline=BASELINE)
     drive(tracker, world, range(2), stereo=True)
@@ -361,7 +361,7 @@ def test_relocalise_names_the_keyframe_and_the_pose_and_changes_nothing():
     assert elsewhere.relocalise(nowhere.picture(BLACK)).keyframe is None
 
 
-def test_a_picture_that_cannot_be_read_leaves_the_sequence_as_it_was(tmp_path):
+def test_an_image_that_cannot_be_read_leaves_the_sequence_as_it_was(tmp_path):
     world = World()
     tracker = make_tracker(world)
     drive(tracker, world, range(2))

@@ -13,7 +13,7 @@ from matcher.cli import main
 from matcher.config import ExtractorConfig
 from matcher.data.geometry import warp_points
 from matcher.data.image import Image
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
 from matcher.lab.pairs.dense import HIDDEN
@@ -65,7 +65,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampler(folder) -> PictureSampler:
-    return PictureSampler(PhotoSet(find_pictures(folder / "photos"), colour=True), TINY)
+    return PictureSampler(PhotoSet(find_images(folder / "photos"), colour=True), TINY)
 
 
 def flat(homography: np.ndarray, height: int = 60, width: int = 80) -> View:
@@ -103,7 +103,7 @@ def test_a_turned_view_shows_the_same_in_other_places(rng, turns):
 def test_some_pairs_are_turned(folder):
     scene, picture = SmallScene(width=64, height=64), PictureRecipe(pairs_per_batch=8, turned_share=0.7)
     recipe = replace(TINY, scene=scene, picture=picture)
-    batch = PictureSampler(PhotoSet(find_pictures(folder / "photos"), colour=True), recipe).batch(0)
+    batch = PictureSampler(PhotoSet(find_images(folder / "photos"), colour=True), recipe).batch(0)
     assert batch.turns[::2].tolist() == [0] * 8
     assert 0 < int((batch.turns[1::2] > 0).sum()) < 8
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_data import TINY, write_photos
 
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE
 from matcher.lab.pairs.textures import PhotoSet
@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(place):
-    photos = find_pictures(place / "photos")
+    photos = find_images(place / "photos")
     made = PairCache(place / "cache", MIXED, photos)
     assert list(made.make(made.album(photos), range(4))) == [0, 1, 2, 3]
     return made
@@ -87,7 +87,7 @@ def test_pairs_are_kept_and_made_once(cache, place):
     assert len(view0.keypoints) > 30 and view0.kind == "sift" and view0.size == (160, 120)
     assert np.isfinite(view0.corresponding).all(1).tolist() == view0.seen.tolist()
     assert 0.05 < view0.seen.mean() < 1
-    again = PairCache(place / "cache", MIXED, find_pictures(place / "photos"))
+    again = PairCache(place / "cache", MIXED, find_images(place / "photos"))
     assert again.folder == cache.folder and list(again.make(PhotoSet([]), range(4))) == []
     few = view0.select(np.array([3, 1]))
     assert (
@@ -95,7 +95,7 @@ def test_pairs_are_kept_and_made_once(cache, place):
         or np.isnan(few.corresponding).any()
     )
     other = replace(MIXED, sources=replace(MIXED.sources, relief=0.1))
-    assert PairCache(place / "cache", other, find_pictures(place / "photos")).folder != cache.folder
+    assert PairCache(place / "cache", other, find_images(place / "photos")).folder != cache.folder
 
 
 def test_truth_of_both_sides_agrees(cache):
@@ -119,7 +119,7 @@ def test_damaged_pairs_are_named(cache):
 
 
 def test_batches_mix_both_kinds(cache, place):
-    photos = find_pictures(place / "photos")
+    photos = find_images(place / "photos")
     views = ViewCache(place / "cache", TINY, photos)
     assert len(list(views.make(PhotoSet(photos), range(6)))) == 6
     sampler = MixedSampler(views, cache, MIXED, 3)

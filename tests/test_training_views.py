@@ -9,7 +9,7 @@ import torch
 from training_data import TINY, write_photos
 
 from matcher.config import MatchingPolicy
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.textures import PhotoSet, folder_weights, hold_out
 from matcher.lab.train.labels import reproject, unrelated
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(folder, tmp_path_factory):
-    photos = find_pictures(folder)
+    photos = find_images(folder)
     cache = ViewCache(tmp_path_factory.mktemp("views"), TINY, photos)
     assert list(cache.make(PhotoSet(photos), range(6))) == list(range(6))
     return cache
@@ -34,18 +34,18 @@ def test_photos_are_found_below_a_folder(tmp_path):
     write_photos(tmp_path / "a" / "b", 2)
     (tmp_path / "notes.txt").write_text("no picture")
     cv2.imwrite(str(tmp_path / "z.JPG"), np.zeros((40, 40), np.uint8))
-    assert [p.name for p in find_pictures(tmp_path)] == ["00.png", "01.png", "z.JPG"]
+    assert [p.name for p in find_images(tmp_path)] == ["00.png", "01.png", "z.JPG"]
 
 
 def test_a_folder_without_photos_is_named(tmp_path):
     with pytest.raises(UsageError, match="no images here"):
-        find_pictures(tmp_path)
+        find_images(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
-        find_pictures(tmp_path / "absent")
+        find_images(tmp_path / "absent")
 
 
 def test_held_out_photos_are_a_seeded_share(tmp_path):
-    photos = find_pictures(write_photos(tmp_path, 30))
+    photos = find_images(write_photos(tmp_path, 30))
     kept, held = hold_out(photos, seed=3)
     assert len(held) == 3
     assert sorted([*kept, *held]) == photos
@@ -57,17 +57,17 @@ def test_only_photos_that_can_be_read_are_held_out(tmp_path):
     write_photos(tmp_path, 2)
     for number in range(10):
         (tmp_path / f"broken{number}.jpg").write_text("text")
-    assert [p.suffix for p in hold_out(find_pictures(tmp_path), seed=0)[1]] == [".png"]
+    assert [p.suffix for p in hold_out(find_images(tmp_path), seed=0)[1]] == [".png"]
     (tmp_path / "00.png").unlink()
     (tmp_path / "01.png").unlink()
     with pytest.raises(UsageError, match="fewer than two can be read"):
-        hold_out(find_pictures(tmp_path), seed=0)
+        hold_out(find_images(tmp_path), seed=0)
     with pytest.raises(UsageError, match="fewer than two can be read"):
-        hold_out(find_pictures(write_photos(tmp_path / "one", 1)), seed=0)
+        hold_out(find_images(write_photos(tmp_path / "one", 1)), seed=0)
 
 
 def test_large_folders_are_damped(tmp_path):
-    photos = find_pictures(write_photos(tmp_path / "many", 9).parent) + find_pictures(
+    photos = find_images(write_photos(tmp_path / "many", 9).parent) + find_images(
         write_photos(tmp_path / "few", 1)
     )
     weights = folder_weights(photos)
@@ -80,7 +80,7 @@ def test_unreadable_photos_are_passed_over_and_remembered(tmp_path, rng):
     (tmp_path / "broken.jpg").write_text("text")
     (tmp_path / "empty.png").touch()
     cv2.imwrite(str(tmp_path / "small.png"), np.zeros((8, 8), np.uint8))
-    photos = PhotoSet(find_pictures(tmp_path))
+    photos = PhotoSet(find_images(tmp_path))
     found = photos.draw(5, rng)
     assert len(found) == 3
     assert {photos.photos[n].name for n in photos.unreadable} == {"broken.jpg", "empty.png", "small.png"}
@@ -90,11 +90,11 @@ def test_unreadable_photos_are_passed_over_and_remembered(tmp_path, rng):
 def test_photos_none_of_which_can_be_read(tmp_path, rng):
     (tmp_path / "broken.jpg").write_text("text")
     with pytest.raises(UsageError, match="not one of 1 photos can be read"):
-        PhotoSet(find_pictures(tmp_path)).draw(1, rng)
+        PhotoSet(find_images(tmp_path)).draw(1, rng)
 
 
 def test_a_scene_depends_on_its_number_alone(folder):
-    photos = find_pictures(folder)
+    photos = find_images(folder)
     first, again, other = (make_scene(PhotoSet(photos), TINY, scene) for scene in (4, 4, 5))
     for name in ARRAYS:
         assert all(
@@ -104,7 +104,7 @@ def test_a_scene_depends_on_its_number_alone(folder):
 
 
 def test_a_scene_returns_from_disk_as_it_was_made(folder, cache):
-    made = make_scene(PhotoSet(find_pictures(folder)), TINY, 2)
+    made = make_scene(PhotoSet(find_images(folder)), TINY, 2)
     for view, stored in zip(made, cache.read(2, range(3)), strict=True):
         assert all(np.array_equal(getattr(view, name), getattr(stored, name)) for name in ARRAYS)
         assert (stored.size, stored.photos) == (view.size, view.photos)
@@ -127,7 +127,7 @@ def test_scenes_that_exist_are_not_made_again(cache, monkeypatch):
 
 
 def test_the_cache_is_another_when_scene_seed_or_photos_change(tmp_path, folder):
-    photos = find_pictures(folder)
+    photos = find_images(folder)
     first = ViewCache(tmp_path, TINY, photos).folder
     assert ViewCache(tmp_path, TINY, photos).folder == first
     other = replace(TINY, scene=replace(TINY.scene, max_tilt=10.0))
@@ -143,7 +143,7 @@ def test_the_cache_is_another_when_scene_seed_or_photos_change(tmp_path, folder)
 
 
 def test_a_damaged_scene_names_the_file_and_the_remedy(tmp_path, folder):
-    photos = find_pictures(folder)
+    photos = find_images(folder)
     cache = ViewCache(tmp_path, TINY, photos)
     list(cache.make(PhotoSet(photos), [0]))
     data = cache.path(0).read_bytes()

@@ -194,7 +194,7 @@ def test_stack_refuses_what_does_not_belong_together() -> None:
         Features.stack([])
 
 
-def test_select_takes_points_and_keeps_the_picture() -> None:
+def test_select_takes_points_and_keeps_the_image() -> None:
     features = Features(**arrays(), exif_orientation=6, kind="sift")
     chosen = features.select(torch.tensor([4, 1]))
     assert chosen.keypoints.equal(features.keypoints[[4, 1]])

@@ -188,7 +188,7 @@ def _follow(
                 result = tracker.push(None, shot.timestamp)
             log.add(result)
             for recording in recordings:
-                image = None if result.passed_over else tracker.pipeline.read(shot.picture)
+                image = None if result.passed_over else tracker.pipeline.read(shot.image)
                 recording.add(result, image)
             if limit is not None and len(log) >= limit:
                 break
@@ -204,8 +204,8 @@ def _follow(
 
 def _push(tracker: Tracker, shot: SourceFrame, stereo: bool) -> Any:
     if stereo:
-        return tracker.push_stereo(shot.picture, shot.right, shot.timestamp)
-    return tracker.push(shot.picture, shot.timestamp)
+        return tracker.push_stereo(shot.image, shot.right, shot.timestamp)
+    return tracker.push(shot.image, shot.timestamp)
 
 
 def _finish(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from matcher.collection.selection import Selection
 from matcher.data.features import Features
-from matcher.data.photos import list_pictures
+from matcher.data.photos import list_images
 from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
 
@@ -75,7 +75,7 @@ class Photos:
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
                 raise UsageError(f"{folder} is not a folder of images")
-        found = sorted(set(list_pictures(self.folder)))
+        found = sorted(set(list_images(self.folder)))
         unusable = [name for name in found if not is_text(name)]
         return self.selection.apply(name for name in found if is_text(name)), [*map(ascii, unusable)]
 

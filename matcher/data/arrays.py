@@ -13,24 +13,24 @@ from matcher.errors import UsageError
 ACCEPTED = "grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4) of uint8, uint16, bool or float in [0, 1]"
 
 
-def as_array(picture: Any) -> np.ndarray:
+def as_array(image: Any) -> np.ndarray:
     """A NumPy array of an image in memory.
 
     Args:
-        picture: an array, or a torch tensor on any device, (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4.
+        image: an array, or a torch tensor on any device, (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4.
             A tensor's channels that come first are moved behind.
 
     Raises:
         UsageError: something else.
     """
-    if isinstance(picture, np.ndarray):
-        return picture
-    if not isinstance(picture, torch.Tensor):
+    if isinstance(image, np.ndarray):
+        return image
+    if not isinstance(image, torch.Tensor):
         raise UsageError(
             "an image is a path, an Image, a NumPy array, a PIL image or a torch tensor, "
-            f"not {type(picture).__name__}; accepted: {ACCEPTED}"
+            f"not {type(image).__name__}; accepted: {ACCEPTED}"
         )
-    tensor = picture.detach().cpu()
+    tensor = image.detach().cpu()
     if tensor.dtype == torch.bfloat16:  # NumPy has none
         tensor = tensor.float()
     if tensor.dim() == 3 and tensor.shape[0] in (1, 3, 4) and tensor.shape[2] not in (1, 3, 4):

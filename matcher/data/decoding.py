@@ -43,41 +43,41 @@ def decode(path: Path, max_pixels: int) -> Decoded:
     with open_regular(path) as file:
         name, opener = find_format(file, path)
         with _decoding(path, name):
-            picture = opener(file)
-        width, height = picture.size
+            image = opener(file)
+        width, height = image.size
         if width * height > max_pixels:
             raise ImageError(
                 f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
                 "make the image smaller or raise max_pixels (--max-pixels)"
             )
-        _tell_of_pages(picture, path, name)
+        _tell_of_pages(image, path, name)
         with _decoding(path, name), _quiet(width * height):
-            turned = _orientation(picture.tag_v2) if isinstance(picture, TiffImageFile) else 1
-            picture.load()
-            raw, opaque = samples_of(picture)
-            orientation = _orientation(picture.getexif()) if turned == 1 else turned
+            turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
+            image.load()
+            raw, opaque = samples_of(image)
+            orientation = _orientation(image.getexif()) if turned == 1 else turned
     if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
         back = _INVERSE_TURN.get(turned, turned)
         raw, opaque = turned_by(raw, back), None if opaque is None else turned_by(opaque, back)
     return Decoded(raw, opaque, orientation)
 
 
-def from_pillow(picture: PIL.Image.Image) -> Decoded:
+def from_pillow(image: PIL.Image.Image) -> Decoded:
     """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done.
 
     Raises:
         ImageError: it was opened from a file that is cut short or damaged.
     """
-    path = Path(getattr(picture, "filename", "") or "the PIL image")
-    with _decoding(path, picture.format or "picture"):
-        picture.load()
-        turned = isinstance(picture, TiffImageFile)  # by Pillow, whatever its tags are
-        return Decoded(*samples_of(picture), 1 if turned else _orientation(picture.getexif()))
+    path = Path(getattr(image, "filename", "") or "the PIL image")
+    with _decoding(path, image.format or "image"):
+        image.load()
+        turned = isinstance(image, TiffImageFile)  # by Pillow, whatever its tags are
+        return Decoded(*samples_of(image), 1 if turned else _orientation(image.getexif()))
 
 
-def _tell_of_pages(picture: PIL.Image.Image, path: Path, name: str) -> None:
+def _tell_of_pages(image: PIL.Image.Image, path: Path, name: str) -> None:
     try:
-        pages = getattr(picture, "n_frames", 1)
+        pages = getattr(image, "n_frames", 1)
     except Exception:  # a later page is damaged, and it is not needed
         return
     if pages > 1:
@@ -114,29 +114,29 @@ def _orientation(tags: Any) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def samples_of(picture: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
+def samples_of(image: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
     """Samples of a decoded image as grey or RGB in the file's depth, and where alpha is not 0."""
-    if picture.mode.startswith("I") or picture.mode == "F":
-        raw = _strips(picture)  # Pillow's own conversion to 8 bits would clip instead of scale
-        if isinstance(picture, PpmImageFile) and picture.mode == "I":
+    if image.mode.startswith("I") or image.mode == "F":
+        raw = _strips(image)  # Pillow's own conversion to 8 bits would clip instead of scale
+        if isinstance(image, PpmImageFile) and image.mode == "I":
             raw = raw.astype(np.uint16)  # Pillow scales a deep PGM to 16 bits, in 32-bit numbers
-        clear = picture.info.get("transparency")
+        clear = image.info.get("transparency")
         return raw, raw != clear if isinstance(clear, int) else None
-    grey = picture.mode in ("1", "L", "LA", "La")
-    if not picture.has_transparency_data:
+    grey = image.mode in ("1", "L", "LA", "La")
+    if not image.has_transparency_data:
         mode = "L" if grey else "RGB"
-        return _strips(picture if picture.mode == mode else picture.convert(mode)), None
-    raw = _strips(picture.convert("LA" if grey else "RGBA"))
+        return _strips(image if image.mode == mode else image.convert(mode)), None
+    raw = _strips(image.convert("LA" if grey else "RGBA"))
     return raw[..., 0] if grey else raw[..., :3], raw[..., -1] != 0
 
 
-def _strips(picture: PIL.Image.Image) -> np.ndarray:
-    width, height = picture.size
-    probe = np.asarray(picture.crop((0, 0, width, 1)))
+def _strips(image: PIL.Image.Image) -> np.ndarray:
+    width, height = image.size
+    probe = np.asarray(image.crop((0, 0, width, 1)))
     array = np.empty((height, *probe.shape[1:]), dtype=probe.dtype)
     for top in range(0, height, _STRIP_ROWS):
         bottom = min(top + _STRIP_ROWS, height)
-        array[top:bottom] = np.asarray(picture.crop((0, top, width, bottom)))
+        array[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
     return array
 
 

@@ -32,7 +32,7 @@ class Image:
 
     @property
     def stored_scale(self) -> np.ndarray:
-        """(2,) float32: `scale` along the stored picture's x and y axes, as `Features.scale` holds it."""
+        """(2,) float32: `scale` along the stored image's x and y axes, as `Features.scale` holds it."""
         turned = self.orientation >= 5
         return np.asarray(self.scale[::-1] if turned else self.scale, dtype=np.float32)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matcher.errors import UsageError
 
-PICTURE_SUFFIXES = (
+IMAGE_SUFFIXES = (
     ".jpg",
     ".jpeg",
     ".png",
@@ -32,12 +32,12 @@ PICTURE_SUFFIXES = (
 DATA_VARIABLE = "MATCHER_DATA"  # environment variable that names the folder of `data_folder`
 
 
-def is_picture(path: str | os.PathLike[str]) -> bool:
+def is_image(path: str | os.PathLike[str]) -> bool:
     """Whether a file's name has the suffix of an image, in any case."""
-    return os.path.splitext(path)[1].lower() in PICTURE_SUFFIXES  # noqa: PTH122 - odd names must not raise
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES  # noqa: PTH122 - odd names must not raise
 
 
-def list_pictures(folder: Path) -> Iterator[str]:
+def list_images(folder: Path) -> Iterator[str]:
     """Names of the image files below a folder, relative to it, with forward slashes, in no certain order.
 
     Hidden files and folders are left out.
@@ -45,11 +45,11 @@ def list_pictures(folder: Path) -> Iterator[str]:
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for file in files:
-            if not file.startswith(".") and is_picture(file):
+            if not file.startswith(".") and is_image(file):
                 yield (Path(where) / file).relative_to(folder).as_posix()
 
 
-def find_pictures(folder: Path) -> list[Path]:
+def find_images(folder: Path) -> list[Path]:
     """All image files below a folder, sorted by path.
 
     Raises:
@@ -57,9 +57,9 @@ def find_pictures(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder of images")
-    found = sorted(path for name in list_pictures(folder) if (path := folder / name).is_file())
+    found = sorted(path for name in list_images(folder) if (path := folder / name).is_file())
     if not found:
-        raise UsageError(f"{folder}: no images here (looked for {', '.join(PICTURE_SUFFIXES)})")
+        raise UsageError(f"{folder}: no images here (looked for {', '.join(IMAGE_SUFFIXES)})")
     return found
 
 

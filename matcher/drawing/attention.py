@@ -23,7 +23,7 @@ from matcher.drawing.canvas import (
     Legend,
     as_points,
     draw_header,
-    two_pictures,
+    two_images,
 )
 from matcher.errors import UsageError
 
@@ -59,18 +59,18 @@ def draw_attention(
     Raises:
         UsageError: positions and weights that do not fit each other, or images that cannot be used.
     """
-    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
     start = placed[side].points(as_points(np.array([point]), "point"))[0]
     heads = max(len(self_attention), len(cross_attention))
     colours, turns = _head_colours(heads), 2 * np.pi * np.arange(heads) / max(1, heads)
     beside = _BESIDE * (heads > 1) * np.stack([-np.cos(turns), np.sin(turns)], axis=1)
     largest = max((float(np.max(w)) for _, w in (*self_attention, *cross_attention) if len(w)), default=0.0)
-    for picture, attended in ((placed[side], self_attention), (placed[1 - side], cross_attention)):
+    for image, attended in ((placed[side], self_attention), (placed[1 - side], cross_attention)):
         for colour, shift, (positions, weights) in zip(colours, beside, attended, strict=False):
             if len(positions) != len(weights):
                 raise UsageError(f"{len(positions)} positions cannot have {len(weights)} weights")
-            ends = picture.points(as_points(np.reshape(positions, (-1, 2)), "positions")) + shift
-            ends = np.clip(ends, picture.offset, np.add(picture.offset, picture.shape) - 1)
+            ends = image.points(as_points(np.reshape(positions, (-1, 2)), "positions")) + shift
+            ends = np.clip(ends, image.offset, np.add(image.offset, image.shape) - 1)
             _draw_rays(axes, start, ends, np.clip(weights, 0, None) / max(largest, 1e-9), colour)
     axes.scatter(*start, s=170, marker="*", color="white", edgecolors="black", linewidths=1, zorder=4)
     names = [f"head {number}" for number in range(1, heads + 1)] if names is None else names

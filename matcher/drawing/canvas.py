@@ -160,7 +160,7 @@ def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def two_pictures(
+def two_images(
     image0: Image | np.ndarray, image1: Image | np.ndarray, *, stacked: bool
 ) -> tuple[tuple[Placed, Placed], Figure, Axes]:
     """Where both images lie, and a figure that shows them."""

@@ -17,7 +17,7 @@ from matcher.drawing.canvas import (
     as_points,
     draw_dots,
     draw_header,
-    two_pictures,
+    two_images,
 )
 
 _CROWD = 2048  # points of an image beyond which dots are smaller, so that they never cover it
@@ -48,7 +48,7 @@ def draw_fates(
     Raises:
         UsageError: arrays whose shapes do not fit, or images that cannot be used.
     """
-    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
     scale, counts = _pruned_colours(), np.zeros(3, int)
     for side, keypoints, fates in zip(placed, (keypoints0, keypoints1), (fates0, fates1), strict=True):
         points = side.points(as_points(keypoints, "keypoints"))

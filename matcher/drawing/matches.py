@@ -28,7 +28,7 @@ from matcher.drawing.canvas import (
     as_points,
     draw_dots,
     draw_header,
-    two_pictures,
+    two_images,
 )
 from matcher.errors import UsageError
 from matcher.verify.distances import epipolar_distance
@@ -81,7 +81,7 @@ def draw_matches(
     if colour_by == "error":
         share = np.nan_to_num(as_column(errors, count, "errors", scores) / error_limit, nan=1.0)
         inliers, good = None, np.ones(count, bool)
-    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
     _draw_keypoints(axes, placed, (keypoints0, keypoints1))
     ends = np.stack([placed[0].points(points0), placed[1].points(points1)], axis=1)
     scale, judged = _scale(colour_by), None if inliers is None else good

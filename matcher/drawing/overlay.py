@@ -19,7 +19,7 @@ from matcher.drawing.canvas import (
     as_points,
     blank_figure,
     draw_header,
-    two_pictures,
+    two_images,
 )
 from matcher.errors import UsageError
 
@@ -144,7 +144,7 @@ def draw_epipolar_lines(
     if len(points0) != len(points1) or fundamental.shape != (3, 3) or not np.isfinite(fundamental).all():
         raise UsageError("epipolar lines need as many points0 as points1 and a finite (3, 3) matrix")
     chosen = np.unique(np.linspace(0, len(points0) - 1, min(max_lines, len(points0))).astype(int))
-    placed, figure, axes = two_pictures(image0, image1, stacked=stacked)
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
     colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
     sides = (points0, points1)
     for side, here, there, matrix in zip(

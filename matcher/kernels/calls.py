@@ -36,12 +36,12 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if library is None or not suits or not q.numel() or not k.numel() or not attention_granted():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (heads, n), m, pictures = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
-    out = q.new_empty(*pictures, n, heads, width).transpose(-2, -3)
+    (heads, n), m, leading = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
+    out = q.new_empty(*leading, n, heads, width).transpose(-2, -3)
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
     threads = min(torch.get_num_threads(), math.ceil(n / 32) * heads)
-    for picture in product(*map(range, pictures)):
-        pointers = (x[picture].data_ptr() for x in (q, k, v, out))
+    for index in product(*map(range, leading)):
+        pointers = (x[index].data_ptr() for x in (q, k, v, out))
         if library.matcher_attend(*pointers, strides, n, m, heads, width, threads):
             return None
     return out

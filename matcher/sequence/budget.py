@@ -18,9 +18,9 @@ from matcher.pipeline import Pipeline
 from matcher.sequence.pipelines import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-_SIZES = (1.0, 0.75, 0.5)  # of the picture that is searched, tried in turn
+_SIZES = (1.0, 0.75, 0.5)  # of the image that is searched, tried in turn
 _LEAST_LAYERS = 2
-_LEAST_POINTS = 256  # before they are fewer, a smaller picture is searched
+_LEAST_POINTS = 256  # before they are fewer, a smaller image is searched
 _REST = 6.0  # milliseconds for geometry, tracks and pose
 _SLACK = 0.85  # share of the budget that is planned; the rest is for frames that take longer
 _REPEATS = 3  # of each measurement, of which the median is taken
@@ -33,7 +33,7 @@ class Choice:
     budget_ms: float
     max_keypoints: int
     layers: int  # 0: a matcher without any
-    resize: int  # longer side of the picture that is searched, in pixels
+    resize: int  # longer side of the image that is searched, in pixels
     predicted_ms: float  # of a frame
     fits: bool  # False: even the least is over the budget, and it was taken
 
@@ -42,7 +42,7 @@ class Choice:
         layers = f", {self.layers} layers" if self.layers else ""
         verdict = "" if self.fits else "; nothing smaller is offered, so frames will take longer"
         return (
-            f"{self.max_keypoints} points{layers}, pictures of at most {self.resize} pixels: about "
+            f"{self.max_keypoints} points{layers}, images of at most {self.resize} pixels: about "
             f"{self.predicted_ms:.0f} ms of {self.budget_ms:.0f} ms{verdict}"
         )
 
@@ -51,14 +51,14 @@ def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool =
     """The most points and layers whose cost fits the budget.
 
     Among those that fit, the one with the largest layers · √points is taken: halving the points loses fewer
-    tracks than halving the layers. The picture is searched at a smaller size only if less than
+    tracks than halving the layers. The image is searched at a smaller size only if less than
     `_LEAST_POINTS` points would be left.
 
     Args:
         pipeline: its `max_keypoints`, depth and `resize` are the most that is chosen.
         image: a frame as it comes, on which the costs are measured (a second or two).
         budget_ms: for a frame, extraction included.
-        stereo: a frame is two pictures, and two pairs are matched.
+        stereo: a frame is two images, and two pairs are matched.
     """
     best: Choice | None = None
     side, times = max(image.pixels.shape[:2]), 2 if stereo else 1
@@ -76,7 +76,7 @@ def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool =
 
 
 def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
-    """The pipeline with the choice's points, layers and picture size."""
+    """The pipeline with the choice's points, layers and image size."""
     config = pipeline.config
     extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, resize=choice.resize)
     extractor = pipeline.extractor

@@ -15,7 +15,7 @@ _SAME_SHAPE = 0.01  # relative difference of the sides' ratio up to which a fram
 
 
 class Calibration:
-    """A pinhole camera and the picture size it is for: the one it names, or else that of the first frame.
+    """A pinhole camera and the image size it is for: the one it names, or else that of the first frame.
 
     A frame of another size but the same shape is taken for a resized one, and the camera is rescaled to it.
     For a frame of another shape, which may be cropped anywhere, there is no camera.
@@ -27,7 +27,7 @@ class Calibration:
     def __init__(self, camera: Camera) -> None:
         if camera.distortion:
             raise UsageError(
-                f"a tracker needs pictures without distortion, and the camera is {camera.model}: "
+                f"a tracker needs images without distortion, and the camera is {camera.model}: "
                 "undistort them (cv2.undistort) and give the pinhole camera of the result"
             )
         self.camera = camera

@@ -1,4 +1,4 @@
-"""Where frames come from: folders of pictures, video files, cameras."""
+"""Where frames come from: folders of images, video files, cameras."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.data.photos import PICTURE_SUFFIXES, is_picture, natural_key
+from matcher.data.photos import IMAGE_SUFFIXES, is_image, natural_key
 from matcher.errors import ImageError, UsageError
 
 DEFAULT_RATE = 10.0  # frames a second, of folders whose files are not named by their time
@@ -24,7 +24,7 @@ class SourceFrame:
 
     name: str  # for messages
     timestamp: float  # seconds
-    picture: Path | np.ndarray | None  # None: dropped
+    image: Path | np.ndarray | None  # None: dropped
     right: Path | None = None  # of a rectified pair
 
 
@@ -46,18 +46,18 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
 
     Args:
         source: a path, or digits.
-        right: the folder of the right pictures of rectified pairs; for folders only.
+        right: the folder of the right images of rectified pairs; for folders only.
         rate: frames a second of a folder.
 
     Raises:
-        UsageError: arguments that do not fit each other, a picture, or a folder without pictures.
+        UsageError: arguments that do not fit each other, an image, or a folder without images.
         ImageError: a video that cannot be opened, or a camera that is not there.
     """
     path = Path(source)
     if path.is_dir():
         return _folder(path, None if right is None else Path(right), rate)
     if right is not None:
-        raise UsageError(f"{source}: --right works with two folders of pictures, and this is not a folder")
+        raise UsageError(f"{source}: --right works with two folders of images, and this is not a folder")
     if rate is not None:
         raise UsageError(f"{source}: videos and cameras have their own timestamps; --fps is for folders")
     if source.isdecimal() and not path.exists():
@@ -66,42 +66,42 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
 
 
 def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource:
-    pictures = _pictures(folder)
-    partners: list[Path | None] = [None] * len(pictures)
+    images = _images(folder)
+    partners: list[Path | None] = [None] * len(images)
     if right is not None:
         if not right.is_dir():
-            raise UsageError(f"{right}: no such folder of right pictures")
-        there = {path.name: path for path in _pictures(right)}
-        partners = [there.get(path.name) for path in pictures]
+            raise UsageError(f"{right}: no such folder of right images")
+        there = {path.name: path for path in _images(right)}
+        partners = [there.get(path.name) for path in images]
         if not any(partners):
             raise UsageError(
-                f"{right}: no picture there has the same name as one in {folder}; pairs share a name"
+                f"{right}: no image there has the same name as one in {folder}; pairs share a name"
             )
-    times = _times(pictures, rate)
+    times = _times(images, rate)
 
     def shots() -> Iterator[SourceFrame]:
-        for path, time_, partner in zip(pictures, times, partners, strict=True):
+        for path, time_, partner in zip(images, times, partners, strict=True):
             missing = right is not None and partner is None
             yield SourceFrame(path.name, time_, None if missing else path, partner)
 
-    return FrameSource(str(folder), len(pictures), shots)
+    return FrameSource(str(folder), len(images), shots)
 
 
-def _pictures(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if is_picture(path) and not path.name.startswith(".")]
+def _images(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if is_image(path) and not path.name.startswith(".")]
     if not found:
-        raise UsageError(f"{folder}: no pictures there ({', '.join(PICTURE_SUFFIXES)})")
+        raise UsageError(f"{folder}: no images there ({', '.join(IMAGE_SUFFIXES)})")
     return sorted(found, key=lambda path: natural_key(path.name))
 
 
-def _times(pictures: list[Path], rate: float | None) -> list[float]:
+def _times(images: list[Path], rate: float | None) -> list[float]:
     """Seconds: names such as 1305031102.175304.png are times; else so many frames a second."""
-    if rate is None and all(re.fullmatch(r"\d+\.\d+", path.stem) for path in pictures):
-        return [float(path.stem) for path in pictures]
+    if rate is None and all(re.fullmatch(r"\d+\.\d+", path.stem) for path in images):
+        return [float(path.stem) for path in images]
     rate = DEFAULT_RATE if rate is None else rate
     if not 0 < rate < float("inf"):
         raise UsageError(f"frames a second must be a positive number, not {rate}")
-    return [index / rate for index in range(len(pictures))]
+    return [index / rate for index in range(len(images))]
 
 
 def _video(path: Path) -> FrameSource:
@@ -109,10 +109,10 @@ def _video(path: Path) -> FrameSource:
 
     if not path.is_file():
         raise ImageError(f"{path}: no such video, folder or camera; check the path")
-    if is_picture(path):
-        raise UsageError(f"{path}: a single picture; name its folder, or use `matcher match`")
+    if is_image(path):
+        raise UsageError(f"{path}: a single image; name its folder, or use `matcher match`")
     if _is_text(path):  # which OpenCV would show as a film of a terminal
-        raise UsageError(f"{path}: a text file, not a video; name a video, a folder of pictures or a camera")
+        raise UsageError(f"{path}: a text file, not a video; name a video, a folder of images or a camera")
     capture = cv2.VideoCapture(str(path))
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if not capture.isOpened() or not capture.grab():
@@ -168,10 +168,10 @@ def _camera(number: int) -> FrameSource:
             while failures < _PATIENCE:
                 good, pixels = capture.read()
                 failures = 0 if good else failures + 1
-                picture = np.ascontiguousarray(pixels[..., ::-1]) if good else None
-                yield SourceFrame(f"frame {index}", time.time(), picture)
+                image = np.ascontiguousarray(pixels[..., ::-1]) if good else None
+                yield SourceFrame(f"frame {index}", time.time(), image)
                 index += 1
-            source.problem = f"camera {number} gave no picture {_PATIENCE} times in a row"
+            source.problem = f"camera {number} gave no image {_PATIENCE} times in a row"
         finally:
             capture.release()
 

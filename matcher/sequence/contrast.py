@@ -25,7 +25,7 @@ class AdaptiveContrast:
         self._weakest = 0.0  # response of the last frame's weakest point
 
     def extract(self, extractor: Extractor, images: list[Image]) -> list[Features]:
-        """Features of each picture, as the extractor gives them."""
+        """Features of each image, as the extractor gives them."""
         if not isinstance(extractor, SiftExtractor) or extractor.config.keep != "strongest":
             return extractor(images)
         config = extractor.config

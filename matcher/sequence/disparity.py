@@ -1,6 +1,6 @@
-"""Where the right picture of a rectified pair shows the left one's points, by correlation along the row.
+"""Where the right image of a rectified pair shows the left one's points, by correlation along the row.
 
-Detectors do not find every point in both pictures, and place coarse ones some pixels off. The pictures say
+Detectors do not find every point in both images, and place coarse ones some pixels off. The images say
 more: windows are compared along the row, to a fraction of a pixel, and what was found without a link is
 checked from right to left (Fua 1993, section 2). ORB-SLAM2 places its stereo points so as well (Mur-Artal and
 Tardós 2017, section III-A); here windows slant with the surface they show, without which near ground is lost.
@@ -30,15 +30,15 @@ _CLEAR = 0.1  # by which a point without a link must be better than its rival
 
 
 def complete_partners(images: tuple[Image, Image], points: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The points in the right picture, placed exactly where they were linked and searched where not.
+    """The points in the right image, placed exactly where they were linked and searched where not.
 
     A link whose surroundings are not alike or that lies on an edge in depth is left out; where a window has
-    no texture it stays as it was. Rows are those of the links: nothing is assumed of the pictures but that
+    no texture it stays as it was. Rows are those of the links: nothing is assumed of the images but that
     the rows of neighbouring points differ alike.
 
     Args:
-        images: left and right, with their pixels. Pictures that lie on their side are left as they are.
-        points: (N, 2) pixels in the left picture.
+        images: left and right, with their pixels. Images that lie on their side are left as they are.
+        points: (N, 2) pixels in the left image.
         right: (N, 2) float32 pixels in the right one, NaN where there is no link.
 
     Returns:
@@ -47,50 +47,50 @@ def complete_partners(images: tuple[Image, Image], points: np.ndarray, right: np
     linked = np.isfinite(right[:, 0])
     if any(image.orientation != 1 for image in images) or np.count_nonzero(linked) < MIN_LINKS:
         return right
-    pictures = (_grey(images[0]), _grey(images[1]))
+    grey = (_grey(images[0]), _grey(images[1]))
     there, back = images[1].scale, (1 / images[1].scale[0], 1 / images[1].scale[1])
     seen = resize_points(points.astype(np.float64), images[0].scale)
     found = resize_points(right.astype(np.float64), there)
 
-    surfaces, good, textured = _place(pictures, seen[linked], found[linked])
+    surfaces, good, textured = _place(grey, seen[linked], found[linked])
     x = np.where(good, surfaces.x, np.where(textured, np.nan, found[linked, 0]))
     if np.count_nonzero(good) >= MIN_LINKS and not linked.all():
         known, exact = seen[linked][good], Surfaces(*(each[good] for each in surfaces))
         rise = (found[linked, 1] - seen[linked, 1])[good]
-        found[~linked] = _search(pictures, seen[~linked], known, exact, rise)
+        found[~linked] = _search(grey, seen[~linked], known, exact, rise)
     found[linked, 0] = x
     found[np.isnan(found[:, 0])] = np.nan
     return resize_points(found, back).astype(np.float32)
 
 
 def _place(
-    pictures: tuple[np.ndarray, np.ndarray], points: np.ndarray, positions: np.ndarray
+    images: tuple[np.ndarray, np.ndarray], points: np.ndarray, positions: np.ndarray
 ) -> tuple[Surfaces, np.ndarray, np.ndarray]:
     """Surfaces of linked points (K, 2), whether each link holds (K,), and whether it has texture (K,)."""
-    surfaces = fit(*pictures, points, positions)
+    surfaces = fit(*images, points, positions)
     good = (surfaces.likeness >= _LIKE_LINK) & (np.abs(surfaces.x - positions[:, 0]) <= _REACH)
-    textured = deviation(cut(pictures[0], points)) >= TEXTURE
-    good &= textured & of_one_surface(*pictures, points, positions[:, 1], surfaces)
+    textured = deviation(cut(images[0], points)) >= TEXTURE
+    good &= textured & of_one_surface(*images, points, positions[:, 1], surfaces)
     return surfaces, good & confirmed(points, surfaces, good), textured
 
 
 def _search(
-    pictures: tuple[np.ndarray, np.ndarray],
+    images: tuple[np.ndarray, np.ndarray],
     points: np.ndarray,
     known: np.ndarray,
     surfaces: Surfaces,
     rise: np.ndarray,
 ) -> np.ndarray:
-    """(N, 2) positions in the right picture of left points (N, 2), NaN where none is certain.
+    """(N, 2) positions in the right image of left points (N, 2), NaN where none is certain.
 
     Each is searched where the surfaces around it say that it is.
 
     Args:
-        pictures: left and right.
+        images: left and right.
         points: those without a link.
         known: (K, 2) left points whose surfaces are known.
         surfaces: of the known points.
-        rise: (K,) rows that the known points are lower in the right picture.
+        rise: (K,) rows that the known points are lower in the right image.
     """
     rows = nearest(known, points, MIN_LINKS)
     y = points[:, 1] + np.median(rise[rows], axis=1)
@@ -98,7 +98,7 @@ def _search(
     middle = np.median(predicted, axis=1)
     start = np.maximum(predicted.min(axis=1) - _REACH, middle - _LONGEST / 2)
     stop = np.minimum(predicted.max(axis=1) + _REACH, middle + _LONGEST / 2)
-    found, good = _search_rows(pictures, points, y, start, stop, surfaces.slants[rows[:, 0]])
+    found, good = _search_rows(images, points, y, start, stop, surfaces.slants[rows[:, 0]])
     everything = np.concatenate([points, known])
     both = Surfaces(*(np.concatenate(pair) for pair in zip(found, surfaces, strict=True)))
     good &= confirmed(everything, both, np.concatenate([good, np.ones(len(known), bool)]))[: len(points)]
@@ -106,7 +106,7 @@ def _search(
 
 
 def _search_rows(
-    pictures: tuple[np.ndarray, np.ndarray],
+    images: tuple[np.ndarray, np.ndarray],
     points: np.ndarray,
     y: np.ndarray,
     start: np.ndarray,
@@ -114,17 +114,17 @@ def _search_rows(
     slants: np.ndarray,
 ) -> tuple[Surfaces, np.ndarray]:
     """Surfaces of left points (N, 2) on rows `y` (N,), from `start` to `stop` (N,); and which are certain."""
-    x, likeness, clear = _along_rows(*pictures, points, y, start, stop, slants)
+    x, likeness, clear = _along_rows(*images, points, y, start, stop, slants)
     found = Surfaces(x, slants.copy(), likeness)
     likely = np.flatnonzero(clear & (likeness >= _LIKE_SEARCHED))
     seen, guess = points[likely], np.column_stack([x[likely], y[likely]])
-    fitted = fit(*pictures, seen, guess, slants[likely])
+    fitted = fit(*images, seen, guess, slants[likely])
     good = (fitted.likeness >= _LIKE_NEW) & (np.abs(fitted.x - guess[:, 0]) <= _REACH / 2)
-    good &= of_one_surface(*pictures, seen, guess[:, 1], fitted)
+    good &= of_one_surface(*images, seen, guess[:, 1], fitted)
     # The same disparities, seen from the positions found.
     stretch, offset = 1 + fitted.slants[:, :1], guess[:, 0] + seen[:, 0]
     back, _, _ = _along_rows(
-        *pictures[::-1],
+        *images[::-1],
         np.column_stack([fitted.x, guess[:, 1]]),
         seen[:, 1],
         offset - stop[likely],
@@ -140,7 +140,7 @@ def _search_rows(
 
 
 def _along_rows(
-    picture: np.ndarray,
+    image: np.ndarray,
     other: np.ndarray,
     points: np.ndarray,
     y: np.ndarray,
@@ -148,7 +148,7 @@ def _along_rows(
     stop: np.ndarray,
     slants: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best positions of points (N, 2) on rows `y` (N,) of the other picture, `start` to `stop` (N,).
+    """The best positions of points (N, 2) on rows `y` (N,) of the other image, `start` to `stop` (N,).
 
     Returns:
         x (N,), correlation (N,), and (N,) bool: not at an end of the stretch, clearly better than any other
@@ -156,7 +156,7 @@ def _along_rows(
     """
     if len(points) == 0:
         return np.zeros(0), np.zeros(0), np.zeros(0, bool)
-    windows = cut(picture, points)
+    windows = cut(image, points)
     # A strip is cut in steps of one column of the slanted window.
     step = 1 + slants[:, 0]
     counts = np.ceil((stop - start) / step).astype(int) + 1
@@ -175,6 +175,6 @@ def _along_rows(
 
 
 def _grey(image: Image) -> np.ndarray:
-    """(H, W) float32 of the picture as the front end saw it."""
+    """(H, W) float32 of the image as the front end saw it."""
     pixels = image.pixels
     return (pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)).astype(np.float32)

@@ -1,11 +1,11 @@
-"""From pictures to features, frame by frame, within a time budget."""
+"""From images to features, frame by frame, within a time budget."""
 
 from __future__ import annotations
 
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import ImageError
-from matcher.pipeline import Picture, Pipeline
+from matcher.pipeline import ImageInput, Pipeline
 from matcher.sequence.budget import Choice, choose, limited
 from matcher.sequence.contrast import AdaptiveContrast
 from matcher.sequence.pipelines import for_neighbours
@@ -20,13 +20,13 @@ class FrameExtractor:
         self.choice: Choice | None = None  # what the budget led to
         self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
 
-    def read(self, pictures: list[Picture]) -> list[Image]:
-        """One picture, or left and right, as the front end wants them.
+    def read(self, frames: list[ImageInput]) -> list[Image]:
+        """One image, or left and right, as the front end wants them.
 
         Raises:
-            ImageError: a picture cannot be read, or the two differ in size.
+            ImageError: an image cannot be read, or the two differ in size.
         """
-        images = [self.pipeline.read(picture) for picture in pictures]
+        images = [self.pipeline.read(frame) for frame in frames]
         sizes = [image.size for image in images]
         if len(set(sizes)) > 1:
             raise ImageError(
@@ -37,10 +37,10 @@ class FrameExtractor:
             return images
         self.choice = choose(self.pipeline, images[0], self._budget_ms, stereo=len(images) > 1)
         self.pipeline = self.near = limited(self.pipeline, self.choice)
-        return [self.pipeline.read(picture) for picture in pictures]
+        return [self.pipeline.read(frame) for frame in frames]
 
     def extract(self, images: list[Image]) -> list[Features]:
-        """Features of each picture; beyond the points that a budget allows, the weakest are left out."""
+        """Features of each image; beyond the points that a budget allows, the weakest are left out."""
         features = self._contrast.extract(self.pipeline.extractor, images)
         most = None if self.choice is None else self.choice.max_keypoints
         if most is None:

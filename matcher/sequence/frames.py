@@ -20,13 +20,13 @@ FrameStatus = Literal[
     "tracked",  # linked to an earlier frame
     "lost",  # linked to no frame that is still held; new tracks begin
     "blank",  # no keypoints (a black frame, a lens covered): it is skipped
-    "dropped",  # None instead of a picture
+    "dropped",  # None instead of an image
     "out_of_order",  # older than the frame before: it is skipped
 ]
 PoseStatus = Literal[
     "ok",
     "no_camera",  # none was given
-    "other_size",  # the frame's sides have another ratio than those of the pictures that the camera is for
+    "other_size",  # the frame's sides have another ratio than those of the images that the camera is for
     "starting",  # one camera only: not enough parallax yet
     "too_few",  # points of known depth agree with a pose
     "bridged",  # tracking was lost: the last motion, extrapolated
@@ -86,7 +86,7 @@ class FrameResult:
     cam_from_keyframe: np.ndarray | None = None  # (4, 4) float64
     world_from_cam: np.ndarray | None = None  # (4, 4) float64
     camera: Camera | None = None  # the tracker's, rescaled where the frame has another size; None: unknown
-    right: np.ndarray | None = None  # (N, 2) float32 pixels in the right picture of a pair, NaN where unknown
+    right: np.ndarray | None = None  # (N, 2) float32 pixels in the right image of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
     milliseconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, pose, total
 
@@ -125,12 +125,12 @@ class FrameResult:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Relocalisation:
-    """Where a picture was taken, as far as the kept keyframes show the same place."""
+    """Where an image was taken, as far as the kept keyframes show the same place."""
 
     keyframe: int | None  # index of the keyframe with the most consistent links; None: not found
     candidates: tuple[int, ...]  # keyframes that were matched, the most similar first
-    links: FrameLinks | None = None  # keyframe → picture
-    keypoints: np.ndarray | None = None  # (N, 2) float32, of the picture
+    links: FrameLinks | None = None  # keyframe → image
+    keypoints: np.ndarray | None = None  # (N, 2) float32, of the image
     cam_from_keyframe: np.ndarray | None = None  # (4, 4); unit translation where no depths are known
     world_from_cam: np.ndarray | None = None  # (4, 4); None where no depths are known
 

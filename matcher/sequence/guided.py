@@ -110,7 +110,7 @@ def _squares(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
 
 
 def _line_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
-    """(C,) distance of points of picture 1 (C, 2) to the lines of their partners in picture 0 (C, 2)."""
+    """(C,) distance of points of image 1 (C, 2) to the lines of their partners in image 0 (C, 2)."""
     lines = np.column_stack([points0, np.ones(len(points0))]) @ fundamental.T
     residual = np.sum(lines[:, :2] * points1, axis=1) + lines[:, 2]
     return np.abs(residual) / np.maximum(np.linalg.norm(lines[:, :2], axis=1), 1e-12)

@@ -45,7 +45,7 @@ class KeyframeRule:
     """When a frame becomes a keyframe."""
 
     kept: float = 0.65  # fewer of the tracks that the keyframe's next frame had are left
-    parallax: float = 0.12  # median way since the keyframe, as a share of the picture's diagonal
+    parallax: float = 0.12  # median way since the keyframe, as a share of the image's diagonal
 
     def wants(self, kept: float, parallax: float, size: tuple[int, int]) -> bool:
         """Whether a frame with this share of tracks and this parallax (pixels) is to be the next keyframe."""
@@ -56,7 +56,7 @@ def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> f
     """Share of a keyframe's links that a later frame still has, of the most that any frame had.
 
     Far points tell how the camera turned, only close ones how far it moved (Mur-Artal and Tardós 2017,
-    section III-E), and close ones are the first to leave the picture. So of all points and the close ones,
+    section III-E), and close ones are the first to leave the image. So of all points and the close ones,
     the smaller share counts.
 
     Args:

@@ -14,8 +14,8 @@ from matcher.sequence.keyframes import KeptFrame
 from matcher.verify.thresholds import threshold_scale
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames are not of one scene
-_SEARCH = 0.02  # largest radius of the search around a prediction, as a share of the picture's diagonal
-_LEAST_RADIUS = 2.0  # pixels of the resized picture
+_SEARCH = 0.02  # largest radius of the search around a prediction, as a share of the image's diagonal
+_LEAST_RADIUS = 2.0  # pixels of the resized image
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Linker:
     """Verifies links by one epipolar geometry and adds those that it predicts."""
 
     estimator: Estimator  # of kind "fundamental"
-    max_epipolar_error: float = 1.5  # pixels of the resized picture; the estimator's own threshold
+    max_epipolar_error: float = 1.5  # pixels of the resized image; the estimator's own threshold
     guided: bool = True
 
     def verify(self, frame0: KeptFrame, frame1: KeptFrame, matches: Matches) -> tuple[FrameLinks, Guide]:

@@ -8,7 +8,7 @@ import poselib
 from matcher.data.camera import Camera
 
 MIN_POINTS = 12  # with a known depth that agree with a pose
-_MAX_ERROR = 1.0  # pixels of the resized picture that a point may be off its pose
+_MAX_ERROR = 1.0  # pixels of the resized image that a point may be off its pose
 _MIN_ANGLE = 0.6  # degrees between the rays of a point whose depth is worth something
 
 
@@ -42,7 +42,7 @@ def solve_pose(
         depths0: (K,) along its z axis, NaN where unknown.
         points1: (K, 2) pixels in the frame.
         camera: of both.
-        scale: camera pixels for one of the resized picture, in which the threshold is.
+        scale: camera pixels for one of the resized image, in which the threshold is.
 
     Returns:
         cam1_from_cam0 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree.

@@ -1,4 +1,4 @@
-"""A picture of a trajectory: the way from above, and how far off it is."""
+"""A plot of a trajectory: the way from above, and how far off it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plot_trajectory(
     unit: str = "m",
     title: str = "",
 ) -> Path:
-    """Draw poses and save the picture; it appears whole or not at all.
+    """Draw poses and save the plot; it appears whole or not at all.
 
     Args:
         path: .png, .jpg, .jpeg or .pdf.
@@ -38,7 +38,7 @@ def plot_trajectory(
         truth: (N, 4, 4) of the same frames.
         keyframes: rows of `found` that are marked.
         unit: of length.
-        title: over the picture.
+        title: above the plot.
 
     Raises:
         UsageError: an output that cannot be written.

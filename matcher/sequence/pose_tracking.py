@@ -54,7 +54,7 @@ class PoseTracker:
         return "other_size" if self._pixels(frame) is None else self._settle(frame, np.eye(4))
 
     def measure(self, frame: KeptFrame, right: np.ndarray, baseline: float) -> None:
-        """Set a frame's depths from where the right picture shows its points (N, 2), NaN where unknown.
+        """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
 
         Nothing is set for a frame whose shape is not the camera's.
         """

@@ -1,4 +1,4 @@
-"""Recordings for the rerun viewer: pictures, tracks, poses, points in space, milliseconds."""
+"""Recordings for the rerun viewer: images, tracks, poses, points in space, milliseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matcher.sequence.odometry import rays
 if TYPE_CHECKING:
     from types import ModuleType
 
-_QUALITY = 75  # of the pictures' JPEG
+_QUALITY = 75  # of the images' JPEG
 _POINTS = 200_000  # in space, of which the oldest go
 
 
@@ -52,19 +52,19 @@ class Recording:
         self._stream.log("world", self._rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
 
     def add(self, result: FrameResult, image: Image | None) -> None:
-        """One frame; `image` is the picture as the front end saw it, None where it was passed over."""
+        """Add a frame; `image` is what the front end saw, None where the frame was skipped."""
         rr, stream = self._rr, self._stream
         stream.set_time("frame", sequence=result.index)
         if result.timestamp is not None:
             stream.set_time("time", duration=result.timestamp)
         if image is not None:
-            stream.log("world/camera/picture", rr.Image(image.pixels).compress(jpeg_quality=_QUALITY))
+            stream.log("world/camera/image", rr.Image(image.pixels).compress(jpeg_quality=_QUALITY))
         if len(result.keypoints):
-            # The picture is drawn with the centre of its first pixel at (0.5, 0.5).
+            # The image is drawn with the centre of its first pixel at (0.5, 0.5).
             scale = np.ones(2) if image is None else np.asarray(image.scale)
             positions = (result.keypoints + 0.5) * scale
             colours = track_colours(result.track_ids)
-            stream.log("world/camera/picture/tracks", rr.Points2D(positions, colors=colours, radii=2.0))
+            stream.log("world/camera/image/tracks", rr.Points2D(positions, colors=colours, radii=2.0))
         if result.world_from_cam is not None:
             self._add_pose(result, image)
         for stage, value in result.milliseconds.items():
@@ -79,11 +79,11 @@ class Recording:
             return
         scale = np.ones(2) if image is None else np.asarray(image.scale)
         K = result.camera.K
-        K[:2, 2] += 0.5  # the picture is drawn with the centre of its first pixel at (0.5, 0.5)
+        K[:2, 2] += 0.5  # the image is drawn with the centre of its first pixel at (0.5, 0.5)
         K[:2] *= scale[:, None]
         width, height = result.size
         resolution = (round(width * scale[0]), round(height * scale[1]))
-        self._stream.log("world/camera/picture", rr.Pinhole(image_from_camera=K, resolution=resolution))
+        self._stream.log("world/camera/image", rr.Pinhole(image_from_camera=K, resolution=resolution))
         if result.depths is not None and result.is_keyframe:
             self._add_points(result)
 

@@ -1,4 +1,4 @@
-"""Rectified pairs: where the right picture shows the left one's points, and how far away they are."""
+"""Rectified pairs: where the right image shows the left one's points, and how far away they are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MIN_DISPARITY = 0.5  # pixels; below it a depth says little more than "far"
 
 
 def partners(points0: np.ndarray, points1: np.ndarray, links: FrameLinks) -> np.ndarray:
-    """(N, 2) float32 pixels in the right picture of the left one's points, NaN where there is none.
+    """(N, 2) float32 pixels in the right image of the left one's points, NaN where there is none.
 
     Args:
-        points0: (N, 2) keypoints of the left picture.
+        points0: (N, 2) keypoints of the left image.
         points1: (M, 2) of the right one.
         links: left → right; the consistent ones count.
     """
@@ -33,13 +33,13 @@ def within(points0: np.ndarray, right: np.ndarray, window: float) -> np.ndarray:
 
 
 def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: float) -> np.ndarray:
-    """(N,) depth along z of the left picture's points, in units of the baseline; NaN where unknown.
+    """(N,) depth along z of the left image's points, in units of the baseline; NaN where unknown.
 
     z = f·b / (x_left − x_right). Only points whose rows agree within `MAX_ROW_ERROR` have one.
 
     Args:
-        points0: (N, 2) in pixels of pictures with one focal length and one principal point.
-        right: (N, 2) the same points in the right picture, NaN where unknown.
+        points0: (N, 2) in pixels of images with one focal length and one principal point.
+        right: (N, 2) the same points in the right image, NaN where unknown.
         focal: fx in pixels.
         baseline: distance between the cameras.
     """

@@ -1,7 +1,7 @@
 """The piece of surface around a point, as a rectified pair shows it: its disparity and how that changes.
 
 Near ground, and near walls seen from the side, change their disparity by up to half a pixel a pixel, so the
-same window has another shape in the right picture. A window that may not slant finds such points badly and
+same window has another shape in the right image. A window that may not slant finds such points badly and
 drops them, and those that it drops are the near ones. Here the window's slant is estimated along with its
 place, by least squares over its pixels (Gruen 1985; Baker and Matthews 2004, inverse compositional).
 """
@@ -26,7 +26,7 @@ _CONFIRMED = 1.0  # pixels that a confirming surface may be off
 
 
 class Surfaces(NamedTuple):
-    """Where N left windows are in the right picture, and how they slant there."""
+    """Where N left windows are in the right image, and how they slant there."""
 
     x: np.ndarray  # (N,) pixels
     slants: np.ndarray  # (N, 2) minus the change of disparity a pixel to the right, and a pixel down
@@ -44,7 +44,7 @@ def fit(
 
     Args:
         left, right: (H, W) float32.
-        points: (N, 2) in the left picture.
+        points: (N, 2) in the left image.
         positions: (N, 2) guessed in the right one; the row is taken as it is.
         slants: (N, 2) guessed; none when absent.
     """
@@ -73,7 +73,7 @@ def of_one_surface(
     """(N,) bool: each half of the window is found where the whole is.
 
     Beside an edge in depth the window shows two surfaces and is found where the more textured one is, which
-    need not be that of the point. `y` (N,) are the rows in the right picture.
+    need not be that of the point. `y` (N,) are the rows in the right image.
     """
     windows = cut(left, points)
     strips = cut(right, np.column_stack([found.x, y]), WINDOW + 2 * _HALF_REACH, found.slants)
@@ -89,10 +89,10 @@ def of_one_surface(
 
 
 def predict(points: np.ndarray, known: np.ndarray, found: Surfaces, rows: np.ndarray) -> np.ndarray:
-    """(N, k) x in the right picture at which surfaces of other points would show left points (N, 2).
+    """(N, k) x in the right image at which surfaces of other points would show left points (N, 2).
 
     Args:
-        points: (N, 2) in the left picture.
+        points: (N, 2) in the left image.
         known: (K, 2) left points whose surfaces `found` are.
         found: of the known points.
         rows: (N, k) of `known`, those asked for each point.

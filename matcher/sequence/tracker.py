@@ -15,7 +15,7 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.options import LoadOptions
-from matcher.pipeline import Picture, Pipeline
+from matcher.pipeline import ImageInput, Pipeline
 from matcher.presets import DEFAULT_PRESET
 from matcher.sequence.budget import Choice
 from matcher.sequence.clock import Clock
@@ -127,7 +127,7 @@ class Tracker:
         """Start the percentiles afresh, for example after the first frames, which are slower."""
         self._latency = Latency()
 
-    def push(self, frame: Picture | None, timestamp: float | None = None) -> FrameResult:
+    def push(self, frame: ImageInput | None, timestamp: float | None = None) -> FrameResult:
         """Track the next frame.
 
         Args:
@@ -136,27 +136,27 @@ class Tracker:
                 have been set back.
 
         Raises:
-            ImageError: the picture cannot be read; the tracker is unchanged, so None may be pushed instead.
+            ImageError: the image cannot be read; the tracker is unchanged, so None may be pushed instead.
             UsageError: an array or a timestamp that cannot be used; likewise.
         """
         return self._push(frame, None, timestamp)
 
     def push_stereo(
-        self, left: Picture | None, right: Picture | None, timestamp: float | None = None
+        self, left: ImageInput | None, right: ImageInput | None, timestamp: float | None = None
     ) -> FrameResult:
-        """Track the next rectified pair; keypoints are the left picture's, with depth where both show them.
+        """Track the next rectified pair; keypoints are the left image's, with depth where both show them.
 
         Without a camera and a baseline there is no depth. Arguments and errors as in `push`.
 
         Raises:
-            ImageError: also where the pictures differ in size.
+            ImageError: also where the images differ in size.
         """
         if left is None or right is None:
             return self._push(None, None, timestamp)
         return self._push(left, right, timestamp)
 
-    def relocalise(self, frame: Picture, candidates: int = CANDIDATES) -> Relocalisation:
-        """Find the keyframe that shows the same place as a picture; the tracker is unchanged.
+    def relocalise(self, frame: ImageInput, candidates: int = CANDIDATES) -> Relocalisation:
+        """Find the keyframe that shows the same place as an image; the tracker is unchanged.
 
         Args:
             frame: as in `push`.
@@ -175,7 +175,9 @@ class Tracker:
         T, world = self._map.poses.relative(keyframe, kept, links)
         return Relocalisation(keyframe.index, tried, links, kept.keypoints, T, world)
 
-    def _push(self, frame: Picture | None, right: Picture | None, timestamp: float | None) -> FrameResult:
+    def _push(
+        self, frame: ImageInput | None, right: ImageInput | None, timestamp: float | None
+    ) -> FrameResult:
         self._spent = {}
         if frame is None:
             return self._pass_over("dropped", timestamp)
@@ -242,7 +244,7 @@ class Tracker:
     def _look_right(
         self, current: KeptFrame, others: list[KeptFrame], images: list[Image], pair: Matches | None
     ) -> np.ndarray | None:
-        """Where the right picture shows the keypoints, verified and searched; sets their depths."""
+        """Where the right image shows the keypoints, verified and searched; sets their depths."""
         if pair is None:
             return None
         links, _ = self._map.linker.verify(current, others[0], pair)

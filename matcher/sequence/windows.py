@@ -1,4 +1,4 @@
-"""Windows cut from a picture, and how alike they are: zero-mean normalised correlation along rows."""
+"""Windows cut from an image, and how alike they are: zero-mean normalised correlation along rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ TEXTURE = 2.0  # grey levels that a window must deviate by, or it says nothing
 
 
 def cut(
-    picture: np.ndarray, centres: np.ndarray, width: int = WINDOW, slants: np.ndarray | None = None
+    image: np.ndarray, centres: np.ndarray, width: int = WINDOW, slants: np.ndarray | None = None
 ) -> np.ndarray:
-    """(N, WINDOW, width) float32 of a picture around centres (N, 2) at any fraction of a pixel.
+    """(N, WINDOW, width) float32 of an image around centres (N, 2) at any fraction of a pixel.
 
-    Beyond its edge the picture's last pixels are repeated.
+    Beyond its edge the image's last pixels are repeated.
 
     Args:
-        picture: (H, W) float32.
+        image: (H, W) float32.
         centres: (N, 2) xy.
         width: columns of a window.
         slants: (N, 2) a, b: the sample at column u and row v from the centre is taken at x + (1 + a)·u + b·v,
@@ -37,7 +37,7 @@ def cut(
         np.ascontiguousarray(np.broadcast_to(each, shape)).reshape(len(centres), -1)
         for each in (columns, y + v)
     )
-    return cv2.remap(picture, *flat, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE).reshape(shape)
+    return cv2.remap(image, *flat, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE).reshape(shape)
 
 
 def correlate(windows: np.ndarray, strips: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ class Answer:
 
     pipeline: Pipeline
     result: Result
-    picture: np.ndarray  # (H, W, 3) uint8, the matches drawn
+    drawing: np.ndarray  # (H, W, 3) uint8, the matches drawn
     report: bytes | None  # HTML; None where the preset has no network to explain
 
 

@@ -42,7 +42,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
             write_whole(report, answer.report)
         return (
             _without_folders(result.summary(), file0, file1),
-            answer.picture,
+            answer.drawing,
             geometry_rows(result),
             str(arrays),
             None if answer.report is None else str(report),
@@ -90,12 +90,12 @@ def _inputs() -> list:
 
 def _outputs() -> list:
     summary = gr.Textbox(label="Summary", lines=5, elem_id="counts", interactive=False)
-    picture = gr.Image(
+    drawing = gr.Image(
         show_label=False,
         format="png",
         interactive=False,
         buttons=["download", "fullscreen"],
-        elem_id="picture",
+        elem_id="drawing",
     )
     with gr.Row():
         geometry = gr.Dataframe(
@@ -104,7 +104,7 @@ def _outputs() -> list:
         with gr.Column():
             arrays = gr.File(label="Keypoints, matches and geometry (.npz)", elem_id="npz", interactive=False)
             report = gr.File(label="Report (.html)", elem_id="report", interactive=False)
-    return [summary, picture, geometry, arrays, report, gr.HTML(elem_id="explanation")]
+    return [summary, drawing, geometry, arrays, report, gr.HTML(elem_id="explanation")]
 
 
 def _choices(

@@ -11,7 +11,7 @@ from matcher.explain.report.page import build_page
 from matcher.explain.report.pair import BODY, SCRIPTS, SOURCES, STRONGEST, add_reasons, pair_data
 from matcher.files import check_output, write_output
 from matcher.match.network.inference import AttentionMatcher
-from matcher.pipeline import Picture, Pipeline
+from matcher.pipeline import ImageInput, Pipeline
 from matcher.result import Result
 
 _BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
@@ -20,8 +20,8 @@ _TRACED = 512  # points of an image whose rollout is kept: it takes as long as a
 
 def write_report(
     pipeline: Pipeline,
-    image0: Picture,
-    image1: Picture,
+    image0: ImageInput,
+    image1: ImageInput,
     path: str | Path,
     point: tuple[float, float] | None = None,
     *,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from matcher.data.photos import DATA_VARIABLE, data_folder, find_pictures
+from matcher.data.photos import DATA_VARIABLE, data_folder, find_images
 from matcher.errors import UsageError
 from matcher.lab.pairs import folders, multiview, published
 from matcher.lab.pairs.protocols import PairSet
@@ -77,7 +77,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
                 "folder that holds photos/, bench/ and multiview/, or give a folder of your own"
             )
         if each == "synthetic":
-            found.append(_synthetic(find_pictures(folder), options))
+            found.append(_synthetic(find_images(folder), options))
         elif each == "unrelated":
             found.append(_unrelated(folder, options))
         else:
@@ -92,7 +92,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     if not any(folder.iterdir()):
         raise UsageError(f"{folder} is empty")
     try:
-        photos = find_pictures(folder)
+        photos = find_images(folder)
     except UsageError as error:
         raise UsageError(
             f"{folder}: no known layout (HPatches, MegaDepth-1500, ScanNet-1500, WxBS, lists of pairs, views "
@@ -116,7 +116,7 @@ def _synthetic(photos: list[Path], options: SetOptions) -> PairSet:
 
 def _unrelated(folder: Path, options: SetOptions) -> PairSet:
     count = 200 if options.pairs is None else options.pairs
-    return unrelated_set(find_pictures(folder), count=count, seed=options.seed)
+    return unrelated_set(find_images(folder), count=count, seed=options.seed)
 
 
 def _hpatches_root(folder: Path) -> Path | None:

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 from matcher.data.images import read_image
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.errors import ImageError, UsageError
 
 SMALLEST_SIDE = 32  # pixels; a smaller picture has nothing to match
@@ -64,10 +64,10 @@ def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list
     Raises:
         UsageError: a folder without photos, or nothing left to train on.
     """
-    photos = find_pictures(folder)
+    photos = find_images(folder)
     if validation is None:
         return hold_out(photos, seed)
-    held_out = find_pictures(validation)
+    held_out = find_images(validation)
     taken = {photo.resolve() for photo in held_out}
     training = [photo for photo in photos if photo.resolve() not in taken]
     if not training:

@@ -1,4 +1,4 @@
-"""The residual pyramid that describes a picture without a detector (LoFTR, Sun et al. 2021, section 3.1).
+"""The residual pyramid that describes an image without a detector (LoFTR, Sun et al. 2021, section 3.1).
 
 Deep residual learning after He et al. 2016, top-down merging after Lin et al. 2017. Parameters:
 
@@ -10,9 +10,9 @@ Deep residual learning after He et al. 2016, top-down merging after Lin et al. 2
 - `merges.{s}.inner.conv`, `.inner.norm` and `.outer`: 3×3 over a stage and what lies above it, for stages 0
   and 1 (layer1_outconv2 and layer2_outconv2, their members 0, 1 and 3).
 
-Convolutions have no bias. Pictures of any size are taken: at the right and lower edge, as at the others,
+Convolutions have no bias. Images of any size are taken: at the right and lower edge, as at the others,
 every convolution meets zeros and nothing is cut off, so a side of W pixels gives ⌈W/8⌉ cells and all of them
-lie on the picture. Kernels are centred: cell i looks at pixel 8i and around it.
+lie on the image. Kernels are centred: cell i looks at pixel 8i and around it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Merge(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Grey pictures → a coarse map, one vector a cell, and a fine one."""
+    """Grey images → a coarse map, one vector a cell, and a fine one."""
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()

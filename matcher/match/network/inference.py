@@ -179,7 +179,7 @@ class AttentionMatcher:
 
 
 def _entries(features: Features, chosen: list[int]) -> Features:
-    """Some pictures of a batch."""
+    """Some images of a batch."""
     values = {f.name: getattr(features, f.name) for f in fields(features) if f.name != "kind"}
     return replace(features, **{name: value[chosen] for name, value in values.items() if value is not None})
 

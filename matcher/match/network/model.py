@@ -35,9 +35,9 @@ ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
 
 class MatchingNetwork(nn.Module):
-    """Features of two pictures → a soft assignment of their points.
+    """Features of two images → a soft assignment of their points.
 
-    1. turn picture 1 to fit picture 0 where descriptors can be turned, and project descriptors; 2. alternate
+    1. turn image 1 to fit image 0 where descriptors can be turned, and project descriptors; 2. alternate
     self- and cross-attention, positions turning the queries and keys; 3. after each layer decide per pair
     whether to stop and which points to drop; 4. assign.
     """

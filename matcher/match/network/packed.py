@@ -1,7 +1,7 @@
-"""Attention over packed tokens: every point of every picture in one list, without padding.
+"""Attention over packed tokens: every point of every image in one list, without padding.
 
-`Layout` says which tokens are of which picture, so that what happens point by point runs once over all and
-only attention looks at pictures.
+`Layout` says which tokens are of which image, so that what happens point by point runs once over all and
+only attention looks at images.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Layout:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Points of each picture in token order, 2·B of them."""
+        """Points of each image in token order, 2·B of them."""
         return [n for pair in self.counts for n in pair]
 
     @cached_property
     def starts(self) -> list[int]:
-        """First token of each picture, and the total at the end."""
+        """First token of each image, and the total at the end."""
         return [0, *accumulate(self.lengths)]
 
     @cached_property
     def uniform(self) -> int | None:
-        """The number of points of every picture if it is the same and not zero, else None."""
+        """The number of points of every image if it is the same and not zero, else None."""
         lengths = set(self.lengths)
         return lengths.pop() if len(lengths) == 1 and 0 not in lengths else None
 
@@ -48,7 +48,7 @@ class Layout:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each token lies in a table of pictures, padded to the longest (int64, on the CPU)."""
+        """Where each token lies in a table of images, padded to the longest (int64, on the CPU)."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         first = torch.arange(len(lengths)) * int(lengths.max()) - torch.tensor(self.starts[:-1])
         return torch.arange(self.starts[-1]) + first.repeat_interleave(lengths)
@@ -62,11 +62,11 @@ class Layout:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, kernel: Kernel = scaled_dot_product, *, cross: bool
 ) -> Tensor:
-    """Attention of every picture to itself or, `cross`, to the other picture of its pair.
+    """Attention of every image to itself or, `cross`, to the other image of its pair.
 
     Args:
         q, k, v: (T, heads, head_dim).
-        layout: which tokens are which picture.
+        layout: which tokens are which image.
         kernel: the score function, from `build_attention`.
         cross: False for self-, True for cross-attention.
 
@@ -91,11 +91,11 @@ def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool
 def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool, kernel: Kernel) -> Tensor:
     heads, width = q.shape[1:]
     out = q.new_zeros(q.shape[0], heads * width)
-    for picture, count in enumerate(layout.lengths):
-        source = picture ^ 1 if cross else picture
+    for image, count in enumerate(layout.lengths):
+        source = image ^ 1 if cross else image
         if not count or not layout.lengths[source]:
             continue
-        here = slice(layout.starts[picture], layout.starts[picture + 1])
+        here = slice(layout.starts[image], layout.starts[image + 1])
         there = slice(layout.starts[source], layout.starts[source + 1])
         message = kernel(*(x.transpose(0, 1).unsqueeze(0) for x in (q[here], k[there], v[there])))
         out[here] = merge_heads(message[0])
@@ -103,17 +103,15 @@ def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool,
 
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
-    """One masked call for all pictures: on a GPU many small calls cost more than padding does."""
-    pictures, longest = len(layout.lengths), max(layout.lengths)
+    """One masked call for all images: on a GPU many small calls cost more than padding does."""
+    images, longest = len(layout.lengths), max(layout.lengths)
     slots = layout.slots.to(q.device)
     q, k, v = (
-        x.new_zeros(pictures * longest, *x.shape[1:])
-        .index_copy(0, slots, x)
-        .unflatten(0, (pictures, longest))
+        x.new_zeros(images * longest, *x.shape[1:]).index_copy(0, slots, x).unflatten(0, (images, longest))
         for x in (q, k, v)
     )
-    filled = torch.zeros(pictures * longest, dtype=torch.bool, device=q.device).index_fill(0, slots, True)
-    filled = filled.view(pictures, longest)
+    filled = torch.zeros(images * longest, dtype=torch.bool, device=q.device).index_fill(0, slots, True)
+    filled = filled.view(images, longest)
     if cross:
         k, v, filled = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v, filled))
     message = scaled_dot_product(*(x.transpose(1, 2) for x in (q, k, v)), filled[:, None, None])

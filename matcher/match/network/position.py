@@ -24,7 +24,7 @@ CHANNELS = {
     "raw_counterclockwise": 1,
     "frame": 4,
 }
-# Longer side of the pictures that LightGlue's networks were trained on, of which their raw scales are pixels.
+# Longer side of the images that LightGlue's networks were trained on, of which their raw scales are pixels.
 TRAINED_SIDE = 1024.0
 
 
@@ -42,10 +42,10 @@ def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
 def position_inputs(features: Features, names: tuple[str, ...], extent: float = 0.5) -> Tensor:
     """(…, N, C) what the encoding turns on.
 
-    `scale` is log2 of the keypoint's diameter relative to the picture, `orientation` is (cos, sin) so that it
+    `scale` is log2 of the keypoint's diameter relative to the image, `orientation` is (cos, sin) so that it
     has no seam at ±π; both are of order one. The others are what LightGlue's networks were trained with:
 
-    - `raw_scale`: OpenCV's diameter, in pixels of the picture resized to 1024 on its longer side, whatever
+    - `raw_scale`: OpenCV's diameter, in pixels of the image resized to 1024 on its longer side, whatever
       size the keypoints were found at; `raw_sigma` is COLMAP's scale, half of it.
     - `raw_orientation`: radians from x towards y in (−π, π], as COLMAP has it; `raw_counterclockwise`: from x
       towards −y in [0, 2π), as kornia's patches have it.
@@ -133,7 +133,7 @@ class RotaryPosition(nn.Module):
         super().__init__()
         self.config = check_inputs(config)
         self.frequencies = nn.Linear(input_channels(config), head_dim // 2, bias=False)
-        # Wavelengths from the whole picture down to a few hundredths of it.
+        # Wavelengths from the whole image down to a few hundredths of it.
         with torch.no_grad():
             self.frequencies.weight.normal_()
             spread = torch.logspace(math.log10(0.5), math.log10(12.0), head_dim // 2)

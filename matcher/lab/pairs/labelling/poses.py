@@ -9,7 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from matcher.data.photos import find_pictures
+from matcher.data.photos import find_images
 from matcher.lab.pairs.labelling.matching import describe_pictures, match_pictures
 
 MIN_IMAGES = 4  # of a model
@@ -40,7 +40,7 @@ def place_pictures(folder: Path, work: Path) -> list[list[PlacedPicture]]:
 
     pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
     pictures = work / "pictures"
-    for photo in find_pictures(folder):
+    for photo in find_images(folder):
         # Upright and without EXIF, in a folder a size: pictures of one folder share a camera.
         colour = cv2.imread(str(photo), cv2.IMREAD_COLOR)
         place = pictures / f"{colour.shape[1]}x{colour.shape[0]}"
