@@ -12,9 +12,11 @@ from importlib import import_module
 
 _PUBLIC = {
     "load": "matcher.loading",
+    "align": "matcher.alignment.align",
     "Pipeline": "matcher.pipeline",
     "Collection": "matcher.collection.collection",
     "PRESETS": "matcher.presets",
+    "Alignment": "matcher.alignment.align",
     "Camera": "matcher.data.camera",
     "Features": "matcher.data.features",
     "Image": "matcher.data.image",

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 GeometryKind = Literal["fundamental", "homography", "essential", "none"]
 GeometryStatus = Literal["ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated"]
+PlanarModel = Literal["homography", "affine", "similarity"]  # maps of a plane, from 8, 6 and 4 numbers
 T = TypeVar("T")
 GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
 

@@ -28,6 +28,7 @@ import matcher
 
 PUBLIC_NAMES = [
     "PRESETS",
+    "Alignment",
     "Camera",
     "Collection",
     "Features",
@@ -44,6 +45,7 @@ PUBLIC_NAMES = [
     "TwoViewGeometry",
     "UsageError",
     "__version__",
+    "align",
     "load",
     "plot_result",
     "read_image",

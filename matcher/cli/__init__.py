@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 import matcher
+from matcher.cli.align import align
 from matcher.cli.collection import collection, merge, status
 from matcher.cli.environment import environment
 from matcher.cli.evaluate import evaluate
@@ -35,6 +36,7 @@ from matcher.cli.weights import COMMANDS as WEIGHTS
 
 COMMANDS = {
     "match": match,
+    "align": align,
     "explain": explain,
     "collection": collection,
     "status": status,

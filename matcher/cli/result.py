@@ -28,6 +28,13 @@ def check_outputs(
         from matcher.drawing.canvas import PLOT_SUFFIXES  # matplotlib is loaded only for those who draw
 
         outputs.append((plot, PLOT_SUFFIXES))
+    check_each(outputs, inputs, overwrite=overwrite)
+
+
+def check_each(
+    outputs: Iterable[tuple[Path, Sequence[str]]], inputs: Sequence[Path | None], *, overwrite: bool = False
+) -> None:
+    """As `check_outputs`, for any outputs, each with the suffixes that it may have."""
     for path, suffixes in outputs:
         for taken in inputs:
             if taken is not None and path.exists() and taken.exists() and path.samefile(taken):

@@ -70,6 +70,12 @@ def upright_to_stored(points: np.ndarray, size: tuple[int, int], orientation: in
     return (points - new_centre) @ UPRIGHT[orientation] + centre
 
 
+def upright_matrix(size: tuple[int, int], orientation: int) -> np.ndarray:
+    """(3, 3) of `stored_to_upright`, for homogeneous points."""
+    shift = stored_to_upright(np.zeros((1, 2)), size, orientation)
+    return np.block([[UPRIGHT[orientation], shift.T], [np.zeros((1, 2)), np.ones((1, 1))]])
+
+
 def turn_angles(angles: np.ndarray, turn: np.ndarray) -> np.ndarray:
     """Directions (radians, from x towards y) after the linear map `turn` (2, 2)."""
     directions = np.stack([np.cos(angles), np.sin(angles)], axis=-1) @ turn.T

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import cv2
 import matplotlib
 import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from matcher.data.geometry import resize_points, stored_to_upright
 from matcher.data.image import Image
 from matcher.drawing.canvas import (
     Legend,
@@ -21,6 +19,7 @@ from matcher.drawing.canvas import (
     draw_header,
     two_images,
 )
+from matcher.drawing.composites import blend, checkerboard, lay_over
 from matcher.errors import UsageError
 
 _LONGER = 960  # pixels, of an overlay
@@ -50,70 +49,19 @@ def draw_overlay(
     """
     if kind not in ("checkerboard", "blend") or squares < 1:
         raise UsageError("an overlay is a checkerboard of at least 1 square, or a blend")
-    below, above, covered = _laid(
-        as_image(image0), as_image(image1), np.asarray(H_1_from_0, dtype=np.float64)
-    )
-    if kind == "blend":
-        canvas, text = _blend(below, above, covered), "image 0 red to orange, image 1 blue, grey: they agree"
-    else:
-        board = _board(covered.shape, squares)
-        canvas = np.where((board & covered)[..., None], above, below)
-        edges = (
-            np.diff(board, axis=0, append=board[-1:]) | np.diff(board, axis=1, append=board[:, -1:])
-        ) & covered
-        canvas[edges] = canvas[edges] // 2 + 127  # where the two agree no square could be seen
-        text = "squares alternate between image 0, warped, and image 1"
-    figure, _ = blank_figure(canvas)
-    name = f"image 0 over image 1, {covered.mean():.0%} covered" if title is None else title
-    draw_header(figure, name, Legend(((text, "none"),)))
-    return figure
-
-
-def _laid(first: Image, second: Image, H_1_from_0: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Image 1 and image 0 warped onto it, (H, W, 3) at display size, and where image 0 lies, (H, W) bool."""
-    if (
-        H_1_from_0.shape != (3, 3)
-        or not np.isfinite(H_1_from_0).all()
-        or np.linalg.matrix_rank(H_1_from_0) < 3
-    ):
-        raise UsageError("H_1_from_0 must be an invertible (3, 3) matrix of finite numbers")
+    first, second = as_image(image0), as_image(image1)
     height, width = second.pixels.shape[:2]
     factor = _LONGER / max(width, height)
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
-    shrink = np.diag([shape[0] / width, shape[1] / height, 1.0])
-    shift = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
-    to_shown = np.linalg.inv(shift) @ shrink @ shift @ _stored_to_pixels(second)
-    warp = to_shown @ H_1_from_0 @ np.linalg.inv(_stored_to_pixels(first))
-    below = cv2.resize(_colour(second.pixels), shape, interpolation=cv2.INTER_AREA)
-    above = cv2.warpPerspective(_colour(first.pixels), warp, shape, borderMode=cv2.BORDER_REPLICATE)
-    covered = cv2.warpPerspective(np.full(first.pixels.shape[:2], 255, np.uint8), warp, shape) > 127
-    return below, above, covered
-
-
-def _stored_to_pixels(image: Image) -> np.ndarray:
-    """(3, 3) stored pixels → pixels of `image.pixels`, which is upright and resized."""
-    corners = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    moved = resize_points(stored_to_upright(corners, image.size, image.orientation), image.scale)
-    linear = np.stack([moved[1] - moved[0], moved[2] - moved[0]], axis=1)
-    return np.block([[linear, moved[:1].T], [np.zeros((1, 2)), np.ones((1, 1))]])
-
-
-def _colour(pixels: np.ndarray) -> np.ndarray:
-    return cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB) if pixels.ndim == 2 else pixels
-
-
-def _board(shape: tuple[int, ...], squares: int) -> np.ndarray:
-    """(H, W) bool, every other square."""
-    side = max(1.0, max(shape) / squares)
-    rows, columns = np.indices(shape)
-    return (rows // side + columns // side) % 2 == 0
-
-
-def _blend(below: np.ndarray, above: np.ndarray, covered: np.ndarray) -> np.ndarray:
-    """Red from image 0, blue from image 1, green from both: grey where they agree."""
-    grey0, grey1 = (cv2.cvtColor(x, cv2.COLOR_RGB2GRAY) for x in (above, below))
-    both = np.stack([grey0, (grey0.astype(np.uint16) + grey1) // 2, grey1], axis=-1).astype(np.uint8)
-    return np.where(covered[..., None], both, grey1[..., None] // 2)
+    laid = lay_over(first, second, H_1_from_0, shape)
+    if kind == "blend":
+        canvas, text = blend(laid), "image 0 red to orange, image 1 blue, grey: they agree"
+    else:
+        canvas, text = checkerboard(laid, squares), "squares alternate between image 0, warped, and image 1"
+    figure, _ = blank_figure(canvas)
+    name = f"image 0 over image 1, {laid.covered.mean():.0%} covered" if title is None else title
+    draw_header(figure, name, Legend(((text, "none"),)))
+    return figure
 
 
 def draw_epipolar_lines(

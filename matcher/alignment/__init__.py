@@ -1,0 +1,1 @@
+"""One image brought onto another, and a template found in images."""

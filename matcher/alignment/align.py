@@ -1,0 +1,213 @@
+"""One image brought onto another by a map of the plane."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Unpack, get_args
+
+import numpy as np
+import PIL.Image
+
+from matcher.alignment.planar import planar_pipeline
+from matcher.config import GeometryStatus, PlanarModel
+from matcher.data.geometry import upright_matrix, warp_points
+from matcher.data.image import Image
+from matcher.data.images import image_from_array, read_image
+from matcher.drawing.composites import blend, checkerboard, difference, lay_over
+from matcher.errors import UsageError, unknown_name
+from matcher.files import check_output, write_output
+from matcher.options import LoadOptions
+from matcher.pipeline import ImageInput, Mask, Pipeline
+from matcher.presets import DEFAULT_PRESET
+from matcher.result import Result
+from matcher.verify.planar import estimate_planar
+from matcher.verify.thresholds import threshold_scale
+
+View = Literal["warped", "blend", "checkerboard", "difference"]
+PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
+_VIEWS = {"blend": blend, "checkerboard": checkerboard, "difference": difference}
+_SUPPORT = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
+
+
+def align(
+    image0: ImageInput,
+    image1: ImageInput,
+    preset: str | Pipeline = DEFAULT_PRESET,
+    *,
+    model: PlanarModel = "homography",
+    mask0: Mask | None = None,
+    mask1: Mask | None = None,
+    **options: Unpack[LoadOptions],
+) -> Alignment:
+    """Match two images and find the map of the plane that brings image 0 onto image 1.
+
+    It is exact where the scene is flat or far away, or the camera only turned.
+
+    >>> import matcher, numpy as np
+    >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    >>> found = matcher.align(image, np.roll(image, 20, axis=1), "nearest", model="similarity")
+    >>> found.status, found.matrix.round(1).tolist()[0]
+    ('ok', [1.0, 0.0, 20.0])
+
+    Args:
+        image0, image1: as `Pipeline.match` takes them.
+        preset: a preset's name, with `options` of `matcher.load`; or a pipeline, whose estimator is replaced
+            by one of homographies.
+        model: "homography", "affine", or "similarity" (turn, one scale and shift).
+        mask0, mask1: as `Pipeline.match` takes them.
+
+    Raises:
+        ImageError: an image cannot be read; the message names it.
+        UsageError: an unknown model, and what `matcher.load` and `Pipeline.match` refuse.
+        IntegrityError: weights that are absent or damaged.
+    """
+    if model not in get_args(PlanarModel):
+        raise UsageError(unknown_name("model", model, get_args(PlanarModel)))
+    pipeline = planar_pipeline(preset, options)
+    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
+    if model == "homography":
+        geometry = result.geometry
+        fitted = geometry.status, geometry.inliers, geometry.matrix
+    else:
+        scales = (features.scale.tolist() for features in (result.features0, result.features1))
+        scale = threshold_scale(*scales, "homography")
+        found = estimate_planar(result.points0, result.points1, model, pipeline.config.estimation, scale)
+        fitted = found.status, found.inliers, found.matrix
+    return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Alignment:
+    """How image 0 lies on image 1, and pictures of it."""
+
+    result: Result  # the matches that the map was estimated from
+    model: PlanarModel
+    status: GeometryStatus  # use the map where it is "ok"; see `TwoViewGeometry`
+    inliers: np.ndarray  # (K,) bool, of the matches
+    matrix: np.ndarray | None  # (3, 3) float64, stored pixels of image 0 → stored pixels of image 1
+    images: tuple[ImageInput, ImageInput]  # as they were given
+    pipeline: Pipeline  # that matched them
+
+    @property
+    def found(self) -> bool:
+        """Whether the images are aligned: a map was found that enough matches agree with."""
+        return self.status == "ok"
+
+    @property
+    def matrix_upright(self) -> np.ndarray | None:
+        """(3, 3) as `matrix`, for pixels after EXIF orientation, which `cv2.imread` and viewers show."""
+        if self.matrix is None:
+            return None
+        sides = (self.result.features0, self.result.features1)
+        turns = [upright_matrix(_size(f), int(f.exif_orientation)) for f in sides]
+        return turns[1] @ self.matrix @ np.linalg.inv(turns[0])
+
+    @property
+    def error(self) -> float | None:
+        """Median distance of the inliers of image 1 from those of image 0 moved there, stored pixels."""
+        if self.matrix is None or not self.inliers.any():
+            return None
+        moved = warp_points(self.result.points0[self.inliers].astype(np.float64), self.matrix)
+        return float(np.median(np.linalg.norm(moved - self.result.points1[self.inliers], axis=1)))
+
+    def __repr__(self) -> str:
+        count = int(self.inliers.sum())
+        return f"Alignment({self.model}: {self.status}, {count} of {len(self.inliers)} inliers)"
+
+    def image(self, view: View = "warped", *, squares: int = 8) -> np.ndarray:
+        """A picture in the frame of image 1, upright and at its full size.
+
+        Args:
+            view: "warped": image 0 as image 1 shows it, (H, W, 4) uint8 RGBA, transparent beyond its edge;
+                or both in one, (H, W, 3) uint8 RGB: "checkerboard", "difference" (absolute, of each channel)
+                or "blend" (image 0 red, image 1 blue, grey where they agree).
+            squares: of the checkerboard, along the longer side.
+
+        Raises:
+            UsageError: an unknown view, the images are not aligned, or are too large to warp.
+            ImageError: an image cannot be read.
+        """
+        if view not in get_args(View):
+            raise UsageError(unknown_name("view", view, get_args(View)))
+        if not self.found:
+            raise UsageError(f"the images are not aligned, so there is nothing to show ({self._reason()})")
+        laid = lay_over(*(self._full_size(image) for image in self.images), self.matrix)
+        if view == "warped":
+            alpha = laid.covered * np.uint8(255)
+            return np.dstack([laid.above * laid.covered[..., None], alpha])
+        return checkerboard(laid, squares) if view == "checkerboard" else _VIEWS[view](laid)
+
+    def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
+        """Write a picture to a file, which appears whole or not at all.
+
+        Args:
+            path: .png or .tif keep the transparency of "warped"; in a .jpg it is black.
+            view: as in `image`.
+            overwrite: replace an existing file even if matcher did not write it.
+
+        Returns:
+            The path written.
+
+        Raises:
+            UsageError: another suffix, an absent folder, an existing foreign file, and as `image`.
+            ImageError: an image cannot be read.
+        """
+        path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
+        kind = PICTURE_FORMATS[path.suffix.lower()]
+        pixels, buffer = self.image(view), io.BytesIO()
+        if kind == "JPEG":
+            pixels = pixels[..., :3]
+        settings = {"quality": 95} if kind == "JPEG" else {}
+        PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, kind, **settings)
+        write_output(path, buffer.getvalue())
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Model, status, matrices and counts as plain values, ready for `json.dumps`."""
+        found = self.result.to_dict()
+        kept = ("preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "seconds")
+        matrices = {"matrix": self.matrix, "matrix_upright": self.matrix_upright}
+        return {
+            **{name: found[name] for name in kept},
+            "model": self.model,
+            "status": self.status,
+            "inliers": int(self.inliers.sum()),
+            "error": self.error,
+            **{name: None if value is None else value.tolist() for name, value in matrices.items()},
+        }
+
+    def summary(self) -> str:
+        """Some lines for a person: images, matches, and what was found."""
+        result = self.result
+        lines = []
+        for path, features in ((result.path0, result.features0), (result.path1, result.features1)):
+            width, height = _size(features)
+            lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
+        lines.append(f"{len(result.matches)} matches ({result.preset})")
+        if not self.found:
+            return "\n".join([*lines, f"not aligned: {self._reason()}"])
+        count = f"{int(self.inliers.sum())} are inliers of one {self.model}" + " map" * (
+            self.model == "affine"
+        )
+        return "\n".join([*lines, f"{count}, median error {self.error:.2f} pixels"])
+
+    def _reason(self) -> str:
+        if not len(self.result.matches):
+            return "the images share nothing that was recognised"
+        return f"{_SUPPORT.get(self.status, 'the matches do not determine it')} for a {self.model}"
+
+    def _full_size(self, image: ImageInput) -> Image:
+        """The image upright and not resized; an `Image` as it is."""
+        if isinstance(image, Image):
+            return image
+        if isinstance(image, (str, Path)):
+            limit, upright = self.pipeline.max_pixels, self.pipeline.upright
+            return read_image(image, resize=None, upright=upright, max_pixels=limit)
+        return image_from_array(image, resize=None, upright=self.pipeline.upright)
+
+
+def _size(features: Any) -> tuple[int, int]:
+    width, height = (round(value) for value in features.size.tolist())
+    return width, height

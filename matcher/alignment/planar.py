@@ -1,0 +1,30 @@
+"""The pipeline with which planes are matched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from matcher.errors import UsageError
+from matcher.loading import load
+from matcher.options import LoadOptions
+from matcher.pipeline import Pipeline
+from matcher.verify.estimation import RobustEstimator
+
+
+def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
+    """A preset with options, or a pipeline, that verifies its matches by a homography.
+
+    Raises:
+        UsageError: options beside a pipeline, another geometry, and what `matcher.load` refuses.
+    """
+    if options.get("geometry") not in (None, "homography"):
+        raise UsageError(f"planes are matched by geometry 'homography', not {options['geometry']!r}")
+    given = {name: value for name, value in options.items() if value is not None and name != "geometry"}
+    if isinstance(preset, Pipeline) and given:
+        raise UsageError(f"a pipeline is complete; {', '.join(given)} cannot be added to it")
+    pipeline = preset if isinstance(preset, Pipeline) else load(preset, **given)
+    if pipeline.config.estimation.kind == "homography":
+        return pipeline
+    estimation = replace(pipeline.config.estimation, kind="homography")
+    config = replace(pipeline.config, estimation=estimation)
+    return replace(pipeline, config=config, estimator=RobustEstimator(estimation))

@@ -1,0 +1,161 @@
+"""`matcher align`: maps of the plane are recovered, and pictures show what they say."""
+
+import json
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.config import EstimationConfig
+from matcher.data.geometry import warp_points
+from matcher.drawing.composites import lay_over
+from matcher.verify.planar import estimate_planar
+
+TURN = np.deg2rad(25)
+SIMILARITY = np.array(
+    [[0.8 * np.cos(TURN), -0.8 * np.sin(TURN), 90], [0.8 * np.sin(TURN), 0.8 * np.cos(TURN), 10], [0, 0, 1]]
+)
+AFFINE = np.array([[0.9, 0.2, 20.0], [-0.1, 1.2, 15], [0, 0, 1]])
+HOMOGRAPHY = np.array([[0.9, 0.1, 30.0], [-0.05, 1.0, 20], [2e-4, 1e-4, 1]])
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def pair(views, tmp_path):
+    """A view and its warp, as files, and the pixels."""
+    pixels = cv2.resize(cv2.imread(str(views[0])), (400, 300), interpolation=cv2.INTER_AREA)
+    moved = cv2.warpPerspective(pixels, HOMOGRAPHY, (400, 300))
+    paths = tmp_path / "a.png", tmp_path / "b.png"
+    for path, image in zip(paths, (pixels, moved), strict=True):
+        PIL.Image.fromarray(image).save(path)
+    return paths, pixels, moved
+
+
+@pytest.mark.parametrize(
+    ("model", "true"), [("similarity", SIMILARITY), ("affine", AFFINE), ("homography", HOMOGRAPHY)]
+)
+def test_a_map_is_recovered_among_outliers(rng, model, true):
+    points0 = rng.uniform(0, 1000, (300, 2))
+    points1 = warp_points(points0, true) + rng.normal(0, 0.5, (300, 2))
+    points1[200:] = rng.uniform(0, 1000, (100, 2))
+    found = estimate_planar(points0, points1, model, EstimationConfig(), 1.5)
+    assert found.status == "ok" and found.inliers[:200].mean() > 0.98 and found.inliers[200:].sum() < 5
+    corners = np.array([[0.0, 0], [1000, 0], [1000, 1000], [0, 1000]])
+    assert np.abs(warp_points(corners, found.matrix) - warp_points(corners, true)).max() < 1.5
+
+
+@pytest.mark.parametrize("model", ["similarity", "affine"])
+def test_what_does_not_determine_a_map_is_said(rng, model):
+    points = rng.uniform(0, 1000, (100, 2))
+    noise = rng.uniform(0, 1000, (100, 2))
+    assert estimate_planar(points[:2], points[:2], model, EstimationConfig()).status == "too_few"
+    assert estimate_planar(points, noise, model, EstimationConfig()).status == "low_inliers"
+    line = np.stack([points[:, 0], 2 * points[:, 0]], axis=1)
+    assert estimate_planar(line, line, "affine", EstimationConfig()).status == "degenerate"
+    points[0] = np.nan
+    found = estimate_planar(points, points, model, EstimationConfig())
+    assert found.status == "ok" and found.inliers.tolist() == [False] + [True] * 99
+
+
+def test_a_similarity_does_not_mirror(rng):
+    points = rng.uniform(0, 1000, (100, 2))
+    mirrored = points * [-1, 1] + [1000, 0]
+    assert estimate_planar(points, mirrored, "affine", EstimationConfig()).status == "ok"
+    assert estimate_planar(points, mirrored, "similarity", EstimationConfig()).status == "low_inliers"
+
+
+def test_the_aligned_picture_is_the_other_one(pair):
+    (a, b), _, moved = pair
+    found = matcher.align(a, b, "nearest", max_keypoints=500)
+    picture = found.image()
+    assert found.found and picture.shape == (*moved.shape[:2], 4) and found.error < 0.5
+    inner = cv2.erode(picture[..., 3], np.ones((9, 9))) > 0
+    assert inner.mean() > 0.5
+    assert np.abs(picture[..., :3].astype(int) - moved)[inner].mean() < 4
+    assert found.image("difference")[inner].mean() < 4
+    board = found.image("checkerboard")
+    assert np.abs(board.astype(int) - moved)[inner].mean() < 12 and board.shape == moved.shape
+    grey = found.image("blend")[inner].astype(int)
+    assert np.ptp(grey, axis=1).mean() < 5
+    with pytest.raises(matcher.UsageError, match="unknown view 'sideways'"):
+        found.image("sideways")
+
+
+def test_orientations_of_both_files_are_respected(pair, tmp_path):
+    (_, b), pixels, moved = pair
+    turned = tmp_path / "turned.png"
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a viewer
+    PIL.Image.fromarray(np.rot90(pixels)).save(turned, exif=exif)
+    found = matcher.align(turned, b, "nearest", max_keypoints=500)
+    corner = np.array([[10.0, 20.0]])
+    np.testing.assert_allclose(
+        warp_points(corner, found.matrix_upright), warp_points(corner, HOMOGRAPHY), atol=1
+    )
+    picture = found.image()
+    inner = cv2.erode(picture[..., 3], np.ones((9, 9))) > 0
+    assert np.abs(picture[..., :3].astype(int) - moved)[inner].mean() < 5
+
+
+def test_beyond_the_horizon_nothing_is_covered():
+    image = matcher.Image(np.full((100, 100), 200, np.uint8), size=(100, 100))
+    steep = np.array([[1.0, 0, 0], [0, 1, 0], [0.02, 0, 1]])  # the horizon: x1 = 50
+    assert not lay_over(image, image, steep).covered[:, 52:].any()
+    assert lay_over(image, image, -steep).covered[50, 10]
+
+
+def test_a_small_copy_is_not_aliased():
+    fine = (np.indices((600, 600)).sum(0) % 2 * 255).astype(np.uint8)  # grey from far away
+    image = matcher.Image(fine, size=(600, 600))
+    small = matcher.Image(np.zeros((60, 60), np.uint8), size=(60, 60))
+    above = lay_over(image, small, np.diag([0.1, 0.1, 1])).above
+    assert np.abs(above[5:55, 5:55].astype(int) - 127).max() < 10
+
+
+def test_the_command_writes_all_views_and_prints_the_matrix(pair, tmp_path, capfd):
+    (a, b), _, _ = pair
+    files = {name: tmp_path / f"{name}.png" for name in ("output", "blend", "checkerboard", "difference")}
+    asked = [text for name, path in files.items() for text in (f"--{name}", path)]
+    quick = ("--preset", "nearest", "--max-keypoints", 500, "--model", "affine")
+    assert run("align", a, b, *asked, *quick) == 0
+    text = capfd.readouterr().out
+    assert "inliers of one affine map" in text and "# affine, x1 ~ H x0" in text
+    assert all(PIL.Image.open(path).size == (400, 300) for path in files.values())
+    assert PIL.Image.open(files["output"]).mode == "RGBA"
+    assert run("align", a, b, *quick, "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["model"] == "affine" and found["status"] == "ok" and len(found["matrix"]) == 3
+
+
+def test_nothing_is_overwritten_and_no_match_is_said(pair, tmp_path, capfd):
+    (a, b), _, _ = pair
+    quick = ("--preset", "nearest", "--max-keypoints", 200)
+    mine = tmp_path / "mine.png"
+    mine.write_bytes(b"mine")
+    assert run("align", a, b, "--output", mine, *quick) == 2
+    assert run("align", a, b, "--output", a, "--overwrite", *quick) == 2
+    assert "is an input" in capfd.readouterr().err and mine.read_bytes() == b"mine"
+    noise = tmp_path / "noise.png"
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 200), dtype=np.uint8)).save(noise)
+    out = tmp_path / "out.png"
+    assert run("align", a, noise, "--output", out, *quick) == 4
+    assert "not aligned" in capfd.readouterr().err and not out.exists()
+    found = matcher.align(a, noise, "nearest", max_keypoints=200)
+    with pytest.raises(matcher.UsageError, match="not aligned"):
+        found.image()
+
+
+def test_arguments_that_do_not_fit_are_refused(pair):
+    (a, b), _, _ = pair
+    with pytest.raises(matcher.UsageError, match="unknown model 'rigid'"):
+        matcher.align(a, b, "nearest", model="rigid")
+    with pytest.raises(matcher.UsageError, match="homography"):
+        matcher.align(a, b, "nearest", geometry="fundamental")
+    with pytest.raises(matcher.UsageError, match="a pipeline is complete"):
+        matcher.align(a, b, matcher.load("nearest"), max_keypoints=100)
