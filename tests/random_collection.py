@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
+from matcher.collection.descriptors import encode_features
+from matcher.collection.encoding import checksum, encode_pair
 from matcher.collection.records import StoredPair
 from matcher.collection.store import Store
-from matcher.collection.writer import ImageFacts, Writer
+from matcher.collection.writer import EncodedPair, ImageFacts, Writer
 from matcher.data.features import Features
 from matcher.data.matches import Matches, TwoViewGeometry
 
@@ -46,6 +48,19 @@ def pair(
     return StoredPair(name0, name1, matches, geometry, float(rng.random()))
 
 
+def put_features(writer: Writer, name: str, found: Features, facts: ImageFacts | None = None) -> None:
+    """Store the features of an image."""
+    writer.put_features(name, found, encode_features(found), facts or ImageFacts(""))
+
+
+def put_pair(writer: Writer, pair: StoredPair) -> None:
+    """Store the matches of two images that have keypoints."""
+    points = [writer.store.keypoints(name) for name in (pair.name0, pair.name1)]
+    data = encode_pair(pair.matches, pair.geometry, *points)
+    numbers = [writer.number(name) for name in (pair.name0, pair.name1)]
+    writer.put_pairs([EncodedPair(*numbers, pair.seconds, checksum(data), data)])
+
+
 def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int = 300) -> list[StoredPair]:
     """Make a store in `folder` with every pair of so many images; what was written."""
     Store.create(folder, SETTINGS, folder.parent / "photos").close()
@@ -54,10 +69,10 @@ def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int =
     written = []
     with Writer(folder) as writer, writer.transaction():
         for name, found in zip(names, made, strict=True):
-            writer.put_features(name, found, ImageFacts("0" * 64, scale=(0.5, 0.5)))
+            put_features(writer, name, found, ImageFacts("0" * 64, scale=(0.5, 0.5)))
         for i, name0 in enumerate(names):
             for j in range(i + 1, images):
                 points = [made[k].keypoints.numpy() for k in (i, j)]
                 written.append(pair(rng, name0, names[j], *points, matches))
-                writer.put_pair(written[-1])
+                put_pair(writer, written[-1])
     return written

@@ -14,10 +14,11 @@ from matcher.data.photos import data_folder
 from matcher.errors import UsageError
 from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
 from matcher.lab.evaluate.run import Method, evaluate
-from matcher.lab.pairs.protocols import protocol_of
+from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, PosePair
 from matcher.lab.pairs.sets import SetOptions, find_sets
 
 needs_bench = pytest.mark.skipif(not (data_folder() / "bench").is_dir(), reason="MATCHER_DATA has no bench/")
+KINDS = {"homography": HomographyPair, "pose": PosePair, "correspondences": CorrespondencePair}
 COUNTS = {
     "oxford_graf": [5],
     "opencv_pairs": [1, 1],
@@ -35,7 +36,7 @@ def test_every_folder_is_read_whole(name):
     assert [len(found) for found in sets] == COUNTS[name]
     for found in sets:
         for pair in found.pairs:
-            assert protocol_of(pair) == found.protocol
+            assert type(pair) is KINDS[found.protocol]
             assert pair.image0.path.is_file() and pair.image1.path.is_file()
 
 

@@ -18,7 +18,7 @@ from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
 from matcher.lab.pairs.depth import DepthCamera, depth_at, reproject
 from matcher.lab.pairs.multiview import overlap_of
-from matcher.lab.pairs.protocols import protocol_of
+from matcher.lab.pairs.protocols import DepthPair
 from matcher.lab.pairs.sets import SetOptions, data_folder, find_sets
 from matcher.verify.estimation import RobustEstimator
 
@@ -135,7 +135,7 @@ def test_what_stands_before_the_wall_hides_it(rendered):
 def test_rendered_views_are_two_sets(rendered):
     moved, relit = find_sets(str(rendered), SetOptions())
     assert (moved.protocol, len(moved), relit.protocol, len(relit)) == ("depth", 2, "homography", 1)
-    assert all(protocol_of(pair) == "depth" for pair in moved.pairs)
+    assert all(type(pair) is DepthPair for pair in moved.pairs)
     assert moved.pairs[0].groups == ("overlap 50–100 %", "angle 0–15°", "same light")
     assert moved.pairs[1].groups[2] == "different lights" and relit.pairs[0].group == "day and night"
     found = evaluate(moved, [Method("nearest", matcher.load("nearest", max_keypoints=400))], seeds=2)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from training_data import texture
 
-from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, quarter_turned, transfer
+from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, transfer
 from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
 from matcher.lab.pairs.lens import draw_lens
 from matcher.lab.pairs.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
@@ -98,17 +98,6 @@ def test_a_lens_and_a_new_framing_keep_positions_exact(surfaces):
     rays = turn.T @ np.linalg.inv(K) @ np.stack([x[:, 0], y[:, 0], np.ones(both.sum())])
     pixels = second.K @ rays
     assert np.abs(pixels[:2] / pixels[2] - direct[both].T).max() < 0.1
-
-
-def test_turned_pairs_carry_points_to_the_turned_place(photo_folder):
-    pair = Relief(photo_folder).pair(np.random.default_rng(1), (256, 256))
-    turned = quarter_turned(pair, 1)
-    seen = pair.positions0[0] >= 0
-    assert np.array_equal(turned.positions0[0][seen], 255 - pair.positions0[1][seen])
-    assert np.array_equal(np.rot90(turned.pixels1), pair.pixels1)
-    assert quarter_turned(pair, 4).positions1 is pair.positions1 or np.array_equal(
-        quarter_turned(pair, 4).positions1, pair.positions1
-    )
 
 
 @pytest.fixture

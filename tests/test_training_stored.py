@@ -57,7 +57,7 @@ def _write(folder: Path, wall, number: int) -> dict:
 def test_positions_between_stored_views_are_exact_and_unknown_depth_stays_unknown(root):
     stored = find_sets(root)[0]
     assert len(stored.pairs) == 3 and stored.place == "place"
-    view0, view1 = (read_view(stored, number) for number in (0, 1))
+    view0, view1 = (read_view(stored, number).grey() for number in (0, 1))
     positions = dense_positions(view0, view1)
     assert positions[:, 100, 200] == pytest.approx([200 - 300 * 0.3 / 3, 100], abs=0.02)
     assert positions[0, 5, 200] == UNKNOWN
@@ -97,7 +97,7 @@ def test_a_mixture_draws_its_sources_by_their_shares(root, tmp_path):
 @pytest.mark.skipif(not DATA.is_dir(), reason="no rendered views here")
 def test_rendered_views_agree_with_independent_matches():
     (stored,) = find_sets(DATA)
-    views = {number: read_view(stored, number) for number in set(stored.pairs[:30].ravel().tolist())}
+    views = {number: read_view(stored, number).grey() for number in set(stored.pairs[:30].ravel().tolist())}
     described = {number: described_by_sift(view.pixels) for number, view in views.items()}
     errors = [
         match_errors(described[i], described[j], dense_positions(views[i], views[j]))

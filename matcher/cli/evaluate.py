@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +11,15 @@ import typer
 
 import matcher
 from matcher.cli import options
-from matcher.cli.messages import complain, say, show, wants_progress
+from matcher.cli.exits import PARTIAL
+from matcher.cli.messages import complain, say, show
+from matcher.cli.progress import pair_progress
 
 if TYPE_CHECKING:
     from matcher.lab.evaluate.methods import MethodOptions
     from matcher.lab.evaluate.run import Method
     from matcher.lab.pairs.protocols import PairSet
 
-PARTIAL = 4
 _SUFFIXES = (".md", ".json")
 
 Where = Annotated[
@@ -79,9 +78,6 @@ Images = Annotated[
 Output = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Write the tables to this folder as SET.md and SET.json.")
 ]
-Threads = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads.  [default: all cores]")
-]
 
 
 def evaluate(
@@ -103,7 +99,7 @@ def evaluate(
     overwrite: options.Overwrite = False,
     precision: options.Precision = None,
     device: options.Device = "auto",
-    threads: Threads = None,
+    threads: options.Threads = None,
 ) -> int:
     """Measure the accuracy of presets on image pairs with ground truth.
 
@@ -118,7 +114,7 @@ def evaluate(
 
     FILE is a list of image pairs with intrinsics and poses, in the format of SuperGlue and glue-factory.
     """
-    _limit(threads)
+    options.limit_threads(threads)
     from matcher.lab.evaluate.methods import MethodOptions, build_methods
     from matcher.lab.pairs.sets import SetOptions, find_sets
 
@@ -159,7 +155,7 @@ def _measure(pair_set: PairSet, methods: list[Method], estimator_seeds: int, opt
     from matcher.lab.evaluate.run import evaluate as run
     from matcher.lab.evaluate.tables import BASELINE, as_markdown, as_object
 
-    with _progress(pair_set.name) as progress:
+    with pair_progress(pair_set.name) as progress:
         found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
     table = as_object(found, baseline=options.baseline or BASELINE, seed=options.seed)
     table["version"] = matcher.__version__
@@ -224,31 +220,3 @@ def _write(folder: Path, name: str, table: dict[str, object]) -> None:
         path = folder / f"{name}{suffix}"
         write_output(path, text.encode())
         say(f"wrote {path}")
-
-
-def _limit(threads: int | None) -> None:
-    """Torch and OpenCV read these variables when they are imported, which is later."""
-    if threads is not None:
-        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
-            os.environ[variable] = str(threads)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int], object]]:
-    """On standard error: a progress bar on a terminal, elsewhere a line for every tenth of the pairs."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not (console.is_terminal and wants_progress()):
-        yield lambda done, total: _say_progress(name, done, total)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _say_progress(name: str, done: int, total: int) -> None:
-    if done == total or (done * 10) // total > ((done - 1) * 10) // total:
-        say(f"{name}: {done} of {total} pairs")

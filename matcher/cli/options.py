@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -101,9 +102,21 @@ MaxPixels = Annotated[
         "--max-pixels", metavar="N", help="Refuse images of more than N pixels before decoding them."
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", min=1, help="Number of CPU threads.  [default: all cores]"),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing output even if matcher did not write it.")
 ]
+
+
+def limit_threads(count: int | None) -> None:
+    """Use so many CPU threads, if a number is given; to be called before torch and OpenCV are imported."""
+    from matcher.threads import thread_environment
+
+    if count is not None:
+        os.environ.update(thread_environment(count))
 
 
 def parse_camera(text: str | None, option: str) -> Camera | None:

@@ -1,4 +1,4 @@
-"""Progress of a collection's stages: bars on a terminal, lines elsewhere; on standard error."""
+"""Progress of long commands: bars on a terminal, lines elsewhere; on standard error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from matcher.cli.messages import say, wants_progress
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from matcher.collection.runner import StageProgress
 
 _LINE_SECONDS = 10.0  # between two lines where there is no terminal
@@ -19,22 +21,11 @@ _DOING = {"extract": "extracting images", "match": "matching pairs"}
 @contextmanager
 def stage_progress() -> Iterator[Callable[[StageProgress], None]]:
     """A callback for the `on_progress` of `Collection.run`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not (console.is_terminal and wants_progress()):
+    progress = _terminal_progress("{task.fields[rate]}")
+    if progress is None:
         yield ProgressLines(say)
         return
-    rate = TextColumn("{task.fields[rate]}")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        rate,
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
+    with progress as bars:
         tasks: dict[str, tuple[int, float]] = {}
 
         def update(now: StageProgress) -> None:
@@ -47,6 +38,36 @@ def stage_progress() -> Iterator[Callable[[StageProgress], None]]:
             bars.update(task, completed=now.done, total=now.total, rate=f"{rate}{failed}")
 
         yield update
+
+
+@contextmanager
+def pair_progress(name: str) -> Iterator[Callable[[int, int], object]]:
+    """A callback for the `progress` of an evaluation of the set `name`: pairs done, and their total."""
+    progress = _terminal_progress(transient=True)
+    if progress is None:
+        yield lambda done, total: _say_pairs(name, done, total)
+        return
+    with progress as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _say_pairs(name: str, done: int, total: int) -> None:
+    """A line for every tenth of the pairs."""
+    if done == total or (done * 10) // total > ((done - 1) * 10) // total:
+        say(f"{name}: {done} of {total} pairs")
+
+
+def _terminal_progress(*texts: str, transient: bool = False) -> Progress | None:
+    """Bars with these texts before the remaining time; None without a terminal or with `-q`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not (console.is_terminal and wants_progress()):
+        return None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *map(TextColumn, texts))
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=transient)
 
 
 class ProgressLines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -50,10 +49,6 @@ RunFolder = Annotated[
     ),
 ]
 TrainingDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Device to train on.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", metavar="N", min=1, help="Number of CPU threads; by default all cores."),
-]
 ViewWorkers = Annotated[
     int, typer.Option("--view-workers", metavar="N", min=1, help="Processes that render training views.")
 ]
@@ -95,7 +90,7 @@ def train(
     real: RealViews = None,
     run: RunFolder = None,
     device: TrainingDevice = "cpu",
-    threads: Threads = None,
+    threads: options.Threads = None,
     view_workers: ViewWorkers = 1,
     steps: Steps = None,
     batch_scale: BatchScale = 1,
@@ -105,9 +100,7 @@ def train(
     Run the same command again to continue after an interruption. Rendered views are kept in the cache
     (MATCHER_CACHE) for later runs.
     """
-    if threads:
-        # Read when torch is first imported, which is below.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    options.limit_threads(threads)
     import torch
 
     from matcher.cli.curve import write_curve

@@ -19,9 +19,9 @@ from typing import Any
 from matcher.collection.jobs import ImageEntry, Job, JobRunner, MatchJob, Outcome
 from matcher.collection.settings import Setup
 from matcher.collection.store import Store
-from matcher.collection.workers import THREAD_VARIABLES
 from matcher.data.features import Features
 from matcher.errors import UsageError, install_command
+from matcher.threads import thread_environment
 
 _QUEUED = 2  # jobs that an actor has before it
 _TICK = 0.5  # seconds after which the caller may do something else
@@ -73,7 +73,7 @@ class RayWorkers:
             num_gpus=1 if gpus else 0,
             max_restarts=-1,
             max_task_retries=1,
-            runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, str(threads or 1))},
+            runtime_env={"env_vars": thread_environment(threads or 1)},
         )
         self._actors = [actor.remote(setup) for _ in range(count or gpus or cores)]
         self._processes: dict[int, int] = {}  # of the actors, to see when one was replaced

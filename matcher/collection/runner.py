@@ -179,7 +179,7 @@ class _Extraction:
         ):
             writer.forget([outcome.name])  # its pairs name keypoints that are no more
         facts = ImageFacts(found.sha256, found.stamp, found.scale)
-        writer.put_record(outcome.name, found.features, outcome.record, facts)
+        writer.put_features(outcome.name, found.features, outcome.record, facts)
 
     def progress(self, total: int) -> StageProgress:
         return StageProgress("extract", self._done, self._failed, total)

@@ -25,8 +25,8 @@ from matcher.collection.jobs import Job, JobRunner, Outcome
 from matcher.collection.settings import Setup
 from matcher.collection.store import Store
 from matcher.errors import MatcherError, UsageError
+from matcher.threads import thread_environment
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _PROGRAM = "matcher.collection.worker"
 _QUEUED = 2  # jobs queued for a worker, so that it never waits for the next
 _STRIKES = 2  # deaths of its worker that make an item fail
@@ -164,7 +164,7 @@ class LocalWorkers:
 
     def _start(self, device: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        threads = dict.fromkeys(THREAD_VARIABLES, str(self._threads))
+        threads = thread_environment(self._threads)
         # The child finds the package where this process found it.
         paths = {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
         number = theirs.fileno()

@@ -14,11 +14,10 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from matcher.collection import schema
-from matcher.collection.descriptors import MAX_BYTES, DescriptorWriter, encode_features, file_path
-from matcher.collection.encoding import checksum, encode_camera, encode_keypoints, encode_pair
+from matcher.collection.descriptors import MAX_BYTES, DescriptorWriter, file_path
+from matcher.collection.encoding import checksum, encode_camera, encode_keypoints
 from matcher.collection.locking import StoreLock
 from matcher.collection.pair_choice import PairChoice
-from matcher.collection.records import StoredPair
 from matcher.collection.run_folder import check_writable
 from matcher.collection.store import Store
 from matcher.data.camera import Camera
@@ -134,12 +133,8 @@ class Writer:
         text = None if camera is None else json.dumps(encode_camera(camera))
         self.execute("UPDATE images SET camera = ? WHERE name = ?", (text, name))
 
-    def put_features(self, name: str, features: Features, facts: ImageFacts) -> None:
-        """Keypoints and descriptors of an image, which is added where it is new."""
-        self.put_record(name, features, encode_features(features), facts)
-
-    def put_record(self, name: str, features: Features, record: bytes, facts: ImageFacts) -> None:
-        """As `put_features`, with the descriptors encoded already."""
+    def put_features(self, name: str, features: Features, record: bytes, facts: ImageFacts) -> None:
+        """Keypoints and descriptors (`record`, from `encode_features`) of an image, added where it is new."""
         self.add_images([name])
         number = self.number(name)
         data = encode_keypoints(features.keypoints.numpy())
@@ -163,17 +158,6 @@ class Writer:
         sha256, stamp, _ = facts or ImageFacts("")
         sql = "UPDATE images SET status = 2, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
         self.execute(sql, (reason, sha256, stamp, name))
-
-    def put_pair(self, pair: StoredPair) -> None:
-        """A finished pair of images that have keypoints.
-
-        Raises:
-            ValueError: matches that do not fit the keypoints.
-        """
-        points = [self.store.keypoints(name) for name in (pair.name0, pair.name1)]
-        data = encode_pair(pair.matches, pair.geometry, *points)
-        numbers = [self.number(name) for name in (pair.name0, pair.name1)]
-        self.put_pairs([EncodedPair(*numbers, pair.seconds, checksum(data), data)])
 
     def put_pairs(self, pairs: Iterable[EncodedPair]) -> None:
         """Finished pairs; they no longer wait."""

@@ -109,11 +109,6 @@ def to_colmap(points: np.ndarray) -> np.ndarray:
     return points + np.asarray(HALF_PIXEL, dtype=points.dtype)
 
 
-def from_colmap(points: np.ndarray) -> np.ndarray:
-    """Points (…, 2) in COLMAP's pixels → stored pixels."""
-    return points - np.asarray(HALF_PIXEL, dtype=points.dtype)
-
-
 def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndarray) -> Any | None:
     """The verified matches of a pair with their model, None where there is none.
 

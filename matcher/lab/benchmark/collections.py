@@ -18,8 +18,8 @@ from matcher.collection.exporting.cameras import HALF_PIXEL
 from matcher.collection.exporting.colmap import import_pycolmap
 from matcher.collection.exporting.hloc import FEATURES, MATCHES, PAIRS, import_h5py, pair_key
 from matcher.collection.reconstruction.reconstruct import DATABASE, reconstruct
-from matcher.collection.workers import THREAD_VARIABLES
 from matcher.errors import UsageError
+from matcher.threads import thread_environment
 
 
 def measure_reconstruction(
@@ -185,7 +185,7 @@ def measure_workers(
         run = work / "timed"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(work / "features", run)
-        environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+        environment = {**os.environ, **thread_environment(threads)}
         arguments = [str(folder), str(run), str(count), str(threads), json.dumps(dict(options))]
         command = [sys.executable, "-m", "matcher.lab.benchmark.timed_run", *arguments]
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

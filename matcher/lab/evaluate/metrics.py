@@ -5,6 +5,8 @@ Errors are in pixels of the resized images; `scale0`, `scale1` are resized / sto
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from matcher.data.geometry import warp_points
@@ -94,9 +96,8 @@ def reprojection_errors(
 
     The error of a point beyond the horizon is infinite.
     """
-    forward = np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=-1) * scale1
-    backward = np.linalg.norm(warp_points(points1, np.linalg.inv(H_1_from_0)) - points0, axis=-1) * scale0
-    return np.nan_to_num((forward + backward) / 2, nan=np.inf)
+    error = _mean_of_directions(_matched_distances, points0, points1, H_1_from_0, scale0, scale1)
+    return np.nan_to_num(error, nan=np.inf)
 
 
 def reprojection_matrix(
@@ -107,9 +108,26 @@ def reprojection_matrix(
     scale1: float = 1.0,
 ) -> np.ndarray:
     """(N, M) float32: `reprojection_errors` of every keypoint (N, 2) with every keypoint (M, 2)."""
-    forward = distances(warp_points(points0, H_1_from_0), points1) * scale1
-    backward = distances(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0
+    return _mean_of_directions(distances, points0, points1, H_1_from_0, scale0, scale1)
+
+
+def _mean_of_directions(
+    distance: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    points0: np.ndarray,
+    points1: np.ndarray,
+    H_1_from_0: np.ndarray,
+    scale0: float,
+    scale1: float,
+) -> np.ndarray:
+    """The mean, over both directions, of a distance between warped points and points, in resized pixels."""
+    forward = distance(warp_points(points0, H_1_from_0), points1) * scale1
+    backward = distance(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0
     return (forward + backward) / 2
+
+
+def _matched_distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """(K,) Euclidean distances of (K, 2) and (K, 2)."""
+    return np.linalg.norm(points0 - points1, axis=-1)
 
 
 def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import cv2
 import numpy as np
 
 HIDDEN, UNKNOWN = -1e4, -2e4  # positions of pixels that are not seen, and of those of which nothing is known
@@ -49,12 +48,6 @@ class DensePair:
     def seen(self) -> float:
         """Share of all pixels of image 0 that are seen in image 1."""
         return float((self.positions0[0] >= 0).mean())
-
-    def swapped(self) -> DensePair:
-        """The same pair with image 1 first."""
-        return DensePair(
-            self.pixels1, self.pixels0, self.positions1, self.positions0, self.source, self.photos
-        )
 
 
 class PairSource(Protocol):
@@ -92,16 +85,3 @@ def transfer(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
     moved[~together] = np.nan
     state = np.where(together, SEEN_STATE, np.where(hidden, HIDDEN_STATE, UNKNOWN_STATE)).astype(np.int8)
     return moved.astype(np.float32), state
-
-
-def quarter_turned(pair: DensePair, turns: int) -> DensePair:
-    """The pair with picture 1 turned clockwise by `turns` quarter turns; its truth turns with it."""
-    positions0, positions1, pixels1 = pair.positions0, pair.positions1, pair.pixels1
-    for _ in range(turns % 4):
-        height = pixels1.shape[0]
-        seen = positions0[0] >= 0
-        x, y = positions0
-        positions0 = np.stack([np.where(seen, height - 1 - y, x), np.where(seen, x, y)])
-        positions1 = np.ascontiguousarray(np.rot90(positions1, -1, axes=(1, 2)))
-        pixels1 = cv2.rotate(pixels1, cv2.ROTATE_90_CLOCKWISE)
-    return DensePair(pair.pixels0, pixels1, positions0, positions1, pair.source, pair.photos)

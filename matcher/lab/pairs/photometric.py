@@ -9,6 +9,24 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
+LUMA = np.array([0.114, 0.587, 0.299], np.float32)  # weights of blue, green and red in a grey image
+
+
+def draw_grey_weights(rng: np.random.Generator, random_share: float, concentration: float = 1) -> np.ndarray:
+    """(3,) float32 weights of blue, green and red: `LUMA`, or random ones in `random_share` of the cases.
+
+    Args:
+        rng: the source of randomness.
+        random_share: from 0 to 1.
+        concentration: of the symmetric Dirichlet distribution of random weights; larger is closer to equal.
+    """
+    return rng.dirichlet((concentration,) * 3).astype(np.float32) if rng.random() < random_share else LUMA
+
+
+def to_grey(colour: np.ndarray, weights: np.ndarray = LUMA) -> np.ndarray:
+    """(H, W) uint8 from (H, W, 3) uint8 blue, green, red, by their weights (3,)."""
+    return cv2.transform(colour, weights[None])
+
 
 def degrade(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np.ndarray:
     """Photometric augmentation of (H, W[, 3]) uint8: gain, gamma, shading gradient, blur, noise and JPEG."""

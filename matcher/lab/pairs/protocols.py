@@ -103,18 +103,6 @@ class UnrelatedPair(_Pair):
 
 
 Pair = HomographyPair | PosePair | DepthPair | CorrespondencePair | UnrelatedPair
-_PROTOCOLS: dict[type, ProtocolName] = {
-    HomographyPair: "homography",
-    PosePair: "pose",
-    DepthPair: "depth",
-    CorrespondencePair: "correspondences",
-    UnrelatedPair: "unrelated",
-}
-
-
-def protocol_of(pair: Pair) -> ProtocolName:
-    """The protocol that a pair is evaluated by."""
-    return _PROTOCOLS[type(pair)]
 
 
 @dataclass(frozen=True, eq=False)

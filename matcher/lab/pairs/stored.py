@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import numpy as np
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.dense import DensePair
 from matcher.lab.pairs.framing import BORDER_SHARE, draw_framing
-from matcher.lab.pairs.photometric import augment, capture
+from matcher.lab.pairs.photometric import LUMA, augment, capture, draw_grey_weights, to_grey
 from matcher.lab.pairs.posed import (
     PosedView,
     dense_positions,
@@ -38,7 +38,6 @@ KEPT_VIEWS = 300  # in memory, 2 MB each
 PROBES = 64  # pixels by which a common place is looked for
 LEAST_COMMON = 0.08  # of the probes
 LEAST_SEEN = {"rendered": 0.1, "real": 0.015}  # of the pixels after framing; real ones are mostly unknown
-GREY = np.array([0.114, 0.587, 0.299], np.float32)
 ATTEMPTS = 200
 
 
@@ -104,22 +103,31 @@ def _pairs_of_groups(groups: list[int]) -> np.ndarray:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def read_view(stored: StoredSet, number: int, grey: np.ndarray = GREY) -> PosedView:
-    """A view of a set; `grey` (3,) mixes blue, green and red.
+@dataclass(frozen=True, eq=False)
+class ColourView:
+    """A view in colour, as it is kept in memory."""
+
+    colour: np.ndarray  # (H, W, 3) uint8 blue, green, red
+    inverse_depth: np.ndarray  # (H, W) float32, as in `PosedView`
+    K: np.ndarray
+    cam_from_world: np.ndarray
+
+    def grey(self, weights: np.ndarray = LUMA) -> PosedView:
+        """The view in grey, by the weights (3,) of blue, green and red."""
+        return PosedView(to_grey(self.colour, weights), self.inverse_depth, self.K, self.cam_from_world)
+
+
+def read_view(stored: StoredSet, number: int) -> ColourView:
+    """A view of a set.
 
     Raises:
-        IntegrityError: its picture or depth cannot be read.
+        IntegrityError: its image or depth map cannot be read.
     """
-    return _mixed(*_read(stored, number), grey)
-
-
-def _read(stored: StoredSet, number: int) -> tuple[np.ndarray, PosedView]:
-    """Colours (H, W, 3) uint8 and the view in grey."""
     view = stored.views[number]
     colour = cv2.imread(str(stored.folder / view["image"]), cv2.IMREAD_COLOR)
     depth = cv2.imread(str(stored.folder / view["depth"]), cv2.IMREAD_UNCHANGED)
     if colour is None or depth is None:
-        raise IntegrityError(f"{stored.folder / view['image']}: the picture or its depth cannot be read")
+        raise IntegrityError(f"{stored.folder / view['image']}: the image or its depth map cannot be read")
     z = depth.astype(np.float32) / 1000
     inverse = np.divide(1, z, out=np.zeros_like(z), where=z > 0)
     height, width = colour.shape[:2]
@@ -127,11 +135,7 @@ def _read(stored: StoredSet, number: int) -> tuple[np.ndarray, PosedView]:
     y = (np.arange(height, dtype=np.float32) / stored.step).clip(None, inverse.shape[0] - 1)
     inverse = sampled_inverse_depth(inverse, *(np.ascontiguousarray(a) for a in np.meshgrid(x, y)))
     K, pose = (np.array(view[key], dtype=np.float64) for key in ("K", "E"))
-    return colour, PosedView(np.zeros((0, 0), np.uint8), inverse, K, pose)
-
-
-def _mixed(colour: np.ndarray, view: PosedView, grey: np.ndarray) -> PosedView:
-    return replace(view, pixels=cv2.transform(colour, grey[None]).astype(np.uint8))
+    return ColourView(colour, inverse, K, pose)
 
 
 class StoredViews:
@@ -150,7 +154,7 @@ class StoredViews:
         self.source, self.sets = source, find_sets(root)
         weights = np.sqrt([len(each.pairs) for each in self.sets])
         self._weights = weights / weights.sum()
-        self._kept: OrderedDict[tuple[int, int], tuple[np.ndarray, PosedView]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], ColourView] = OrderedDict()
 
     def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
         """Two views, cut and zoomed around a place that both show; see `dense.PairSource`.
@@ -179,11 +183,10 @@ class StoredViews:
     def _view(self, number: int, view: int, rng: np.random.Generator) -> PosedView:
         key = (number, view)
         if key not in self._kept:
-            self._kept[key] = _read(self.sets[number], view)
+            self._kept[key] = read_view(self.sets[number], view)
             if len(self._kept) > KEPT_VIEWS:
                 self._kept.popitem(last=False)
-        grey = rng.dirichlet((2, 2, 2)).astype(np.float32) if rng.random() < 0.4 else GREY
-        return _mixed(*self._kept[key], grey)
+        return self._kept[key].grey(draw_grey_weights(rng, random_share=0.4, concentration=2))
 
 
 def framed_pair(

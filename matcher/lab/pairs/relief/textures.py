@@ -7,9 +7,9 @@ from functools import cache
 import cv2
 import numpy as np
 
+from matcher.lab.pairs.photometric import draw_grey_weights, to_grey
 from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
-GREY = np.array([0.114, 0.587, 0.299], np.float32)  # of blue, green and red
 SIDE = 384  # texels of the longer side of what is not a photo
 
 
@@ -24,8 +24,7 @@ def photo_texture(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator, long
     )
     window = photo[top : top + height, left : left + width]
     if window.ndim == 3:
-        weights = rng.dirichlet((1, 1, 1)).astype(np.float32) if rng.random() < 0.5 else GREY
-        window = cv2.transform(window, weights[None])
+        window = to_grey(window, draw_grey_weights(rng, random_share=0.5))
     scale = longer / max(window.shape)
     if scale < 1:
         window = cv2.resize(window, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
