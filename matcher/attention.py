@@ -222,6 +222,6 @@ class MultiHeadAttention(nn.Module):
         if mask is None and not causal:
             return self.out(merge_heads(self.score(q, k, v)))
         if self.score is not scaled_dot_product:
-            raise ValueError("masks and causality are for softmax attention")
+            raise ValueError("masks and causality need softmax attention: use score='softmax'")
         mask = mask if mask is None or mask.dim() < 3 else mask.unsqueeze(-3)
         return self.out(merge_heads(self.score(q, k, v, mask, causal=causal)))

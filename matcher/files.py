@@ -54,7 +54,7 @@ def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool =
         path: the file to be written.
         suffixes: the endings that are understood, such as ".json".
         overwrite: whether any existing file may be replaced; without it only one that carries our mark. Every
-            command passes False unless it was given --overwrite.
+            command passes False unless the user allowed it.
 
     Raises:
         UsageError: another suffix, a folder that is absent or cannot be written, a path that is a folder, or

@@ -135,7 +135,7 @@ def build_extractor(
     """
     if config.kind == "sift":
         if weights is not None:
-            raise UsageError("the front end sift has no weights; leave frontend_weights away")
+            raise UsageError("the front end sift has no weights; leave frontend_weights out")
         return SiftExtractor(config)
     dtype = DTYPES[resolve_precision(precision, torch.device(device))]
     fill = partial(fill_extractor, path=weights)
@@ -146,7 +146,9 @@ def _refuse_for_grid(given: Mapping[str, Any]) -> None:
     """A grid has all its cells, and the network that describes them lies in the matcher's weights."""
     for name in ("frontend_weights", "max_keypoints"):
         if name in given:
-            raise UsageError(f"this preset matches the cells of a grid, so {name} means nothing to it")
+            raise UsageError(
+                f"this preset matches the cells of a grid, so {name} has no effect; leave it out"
+            )
 
 
 def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:

@@ -62,13 +62,17 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
     """
     given = given_options(options)
     if GRID_KIND in (given.get("frontend"), config.extractor.kind) and given.keys() & {"frontend", "variant"}:
-        raise UsageError(f"the cells of a grid ({GRID_KIND}) and a front end cannot stand in for each other")
+        raise UsageError(
+            f"the cells of a grid ({GRID_KIND}) are no front end: leave frontend and variant out"
+        )
     values = to_dict(config)
     if isinstance(config.matcher, NearestConfig):
         _check_for_nearest(given, given.get("frontend", config.extractor.kind))
         fields = _FIELDS | _NEAREST
     elif "ratio" in given:
-        raise UsageError("ratio is for the presets without a network (nearest, nearest-learned)")
+        raise UsageError(
+            "ratio is for the presets without a network (nearest, nearest-learned); use match_threshold here"
+        )
     else:
         fields = _FIELDS | _NETWORK
     for name, (*tables, key) in fields.items():
@@ -82,6 +86,16 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         return replace(from_dict(PipelineConfig, values), matcher=matcher)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def option_at(path: str) -> str:
+    """The option that sets a value of a configuration, by the value's dotted path; other paths as they are.
+
+    >>> option_at("estimation.kind"), option_at("estimation.seed")
+    ('geometry', 'estimation.seed')
+    """
+    fields = [*_FIELDS.items(), *_NETWORK.items(), *_NEAREST.items()]
+    return next((name for name, steps in fields if ".".join(steps) == path), path)
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,4 +128,4 @@ def _check_for_nearest(given: dict[str, Any], front_end: str) -> None:
     if front_end != "learned" and given.get("precision", "auto") not in ("auto", "float32"):
         useless.append("precision")
     if useless:
-        raise UsageError(f"this preset has no network, so {useless[0]} has no effect")
+        raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")

@@ -262,7 +262,8 @@ class Pipeline:
         if kind != "essential":
             if camera0 is not None or camera1 is not None:
                 raise UsageError(
-                    f"cameras are for geometry 'essential' only; this pipeline estimates {kind!r}"
+                    f"cameras are for geometry 'essential' only, and this pipeline estimates {kind!r}: leave "
+                    "camera0 and camera1 out, or load it with geometry='essential'"
                 )
             return None
         if camera0 is None:

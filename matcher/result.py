@@ -104,7 +104,7 @@ class Result:
         return f"Result({names[0]} and {names[1]}: {count}{agree})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, geometry and seconds as plain values, ready for `json.dumps`; what `--json` prints."""
+        """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
         geometry = self.geometry
         pose = geometry.cam1_from_cam0
         return {

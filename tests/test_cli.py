@@ -335,7 +335,9 @@ def test_as_a_command(views, tmp_path):
 )
 def test_signals_end_a_command_with_a_word(name, number, code, words):
     text = (
-        "import sys, time, matcher.cli as cli\n"
+        "import signal, sys, time, matcher.cli as cli\n"
+        # A shell that starts the tests in the background has switched Ctrl-C off for all that they start.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"cli.COMMANDS['{name}'] = lambda: (print('ready', flush=True), time.sleep(30))\n"
         f"sys.exit(cli.main(['{name}']))\n"
     )

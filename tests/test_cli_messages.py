@@ -1,5 +1,6 @@
 """Help, messages and what the shell sees: `-h`, `-v`, `-q`, `--log`, completion, `matcher env`."""
 
+import ast
 import inspect
 import os
 import re
@@ -148,8 +149,33 @@ def test_messages_name_the_options_that_were_typed():
         "give --max-keypoints": "give --max-keypoints",
         "my_max_keypoints/max_keypoints.jpg": "my_max_keypoints/max_keypoints.jpg",
         "the weights hybrid are absent": "the weights hybrid are absent",
+        "a.png exists; replace it with overwrite=True": "a.png exists; replace it with --overwrite",
+        "load it with geometry='homography'": "load it with --geometry homography",
+        "changed: resize: 640 in the run, 480 now": "changed: --resize: 640 in the run, 480 now",
     }.items():
         assert in_options(text, options) == expected
+
+
+def test_the_library_names_arguments_not_options():
+    """Whole commands, between backticks, are the same for all; a lone option means nothing in Python."""
+    for path in sorted((ROOT / "matcher").rglob("*.py")):
+        if {"cli", "lab"} & set(path.relative_to(ROOT).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Raise):
+                text = "".join(part.value for part in ast.walk(node) if is_text(part))
+                assert not re.search(r"(?<!\w)--[a-z]", re.sub(r"`[^`]*`", "", text)), (path, text)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_only_near_names_are_suggested(views, capfd):
+    assert run("match", *views, "--foo", 1) == 2
+    assert "--log" not in capfd.readouterr().err
+    assert run("match", *views, "--keypoints", 1) == 2
+    assert "--max-keypoints" in capfd.readouterr().err
 
 
 def test_env_lists_every_variable_that_the_project_reads(capfd, monkeypatch):

@@ -293,7 +293,7 @@ def test_outputs_that_cannot_be(store, tmp_path):
         ("npz", "none/out.npz", "no folder"),
         ("kapture", "full", "not an empty folder"),
         ("kapture", "none/out", "no folder"),
-        ("abc", "out", "unknown format 'abc'; there are colmap, hloc"),
+        ("abc", "out", "unknown format 'abc'. Known: colmap, hloc"),
     ):
         with pytest.raises(UsageError, match=told):
             export(store, form, tmp_path / out)

@@ -109,11 +109,11 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
     run_dir = tmp_path / "run"
     assert collect(folder, run_dir, "--sequential", 1) == 0
     for options, name in (
-        (["--max-keypoints", 140], "config.extractor.max_keypoints: 150 in the run, 140 now"),
-        (["--resize", 150], "config.extractor.resize"),
-        (["--threshold", 0.3], "config.matcher.match_threshold"),
+        (["--max-keypoints", 140], "--max-keypoints: 150 in the run, 140 now"),
+        (["--resize", 150], "--resize: "),
+        (["--threshold", 0.3], "--threshold: "),
         (["--no-upright"], "upright: True in the run, False now"),
-        (["--shard", "1/2"], "shard: None in the run, 1/2 now"),
+        (["--shard", "1/2"], "--shard: None in the run, 1/2 now"),
         (["--masks", folder], "source.masks"),
     ):
         assert collect(folder, run_dir, *options) == 2
@@ -372,7 +372,7 @@ def test_lines_of_progress(capsys):
         "matching pairs: 4000",
         "matching pairs: 120 of 4000, 1 failed, 10.0/s, 6 min 28 s left",
         "matching pairs: 300 of 4000, 3 failed, 13.0/s, 4 min 44 s left",
-        "matching pairs: 4000 of 4000, 40 failed, 100.0/s, 0 s left",
+        "matching pairs: 4000 of 4000, 40 failed, 100.0/s, done in 40 s",
     ]
     now[0] = 0.0
     lines(StageProgress("match", 0, 0, 9))

@@ -244,5 +244,5 @@ def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monke
         for name in ("DISPLAY", "WAYLAND_DISPLAY"):
             monkeypatch.delenv(name, raising=False)
         assert track(folders[0], "--show") == 2
-        assert "--output FILE.rrd" in capfd.readouterr().err
+        assert "(FILE.rrd) instead" in capfd.readouterr().err
     assert not any(path.name.startswith(".r.rrd") for path in tmp_path.iterdir())

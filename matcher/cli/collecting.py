@@ -133,6 +133,11 @@ def _suggested(opened: Collection, limits: dict[str, int]) -> dict[str, Any]:
     return {"pairs": suggested} if suggested.arguments() else {}
 
 
+def _option_of(choice: PairChoice) -> str:
+    """The option that makes this choice."""
+    return f"--{choice.method}" if choice.neighbours is None else f"--{choice.method} {choice.neighbours}"
+
+
 def suggestion(choice: PairChoice, images: int) -> str:
     """Why these pairs were chosen, for the user."""
     if not choice.arguments():
@@ -141,9 +146,9 @@ def suggestion(choice: PairChoice, images: int) -> str:
             "--sequential or --similar to match them"
         )
     if not choice.by_default:
-        return f"new images are paired like the others: {choice}"
+        return f"new images are paired like the others: {_option_of(choice)}"
     what = "exhaustively" if choice.neighbours is None else "each with the most similar ones"
-    return f"no pairs were chosen, so the {images} images are matched {what} ({choice})"
+    return f"no pairs were chosen, so the {images} images are matched {what} ({_option_of(choice)})"
 
 
 def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Callable[[StageProgress], None]) -> None:

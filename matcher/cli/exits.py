@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import traceback
+from difflib import SequenceMatcher
 
 from matcher.cli.messages import LOGGER, complain
 from matcher.cli.running import Interrupted
@@ -15,6 +16,7 @@ from matcher.errors import MatcherError
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 _DEBUG = "MATCHER_DEBUG"
+_NEAR = 0.6  # likeness of two names, 0 to 1, from which one may be a slip of the other
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -31,6 +33,8 @@ def exit_code_of(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
     if hasattr(error, "show"):  # the parser's
+        if getattr(error, "possibilities", None):
+            error.possibilities = [name for name in error.possibilities if _near(name, error.option_name)]
         error.show()
         return USAGE
     if _out_of_resources(error):
@@ -47,6 +51,11 @@ def exit_code_of(error: BaseException) -> int:
 def _is_explained(error: BaseException) -> bool:
     """Whether the message is complete, so that a traceback would not help."""
     return isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted)) or hasattr(error, "show")
+
+
+def _near(option: str, typed: str) -> bool:
+    """Whether an option may be the one meant: the parser counts the dashes as alike, too."""
+    return SequenceMatcher(None, option.strip("-"), typed.strip("-")).ratio() >= _NEAR
 
 
 def _out_of_resources(error: BaseException) -> bool:

@@ -10,10 +10,10 @@ import typer
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import show
+from matcher.collection.exporting.formats import FORMATS
 
 if TYPE_CHECKING:
     from matcher.collection.exporting.cameras import CameraChoice
-
 
 GivenCamera = Annotated[
     str | None,
@@ -45,7 +45,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="File or folder to create.")],
     to: Annotated[
-        Literal["colmap", "hloc", "npz", "openmvg", "kapture"],
+        Literal[tuple(FORMATS)],
         typer.Option(
             "--to",
             help="Format. colmap writes a .db file and npz a .npz file; most formats fill a folder.",
@@ -57,7 +57,6 @@ def export(
     overwrite: options.Overwrite = False,
 ) -> int:
     """Export the keypoints and matches of a run to the files of another program."""
-    from matcher.collection.exporting.formats import FORMATS
     from matcher.collection.exporting.formats import export as write
     from matcher.collection.store import Store
 

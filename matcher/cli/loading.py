@@ -36,7 +36,7 @@ _DECLARED = {
 
 
 # What the library calls an option that has another name here.
-LIBRARY_NAMES = {"threshold": "match_threshold", "no_upright": "upright"}
+LIBRARY_NAMES = {"threshold": "match_threshold", "no_upright": "upright", "run": "run_dir"}
 
 
 def with_preset_options(command: Command) -> Command:

@@ -85,11 +85,12 @@ class ProgressLines:
             self._say(f"{_DOING[now.stage]}: {now.total}")
         elif now.done == now.total or time - self._last >= _LINE_SECONDS:
             self._last = time
-            rate = now.done / max(time - self._start, 1e-9)
+            elapsed = time - self._start
+            rate = now.done / max(elapsed, 1e-9)
             left = (now.total - now.done) / rate if rate else 0.0
+            times = f"{_duration(left)} left" if now.done < now.total else f"done in {_duration(elapsed)}"
             self._say(
-                f"{_DOING[now.stage]}: {now.done} of {now.total}, {now.failed} failed, {_rate(rate)}, "
-                f"{_duration(left)} left"
+                f"{_DOING[now.stage]}: {now.done} of {now.total}, {now.failed} failed, {_rate(rate)}, {times}"
             )
 
 

@@ -80,15 +80,19 @@ def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
 
 
 def in_options(text: str, options: dict[str, str]) -> str:
-    """A library message in which the user's options replace the library's own names.
+    """A library message in which the user's options replace the library's arguments.
 
-    Names that are also ordinary words, such as `resize`, are replaced only where they are the subject.
+    `overwrite=True` becomes `--overwrite`, and `geometry='none'` becomes `--geometry none`. A name alone is
+    replaced if it cannot be an ordinary word (`max_keypoints`); others, such as `resize`, only where they are
+    the subject of a sentence.
     """
     for name, option in options.items():
+        start = rf"(?<![\w./-]){name}"
+        text = re.sub(rf"{start}=True\b", option, text)
+        text = re.sub(rf"{start}='?([^\s;:)']+)'?", rf"{option} \g<1>", text)
         if re.search(r"[_\d]", name):
-            text = re.sub(rf"(?<![\w./-]){name}(?![\w./-])", option, text)
-        elif f"{name}=True" in text:
-            text = text.replace(f"{name}=True", option)
-        else:
-            text = re.sub(rf"(^|\bso ){name}(?= must | is | means | \d)", rf"\g<1>{option}", text)
+            text = re.sub(rf"{start}(?![\w./-])", option, text)
+        elif not option.startswith("--no-"):  # which means the opposite
+            subject = rf"(^|\bso |[:;] ){name}(?= must | is | means | does | \d|: )"
+            text = re.sub(subject, rf"\g<1>{option}", text)
     return text

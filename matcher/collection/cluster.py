@@ -1,6 +1,6 @@
 """A Ray cluster as the engine of a run: one actor per GPU or group of cores; only the driver writes.
 
-Actors are sent the features of the tile of images that their pairs come from, each once a node, through
+Actors are sent the features of the tile of images that their pairs come from, once per node, through
 Ray's object store; only extracting needs the photos where the actors are. Ray restarts an actor that died and
 tries its job once more; where that fails too, the items are tried one by one, and the culprit fails.
 
@@ -29,14 +29,14 @@ _HELD = 256  # images whose features the object store keeps
 
 
 class Actor:
-    """The code of an actor: a workbench that receives features with its jobs."""
+    """The code of an actor: a job runner that receives features with its jobs."""
 
     def __init__(self, setup: Setup) -> None:
         self._runner = JobRunner(setup, self._fetch)
         self._references: Mapping[int, Any] = {}
 
     def run(self, job: Job, references: Mapping[int, Any]) -> tuple[int, list[Outcome]]:
-        """This process, and an outcome an item; `references` are Ray's, of features by image."""
+        """This process, and an outcome per item; `references` are Ray's, of features by image."""
         self._references = references
         return os.getpid(), list(self._runner.run(job))
 
@@ -152,7 +152,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise UsageError(f"--engine ray needs Ray: {install_command('ray')}") from None
+        raise UsageError(f"the engine ray needs Ray: {install_command('ray')}") from None
     return ray
 
 

@@ -298,8 +298,8 @@ class Collection(StoredRun):
             if any(image.camera is not None for image in store.images()):
                 return  # pairs of images without one fail with that reason
         raise UsageError(
-            "geometry 'essential' needs the camera of every image, and none is known: give one for all "
-            "(--camera fx,fy,cx,cy), or one for each with Collection.set_cameras"
+            "geometry 'essential' needs the camera of every image, and none is known: give "
+            "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
         )
 
 

@@ -118,9 +118,9 @@ class HlocFeatures:
         try:
             import h5py
         except ModuleNotFoundError:
-            raise UsageError(f"--features needs h5py: {install_command('sfm')}") from None
+            raise UsageError(f"features in HDF5 need h5py: {install_command('sfm')}") from None
         if not self.file.is_file():
-            raise UsageError(f"{self.file} is not a file; check the path of --features")
+            raise UsageError(f"{self.file} is not a file; check the path of the features")
         try:
             file = h5py.File(self.file, "r")
         except OSError as error:
@@ -141,7 +141,7 @@ def find_source(
         return Photos(folder, None if masks is None else Path(masks), selection)
     if masks is not None:
         raise UsageError(
-            "--masks and --features cannot be combined: masks only affect the extraction of keypoints"
+            "masks and features cannot be combined: masks only affect the extraction of keypoints"
         )
     return HlocFeatures(folder, Path(features), selection)
 

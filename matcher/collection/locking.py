@@ -33,8 +33,8 @@ class StoreLock:
             self._connection.close()
             if (error.sqlite_errorcode & 0xFF) == sqlite3.SQLITE_BUSY:
                 raise UsageError(
-                    f"{folder} is being written by another run{_holder(folder)}; wait for it to end, or give "
-                    "this one a folder of its own (--run)"
+                    f"{folder} is being written by another run{_holder(folder)}; wait for it to end, or "
+                    "name another folder"
                 ) from None
             raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
         except BaseException:

@@ -1,4 +1,4 @@
-"""Joins the stores of the parts of a collection (`--shard`) into one, by image name."""
+"""Joins the stores of the parts (shards) of a collection into one, by image name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from matcher.collection.store import Store
 from matcher.collection.writer import DONE, TILE_BITS, EncodedPair, Writer
 from matcher.errors import IntegrityError, UsageError
 
+_SAME = "Only runs with the same settings can be joined"
 _ROWS = 2048  # pairs of a transaction
 _COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
 
@@ -39,18 +40,18 @@ def merge(
         IntegrityError: a store is damaged.
     """
     if any(run.resolve() == into.resolve() for run in runs):
-        raise UsageError(f"{into} is one of the runs to join; name another folder with --into")
+        raise UsageError(f"{into} is one of the runs to join; join them into another folder")
     with ExitStack() as stack:
         stores = [stack.enter_context(Store.open(run)) for run in runs]
         wanted = {**stores[0].settings, "shard": None}
         for store in stores:
-            refuse_changes(store.folder, {**store.settings, "shard": None}, wanted)
+            refuse_changes(store.folder, {**store.settings, "shard": None}, wanted, _SAME)
         there = [stack.enter_context(Store.open(into))] if (into / schema.DATABASE).exists() else []
         _refuse_changed_images([*there, *stores])
         if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
-        refuse_changes(into, writer.store.settings, wanted)
+        refuse_changes(into, writer.store.settings, wanted, _SAME)
         with writer.transaction():
             writer.add_images(sorted({name for store in stores for name in store.names().values()}))
         for store in stores:

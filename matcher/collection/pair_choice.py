@@ -28,10 +28,6 @@ class PairChoice:
             return {}
         return {self.method: True if self.neighbours is None else self.neighbours}
 
-    def __str__(self) -> str:
-        """As an option of the command line."""
-        return f"--{self.method}" if self.neighbours is None else f"--{self.method} {self.neighbours}"
-
     def to_json(self) -> str:
         """As the store keeps it."""
         return json.dumps(asdict(self))

@@ -33,8 +33,8 @@ def delete_store(run_dir: Path) -> None:
     """
     if not schema.is_store(run_dir / schema.DATABASE):
         raise UsageError(
-            f"{run_dir / schema.DATABASE} is no store of a matcher run, so --restart does not delete it: "
-            "move it away, or name another folder (--run)"
+            f"{run_dir / schema.DATABASE} is no store of a matcher run, so restart=True does not delete it: "
+            "move it away, or name another run_dir"
         )
     lock = StoreLock(run_dir)
     try:

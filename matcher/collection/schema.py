@@ -19,7 +19,7 @@ from matcher.errors import IntegrityError, UsageError
 DATABASE = "run.db"
 APPLICATION = 0x4D544352  # "MTCR"
 VERSION = 1
-DAMAGED = "is damaged; restore the run from a copy, or match it anew with --restart"
+DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
 _PAGE = 16384  # bytes; rows of 2 to 3 kB leave little of it empty
 _WAIT = 30.0  # seconds that a connection waits for another one's lock
 

@@ -15,6 +15,7 @@ from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
+from matcher.options import option_at
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.weights.published.catalogue import locate_front_end
@@ -88,7 +89,7 @@ def _plain(value: Any) -> Any:
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """The settings that differ, as text; empty if the run can continue."""
     return [
-        f"{name}: {_short(old)} in the run, {_short(new)} now"
+        f"{option_at(name.removeprefix('config.'))}: {_short(old)} in the run, {_short(new)} now"
         for name, old, new in _compared(stored, wanted, "")
         if old != new
     ]
@@ -108,8 +109,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:12]}…"
 
 
-def refuse_changes(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+_ANOTHER_RUN = "Use another run_dir for the new settings, or match everything again with restart=True"
+
+
+def refuse_changes(
+    run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str = _ANOTHER_RUN
+) -> None:
     """Refuse to mix results of different settings in one run.
+
+    Args:
+        run_dir: the run that exists.
+        stored, wanted: its settings, and those asked for.
+        remedy: what the message advises.
 
     Raises:
         UsageError: settings differ; the message names each.
@@ -123,10 +134,7 @@ def refuse_changes(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str
         reason = f"with other settings: {'; '.join(found[:_SHOWN])}" + (
             f"; and {more} more" if more > 0 else ""
         )
-    raise UsageError(
-        f"{run_dir} was made {reason}. Use another folder for the new settings (--run), or match everything "
-        "again with --restart"
-    )
+    raise UsageError(f"{run_dir} was made {reason}. {remedy}")
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:
@@ -140,4 +148,4 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     left, _, right = text.partition("/")
     if left.isdecimal() and right.isdecimal() and 1 <= int(left) <= int(right):
         return int(left), int(right)
-    raise UsageError(f"--shard must be i/n with i from 1 to n, such as 3/16, not {text!r}")
+    raise UsageError(f"shard must be i/n with i from 1 to n, such as 3/16, not {text!r}")

@@ -84,7 +84,7 @@ class LocalWorkers:
             UsageError: a system without sockets that a child inherits.
         """
         if os.name != "posix":
-            raise UsageError("worker processes need Linux or macOS; use --workers 0 here")
+            raise UsageError("worker processes need Linux or macOS; use workers=0 here")
         self.crashes = 0
         self._run_dir, self._setup, self._threads = run_dir, setup, threads
         self._strikes: Counter[Any] = Counter()

@@ -48,7 +48,7 @@ def decode(path: Path, max_pixels: int) -> Decoded:
         if width * height > max_pixels:
             raise ImageError(
                 f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
-                "make the image smaller or raise max_pixels (--max-pixels)"
+                "make the image smaller or raise max_pixels"
             )
         _tell_of_pages(image, path, name)
         with _decoding(path, name), _quiet(width * height):

@@ -100,9 +100,13 @@ def _nearest(queries: Tensor, candidates: Tensor, closeness: Tensor) -> tuple[Te
 def _check(features0: Features, features1: Features) -> None:
     kinds = (features0.kind, features1.kind)
     if "any" not in kinds and kinds[0] != kinds[1]:
-        raise UsageError(f"features of two front ends cannot be compared: {kinds[0]} and {kinds[1]}")
+        raise UsageError(
+            f"features of two front ends cannot be compared: {kinds[0]} and {kinds[1]}; use one for both"
+        )
     sizes = [f.descriptors.shape[-1] for f in (features0, features1)]
     if sizes[0] != sizes[1]:
-        raise UsageError(f"descriptors of two sizes cannot be compared: {sizes[0]} and {sizes[1]}")
+        raise UsageError(
+            f"descriptors of two sizes cannot be compared: {sizes[0]} and {sizes[1]}; use one front end"
+        )
     if features0.keypoints.dim() != 3 or features0.keypoints.shape[0] != features1.keypoints.shape[0]:
         raise UsageError("a matcher takes two batches of the same number of images; stack the features first")

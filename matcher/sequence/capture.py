@@ -57,9 +57,9 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
     if path.is_dir():
         return _folder(path, None if right is None else Path(right), rate)
     if right is not None:
-        raise UsageError(f"{source}: --right works with two folders of images, and this is not a folder")
+        raise UsageError(f"{source}: rectified pairs come from two folders of images, and this is no folder")
     if rate is not None:
-        raise UsageError(f"{source}: videos and cameras have their own timestamps; --fps is for folders")
+        raise UsageError(f"{source}: videos and cameras have their own timestamps; leave the frame rate out")
     if source.isdecimal() and not path.exists():
         return _camera(int(source))
     return _video(path)

@@ -33,7 +33,9 @@ def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
         pipeline = load(preset, **{"match_threshold": MATCH_THRESHOLD, **given})
     _need_fundamental(pipeline.config.estimation.kind)
     if pipeline.config.extractor.kind == GRID_KIND:
-        raise UsageError("a tracker follows keypoints; this preset has only the cells of a grid")
+        raise UsageError(
+            "a tracker follows keypoints, and this preset has only the cells of a grid; use another preset"
+        )
     return pipeline
 
 
@@ -41,7 +43,7 @@ def _need_fundamental(kind: str) -> None:
     if kind != "fundamental":
         raise UsageError(
             f"a tracker verifies its links by the fundamental matrix, not by geometry {kind!r}; leave "
-            "geometry away, and give a camera for poses"
+            "geometry out, and give a camera for poses"
         )
 
 

@@ -124,10 +124,10 @@ def _rerun() -> ModuleType:
     try:
         import rerun
     except ModuleNotFoundError as error:
-        raise UsageError(f"recordings and --show need rerun: {install_command('rerun')}") from error
+        raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun')}") from error
     return rerun
 
 
 def _need_display() -> None:
     if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
-        raise UsageError("there is no display for the viewer; write a recording instead: --output FILE.rrd")
+        raise UsageError("there is no display for the viewer; write a recording (FILE.rrd) instead")

@@ -137,4 +137,4 @@ def _listen(port: int) -> socket.socket:
             listening.close()
             continue
         return listening
-    raise UsageError(f"no port from {port} to {port + _PORTS - 1} is free; choose another one with --port")
+    raise UsageError(f"no port from {port} to {port + _PORTS - 1} is free; choose another port")

@@ -1,23 +1,19 @@
-"""The export formats by name."""
+"""The export formats by name; a writer is imported when it is used, so that help needs none of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from matcher.collection.exporting.cameras import CameraChoice
-from matcher.collection.exporting.colmap import write_colmap
-from matcher.collection.exporting.hloc import write_hloc
-from matcher.collection.exporting.kapture import write_kapture
-from matcher.collection.exporting.npz import write_npz
-from matcher.collection.exporting.openmvg import write_openmvg
 from matcher.collection.exporting.output import ExportReport, check_folder
-from matcher.errors import UsageError
+from matcher.errors import UsageError, unknown_name
 from matcher.files import check_output
 
 if TYPE_CHECKING:
+    from matcher.collection.exporting.cameras import CameraChoice
     from matcher.collection.store import Store
 
 
@@ -25,17 +21,22 @@ if TYPE_CHECKING:
 class Format:
     """How a run is exported to another program."""
 
-    write: Callable[..., ExportReport]
+    writer: str  # module and function, as "package.module:function"
     suffixes: tuple[str, ...] = ()  # of a file; a format without is a folder
     has_cameras: bool = False
 
+    @property
+    def write(self) -> Callable[..., ExportReport]:
+        """The function that writes a run, imported at first use."""
+        return resolve_name(self.writer)
+
 
 FORMATS = {
-    "colmap": Format(write_colmap, (".db",), has_cameras=True),
-    "hloc": Format(write_hloc),
-    "npz": Format(write_npz, (".npz",)),
-    "openmvg": Format(write_openmvg, has_cameras=True),
-    "kapture": Format(write_kapture, has_cameras=True),
+    "colmap": Format("matcher.collection.exporting.colmap:write_colmap", (".db",), has_cameras=True),
+    "hloc": Format("matcher.collection.exporting.hloc:write_hloc"),
+    "npz": Format("matcher.collection.exporting.npz:write_npz", (".npz",)),
+    "openmvg": Format("matcher.collection.exporting.openmvg:write_openmvg", has_cameras=True),
+    "kapture": Format("matcher.collection.exporting.kapture:write_kapture", has_cameras=True),
 }
 
 
@@ -66,9 +67,10 @@ def export(
     out = Path(out)
     kind = FORMATS.get(form)
     if kind is None:
-        raise UsageError(f"unknown format {form!r}; there are {', '.join(FORMATS)}")
+        raise UsageError(unknown_name("format", form, FORMATS))
     if choice is not None and not kind.has_cameras:
-        raise UsageError(f"{form} stores no cameras, so none can be given")
+        others = ", ".join(name for name, known in FORMATS.items() if known.has_cameras)
+        raise UsageError(f"{form} stores no cameras; leave them out, or export to one of {others}")
     if kind.suffixes:
         check_output(out, kind.suffixes, overwrite=overwrite)
         return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)

@@ -62,7 +62,8 @@ def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
     points = np.ascontiguousarray(store.keypoints(image.name), dtype=np.float32)
     if points.shape != (image.count, 2) or not np.isfinite(points).all():
         raise UsageError(
-            f"{image.name}: its {image.count} keypoints are damaged; run it again with --restart"
+            f"{image.name}: its {image.count} keypoints are damaged; restore the run from a copy, or "
+            "delete it and match again"
         )
     return points
 

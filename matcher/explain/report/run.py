@@ -84,7 +84,7 @@ def _write_pairs(
     if not rows:
         return links, left_out
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file; move it away, or name another page (--output)")
+        raise UsageError(f"{folder} is a file; move it away, or name another file for the page")
     folder.mkdir(exist_ok=True)
     wanted = {(row.name0, row.name1): number for number, row in enumerate(rows, 1)}
     images = {image.name: image for image in store.images()}

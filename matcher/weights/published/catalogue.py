@@ -136,8 +136,8 @@ def locate_front_end(config: ExtractorConfig) -> Path:
     if not rows:
         if config.kind not in (shipped := read_manifest()):
             raise IntegrityError(
-                f"no weights are known for the front end {config.kind!r}: give a file of them, by "
-                "--frontend-weights on the command line or frontend_weights= in Python"
+                f"no weights are known for the front end {config.kind!r}: give a file of them "
+                "as frontend_weights"
             )
         return verify(shipped[config.kind])
     return locate(next(row for row in rows if config.variant in (None, row.variant)))
