@@ -1,4 +1,4 @@
-"""Training of the front end: pictures, losses, steps and a whole small run."""
+"""Training of the front end: batches, losses, steps and a whole small run."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_data import write_photos
+from training_data import write_photos, write_views
 
 from matcher.cli import main
 from matcher.config import ExtractorConfig
@@ -16,12 +16,13 @@ from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
-from matcher.lab.pairs.dense import HIDDEN
+from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, DensePair, quarter_turned, transfer
 from matcher.lab.pairs.planes import NOTHING, View, plane_positions
+from matcher.lab.pairs.sources import SourceShares, build_mixture
 from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.keypoints import losses
-from matcher.lab.train.keypoints.pictures import PictureSampler, turned
-from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe, PictureRecipe, SmallScene
+from matcher.lab.train.keypoints.batches import BatchSampler
+from matcher.lab.train.keypoints.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
 from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
 from matcher.lab.train.loop import RunOptions
@@ -34,7 +35,7 @@ TINY = FrontEndRecipe(
     trains="front end",
     name="small",
     scene=SmallScene(width=96, height=64),
-    picture=PictureRecipe(pairs_per_batch=2),
+    batch=BatchRecipe(pairs=2),
     optimiser=KeypointRecipe(steps=4, warmup_steps=2, points=60, described=40),
     validate_every=2,
     validation_pairs=2,
@@ -45,7 +46,7 @@ TINY_TOML = """
 trains = "front end"
 name = "small"
 scene = {width = 96, height = 64}
-picture.pairs_per_batch = 2
+batch.pairs = 2
 optimiser = {steps = 4, warmup_steps = 2, points = 60, described = 40}
 validate_every = 2
 validation_pairs = 2
@@ -64,8 +65,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sampler(folder) -> PictureSampler:
-    return PictureSampler(PhotoSet(find_images(folder / "photos"), colour=True), TINY)
+def sampler(folder) -> BatchSampler:
+    return sampler_of(folder, TINY)
+
+
+def sampler_of(folder: Path, recipe: FrontEndRecipe) -> BatchSampler:
+    photos = PhotoSet(find_images(folder / "photos"), colour=True)
+    return BatchSampler(build_mixture(photos, recipe.sources.shares(), scene=recipe.scene), recipe)
 
 
 def flat(homography: np.ndarray, height: int = 60, width: int = 80) -> View:
@@ -86,24 +92,27 @@ def test_places_follow_the_homographies(rng):
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_turned_view_shows_the_same_in_other_places(rng, turns):
+def test_a_turned_image_shows_the_same_elsewhere(rng, turns):
     pixels = rng.integers(0, 256, (64, 64)).astype(np.uint8)
-    view = View(pixels, np.zeros_like(pixels), np.array([[[1.1, 0, 3], [0, 0.9, -2], [0, 0, 1.0]]]))
-    other = turned(view, turns)
-    places = plane_positions(view, other)
-    column, row = np.rint(places).astype(int)
-    np.testing.assert_allclose(places, [column, row], atol=1e-3)
-    assert bool((other.pixels[row, column] == view.pixels).all())
-    assert (turns == 0) == np.array_equal(other.pixels, pixels)
+    H = np.array([[1.1, 0, 3], [0, 0.9, -2], [0, 0, 1.0]])
+    view = flat(np.eye(3), 64, 64), flat(H, 64, 64)
+    known = plane_positions(*view), plane_positions(*view[::-1])
+    pair = quarter_turned(DensePair(pixels, pixels, *known), turns)
+    assert (turns == 0) == np.array_equal(pair.pixels1, pixels)
+    y, x = np.nonzero(pair.positions0[0] >= 0)
+    there = pair.positions0[:, y, x].T
+    back, state = transfer(there, pair.positions1)
+    certain = state == SEEN_STATE
+    assert certain.mean() > 0.8
+    np.testing.assert_allclose(back[certain], np.column_stack([x, y])[certain], atol=0.1)
     # Clockwise, as y points down: what was on the right comes to the bottom.
     if turns == 1:
-        assert bool((other.pixels[-1] == pixels[::-1, -1]).all())
+        assert bool((pair.pixels1[-1] == pixels[::-1, -1]).all())
 
 
 def test_some_pairs_are_turned(folder):
-    scene, picture = SmallScene(width=64, height=64), PictureRecipe(pairs_per_batch=8, turned_share=0.7)
-    recipe = replace(TINY, scene=scene, picture=picture)
-    batch = PictureSampler(PhotoSet(find_images(folder / "photos"), colour=True), recipe).batch(0)
+    scene, shape = SmallScene(width=64, height=64), BatchRecipe(pairs=8, turned_share=0.7)
+    batch = sampler_of(folder, replace(TINY, scene=scene, batch=shape)).batch(0)
     assert batch.turns[::2].tolist() == [0] * 8
     assert 0 < int((batch.turns[1::2] > 0).sum()) < 8
 
@@ -126,6 +135,19 @@ def test_batches_repeat_and_differ(sampler):
     assert torch.equal(prepared[0].pixels, first.pixels) and torch.equal(prepared[1].pixels, other.pixels)
 
 
+def test_a_run_trains_on_relief_and_stored_views(folder, tmp_path):
+    write_views(tmp_path / "views" / "place_1", 1)
+    recipe = replace(TINY, sources=SourceShares(planes=0.0, relief=1.0, real=1.0), validation_pairs=1)
+    options = RunOptions(folder / "photos", None, tmp_path / "run", real=tmp_path / "views")
+    assert train_front_end(recipe, options, lambda line: None).exists()
+    with pytest.raises(UsageError, match=r"sources\.rendered"):
+        train_front_end(
+            replace(recipe, sources=SourceShares(rendered=1.0)),
+            RunOptions(folder / "photos", None, tmp_path / "other"),
+            lambda line: None,
+        )
+
+
 def test_places_of_a_pair_lead_back(sampler):
     batch = sampler.batch(0)
     points = torch.stack(torch.meshgrid(torch.arange(8.0, 88), torch.arange(8.0, 56), indexing="xy"), -1)
@@ -142,20 +164,39 @@ def test_partners_swap_the_pictures_of_each_pair():
     assert losses.other_of_pair(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
 
 
-def test_description_loss_wants_each_descriptor_at_its_place():
-    own = torch.nn.functional.normalize(
-        torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), dim=-1
-    )
-    points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * 20
-    valid = torch.ones(2, 5, dtype=torch.bool)
+def described(own: torch.Tensor, there: torch.Tensor, spacing: float = 20.0) -> losses.Described:
+    points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * spacing
+    return losses.Described(own, there, points, points, torch.ones(2, 5, dtype=torch.bool))
+
+
+def random_descriptors(seed: int) -> torch.Tensor:
+    values = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(values, dim=-1)
+
+
+def test_description_loss_wants_each_descriptor_at_its_position():
+    own = random_descriptors(0)
+    own = own[:1].expand(2, 5, 8)  # both images show the same
+    valid, chosen = torch.ones(2, 5, dtype=torch.bool), torch.arange(5)
     scale = torch.tensor(20.0)
-    right = losses.description_loss(own, own, points, points, valid, scale, 4.0)
-    wrong = losses.description_loss(own, own.roll(1, 1), points, points, valid, scale, 4.0)
+    right = losses.description_loss(described(own, own), chosen, valid, scale, 4.0)
+    wrong = losses.description_loss(described(own, own.roll(1, 1)), chosen, valid, scale, 4.0)
     assert right < 0.5 < wrong
-    crowded = losses.description_loss(own, own.roll(1, 1), points / 20, points / 20, valid, scale, 40.0)
-    assert float(crowded) == pytest.approx(0, abs=1e-5)  # nothing is left to tell apart
-    nobody = losses.description_loss(own, own, points, points, ~valid, scale, 4.0)
-    assert float(nobody) == 0
+    crowded = described(own, own.roll(1, 1), spacing=1.0)
+    assert float(losses.description_loss(crowded, chosen, valid, scale, 40.0)) == pytest.approx(0, abs=1e-5)
+    assert float(losses.description_loss(described(own, own), chosen, ~valid, scale, 4.0)) == 0
+
+
+def test_keypoints_that_are_not_supervised_are_negatives():
+    own = random_descriptors(0)[:1].expand(2, 5, 8)
+    chosen, valid, scale = torch.arange(2), torch.ones(2, 2, dtype=torch.bool), torch.tensor(20.0)
+    alike = torch.cat([own[:, :4], own[:, :1]], dim=1)  # the last keypoint looks like the first
+    apart = losses.description_loss(described(own, own), chosen, valid, scale, 4.0)
+    confused = losses.description_loss(described(alike, alike), chosen, valid, scale, 4.0)
+    assert confused > apart + 0.5
+    absent = described(alike, alike)
+    absent.held[:, 4] = False
+    assert losses.description_loss(absent, chosen, valid, scale, 4.0) < apart + 0.1
 
 
 def test_refinement_and_reliability_by_hand():
@@ -267,8 +308,8 @@ def test_recipes_of_both_kinds_are_told_apart(folder, tmp_path):
         ('trains = "matcher"', "trains"),
         ('trains = "front end"\nscene = {width = 100}', "multiples of 16"),
         ('trains = "front end"\noptimiser.described = 500', "optimiser.described"),
-        ('trains = "front end"\npicture.mixed_share = 2', "picture.mixed_share"),
-        ('trains = "front end"\npicture.turned_share = 0.5', "square"),
+        ('trains = "front end"\nsources.planes = -1', "sources"),
+        ('trains = "front end"\nbatch.turned_share = 0.5', "square"),
         ('trains = "front end"\npair = {}', "unknown key pair"),
     ]:
         (tmp_path / "bad.toml").write_text(change)

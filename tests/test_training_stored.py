@@ -1,20 +1,16 @@
 """Sets of views on disk, and mixtures of sources."""
 
-import json
 import os
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
-from training_data import texture, write_photos
+from training_data import write_photos, write_views
 
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.dense import HIDDEN, UNKNOWN
 from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
 from matcher.lab.pairs.posed import dense_positions
-from matcher.lab.pairs.relief.render import ViewCamera, render
-from matcher.lab.pairs.relief.surfaces import rectangle
 from matcher.lab.pairs.sources import Mixture, Planes, build_mixture
 from matcher.lab.pairs.stored import StoredViews, find_sets, read_view
 from matcher.lab.pairs.textures import PhotoSet
@@ -27,31 +23,8 @@ def root(tmp_path_factory) -> Path:
     """Two sets of three views of walls; depth of every second pixel, with a hole in it."""
     root = tmp_path_factory.mktemp("views")
     for place in range(2):
-        folder = root / f"place_{place}"
-        folder.mkdir()
-        picture = texture(np.random.default_rng(place), 600, 600, finest=6)
-        wall = rectangle(picture, np.array([0, 0, 3.0]), np.array([5.0, 0, 0]), np.array([0, 5.0, 0]))
-        views = [_write(folder, wall, number) for number in range(3)]
-        content = {"depth_step": 2, "views": views}
-        (folder / "cameras.json").write_text(json.dumps(content), encoding="utf-8")
+        write_views(root / f"place_{place}", place)
     return root
-
-
-def _write(folder: Path, wall, number: int) -> dict:
-    K = np.array([[300.0, 0, 159.5], [0, 300.0, 119.5], [0, 0, 1]])
-    camera = ViewCamera(K, np.eye(3), -np.array([0.3 * number, 0, 0]), (320, 240))
-    view = render([wall], camera, np.zeros((240, 320), np.uint8))
-    cv2.imwrite(str(folder / f"{number}.png"), np.stack([view.pixels] * 3, -1))
-    depth = np.rint(1000 / view.inverse_depth[::2, ::2]).astype(np.uint16)
-    depth[:10] = 0
-    cv2.imwrite(str(folder / f"{number}_depth.png"), depth)
-    return {
-        "image": f"{number}.png",
-        "depth": f"{number}_depth.png",
-        "group": 0,
-        "K": K.tolist(),
-        "E": camera.cam_from_world.tolist(),
-    }
 
 
 def test_positions_between_stored_views_are_exact_and_unknown_depth_stays_unknown(root):

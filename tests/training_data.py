@@ -1,5 +1,6 @@
 """Small textures, scenes and batches for the tests of training."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig
 from matcher.data.features import Features
 from matcher.data.matches import UNMATCHED
 from matcher.lab.pairs.planes import NOTHING, Plane, SceneRecipe, View
+from matcher.lab.pairs.relief.render import ViewCamera, render
+from matcher.lab.pairs.relief.surfaces import Surface, rectangle
 from matcher.lab.train.labels import IGNORED, PairBatch
 from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe
 from matcher.lab.train.views import LABEL_STRIDE, CachedView
@@ -45,6 +48,33 @@ def write_photos(folder: Path, count: int, seed: int = 0) -> Path:
     for number in range(count):
         cv2.imwrite(str(folder / f"{number:02d}.png"), texture(np.random.default_rng([seed, number])))
     return folder
+
+
+def write_views(folder: Path, seed: int) -> None:
+    """A set of three stored views of a wall; depth of every second pixel, with a hole in it."""
+    folder.mkdir(parents=True)
+    pixels = texture(np.random.default_rng(seed), 600, 600, finest=6)
+    wall = rectangle(pixels, np.array([0, 0, 3.0]), np.array([5.0, 0, 0]), np.array([0, 5.0, 0]))
+    views = [_write_view(folder, wall, number) for number in range(3)]
+    content = {"depth_step": 2, "views": views}
+    (folder / "cameras.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _write_view(folder: Path, wall: Surface, number: int) -> dict:
+    K = np.array([[300.0, 0, 159.5], [0, 300.0, 119.5], [0, 0, 1]])
+    camera = ViewCamera(K, np.eye(3), -np.array([0.3 * number, 0, 0]), (320, 240))
+    view = render([wall], camera, np.zeros((240, 320), np.uint8))
+    cv2.imwrite(str(folder / f"{number}.png"), np.stack([view.pixels] * 3, -1))
+    depth = np.rint(1000 / view.inverse_depth[::2, ::2]).astype(np.uint16)
+    depth[:10] = 0
+    cv2.imwrite(str(folder / f"{number}_depth.png"), depth)
+    return {
+        "image": f"{number}.png",
+        "depth": f"{number}_depth.png",
+        "group": 0,
+        "K": K.tolist(),
+        "E": camera.cam_from_world.tolist(),
+    }
 
 
 def cached(view: View, points: np.ndarray, rng: np.random.Generator) -> CachedView:

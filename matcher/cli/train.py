@@ -150,9 +150,8 @@ def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRec
 
 def enlarged(recipe: Recipe | FrontEndRecipe, scale: int) -> Recipe | FrontEndRecipe:
     """The recipe with batches `scale` times as large."""
-    if hasattr(recipe, "picture"):
-        pairs = scale * recipe.picture.pairs_per_batch
-        return replace(recipe, picture=replace(recipe.picture, pairs_per_batch=pairs))
+    if hasattr(recipe, "batch"):
+        return replace(recipe, batch=replace(recipe.batch, pairs=scale * recipe.batch.pairs))
     points = scale * recipe.pair.points_per_batch
     return replace(recipe, pair=replace(recipe.pair, points_per_batch=points))
 

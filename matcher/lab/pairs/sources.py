@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cv2
@@ -21,6 +21,20 @@ from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 HARSH_SHARE = 0.25  # of plane views, changed as between day and night
 LEAST_SEEN = 0.15
 ATTEMPTS = 50
+
+
+@dataclass(frozen=True)
+class SourceShares:
+    """Shares of the sources in a mixture; any positive numbers."""
+
+    planes: float = 0.0
+    relief: float = 1.0
+    rendered: float = 0.0  # of stored rendered views
+    real: float = 0.0  # of stored views of real places
+
+    def shares(self) -> dict[str, float]:
+        """By the names of the sources."""
+        return {name: getattr(self, name) for name in ("planes", "relief", "rendered", "real")}
 
 
 class Planes:

@@ -182,11 +182,12 @@ class StoredViews:
 
     def _view(self, number: int, view: int, rng: np.random.Generator) -> PosedView:
         key = (number, view)
-        if key not in self._kept:
-            self._kept[key] = read_view(self.sets[number], view)
+        kept = self._kept.get(key)  # several threads draw pairs, so that it may be gone a moment later
+        if kept is None:
+            kept = self._kept[key] = read_view(self.sets[number], view)
             if len(self._kept) > KEPT_VIEWS:
                 self._kept.popitem(last=False)
-        return self._kept[key].grey(draw_grey_weights(rng, random_share=0.4, concentration=2))
+        return kept.grey(draw_grey_weights(rng, random_share=0.4, concentration=2))
 
 
 def framed_pair(

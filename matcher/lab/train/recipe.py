@@ -9,27 +9,20 @@ from pathlib import Path
 
 from matcher.config import NetworkConfig, to_dict
 from matcher.lab.pairs.planes import SceneRecipe
+from matcher.lab.pairs.sources import SourceShares
 
 DESCRIPTOR_DIMS = {"sift": 128, "learned": 64}  # of the front ends that describe training views
 
 
 @dataclass(frozen=True)
-class SourceRecipe:
-    """Pairs of pictures beside the scenes: relief and planes made of photos, rendered rooms, real places."""
+class SourceRecipe(SourceShares):
+    """Pairs beside those of the scenes: relief and planes made of photos, rendered rooms, real places."""
 
-    pairs: int = 0  # to make; each is used several times, with other points of it
+    pairs: int = 0  # to make; each is used several times, with other keypoints of it
     share: float = 0.0  # of the pairs to train on
-    planes: float = 0.0  # shares of the sources, any positive numbers
-    relief: float = 1.0
-    rendered: float = 0.0  # of the views in the folder given by --rendered
-    real: float = 0.0  # and by --real
     width: int = 640
     height: int = 480
     max_keypoints: int = 1024
-
-    def shares(self) -> dict[str, float]:
-        """By the names of the sources."""
-        return {name: getattr(self, name) for name in ("planes", "relief", "rendered", "real")}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""What makes points found again, exact, and told apart. Pictures 2b and 2b + 1 of a batch are a pair."""
+"""Losses for repeatable, exact and distinctive keypoints. Images 2b and 2b + 1 of a batch are a pair."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 
 from matcher.extract.learned import sample
 
-_BARRED = -1e4  # a logit of no probability
+_MASKED = -1e4  # a logit without probability
 
 
 def other_of_pair(values: Tensor) -> Tensor:
@@ -43,25 +45,50 @@ def reliability_loss(logits: Tensor, found: Tensor, seen: Tensor) -> Tensor:
     return mean_of(binary_cross_entropy_with_logits(logits, found.float(), reduction="none"), seen)
 
 
+@dataclass(frozen=True)
+class Described:
+    """Keypoints of 2B images with their descriptors; images 2b and 2b + 1 are a pair."""
+
+    own: Tensor  # (2B, K, D) descriptors
+    transferred: Tensor  # (2B, K, D) of the same points at their positions in the other image
+    positions: Tensor  # (2B, K, 2)
+    moved: Tensor  # (2B, K, 2) positions in the other image
+    held: Tensor  # (2B, K) bool, keypoints that exist
+
+
 def description_loss(
-    own: Tensor, there: Tensor, points: Tensor, moved: Tensor, valid: Tensor, scale: Tensor, apart: float
+    points: Described, chosen: Tensor, visible: Tensor, scale: Tensor, apart: float
 ) -> Tensor:
-    """Negative log likelihood (dual softmax) that a descriptor finds that of its place in the other picture.
+    """Negative log likelihood (dual softmax) that a descriptor matches its own in the other image.
+
+    Negatives are the other chosen points and every keypoint that was detected, in this image and in the other
+    one, whether it is visible in both or not.
 
     Args:
-        own: (2B, N, D) descriptors of points.
-        there: (2B, N, D) of the same points in the other picture.
-        points: (2B, N, 2), and `moved` where they lie in the other picture.
-        valid: (2B, N) bool, points that are seen there.
+        points: all keypoints.
+        chosen: (N,) int64, those that are supervised.
+        visible: (2B, N) bool, which of them are visible in the other image.
         scale: of the similarities.
-        apart: pixels; nearer points are not told apart.
+        apart: pixels; the descriptors of nearer points need not differ.
     """
-    near = (torch.cdist(points, points) < apart) | (torch.cdist(moved, moved) < apart)
-    barred = near | ~valid[:, None] | ~valid[:, :, None]
-    barred &= ~torch.eye(points.shape[1], dtype=torch.bool, device=points.device)
-    similarity = (scale * own @ there.mT).masked_fill(barred, _BARRED)
-    log_p = similarity.log_softmax(1) + similarity.log_softmax(2)
-    return mean_of(-log_p.diagonal(dim1=1, dim2=2), valid)
+    own, moved = points.own[:, chosen], points.moved[:, chosen]
+    there = points.transferred[:, chosen]
+    itself = torch.zeros(len(chosen), points.own.shape[1], dtype=torch.bool, device=own.device)
+    itself[torch.arange(len(chosen)), chosen] = True
+    # Each chosen point against its position in the other image, those of the others, and the keypoints there.
+    near = (torch.cdist(moved, moved) < apart) | ~visible[:, None]
+    near &= ~torch.eye(len(chosen), dtype=torch.bool, device=own.device)
+    others = other_of_pair(points.positions)
+    taken = (torch.cdist(moved, others) < apart) | ~other_of_pair(points.held)[:, None]
+    similarity = torch.cat([own @ there.mT, own @ other_of_pair(points.own).mT], dim=2)
+    similarity = (scale * similarity).masked_fill(torch.cat([near, taken], dim=2), _MASKED)
+    forth = similarity.log_softmax(2)[:, :, : len(chosen)].diagonal(dim1=1, dim2=2)
+    # Each position in the other image against the keypoints of this one.
+    taken = torch.cdist(points.positions[:, chosen], points.positions) < apart
+    taken = (taken | ~points.held[:, None]) & ~itself
+    similarity = (scale * there @ points.own.mT).masked_fill(taken, _MASKED)
+    back = similarity.log_softmax(2)[:, itself]
+    return mean_of(-(forth + back), visible)
 
 
 def mean_of(values: Tensor, chosen: Tensor) -> Tensor:

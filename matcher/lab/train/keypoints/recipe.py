@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from matcher.lab.pairs.planes import SceneRecipe
+from matcher.lab.pairs.sources import SourceShares
 
 
 @dataclass(frozen=True)
 class SmallScene(SceneRecipe):
-    """Scenes in smaller pictures, turned further."""
+    """Scenes in smaller images, rolled further."""
 
     width: int = 320
     height: int = 240
@@ -19,16 +20,12 @@ class SmallScene(SceneRecipe):
 
 
 @dataclass(frozen=True)
-class PictureRecipe:
-    """Pairs of pictures, rendered anew for every batch."""
+class BatchRecipe:
+    """Batches of pairs, drawn anew at every step."""
 
-    pairs_per_batch: int = 8
-    min_overlap: float = 0.2  # share of a picture that the other one shows
-    least_crop: float = 0.5  # photos are cut to a window of this share of their sides, or larger
-    mixed_share: float = 0.6  # views whose grey is a mixture of the colours of its own
-    harsh_share: float = 0.25  # views changed as between day and night
-    # Pairs of which one picture is turned by 90, 180 or 270 degrees; without any, descriptors do not learn to
-    # turn, and matchers turn them all the same where that seems to fit better.
+    pairs: int = 8
+    # Pairs of which one image is turned by 90, 180 or 270 degrees. Without any, descriptors do not learn to
+    # turn with the image, and matchers cannot tell by them which turn fits.
     turned_share: float = 0.0
 
 
@@ -44,9 +41,9 @@ class KeypointRecipe:
     final_share: float = 0.01
     gradient_clip: float = 5.0
     average_decay: float = 0.998
-    points: int = 300  # of each picture, those that score highest
-    described: int = 192  # of them, to tell apart
-    match_distance: float = 2.0  # pixels; a point is found again if the other picture has one as near
+    points: int = 300  # of each image, those that score highest; all of them are negatives of each other
+    described: int = 192  # of them, whose descriptors are supervised
+    match_distance: float = 2.0  # pixels; a keypoint is repeatable if the other image has one within it
     refinement_weight: float = 1.0
     reliability_weight: float = 1.0
     description_weight: float = 1.0
@@ -54,28 +51,26 @@ class KeypointRecipe:
 
 @dataclass(frozen=True)
 class FrontEndRecipe:
-    """A front end, its pictures and its optimisation."""
+    """A front end, its training pairs and its optimisation."""
 
     trains: Literal["front end"]
     name: str = "learned"
     start: str = ""  # weights to continue from, the shipped "learned" or a file; none: random parameters
     seed: int = 0
-    scene: SmallScene = SmallScene()
-    picture: PictureRecipe = PictureRecipe()
+    scene: SmallScene = SmallScene()  # of planes; its width and height are those of all images
+    sources: SourceShares = field(default_factory=lambda: SourceShares(planes=1.0, relief=0.0))
+    batch: BatchRecipe = BatchRecipe()
     optimiser: KeypointRecipe = KeypointRecipe()
     validate_every: int = 500  # steps
-    validation_pairs: int = 40  # rendered from other photos than those to train on
-    validation_points: int = 1024  # of each of their pictures
+    validation_pairs: int = 40  # made of other photos than those to train on
+    validation_points: int = 1024  # of each of their images
     save_every: int = 100
 
     def rules(self) -> list[tuple[bool, str]]:
         """What must hold, each with what to tell a user of whom it does not."""
-        scene, picture, optimiser = self.scene, self.picture, self.optimiser
+        scene, batch, optimiser = self.scene, self.batch, self.optimiser
         shares = {
-            "picture.min_overlap": picture.min_overlap,
-            "picture.mixed_share": picture.mixed_share,
-            "picture.harsh_share": picture.harsh_share,
-            "picture.turned_share": picture.turned_share,
+            "batch.turned_share": batch.turned_share,
             "scene.spatial_share": scene.spatial_share,
             "scene.full_rotation_share": scene.full_rotation_share,
             "optimiser.hold_share": optimiser.hold_share,
@@ -89,13 +84,16 @@ class FrontEndRecipe:
                 "scene.width, scene.height: multiples of 16",
             ),
             (
-                scene.width == scene.height or not picture.turned_share,
-                "picture.turned_share: only square scenes can be turned, scene.width = scene.height",
+                scene.width == scene.height or not batch.turned_share,
+                "batch.turned_share: only square scenes can be turned, scene.width = scene.height",
             ),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
-            (picture.pairs_per_batch >= 1, "picture.pairs_per_batch: at least 1"),
-            (0.1 <= picture.least_crop <= 1, "picture.least_crop: between 0.1 and 1"),
+            (batch.pairs >= 1, "batch.pairs: at least 1"),
+            (
+                min(self.sources.shares().values()) >= 0 and any(self.sources.shares().values()),
+                "sources: shares of 0 or above, at least one above 0",
+            ),
             (1 <= optimiser.described <= optimiser.points, "optimiser.described: from 1 to optimiser.points"),
             (
                 optimiser.points <= scene.width * scene.height // 100,

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from matcher.config import to_dict
-from matcher.extract.learned import folded
+from matcher.extract.learned import STRIDE, folded
+from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.folder import claim_folder
-from matcher.lab.train.keypoints.pictures import PictureSampler
+from matcher.lab.train.keypoints.batches import BatchSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer
 from matcher.lab.train.keypoints.validation import validate
@@ -22,7 +23,7 @@ from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.state import load_state
 from matcher.weights.files import save_front_end
 
-VALIDATION_ENLARGED = 2  # sides of validation pictures, relative to those of training
+VALIDATION_ENLARGED = 1.5  # sides of validation images, relative to those of training
 CUDA_READERS = 12  # threads that prepare batches for a GPU
 
 
@@ -43,12 +44,12 @@ def train_front_end(
     claim_folder(options.folder, recipe)
     keep_memory()
     trainer = FrontEndTrainer(recipe, torch.device(options.device))
-    pairs = _validation_sampler(recipe, held_out)
-    batches = [pairs.batch(number) for number in range(recipe.validation_pairs)]
+    validation = _validation_sampler(recipe, held_out)
+    batches = [validation.batch(number) for number in range(recipe.validation_pairs)]
     album = PhotoSet(training, colour=True)
     reported: set[int] = set()
 
-    def listen() -> None:
+    def report_unreadable() -> None:
         for number in album.unreadable - reported:
             log(f"skipped {album.photos[number]}: it cannot be read")
         reported.update(album.unreadable)
@@ -60,11 +61,13 @@ def train_front_end(
         log,
         stopped,
         on_validation,
-        listen,
+        report_unreadable,
     )
     loop.resume()
     readers = CUDA_READERS if options.device == "cuda" else 1
-    sampler = PictureSampler(album, recipe)
+    shares = recipe.sources.shares()
+    mixture = build_mixture(album, shares, rendered=options.rendered, real=options.real, scene=recipe.scene)
+    sampler = BatchSampler(mixture, recipe)
     try:
         loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
     except Stopped:
@@ -72,17 +75,17 @@ def train_front_end(
     return _write(loop)
 
 
-def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> PictureSampler:
-    """Single pairs of larger pictures."""
+def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> BatchSampler:
+    """Single pairs of larger images; stored views are not held out, so that relief stands for them here."""
     scene = replace(
         recipe.scene,
-        width=VALIDATION_ENLARGED * recipe.scene.width,
-        height=VALIDATION_ENLARGED * recipe.scene.height,
+        width=STRIDE * round(VALIDATION_ENLARGED * recipe.scene.width / STRIDE),
+        height=STRIDE * round(VALIDATION_ENLARGED * recipe.scene.height / STRIDE),
     )
-    ours = replace(
-        recipe, seed=recipe.seed + 1, scene=scene, picture=replace(recipe.picture, pairs_per_batch=1)
-    )
-    return PictureSampler(PhotoSet(photos, colour=True), ours)
+    shares = recipe.sources.shares()
+    shares["relief"] += shares.pop("rendered") + shares.pop("real")
+    ours = replace(recipe, seed=recipe.seed + 1, scene=scene, batch=replace(recipe.batch, pairs=1))
+    return BatchSampler(build_mixture(PhotoSet(photos, colour=True), shares, scene=scene), ours)
 
 
 def _write(loop: Loop) -> Path:

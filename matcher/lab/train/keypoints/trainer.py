@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from matcher.config import ExtractorConfig
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine, unfolded
 from matcher.lab.train.keypoints import losses
-from matcher.lab.train.keypoints.pictures import PictureBatch
+from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.loading import build_extractor
@@ -30,7 +30,7 @@ class Describer(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
 
 
-class FrontEndTrainer(Stage[Describer, PictureBatch]):
+class FrontEndTrainer(Stage[Describer, ImageBatch]):
     """Of the front end: where points lie, how likely they are found again, and what describes them.
 
     Raises:
@@ -50,7 +50,7 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
         optimiser = torch.optim.AdamW(groups, lr=values.learning_rate)
         super().__init__(recipe, values, model, [optimiser], device)
 
-    def step(self, batch: PictureBatch) -> float:
+    def step(self, batch: ImageBatch) -> float:
         """As `Stage.step`; the first one of a continued front end looks at the pictures before."""
         if self.progress.step == 0 and self._trained is not None:
             network = unfolded(self._trained, batch.pixels)
@@ -58,7 +58,7 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
                 describer.network.load_state_dict(network.state_dict())
         return super().step(batch)
 
-    def loss(self, batch: PictureBatch) -> Tensor:
+    def loss(self, batch: ImageBatch) -> Tensor:
         """Weighted sum over the batch; what is random is drawn by the step."""
         recipe, network, batch = self.recipe.optimiser, self.model.network, batch.to(self.device)
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
@@ -88,10 +88,8 @@ class FrontEndTrainer(Stage[Describer, PictureBatch]):
             recipe.reliability_weight * losses.reliability_loss(logits.flatten(1).gather(1, at), found, seen),
             recipe.description_weight
             * losses.description_loss(
-                own[:, some],
-                there[:, some],
-                positions.detach()[:, some],
-                moved.detach()[:, some],
+                losses.Described(own, there, positions.detach(), moved.detach(), held),
+                some,
                 seen[:, some],
                 self.model.log_scale.exp(),
                 APART,

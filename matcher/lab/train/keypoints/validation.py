@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from matcher.extract.learned import FeatureNetwork, refine
+from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.losses import mean_of, other_of_pair, transfer
-from matcher.lab.train.keypoints.pictures import PictureBatch
 from matcher.lab.train.keypoints.trainer import mutual_nearest, nearest_of_other, strongest
 from matcher.match.steering import steered
 
@@ -17,7 +17,7 @@ REACH = 3.0  # pixels
 
 
 @torch.no_grad()
-def validate(network: FeatureNetwork, batches: Sequence[PictureBatch], points: int) -> dict[str, float]:
+def validate(network: FeatureNetwork, batches: Sequence[ImageBatch], points: int) -> dict[str, float]:
     """Means over all pictures of `batches`, with `points` points a picture, at 3 pixels.
 
     Returns:
@@ -37,7 +37,7 @@ def validate(network: FeatureNetwork, batches: Sequence[PictureBatch], points: i
     return {**scores, "error": error, "f1": f1}
 
 
-def _judge(network: FeatureNetwork, batch: PictureBatch, count: int) -> Tensor:
+def _judge(network: FeatureNetwork, batch: ImageBatch, count: int) -> Tensor:
     """(2B, 4): a row a picture; NaN where a share has no whole."""
     device = network.points.weight.device
     batch = batch.to(device)
