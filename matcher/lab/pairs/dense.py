@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import cv2
 import numpy as np
 
 HIDDEN, UNKNOWN = -1e4, -2e4  # positions of pixels that are not seen, and of those of which nothing is known
@@ -85,3 +86,16 @@ def transfer(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
     moved[~together] = np.nan
     state = np.where(together, SEEN_STATE, np.where(hidden, HIDDEN_STATE, UNKNOWN_STATE)).astype(np.int8)
     return moved.astype(np.float32), state
+
+
+def quarter_turned(pair: DensePair, turns: int) -> DensePair:
+    """The pair with image 1 rotated clockwise by quarter turns, and the correspondences with it."""
+    positions0, positions1, pixels1 = pair.positions0, pair.positions1, pair.pixels1
+    for _ in range(turns % 4):
+        height = pixels1.shape[0]
+        visible = positions0[0] >= 0
+        x, y = positions0
+        positions0 = np.stack([np.where(visible, height - 1 - y, x), np.where(visible, x, y)])
+        positions1 = np.ascontiguousarray(np.rot90(positions1, -1, axes=(1, 2)))
+        pixels1 = cv2.rotate(pixels1, cv2.ROTATE_90_CLOCKWISE)
+    return DensePair(pair.pixels0, pixels1, positions0, positions1, pair.source, pair.photos)
