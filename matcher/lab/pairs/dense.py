@@ -15,7 +15,7 @@ and `positions[0] == UNKNOWN` means ignored. `transfer` interpolates between pix
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import cv2
@@ -49,6 +49,16 @@ class DensePair:
     def seen(self) -> float:
         """Share of all pixels of image 0 that are seen in image 1."""
         return float((self.positions0[0] >= 0).mean())
+
+    def swapped(self) -> DensePair:
+        """The same pair with image 1 first."""
+        return replace(
+            self,
+            pixels0=self.pixels1,
+            pixels1=self.pixels0,
+            positions0=self.positions1,
+            positions1=self.positions0,
+        )
 
 
 class PairSource(Protocol):
