@@ -10,11 +10,9 @@ from typing import Any, Literal, Unpack, get_args
 import numpy as np
 import PIL.Image
 
-from matcher.alignment.planar import planar_pipeline
+from matcher.alignment.planar import planar_pipeline, read_full
 from matcher.config import GeometryStatus, PlanarModel
 from matcher.data.geometry import upright_matrix, warp_points
-from matcher.data.image import Image
-from matcher.data.images import image_from_array, read_image
 from matcher.drawing.composites import blend, checkerboard, difference, lay_over
 from matcher.errors import UsageError, unknown_name
 from matcher.files import check_output, write_output
@@ -80,7 +78,7 @@ def align(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alignment:
-    """How image 0 lies on image 1, and pictures of it."""
+    """How image 0 lies on image 1, and images of it."""
 
     result: Result  # the matches that the map was estimated from
     model: PlanarModel
@@ -117,7 +115,7 @@ class Alignment:
         return f"Alignment({self.model}: {self.status}, {count} of {len(self.inliers)} inliers)"
 
     def image(self, view: View = "warped", *, squares: int = 8) -> np.ndarray:
-        """A picture in the frame of image 1, upright and at its full size.
+        """An image in the frame of image 1, upright and at its full size.
 
         Args:
             view: "warped": image 0 as image 1 shows it, (H, W, 4) uint8 RGBA, transparent beyond its edge;
@@ -133,14 +131,14 @@ class Alignment:
             raise UsageError(unknown_name("view", view, get_args(View)))
         if not self.found:
             raise UsageError(f"the images are not aligned, so there is nothing to show ({self._reason()})")
-        laid = lay_over(*(self._full_size(image) for image in self.images), self.matrix)
+        laid = lay_over(*(read_full(self.pipeline, image) for image in self.images), self.matrix)
         if view == "warped":
             alpha = laid.covered * np.uint8(255)
             return np.dstack([laid.above * laid.covered[..., None], alpha])
         return checkerboard(laid, squares) if view == "checkerboard" else _VIEWS[view](laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
-        """Write a picture to a file, which appears whole or not at all.
+        """Write such an image to a file, which appears whole or not at all.
 
         Args:
             path: .png or .tif keep the transparency of "warped"; in a .jpg it is black.
@@ -197,15 +195,6 @@ class Alignment:
         if not len(self.result.matches):
             return "the images share nothing that was recognised"
         return f"{_SUPPORT.get(self.status, 'the matches do not determine it')} for a {self.model}"
-
-    def _full_size(self, image: ImageInput) -> Image:
-        """The image upright and not resized; an `Image` as it is."""
-        if isinstance(image, Image):
-            return image
-        if isinstance(image, (str, Path)):
-            limit, upright = self.pipeline.max_pixels, self.pipeline.upright
-            return read_image(image, resize=None, upright=upright, max_pixels=limit)
-        return image_from_array(image, resize=None, upright=self.pipeline.upright)
 
 
 def _size(features: Any) -> tuple[int, int]:

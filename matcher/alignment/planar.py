@@ -1,13 +1,14 @@
-"""The pipeline with which planes are matched."""
+"""The pipeline with which planes are matched, and images at full size."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from matcher.data.image import Image
 from matcher.errors import UsageError
 from matcher.loading import load
 from matcher.options import LoadOptions
-from matcher.pipeline import Pipeline
+from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.verify.estimation import RobustEstimator
 
 
@@ -28,3 +29,9 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     estimation = replace(pipeline.config.estimation, kind="homography")
     config = replace(pipeline.config, estimation=estimation)
     return replace(pipeline, config=config, estimator=RobustEstimator(estimation))
+
+
+def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:
+    """An image upright and at its full size, as `Pipeline.read` reads it; an `Image` is taken as it is."""
+    extractor = replace(pipeline.config.extractor, resize=None)
+    return replace(pipeline, config=replace(pipeline.config, extractor=extractor)).read(image, mask)

@@ -23,6 +23,7 @@ from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
 from matcher.cli.explain import explain
 from matcher.cli.export import export
+from matcher.cli.find import find
 from matcher.cli.match import match
 from matcher.cli.messages import complain, detail, messages, survive_odd_names
 from matcher.cli.presets import presets
@@ -37,6 +38,7 @@ from matcher.cli.weights import COMMANDS as WEIGHTS
 COMMANDS = {
     "match": match,
     "align": align,
+    "find": find,
     "explain": explain,
     "collection": collection,
     "status": status,

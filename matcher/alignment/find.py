@@ -1,0 +1,213 @@
+"""A template found in images: several instances, at any scale and turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+from typing import Unpack
+
+import cv2
+import numpy as np
+
+from matcher.alignment.instances import Detections, Instance
+from matcher.alignment.levels import Window, as_it_is, resized_by, windows
+from matcher.alignment.planar import planar_pipeline, read_full
+from matcher.data.features import Features
+from matcher.data.geometry import warp_points
+from matcher.data.image import Image
+from matcher.drawing.composites import lay_over
+from matcher.errors import UsageError
+from matcher.options import LoadOptions
+from matcher.pipeline import ImageInput, Mask, Pipeline
+from matcher.presets import DEFAULT_PRESET
+
+RESIZE = 4096  # longer side at which larger images are searched, unless the caller says otherwise
+_SIDES = (512, 170)  # longer side of the template as it is looked for, pixels
+_LEAST_SIDE = 256  # smaller templates are enlarged, four times at most
+_STEP = 3.0  # from one size of the image to the next: with two sides of the template, 1.7 either way
+_LEAST_LEVEL = 320  # pixels, longer side of the smallest size of an image
+_BENT = 5.0  # times that one corner of an instance may be larger than another
+_LEAST_AREA = 16.0**2  # stored pixels
+_SAME = 0.3  # intersection over union, above which two instances are one
+_CONFIRMED = 0.1  # share of the template's keypoints that are found again when an instance is looked at
+
+
+def find(
+    template: ImageInput,
+    image: ImageInput,
+    preset: str | Pipeline = DEFAULT_PRESET,
+    *,
+    template_mask: Mask | None = None,
+    mask: Mask | None = None,
+    max_instances: int = 20,
+    **options: Unpack[LoadOptions],
+) -> Detections:
+    """Find a flat template, such as a sign, a label or a cut-out, in an image; `TemplateFinder` for many.
+
+    Args:
+        template, image: as `Pipeline.match` takes them.
+        template_mask, mask: of either, not zero where keypoints may lie.
+        preset, max_instances, options: as of `TemplateFinder`.
+
+    Raises:
+        ImageError: an image cannot be read; the message names it.
+        UsageError: as `TemplateFinder`.
+    """
+    finder = TemplateFinder(
+        template, preset, template_mask=template_mask, max_instances=max_instances, **options
+    )
+    return finder.find(image, mask)
+
+
+class TemplateFinder:
+    """Finds one template in many images.
+
+    An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels. In
+    each window the template is matched; what lies within an instance is taken away and it is matched again,
+    until no homography is found. Every instance is then brought to the template's scale and turn and matched
+    once more, which makes it exact and discards what only looked alike.
+    """
+
+    def __init__(
+        self,
+        template: ImageInput,
+        preset: str | Pipeline = DEFAULT_PRESET,
+        *,
+        template_mask: Mask | None = None,
+        max_instances: int = 20,
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        """Read the template and find its keypoints.
+
+        Args:
+            template: as `Pipeline.match` takes images.
+            preset: a preset's name, with `options` of `matcher.load`, of which `resize` is 4096 if absent and
+                `max_keypoints` is of a window; or a pipeline, whose estimator is replaced by one of
+                homographies.
+            template_mask: not zero where keypoints may lie.
+            max_instances: in one image.
+
+        Raises:
+            ImageError: the template cannot be read.
+            UsageError: no instance is to be found, too few keypoints in the template, and what `matcher.load`
+                refuses.
+        """
+        if max_instances < 1:
+            raise UsageError(f"max_instances must be at least 1, not {max_instances}")
+        if not isinstance(preset, Pipeline):
+            options = {"resize": RESIZE, **{k: v for k, v in options.items() if v is not None}}
+        self.pipeline = planar_pipeline(preset, options)
+        self.max_instances = max_instances
+        self.template = read_full(self.pipeline, template, template_mask)
+        longer = max(self.template.pixels.shape[:2])
+        largest = min(max(longer, _LEAST_SIDE), 4 * longer, _SIDES[0])
+        sides = [largest] + [_SIDES[1]] * (largest > 2 * _SIDES[1])
+        self._templates = [Window(*self._features(self.template, side / longer)) for side in sides]
+        least = self.pipeline.config.estimation.min_inliers
+        if (count := len(self._templates[0].features)) < least:
+            name = "the template" if self.template.path is None else str(self.template.path)
+            raise UsageError(f"{name} has {count} keypoints, and {least} are needed; give a larger cut-out")
+        self._enlarged = max(1.0, largest / longer / 2)
+
+    def find(self, image: ImageInput, mask: Mask | None = None) -> Detections:
+        """The instances in one image, the one with most inliers first.
+
+        Args:
+            image, mask: as `Pipeline.match` takes them.
+
+        Raises:
+            ImageError: the image cannot be read.
+        """
+        start = perf_counter()
+        shown = self.pipeline.read(image, mask)
+        found: list[Instance] = []
+        for level, factor in enumerate(factors := self._factors(shown)):
+            # The small template is for instances that are small even in the largest image.
+            templates = self._templates if level == len(factors) - 1 else self._templates[:1]
+            for window in windows(shown, factor, self.pipeline):
+                for template in templates:
+                    self._search(shown, template, window, found)
+        found.sort(key=lambda instance: -instance.inliers)
+        return Detections(tuple(found), shown.size, self.template, shown.path, perf_counter() - start)
+
+    def _factors(self, image: Image) -> list[float]:
+        """Factors by which the pixels of an image are resized, small ones first."""
+        longer, factors = max(image.pixels.shape[:2]), [self._enlarged]
+        while longer * factors[-1] / _STEP >= _LEAST_LEVEL:
+            factors.append(factors[-1] / _STEP)
+        return factors[::-1]
+
+    def _search(self, image: Image, template: Window, window: Window, found: list[Instance]) -> None:
+        """Add the instances of one window to those found already."""
+        while len(found) < self.max_instances:
+            window = window.outside([instance.corners for instance in found])
+            if (
+                min(len(template.features), len(window.features))
+                < self.pipeline.config.estimation.min_inliers
+            ):
+                return
+            matrix = self._homography(template.features, window.features)[0]
+            if matrix is None:
+                return
+            instance = self._confirmed(
+                image, np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
+            )
+            if instance is None or any(_overlap(instance, other) > _SAME for other in found):
+                return
+            found.append(instance)
+
+    def _homography(self, features0: Features, features1: Features) -> tuple[np.ndarray | None, int]:
+        """The homography that brings the template there, None without one, and its inliers."""
+        matches = self.pipeline.match_features(features0, features1)
+        geometry = self.pipeline.verify(features0, features1, matches)
+        return (geometry.matrix if geometry.status == "ok" else None), int(geometry.inliers.sum())
+
+    def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
+        """The instance at its exact place, None where a second look does not see the template."""
+        corners = self._corners(matrix)
+        if corners is None:
+            return None
+        area = cv2.contourArea(self._corners(np.eye(3)).astype(np.float32))
+        scale = np.sqrt(cv2.contourArea(corners.astype(np.float32)) / area)  # stored pixels of either
+        longer = max(self.template.pixels.shape[:2])
+        shown_side = scale * max(self.template.size) * np.sqrt(np.prod(image.scale))
+        side = float(np.clip(shown_side, _SIDES[1] / 2, _SIDES[0]))
+        features, from_stored = self._features(self.template, side / longer)
+        shown, _ = resized_by(self.template, side / longer)
+        back = from_stored @ np.linalg.inv(matrix)
+        laid = lay_over(image, shown, back)
+        mask = laid.covered
+        if image.mask is not None:
+            allowed = replace(image, pixels=image.mask * np.uint8(255))
+            mask = mask & (lay_over(allowed, shown, back).above[..., 0] > 127)
+        again, inliers = self._homography(features, self.pipeline.extract(as_it_is(laid.above, mask)))
+        share = inliers / max(1, len(features))
+        if again is None or share < _CONFIRMED:
+            return None
+        matrix = matrix @ np.linalg.inv(from_stored) @ again @ from_stored
+        corners = self._corners(matrix)
+        return None if corners is None else Instance(matrix / matrix[2, 2], corners, inliers, share)
+
+    def _features(self, image: Image, factor: float) -> tuple[Features, np.ndarray]:
+        shown, from_stored = resized_by(image, factor)
+        return self.pipeline.extract(shown), from_stored
+
+    def _corners(self, matrix: np.ndarray) -> np.ndarray | None:
+        """(4, 2) where the template's corners fall; None where no camera would show it like that."""
+        width, height = self.template.size
+        stored = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
+        corners = warp_points(stored, matrix)
+        if not np.isfinite(corners).all():
+            return None
+        sides = np.roll(corners, -1, axis=0) - corners
+        after = np.roll(sides, -1, axis=0)
+        turns = sides[:, 0] * after[:, 1] - sides[:, 1] * after[:, 0]  # twice the triangle at each corner
+        fits = turns.min() > 0 and turns.max() < _BENT * turns.min() and turns.sum() / 4 > _LEAST_AREA
+        return corners if fits else None
+
+
+def _overlap(first: Instance, second: Instance) -> float:
+    """Intersection over union of two instances."""
+    one, other = (instance.corners.astype(np.float32) for instance in (first, second))
+    shared, _ = cv2.intersectConvexConvex(one, other)
+    return shared / (cv2.contourArea(one) + cv2.contourArea(other) - shared)
