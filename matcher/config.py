@@ -17,7 +17,7 @@ GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
 
 @dataclass(frozen=True)
 class PositionConfig:
-    """Where a point lies: rotations of queries and keys, or a code added to its descriptor."""
+    """Where a point lies: rotations of queries and keys, or an encoding added to its descriptor."""
 
     kind: Literal["rotary", "mlp", "sine", "none"] = "rotary"
     inputs: tuple[str, ...] = ("xy", "scale", "orientation")
@@ -39,10 +39,9 @@ class ContextConfig:
     # In the middle of the feed-forward part, or ("output") of the message and of what is added at the end.
     norm: Literal["layer", "batch", "output"] = "layer"
     activation: Literal["gelu", "relu"] = "gelu"
-    bias: bool = True  # linear maps add a vector
-    sequential_cross: bool = (
-        False  # cross attention: image 1 attends to the updated tokens of image 0, not the old ones
-    )
+    bias: bool = True  # of the linear maps
+    # In cross-attention image 1 attends to the updated tokens of image 0, not to the old ones.
+    sequential_cross: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class AssignmentConfig:
     temperature: float = 1.0  # divides the similarities
     drop_unmatched: bool = False  # points that prefer the dustbin are removed before matches are chosen
     border: int = 0  # cells along the edge of a grid that find no partner
-    consensus: int = 0  # how often points are assigned again after hearing their neighbours' matches
+    consensus: int = 0  # rounds in which points are assigned again, guided by their neighbours' matches
     every_layer: bool = True  # each layer has its own head; needed for early exit and pruning
     max_iterations: int = 100
     tolerance: float | None = 1e-2  # relative error of the rows at which a pair stops; None: never
@@ -71,12 +70,13 @@ class AssignmentConfig:
 class MatchingPolicy:
     """How a trained network is used: when it stops, which points it drops, which matches count.
 
-    A preset states it; a weights file carries no policy. Early exit and point pruning are those of LightGlue
-    (Lindenberger et al. 2023, section 3.3), decided per pair.
+    It belongs to the preset; a weights file carries no policy. Early exit and point pruning are those of
+    LightGlue (Lindenberger et al. 2023, section 3.3), decided per pair.
     """
 
     match_threshold: float = 0.1  # least probability of a match
-    # The number of expected matches at which the threshold doubles: a few matches must be surer than many.
+    # The number of expected matches at which the threshold doubles: a few matches must be more probable than
+    # many.
     threshold_doubles_at: float = 0.0
     early_exit: bool = True
     exit_share: float = 0.95  # share of confident points at which a pair stops

@@ -52,7 +52,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
         match_threshold: least score of a match, 0 to 1.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
-        early_exit: stop a pair at the layer where it is sure.
+        early_exit: stop a pair at the layer where it is confident.
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
         upright: apply the EXIF orientation of images; True by default.
@@ -137,9 +137,12 @@ def build_extractor(
         if weights is not None:
             raise UsageError("the front end sift has no weights; leave frontend_weights out")
         return SiftExtractor(config)
+    front_end = find_front_end(config.kind)
+    if front_end.build is None and weights is not None:
+        raise UsageError(f"the front end {config.kind} has no weights; leave frontend_weights out")
     dtype = DTYPES[resolve_precision(precision, torch.device(device))]
     fill = partial(fill_extractor, path=weights)
-    return LearnedExtractor(config, find_front_end(config.kind), fill, device, dtype, weights)
+    return LearnedExtractor(config, front_end, fill, device, dtype, weights)
 
 
 def _refuse_for_grid(given: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class LoadOptions(TypedDict, total=False):
     keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
     match_threshold: float | None  # least score of a match, 0 to 1
     ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
-    early_exit: bool | None  # stop a pair at the layer where it is sure
+    early_exit: bool | None  # stop a pair at the layer where it is confident
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
     upright: bool | None  # apply the EXIF orientation of images

@@ -12,8 +12,7 @@ import numpy as np
 
 from matcher.config import NearestConfig, PipelineConfig, depth
 from matcher.data.camera import Camera, as_camera
-from matcher.data.descriptors import is_raw_sift, typical_norm
-from matcher.data.features import RAW_SIFT, Features
+from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.images import MAX_PIXELS, image_from_array, read_image
 from matcher.data.matches import Matches, TwoViewGeometry
@@ -21,14 +20,12 @@ from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
-from matcher.match.network.inference import AttentionMatcher
 from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 Mask = str | Path | np.ndarray
-_NORM_TOLERANCE = 0.1  # of descriptors that should have norm 1; half precision is far within it
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 
 
@@ -190,29 +187,12 @@ class Pipeline:
             )
         if not pairs:
             return []
-        for pair in pairs:
-            for features in pair:
-                self._check_descriptors(features)
         side0, side1 = zip(*pairs, strict=True)
         found = list(self.matcher(Features.stack(side0), Features.stack(side1)))
         if len(found) != len(pairs) or not all(isinstance(each, Matches) for each in found):
             name = type(self.matcher).__name__
             raise UsageError(f"the matcher {name} must return a list with one Matches for every pair")
         return found
-
-    def _check_descriptors(self, features: Features) -> None:
-        """Networks were trained on descriptors of norm 1 and fail silently on others."""
-        if not isinstance(self.matcher, AttentionMatcher) or self.matcher.model.backbone is not None:
-            return
-        if features.descriptors.shape[-1] != self.matcher.model.config.descriptor_dim:
-            return  # the matcher raises the error
-        some = features.descriptors[:64].detach().float().cpu().numpy()
-        if self.matcher.model.config.kind == "sift" and is_raw_sift(some):
-            raise UsageError(RAW_SIFT)
-        if abs((norm := typical_norm(some)) - 1) > _NORM_TOLERANCE:
-            raise UsageError(
-                f"this matcher takes descriptors of norm 1, not of {norm:.3g}; normalise them first"
-            )
 
     def verify(
         self,

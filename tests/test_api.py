@@ -1,6 +1,7 @@
 """The public API for SLAM and SfM: verification alone, OpenCV's types, cameras, saving, one-line reprs."""
 
 import json
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 
 import matcher
 from matcher import Camera, Features, UsageError
+from matcher.config import ALL_LAYERS
 from matcher.data.descriptors import root_sift
+from matcher.match.network.model import MatchingNetwork
+from matcher.presets import find_preset
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,23 @@ def test_raw_sift_is_refused_by_name_and_by_matcher(pictures, small_weights):
         pipeline.match_features(long, long)
     right = Features(points, root_sift(raw), **given)
     assert len(pipeline.match_features(right, right)) > 50
+    network = pipeline.matcher.model
+    network(*[Features.stack([right, right])] * 2)
+    for wrong, message in ((anonymous, "raw SIFT descriptors"), (long, "descriptors of norm 1, not")):
+        with pytest.raises(UsageError, match=message):  # by the network itself, for one image of a batch
+            network(Features.stack([right, right]), Features.stack([right, wrong]))
+
+
+def test_descriptors_of_any_length_are_for_the_networks_trained_on_them(rng):
+    points, values = rng.uniform(0, 400, (20, 2)), 3 * rng.normal(size=(20, 256))
+    features = Features.stack([Features(points, values, size=(540, 400))])
+    config = find_preset("lightglue-dedodeb").matcher
+    config = replace(config, context=replace(config.context, depth=1), policy=ALL_LAYERS)
+    network = MatchingNetwork(config).eval()
+    assert len(network(features, features).pairs) == 1
+    other = MatchingNetwork(replace(network.config, kind="superpoint"))
+    with pytest.raises(UsageError, match="descriptors of norm 1, not of 4"):
+        other(features, features)
 
 
 def test_a_result_is_saved(result, tmp_path):

@@ -14,7 +14,7 @@ from matcher.data.images import read_image
 from matcher.data.matches import MATCHED, UNMATCHED
 from matcher.errors import UsageError
 from matcher.explain.explain import explain, nearest_keypoint
-from matcher.explain.rules import rules, sureness
+from matcher.explain.rules import confidence_thresholds, rules
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
@@ -190,7 +190,7 @@ def test_rules_are_told_for_both_ways():
     assert "of its points" in stop and "matchability" in drop and "confident of its assignment." in drop
     predicted = replace(CONFIG, match_probability=True)
     assert "60 % of the expected matches" in rules(predicted)[0]
-    assert len(sureness(CONFIG)) == CONFIG.context.depth - 1
+    assert len(confidence_thresholds(CONFIG)) == CONFIG.context.depth - 1
 
 
 def test_cells_of_a_grid_tell_their_linear_attention(views):

@@ -1,15 +1,19 @@
 """Parts of one's own in a pipeline, and presets that other packages add."""
 
+import shutil
 import sys
 import textwrap
 
 import cv2
 import numpy as np
 import pytest
+import torch
 
 import matcher
 from matcher import Features, Image, Matches, Pipeline, UsageError
 from matcher.cli import main
+from matcher.extract import registry
+from matcher.extract.shared import Found, FrontEnd
 from matcher.plugins import plugin_names
 
 
@@ -144,3 +148,22 @@ def test_two_packages_with_one_name(package):
     package("toy_two", GOOD, {"few": "few"})
     with pytest.raises(UsageError, match=r"'few' is added by toy_one 2\.1 and toy_two 2\.1"):
         matcher.load("few")
+
+
+def test_a_front_end_with_nothing_learned_needs_no_network(views, tmp_path, monkeypatch):
+    def find(network, image, config):
+        assert network is None
+        points = torch.tensor([[20.0, 30.0], [70.0, 50.0]])
+        return Found(points, torch.ones(2), torch.eye(2))
+
+    monkeypatch.setitem(registry._OWN, "two", FrontEnd(build=None, find=find, published={}))
+    pipe = matcher.load("nearest", frontend="two", resize=200)
+    assert len(pipe.match(*views).matches) == 2
+    with pytest.raises(UsageError, match="the front end two has no weights; leave frontend_weights out"):
+        matcher.load("nearest", frontend="two", frontend_weights="two.safetensors")
+    shutil.copy(views[0], tmp_path / "0.jpg")
+    shutil.copy(views[1], tmp_path / "1.jpg")
+    run = matcher.Collection.open(tmp_path / "run", preset="nearest", frontend="two", workers=0)
+    run.add_images(tmp_path, include=["?.jpg"])
+    run.add_pairs(exhaustive=True)
+    assert run.run().all_well and [len(pair.matches) for pair in run] == [2]

@@ -16,7 +16,7 @@ from matcher.errors import MatcherError
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 _DEBUG = "MATCHER_DEBUG"
-_NEAR = 0.6  # likeness of two names, 0 to 1, from which one may be a slip of the other
+_NEAR = 0.6  # similarity of two names, 0 to 1, from which one may be a slip of the other
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -54,7 +54,7 @@ def _is_explained(error: BaseException) -> bool:
 
 
 def _near(option: str, typed: str) -> bool:
-    """Whether an option may be the one meant: the parser counts the dashes as alike, too."""
+    """Whether an option may be the one meant: the parser counts equal dashes as similarity, too."""
     return SequenceMatcher(None, option.strip("-"), typed.strip("-")).ratio() >= _NEAR
 
 

@@ -22,7 +22,7 @@ def serve(
     """Serve a local web page that matches two photos (needs the extra [app])."""
     from matcher.serve.server import serve as run
 
-    def tell(address: str) -> None:
+    def show_address(address: str) -> None:
         show(f"Open {address} in a browser; Ctrl-C stops the server.", always=True)
 
-    run(port=port, device=device, max_megabytes=max_upload, tell=tell)
+    run(port=port, device=device, max_megabytes=max_upload, on_address=show_address)

@@ -225,7 +225,7 @@ def _finish(
     from matcher.sequence.trajectory import write_tum
 
     rows, stamps, poses = log.trajectory()
-    compared = None if truth is None else log.against(*truth, with_scale=not stereo)
+    compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
     for path in outputs:
         if path.suffix.lower() == ".npz":
             write_output(path, log.as_npz())

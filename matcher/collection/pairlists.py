@@ -98,7 +98,8 @@ def read_pairs(
     """The pairs of a list, each once, in the order of the file; memory does not grow with bad lines.
 
     Names are looked up among `names` and never opened, so a list cannot reach outside the collection. Of a
-    repeated pair the first line counts, whichever way round. Memory is that of the names and 8 bytes a pair.
+    repeated pair the first line counts, whichever way round. Memory is that of the names and 8 bytes per
+    pair.
 
     Args:
         path: the list; see the module for the format.

@@ -29,7 +29,7 @@ class Selection:
 
     @classmethod
     def parse(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
-        """Patterns as a user gives them: `@FILE` stands for the names in a file, one a line.
+        """Patterns as a user gives them: `@FILE` stands for the names in a file, one per line.
 
         Raises:
             UsageError: such a file cannot be read, or names nothing.

@@ -13,6 +13,7 @@ from matcher.collection.sources import FeatureSource
 from matcher.config import GRID_KIND, to_dict
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
+from matcher.extract.registry import find_front_end
 from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
 from matcher.options import option_at
@@ -73,7 +74,7 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
 def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     """The sha256 of a learned front end's parameters."""
     config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
-    if config.kind == "sift" or not setup.source.uses_front_end:
+    if not setup.source.uses_front_end or config.kind == "sift" or find_front_end(config.kind).build is None:
         return None
     path = locate_front_end(config) if given is None else Path(given)
     return hashlib.sha256(path.read_bytes()).hexdigest()

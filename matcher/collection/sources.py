@@ -58,7 +58,7 @@ class Photos:
     """Images of a folder and the folders in it, with or without masks."""
 
     folder: Path
-    masks: Path | None = None  # a mask is called as its image, or has .png behind that or instead of .jpg
+    masks: Path | None = None  # a mask has its image's name, or that with .png added or in place of .jpg
     selection: Selection = field(default_factory=Selection)
     uses_front_end: bool = True
 

@@ -30,7 +30,7 @@ class StoredRun:
 
     @property
     def store(self) -> Store:
-        """The reading side, opened anew; close it after use (`with collection.store as store`)."""
+        """The reading side, newly opened; close it after use (`with collection.store as store`)."""
         return Store.open(self.run_dir)
 
     def counts(self) -> Counts:

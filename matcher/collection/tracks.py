@@ -62,7 +62,7 @@ class Tracks:
 
     @property
     def mean_length(self) -> float:
-        """Images a track, 0 without tracks."""
+        """Images per track, 0 without tracks."""
         return float(self.lengths.mean()) if len(self) else 0.0
 
     def table(self) -> np.ndarray:
@@ -139,7 +139,7 @@ def build_tracks(
 def _gathered(
     pairs: Iterable[PairMatches], names: tuple[str, ...], starts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All matches as nodes (one number a keypoint of the collection) with their scores."""
+    """All matches as nodes (one number per keypoint of the collection) with their scores."""
     number = {name: index for index, name in enumerate(names)}
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for pair in pairs:

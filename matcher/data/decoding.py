@@ -35,7 +35,7 @@ class Decoded(NamedTuple):
 
 
 def decode(path: Path, max_pixels: int) -> Decoded:
-    """The first frame or page of an image file; an `ImageWarning` tells if there are more.
+    """The first frame or page of an image file; with an `ImageWarning` if there are more.
 
     Raises:
         ImageError: missing, not a known image, larger than `max_pixels`, cut short or damaged.
@@ -50,7 +50,7 @@ def decode(path: Path, max_pixels: int) -> Decoded:
                 f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
                 "make the image smaller or raise max_pixels"
             )
-        _tell_of_pages(image, path, name)
+        _warn_of_pages(image, path, name)
         with _decoding(path, name), _quiet(width * height):
             turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
             image.load()
@@ -75,7 +75,7 @@ def from_pillow(image: PIL.Image.Image) -> Decoded:
         return Decoded(*samples_of(image), 1 if turned else _orientation(image.getexif()))
 
 
-def _tell_of_pages(image: PIL.Image.Image, path: Path, name: str) -> None:
+def _warn_of_pages(image: PIL.Image.Image, path: Path, name: str) -> None:
     try:
         pages = getattr(image, "n_frames", 1)
     except Exception:  # a later page is damaged, and it is not needed

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from matcher.config import GRID_KIND
+
 SIFT_DIM = 128
+# Front ends whose descriptors have any length; those of all others have norm 1.
+UNNORMALISED = ("dedodeb", "dedodeg", GRID_KIND)
 _RAW_NORM = 2.0  # RootSIFT has norm 1, OpenCV's SIFT about 512
 
 
@@ -18,8 +22,8 @@ def root_sift(descriptors: np.ndarray) -> np.ndarray:
 
 
 def typical_norm(descriptors: np.ndarray) -> float:
-    """Median Euclidean norm of the first 64 descriptors (N, D) that are not zero; 1 where there is none."""
-    norms = np.linalg.norm(descriptors[:64].astype(np.float32), axis=-1)
+    """Median Euclidean norm of descriptors (N, D) that are not zero; 1 where there is none."""
+    norms = np.linalg.norm(descriptors.astype(np.float32), axis=-1)
     norms = norms[norms > 0]
     return float(np.median(norms)) if len(norms) else 1.0
 

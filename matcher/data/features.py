@@ -100,7 +100,7 @@ class Features:
         for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
             if value is not None and value.shape != wanted.get(name, value.shape):
                 raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
-            # The sum tells at a tenth of the cost, unless it overflows.
+            # The sum shows it at a tenth of the cost, unless it overflows.
             if not (value is None or value.sum().isfinite() or value.isfinite().all()):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
         if not bool((self.size > 0).all() & (self.scale > 0).all()):

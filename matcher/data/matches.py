@@ -93,7 +93,7 @@ class Matches:
 class TwoViewGeometry:
     """A model of how two views relate, or the reason why there is none.
 
-    `status` tells whether to use the model:
+    `status` is whether to use the model:
 
     - `ok`: use it.
     - `low_inliers`: a model with fewer inliers than required, or no more than chance gives.

@@ -1,1 +1,1 @@
-"""Images: matches, what became of keypoints, one view over the other, epipolar lines."""
+"""Drawings: matches, what became of keypoints, one view over the other, epipolar lines."""

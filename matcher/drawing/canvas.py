@@ -1,4 +1,4 @@
-"""What all images share: two views placed on a white canvas, a header with a legend, encoding.
+"""What all drawings share: two views placed on a white canvas, a header with a legend, encoding.
 
 Built on matplotlib's objects (no pyplot, so no global state and no window).
 """

@@ -1,4 +1,4 @@
-"""Images of matches: two views, lines between matched points, coloured by what is known of them.
+"""Drawings of matches: two views, lines between matched points, coloured by what is known of them.
 
 Inliers run from teal to yellow with their confidence, outliers are thin and vermilion: they differ in
 lightness too, so that colour-blind eyes and grey prints tell them apart.
@@ -63,7 +63,7 @@ def draw_matches(
         scores: (K,) in [0, 1], the confidence of a match; 1 when absent.
         inliers: (K,) bool; None where no geometry was estimated, then no match counts as an outlier.
         errors: (K,) pixels, from `match_errors`.
-        colour_by, error_limit: what colours tell; errors above the limit, in pixels, have one colour.
+        colour_by, error_limit: what colours show; errors above the limit, in pixels, have one colour.
         stacked: one image above the other instead of side by side.
         keypoints0, keypoints1: (N, 2) and (M, 2) all keypoints, drawn as small dots.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.

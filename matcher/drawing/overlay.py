@@ -1,4 +1,4 @@
-"""One view over the other: images that show whether a known geometry is right."""
+"""One view over the other: drawings that show whether a known geometry is right."""
 
 from __future__ import annotations
 

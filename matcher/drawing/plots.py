@@ -117,7 +117,7 @@ def draw_marginal_errors(
     """The relative error of the rows' masses after each iteration, on a logarithmic scale.
 
     Args:
-        errors: one an iteration; none where the assignment is not Sinkhorn's or an image has no points.
+        errors: one per iteration; none where the assignment is not Sinkhorn's or an image has no points.
         tolerance: at which the iterations stop.
         title: one line above.
     """

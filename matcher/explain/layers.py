@@ -105,11 +105,11 @@ def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float |
     """
     if state.confident is None:
         return None, None
-    unsure = ~state.confident
+    unconfident = ~state.confident
     if not state.network.config.match_probability:
-        return (1 - float(unsure.sum()) / total if total else None), None
+        return (1 - float(unconfident.sum()) / total if total else None), None
     expected = float(state.match_probabilities.sum())
-    share = 1 - float(state.match_probabilities[unsure].sum()) / expected if expected else None
+    share = 1 - float(state.match_probabilities[unconfident].sum()) / expected if expected else None
     return share, expected / 2
 
 

@@ -6,8 +6,8 @@ from matcher.config import NetworkConfig
 from matcher.match.network.adaptivity import confidence_threshold
 
 
-def sureness(config: NetworkConfig) -> list[float]:
-    """Confidence above which a point counts as sure, after each layer but the last."""
+def confidence_thresholds(config: NetworkConfig) -> list[float]:
+    """Confidence above which a point counts as confident, after each layer but the last."""
     depth = config.context.depth
     return [confidence_threshold(layer, depth) for layer in range(depth - 1)]
 

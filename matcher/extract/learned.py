@@ -31,7 +31,7 @@ BORDER = 4  # pixels along the edge without points
 WINDOW = 5  # pixels a side, in which a point's position is refined
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
-_HIDDEN = 256  # of the descriptor's perceptron
+_HIDDEN = 256  # of the descriptor's MLP
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
 
 
@@ -47,7 +47,7 @@ class ConvNormRelu(nn.Sequential):
 
 
 class FeatureNetwork(nn.Module):
-    """An encoder of four resolutions, a decoder that scores pixels, a perceptron that describes points.
+    """An encoder of four resolutions, a decoder that scores pixels, an MLP that describes points.
 
     Args:
         normalised: with batch normalisation, for training; `folded` makes a network without.

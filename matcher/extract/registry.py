@@ -1,4 +1,4 @@
-"""All front ends with a network, by name."""
+"""All front ends but SIFT, by name."""
 
 from __future__ import annotations
 

@@ -34,21 +34,25 @@ _TOGETHER = 8  # images in one batch of a network
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a front end finds on an upright, resized image, best first."""
+    """What a front end finds on an upright, resized image, best first; on any device.
 
-    points: Tensor  # (N, 2) xy in its pixels
-    scores: Tensor  # (N,)
-    descriptors: Tensor  # (N, D)
-    affine_frames: Tensor | None = (
-        None  # (N, 2, 2) columns are the axes of the described patch, in its pixels
-    )
+    Points that the image's mask excludes must be left out, as `strongest` does.
+    """
+
+    points: Tensor  # (N, 2) float xy, pixels of `image.pixels`; the centre of the first one is (0, 0)
+    scores: Tensor  # (N,) float, in any unit; larger is better
+    descriptors: Tensor  # (N, D) float; of norm 1, unless `data.descriptors.UNNORMALISED` names the front end
+    # (N, 2, 2) columns are the axes of the described patch, in the same pixels; they also give the features'
+    # `scales` and `orientations`
+    affine_frames: Tensor | None = None
 
 
 class FrontEnd(NamedTuple):
-    """A learned front end as data: how its network is built and run."""
+    """A front end as data: how its network, if it has one, is built and run."""
 
-    build: Callable[[ExtractorConfig], nn.Module]
-    find: Callable[[nn.Module, Image, ExtractorConfig], Found] | None  # in one image
+    build: Callable[[ExtractorConfig], nn.Module] | None  # None: nothing is learned
+    # Finds points in one image with the network, which is None where there is none to build.
+    find: Callable[[nn.Module | None, Image, ExtractorConfig], Found] | None
     published: Mapping[str, Any]  # the settings that it has, with their published values
     # Instead of `find`, in images of one size at once, by a network that has `prepare(dtype)` and runs in
     # half precision where that is fast.
@@ -56,7 +60,7 @@ class FrontEnd(NamedTuple):
 
 
 class LearnedExtractor:
-    """A front end with a network, which is built and filled at the first call."""
+    """A front end whose network, if it has one, is built and filled at the first call."""
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class LearnedExtractor:
             fill: puts the trained parameters into the network, which is on the CPU then.
             device: where the network runs.
             dtype: of the network, if it is one that runs in half precision.
-            weights: the file that `fill` reads, None if it is the usual one; what tells extractors apart.
+            weights: the file that `fill` reads, None if it is the usual one; it distinguishes extractors.
 
         Raises:
             UsageError: a setting that this front end does not have, or a value out of range.
@@ -86,8 +90,10 @@ class LearnedExtractor:
         self._fill = fill
 
     @cached_property
-    def network(self) -> nn.Module:
-        """The network with its parameters, built when it is first asked for; errors are those of `fill`."""
+    def network(self) -> nn.Module | None:
+        """The network with its parameters, built when it is first used; errors are those of `fill`."""
+        if self.front_end.build is None:
+            return None
         # Building may draw random numbers; the caller's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             network = self.front_end.build(self.config)

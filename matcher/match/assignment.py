@@ -102,7 +102,7 @@ def plan(scores: Tensor, found: Potentials) -> Assignment:
 
 
 def _unassigned(scores: Tensor) -> Assignment:
-    """One side has no points: every point of the other is unmatched for sure."""
+    """One side has no points: every point of the other is certainly unmatched."""
     batch, rows, columns = scores.shape
     scores = scores.float()
     return Assignment(

@@ -34,6 +34,6 @@ class PairPrediction:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """The network's output for a batch, one entry a pair."""
+    """The network's output for a batch, one entry per pair."""
 
     pairs: tuple[PairPrediction, ...]

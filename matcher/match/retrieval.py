@@ -86,9 +86,9 @@ def similar_pairs(
 ) -> Iterator[tuple[str, str]]:
     """Each image with the `k` that look most like it, every pair once, in the order of `names`.
 
-    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB an image are, or
-    64 kB where descriptors can be turned: then images are compared in all four positions. An image without
-    keypoints is in no pair.
+    Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB per image are, or
+    64 kB where descriptors can be rotated: then images are compared in all four orientations. An image
+    without keypoints is in no pair.
 
     Args:
         names: images.
@@ -136,7 +136,7 @@ def neighbour_pairs(
     Args:
         table: (I, G) global descriptors of unit length; rows of zeros are in no pair.
         k: neighbours of a row.
-        turned: (I, G) each, the same images in other positions; a pair is as similar as in the best one.
+        turned: (I, G) each, the same images in other orientations; the most similar one counts.
         block: rows that are compared at once; only memory depends on it.
     """
     usable = np.flatnonzero(np.any(table != 0, axis=1))

@@ -63,9 +63,9 @@ def sinkhorn(
         scores: (B, N+1, M+1) with the dustbins last.
         mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
         max_iterations: row and column updates at most, one at least.
-        tolerance: stop a pair once its rows are right to this, see `row_error`; None runs all iterations,
-            rows first. With a tolerance the side of fewer points comes first (between equals the one of
-            lower dustbins), so that swapping the images transposes the plan to rounding.
+        tolerance: stop a pair once the error of its rows is this small, see `row_error`; None runs all
+            iterations, rows first. With a tolerance the side of fewer points comes first (between equals the
+            one of lower dustbins), so that swapping the images transposes the plan to rounding.
         start: of similar scores under the same masks; none: rows of maximum 0.
         record_errors: keep `row_error` of every iteration.
 
@@ -146,7 +146,7 @@ def _columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
 
 
 def row_error(ratios: Tensor) -> float:
-    """How wrong the rows of a plan are, from the ratios (N+1,) of their sums to their masses.
+    """Error of the rows of a plan, from the ratios (N+1,) of their sums to their masses.
 
     The relative error of the points' rows as a vector, ‖sums − 1‖ / ‖1‖, or that of the dustbin's row if it
     is greater. Single points between two partners take several times the iterations of all others, and would
@@ -160,7 +160,8 @@ def row_error(ratios: Tensor) -> float:
 def _sinkhorn_pair(problem: Problem, limits: Limits) -> Solution:
     """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
 
-    Rows are updated first, so columns are exact after each iteration and rows tell how far it is.
+    Rows are updated first, so columns are exact after each iteration and the rows' error measures
+    convergence.
     """
     scores, log_mu, log_nu, start = problem
     masses = torch.cat([log_mu, log_nu]).exp_()

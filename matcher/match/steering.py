@@ -1,9 +1,9 @@
-"""Descriptors that can be turned: which quarter turn brings an image to the other one.
+"""Steerable descriptors: which quarter turn brings one image to the orientation of the other.
 
-A descriptor of the front end `learned` is trained to have four groups of values that move on by one when its
-image is turned by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle between
-two images, rotating one's descriptors by the right quarter turn leaves 45 degrees or less, without extracting
-features again.
+A descriptor of the front end `learned` is trained to have four groups of values that are permuted cyclically
+when its image is rotated by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle
+between two images, rotating one's descriptors by the right quarter turn leaves 45 degrees or less, without
+extracting features again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STEERABLE = "learned"  # the front end whose descriptors these are
 EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}
 
 _COMPARED = 1024  # points of each image, the best ones when they come from their front end
-_MIN_DISTANCE = 1e-6  # of unlike descriptors, 1 - their similarity
-_CERTAIN = 0.04  # evidence a point of no turn, beyond which no other is tried; unlike points have 0.002
+_MIN_DISTANCE = 1e-6  # between different descriptors, 1 - their similarity
+_CERTAIN = 0.04  # evidence per point of no turn, beyond which no other is tried; unrelated points have 0.002
 _MIN_GAIN = 0.2  # a turn must have so much more evidence than no turn
 # What EXIF calls an image that needs one turn more than orientation 1 … 8; 0 is unused.
 _TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
@@ -64,8 +64,7 @@ def aligned(features0: Features, features1: Features, kind: str) -> Features:
 
 
 def turned_by(features: Features, turns: int | Tensor) -> Features:
-    """Features of B images after so many clockwise quarter turns, one number or (B,); `view_orientation` says
-    the turn."""
+    """Features of B images after clockwise quarter turns, one number or (B,); `view_orientation` has them."""
     if isinstance(turns, int):
         turns = torch.full((len(features.mask),), turns, device=features.mask.device)
     return _turned(features, turns)
@@ -80,7 +79,7 @@ def _turned(features: Features, turns: Tensor) -> Features:
 
 @torch.no_grad()
 def quarter_turns(features0: Features, features1: Features) -> Tensor:
-    """(B,) clockwise quarter turns of image 1 after which its descriptors are most like those of image 0.
+    """(B,) clockwise quarter turns of image 1 after which its descriptors fit those of image 0 best.
 
     The evidence for a turn is how distinct mutually nearest descriptors are: the sum of (1 - r)², with r the
     ratio of the distances to the nearest and to the second nearest, the larger one of both images. (The sum

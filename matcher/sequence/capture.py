@@ -14,7 +14,7 @@ import numpy as np
 from matcher.data.photos import IMAGE_SUFFIXES, is_image, natural_key
 from matcher.errors import ImageError, UsageError
 
-DEFAULT_RATE = 10.0  # frames a second, of folders whose files are not named by their time
+DEFAULT_RATE = 10.0  # frames per second, of folders whose files are not named by their time
 _PATIENCE = 30  # frames in a row that a camera may fail to give
 
 
@@ -47,7 +47,7 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
     Args:
         source: a path, or digits.
         right: the folder of the right images of rectified pairs; for folders only.
-        rate: frames a second of a folder.
+        rate: frames per second, of a folder.
 
     Raises:
         UsageError: arguments that do not fit each other, an image, or a folder without images.
@@ -95,12 +95,12 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _times(images: list[Path], rate: float | None) -> list[float]:
-    """Seconds: names such as 1305031102.175304.png are times; else so many frames a second."""
+    """Seconds: names such as 1305031102.175304.png are times; else as the rate says."""
     if rate is None and all(re.fullmatch(r"\d+\.\d+", path.stem) for path in images):
         return [float(path.stem) for path in images]
     rate = DEFAULT_RATE if rate is None else rate
     if not 0 < rate < float("inf"):
-        raise UsageError(f"frames a second must be a positive number, not {rate}")
+        raise UsageError(f"the frame rate must be a positive number, not {rate}")
     return [index / rate for index in range(len(images))]
 
 

@@ -8,7 +8,7 @@ from matcher.errors import UsageError
 
 
 class Clock:
-    """Tells a frame that came too late from a clock that was set back.
+    """Distinguishes a frame that came too late from a clock that was set back.
 
     A frame older than the last accepted one is refused. If the next one is older too, but not older than the
     refused one, the clock has been set back, and from then on its new time counts.

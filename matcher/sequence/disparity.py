@@ -1,6 +1,6 @@
 """Where the right image of a rectified pair shows the left one's points, by correlation along the row.
 
-Detectors do not find every point in both images, and place coarse ones some pixels off. The images say
+Detectors do not find every point in both images, and locate coarse ones some pixels off. The images hold
 more: windows are compared along the row, to a fraction of a pixel, and what was found without a link is
 checked from right to left (Fua 1993, section 2). ORB-SLAM2 places its stereo points so as well (Mur-Artal and
 Tardós 2017, section III-A); here windows slant with the surface they show, without which near ground is lost.
@@ -17,24 +17,24 @@ from matcher.sequence.guided import nearest
 from matcher.sequence.surfaces import Surfaces, confirmed, fit, of_one_surface, predict
 from matcher.sequence.windows import TEXTURE, WINDOW, correlate, cut, deviation, peaks
 
-MIN_LINKS = 6  # placed exactly, from which other points are predicted
-_REACH = 4  # pixels that a link may be off, and that a point may be off what its neighbours say
+MIN_LINKS = 6  # located exactly, from which other points are predicted
+_REACH = 4  # pixels that a link may be off, and that a point may be off what its neighbours predict
 _LONGEST = 64  # pixels of a row that are searched at most
 _BACK = 1.0  # pixels that the search back from the right may be off
-_APART = 3  # pixels between the best place and its rival
-# Points of the learned front end often lie on contours, where the windows of two surfaces are hardly alike;
+_APART = 3  # pixels between the best position and its rival
+# Points of the learned front end often lie on contours, where windows show two surfaces and correlate little;
 # for them these are strict.
-_LIKE_LINK, _LIKE_NEW = 0.8, 0.9  # least correlation of a link, and of a point that has none
-_LIKE_SEARCHED = 0.6  # least correlation while the slant is that of a neighbour
+_MIN_LINK, _MIN_NEW = 0.8, 0.9  # least correlation of a link, and of a point that has none
+_MIN_SEARCHED = 0.6  # least correlation while the slant is that of a neighbour
 _CLEAR = 0.1  # by which a point without a link must be better than its rival
 
 
 def complete_partners(images: tuple[Image, Image], points: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The points in the right image, placed exactly where they were linked and searched where not.
+    """The points in the right image, located exactly where they were linked and searched for where not.
 
-    A link whose surroundings are not alike or that lies on an edge in depth is left out; where a window has
-    no texture it stays as it was. Rows are those of the links: nothing is assumed of the images but that
-    the rows of neighbouring points differ alike.
+    A link whose windows do not correlate or that lies on a depth discontinuity is left out; where a window
+    has no texture it stays as it was. Rows are those of the links: nothing is assumed of the images but that
+    the rows of neighbouring points differ equally.
 
     Args:
         images: left and right, with their pixels. Images that lie on their side are left as they are.
@@ -68,7 +68,7 @@ def _place(
 ) -> tuple[Surfaces, np.ndarray, np.ndarray]:
     """Surfaces of linked points (K, 2), whether each link holds (K,), and whether it has texture (K,)."""
     surfaces = fit(*images, points, positions)
-    good = (surfaces.likeness >= _LIKE_LINK) & (np.abs(surfaces.x - positions[:, 0]) <= _REACH)
+    good = (surfaces.correlation >= _MIN_LINK) & (np.abs(surfaces.x - positions[:, 0]) <= _REACH)
     textured = deviation(cut(images[0], points)) >= TEXTURE
     good &= textured & of_one_surface(*images, points, positions[:, 1], surfaces)
     return surfaces, good & confirmed(points, surfaces, good), textured
@@ -83,7 +83,7 @@ def _search(
 ) -> np.ndarray:
     """(N, 2) positions in the right image of left points (N, 2), NaN where none is certain.
 
-    Each is searched where the surfaces around it say that it is.
+    Each is searched where the surfaces around it predict it.
 
     Args:
         images: left and right.
@@ -114,12 +114,12 @@ def _search_rows(
     slants: np.ndarray,
 ) -> tuple[Surfaces, np.ndarray]:
     """Surfaces of left points (N, 2) on rows `y` (N,), from `start` to `stop` (N,); and which are certain."""
-    x, likeness, clear = _along_rows(*images, points, y, start, stop, slants)
-    found = Surfaces(x, slants.copy(), likeness)
-    likely = np.flatnonzero(clear & (likeness >= _LIKE_SEARCHED))
+    x, correlation, clear = _along_rows(*images, points, y, start, stop, slants)
+    found = Surfaces(x, slants.copy(), correlation)
+    likely = np.flatnonzero(clear & (correlation >= _MIN_SEARCHED))
     seen, guess = points[likely], np.column_stack([x[likely], y[likely]])
     fitted = fit(*images, seen, guess, slants[likely])
-    good = (fitted.likeness >= _LIKE_NEW) & (np.abs(fitted.x - guess[:, 0]) <= _REACH / 2)
+    good = (fitted.correlation >= _MIN_NEW) & (np.abs(fitted.x - guess[:, 0]) <= _REACH / 2)
     good &= of_one_surface(*images, seen, guess[:, 1], fitted)
     # The same disparities, seen from the positions found.
     stretch, offset = 1 + fitted.slants[:, :1], guess[:, 0] + seen[:, 0]
@@ -151,8 +151,8 @@ def _along_rows(
     """The best positions of points (N, 2) on rows `y` (N,) of the other image, `start` to `stop` (N,).
 
     Returns:
-        x (N,), correlation (N,), and (N,) bool: not at an end of the stretch, clearly better than any other
-        place of it, and of enough texture.
+        x (N,), correlation (N,), and (N,) bool: not at an end of the range, clearly better than any other
+        position, and of enough texture.
     """
     if len(points) == 0:
         return np.zeros(0), np.zeros(0), np.zeros(0, bool)
@@ -165,13 +165,13 @@ def _along_rows(
     scores = correlate(windows, cut(other, middles, most + WINDOW - 1, slants))
     number = np.arange(most)
     scores[number >= counts[:, None]] = -1.0
-    best, likeness = scores.argmax(axis=1), scores.max(axis=1)
+    best, correlation = scores.argmax(axis=1), scores.max(axis=1)
     # A smooth surface has one broad peak, which is no rival of itself: only another peak is.
     beside = np.pad(scores, ((0, 0), (1, 1)), constant_values=-1.0)
     peaked = (scores >= beside[:, :-2]) & (scores >= beside[:, 2:])
     rival = np.where(peaked & (np.abs(number - best[:, None]) >= _APART), scores, -1.0).max(axis=1)
-    clear = (best > 0) & (best < counts - 1) & (likeness - rival >= _CLEAR)
-    return start + step * peaks(scores), likeness, clear & (deviation(windows) >= TEXTURE)
+    clear = (best > 0) & (best < counts - 1) & (correlation - rival >= _CLEAR)
+    return start + step * peaks(scores), correlation, clear & (deviation(windows) >= TEXTURE)
 
 
 def _grey(image: Image) -> np.ndarray:

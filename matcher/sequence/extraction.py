@@ -31,7 +31,7 @@ class FrameExtractor:
         if len(set(sizes)) > 1:
             raise ImageError(
                 f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes[0]} and "
-                f"{sizes[1]}; rectify both alike"
+                f"{sizes[1]}; rectify both to one size"
             )
         if self._budget_ms is None or self.choice is not None or not len(self.extract(images[:1])[0]):
             return images

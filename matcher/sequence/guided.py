@@ -13,17 +13,17 @@ _NEIGHBOURS = 6  # links whose median motion predicts a point's
 _ONE_TREE, _UNLIMITED = 4, -1  # FLANN's exact tree of few dimensions
 _CLOSER = 0.95  # the best candidate is nearer than this share of the second one's distance
 _PREDICTED = 80  # percentile of the links' own prediction errors within which others are searched
-_LIKE_LINKS = 98  # percentile of the links' descriptor distances that a new one must keep below
+_LINK_PERCENTILE = 98  # percentile of the links' descriptor distances that a new one must keep below
 
 
 @dataclass(frozen=True, eq=False)
 class Guide:
-    """What the verified links of two frames predict: where other points are, and how alike they look."""
+    """What the verified links of two frames predict: where other points are, and how similar they look."""
 
     start: np.ndarray  # (K, 2) pixels of the links in the earlier frame
     end: np.ndarray  # (K, 2) and in the later one
     limit: float  # distance of descriptors that nearly all links keep below
-    radius: float  # pixels around a predicted place in which a partner is searched
+    radius: float  # pixels around a predicted position in which a partner is searched
     fundamental: np.ndarray | None = None  # (3, 3) of the two frames
     tolerance: float = 1.5  # pixels to the epipolar line in the later frame
 
@@ -39,7 +39,7 @@ class Guide:
     def narrowed(self, least_radius: float) -> Guide:
         """Search only as far as the links themselves are from their lines and from what is predicted.
 
-        What is found further off is often a wrong point that looks alike, and poses suffer from it: with
+        What is found further off is often a wrong point that looks similar, and poses suffer from it: with
         this, the error of `hybrid` on kitti_mini fell from 1.6 to 1.3 %.
         """
         if not self.usable:
@@ -67,10 +67,10 @@ def nearest(points: np.ndarray, queries: np.ndarray, count: int) -> np.ndarray:
 
 
 def typical_limit(descriptors0: np.ndarray, descriptors1: np.ndarray) -> float:
-    """The distance that `_LIKE_LINKS` percent of linked descriptors (K, D) keep below; 0 without links."""
+    """The distance below which `_LINK_PERCENTILE` percent of linked descriptors (K, D) lie; 0 without any."""
     if len(descriptors0) == 0:
         return 0.0
-    return float(np.percentile(np.linalg.norm(descriptors0 - descriptors1, axis=1), _LIKE_LINKS))
+    return float(np.percentile(np.linalg.norm(descriptors0 - descriptors1, axis=1), _LINK_PERCENTILE))
 
 
 def search_guided(
@@ -80,11 +80,11 @@ def search_guided(
     descriptors1: np.ndarray,
     guide: Guide,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Partners near the predicted place and the epipolar line, alike, clearly the best, and mutual.
+    """Partners near the predicted position and the epipolar line: similar, clearly the best, and mutual.
 
     Args:
         points0: (N, 2) pixels in the earlier frame that have no partner.
-        descriptors0: (N, D) float32, of any one kind; the guide says how alike is alike enough.
+        descriptors0: (N, D) float32, of any one kind; the guide says how similar is similar enough.
         points1: (M, 2) pixels in the later frame that have none.
         descriptors1: (M, D) float32.
         guide: from the links that the two frames have.

@@ -9,7 +9,7 @@ import numpy as np
 from matcher.data.features import Features
 from matcher.sequence.frames import FrameLinks
 
-_FEW = 20  # close links below which their share says nothing
+_FEW = 20  # close links below which their share means nothing
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class KeyframeRule:
 def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> float:
     """Share of a keyframe's links that a later frame still has, of the most that any frame had.
 
-    Far points tell how the camera turned, only close ones how far it moved (Mur-Artal and Tardós 2017,
+    Far points show how the camera turned, only close ones how far it moved (Mur-Artal and Tardós 2017,
     section III-E), and close ones are the first to leave the image. So of all points and the close ones,
     the smaller share counts.
 

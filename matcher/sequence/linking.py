@@ -13,7 +13,7 @@ from matcher.sequence.guided import Guide, search_guided, typical_limit
 from matcher.sequence.keyframes import KeptFrame
 from matcher.verify.thresholds import threshold_scale
 
-MIN_LINKS = 12  # consistent ones; with fewer, two frames are not of one scene
+MIN_LINKS = 12  # consistent ones; with fewer, two frames do not show one scene
 _SEARCH = 0.02  # largest radius of the search around a prediction, as a share of the image's diagonal
 _LEAST_RADIUS = 2.0  # pixels of the resized image
 
@@ -27,7 +27,7 @@ class Linker:
     guided: bool = True
 
     def verify(self, frame0: KeptFrame, frame1: KeptFrame, matches: Matches) -> tuple[FrameLinks, Guide]:
-        """Links of two frames from the matches of their features, and what they say of other points.
+        """Links of two frames from the matches of their features, and what they predict for other points.
 
         Points of a scene that does not move, and of what moves with it, are consistent. Where fewer than
         `MIN_LINKS` agree, none is.
@@ -35,7 +35,7 @@ class Linker:
         return self._link(frame0, frame1, matches.indices, matches.scores)
 
     def complete(self, frame0: KeptFrame, frame1: KeptFrame, common: np.ndarray) -> FrameLinks:
-        """FrameLinks to a frame further back, from the tracks (K, 2) that both see; their score is 1."""
+        """Links to a frame further back, from the tracks (K, 2) that both see; their score is 1."""
         return self._link(frame0, frame1, common, np.ones(len(common), np.float32))[0]
 
     def _link(

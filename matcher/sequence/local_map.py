@@ -16,7 +16,7 @@ from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import KeyframeIndex, MatchPairs, verify_candidates
 from matcher.sequence.tracks import TrackIds
 
-CLOSE = 40.0  # baselines; points nearer than that have a depth that says how far the camera moved
+CLOSE = 40.0  # baselines; the depths of nearer points show how far the camera moved
 CANDIDATES = 3  # keyframes that a lost frame is compared with
 
 
@@ -37,7 +37,7 @@ class LocalMap:
     def link(
         self, current: KeptFrame, matches: Matches | None, match: MatchPairs
     ) -> tuple[FrameStatus, FrameLinks | None, FrameLinks | None]:
-        """FrameLinks to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
+        """Links to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
         previous, keyframe = self.previous, self._keyframe
         if previous is None:
             return "first", None, None

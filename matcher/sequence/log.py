@@ -16,7 +16,7 @@ _SAME_TIME = 0.02  # seconds between a frame and the true pose it is compared wi
 
 
 class TrackingLog:
-    """Collects results frame by frame; 40 bytes a keypoint."""
+    """Collects results frame by frame; 40 bytes per keypoint."""
 
     def __init__(self) -> None:
         self._frames: list[tuple[int, float, str, str, bool]] = []
@@ -63,12 +63,12 @@ class TrackingLog:
         return known, times[known], poses
 
     def keyframe_rows(self) -> list[int]:
-        """RowMatches of the trajectory that are keyframes."""
+        """Rows of the trajectory that are keyframes."""
         known, _, _ = self.trajectory()
         return [row for row, index in enumerate(known.tolist()) if self._frames[index][4]]
 
     def as_npz(self) -> bytes:
-        """An .npz file: a row a frame, and a row for each time that a track was seen.
+        """An .npz file: a row per frame, and a row for each observation of a track.
 
         frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam (F, 4, 4), NaN
         where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
@@ -93,28 +93,32 @@ class TrackingLog:
         )
         return buffer.getvalue()
 
-    def against(
-        self, times: np.ndarray | None, truth: np.ndarray, *, with_scale: bool
+    def compared_with(
+        self, times: np.ndarray | None, ground_truth: np.ndarray, *, with_scale: bool
     ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
-        """PoseTracker found and true of the frames that have both, in one frame, and the errors of segments.
+        """Estimated and true poses of the frames that have both, aligned, and the errors of segments.
 
         Args:
-            times: (T,) of the true poses; None: they are of the frames in order.
-            truth: (T, 4, 4) camera to world.
+            times: (T,) seconds of the true poses; None: they are those of the frames in order.
+            ground_truth: (T, 4, 4) camera to world.
             with_scale: one camera does not know the scale; it is fitted.
 
         Raises:
             UsageError: fewer than two frames have a true pose.
         """
         known, stamps, poses = self.trajectory()
-        rows = nearest_rows(stamps, times) if times is not None else np.where(known < len(truth), known, -1)
+        rows = (
+            nearest_rows(stamps, times)
+            if times is not None
+            else np.where(known < len(ground_truth), known, -1)
+        )
         both = rows >= 0
         if np.count_nonzero(both) < 2:
             raise UsageError(
-                f"{np.count_nonzero(both)} frames have a found and a true pose; at least 2 are needed "
-                "(does the file belong to this sequence?)"
+                f"{np.count_nonzero(both)} frames have an estimated and a true pose, and 2 are needed; "
+                "check that the poses are those of this sequence"
             )
-        true = truth[rows[both]]
+        true = ground_truth[rows[both]]
         found = align(true, poses[both], with_scale=with_scale)
         return found, true, segment_errors(true, found, _lengths_for(true))
 
@@ -132,8 +136,8 @@ def nearest_rows(stamps: np.ndarray, times: np.ndarray) -> np.ndarray:
     return np.where(np.abs(times[best] - stamps) <= _SAME_TIME, best, -1)
 
 
-def _lengths_for(truth: np.ndarray) -> Sequence[float]:
+def _lengths_for(ground_truth: np.ndarray) -> Sequence[float]:
     """10, 20, 40 … m while two segments of that length would fit into the path; a third of a short one."""
-    total = float(path_length(truth)[-1])
+    total = float(path_length(ground_truth)[-1])
     fitting = [float(length) for length in (10, 20, 40, 100, 200, 400, 800) if 1.25 * length <= total]
     return fitting or [total / 3]

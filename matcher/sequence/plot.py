@@ -1,4 +1,4 @@
-"""A plot of a trajectory: the way from above, and how far off it is."""
+"""A plot of a trajectory: the path from above, and its error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NARROWEST, _WIDEST = 0.5, 1.6  # of the view from above, beside the other panel
 def plot_trajectory(
     path: str | Path,
     found: np.ndarray,
-    truth: np.ndarray | None = None,
+    ground_truth: np.ndarray | None = None,
     *,
     keyframes: Sequence[int] = (),
     unit: str = "m",
@@ -34,8 +34,8 @@ def plot_trajectory(
 
     Args:
         path: .png, .jpg, .jpeg or .pdf.
-        found: (N, 4, 4) camera to world, in the frame of `truth` where there is one.
-        truth: (N, 4, 4) of the same frames.
+        found: (N, 4, 4) camera to world, in the frame of `ground_truth` where there is one.
+        ground_truth: (N, 4, 4) of the same frames.
         keyframes: rows of `found` that are marked.
         unit: of length.
         title: above the plot.
@@ -47,16 +47,18 @@ def plot_trajectory(
     figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
-    spans = np.ptp(found[:, :3, 3] if truth is None else np.concatenate([found, truth])[:, :3, 3], axis=0)
+    spans = np.ptp(
+        found[:, :3, 3] if ground_truth is None else np.concatenate([found, ground_truth])[:, :3, 3], axis=0
+    )
     width = float(np.clip(spans[0] / max(spans[2], 1e-9), _NARROWEST, _WIDEST))
     above, beside = figure.subplots(1, 2, width_ratios=[width, 1.2])
-    _draw_from_above(above, found, truth, keyframes, unit)
-    if truth is None:
+    _draw_from_above(above, found, ground_truth, keyframes, unit)
+    if ground_truth is None:
         beside.plot(path_length(found), -found[:, 1, 3], color=_FOUND)
         label = f"distance travelled ({unit})"
         beside.set(xlabel=label, ylabel=f"height ({unit})", title="height, to its own scale")
     else:
-        _draw_error(beside, found, truth, unit)
+        _draw_error(beside, found, ground_truth, unit)
     for axes in (above, beside):
         axes.grid(alpha=0.3)
     buffer = io.BytesIO()
@@ -67,11 +69,18 @@ def plot_trajectory(
 
 
 def _draw_from_above(
-    above: Axes, found: np.ndarray, truth: np.ndarray | None, keyframes: Sequence[int], unit: str
+    above: Axes, found: np.ndarray, ground_truth: np.ndarray | None, keyframes: Sequence[int], unit: str
 ) -> None:
     positions = found[:, :3, 3]
-    if truth is not None:
-        above.plot(truth[:, 0, 3], truth[:, 2, 3], color=_TRUE, linewidth=3, alpha=0.6, label="ground truth")
+    if ground_truth is not None:
+        above.plot(
+            ground_truth[:, 0, 3],
+            ground_truth[:, 2, 3],
+            color=_TRUE,
+            linewidth=3,
+            alpha=0.6,
+            label="ground truth",
+        )
     above.plot(
         positions[:, 0],
         positions[:, 2],
@@ -89,8 +98,8 @@ def _draw_from_above(
     above.legend()
 
 
-def _draw_error(beside: Axes, found: np.ndarray, truth: np.ndarray, unit: str) -> None:
-    difference, way = (found - truth)[:, :3, 3], path_length(truth)
+def _draw_error(beside: Axes, found: np.ndarray, ground_truth: np.ndarray, unit: str) -> None:
+    difference, way = (found - ground_truth)[:, :3, 3], path_length(ground_truth)
     beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
     for axis, (name, colour) in enumerate(_AXES.items()):
         beside.plot(way, difference[:, axis], linewidth=1.2, color=colour, label=name)

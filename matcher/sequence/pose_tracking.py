@@ -136,7 +136,7 @@ class PoseTracker:
         return T, None if world is None else world @ np.linalg.inv(T)
 
     def bridge(self, frame: KeptFrame) -> PoseStatus:
-        """After a loss the last motion is carried on, so that the path goes on: a guess."""
+        """After a loss, extrapolate the last motion, so that the path continues: a guess."""
         if self.camera is None:
             return "no_camera"
         if self._last is None:

@@ -48,7 +48,7 @@ class Recording:
             self._part = self._path.with_name(f".{self._path.name[:80]}.{secrets.token_hex(4)}.part")
             self._stream.save(self._part)
         self._route: list[np.ndarray] = []
-        self._cloud: dict[int, np.ndarray] = {}  # track → place in the world
+        self._cloud: dict[int, np.ndarray] = {}  # track → position in the world
         self._stream.log("world", self._rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
 
     def add(self, result: FrameResult, image: Image | None) -> None:

@@ -1,9 +1,9 @@
 """The piece of surface around a point, as a rectified pair shows it: its disparity and how that changes.
 
-Near ground, and near walls seen from the side, change their disparity by up to half a pixel a pixel, so the
+Near ground, and near walls seen from the side, change their disparity by up to half a pixel per pixel, so the
 same window has another shape in the right image. A window that may not slant finds such points badly and
 drops them, and those that it drops are the near ones. Here the window's slant is estimated along with its
-place, by least squares over its pixels (Gruen 1985; Baker and Matthews 2004, inverse compositional).
+position, by least squares over its pixels (Gruen 1985; Baker and Matthews 2004, inverse compositional).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from matcher.sequence.windows import TEXTURE, WINDOW, correlate, cut, deviation,
 
 _ROUNDS = 6  # of least squares; four are enough for nearly all
 _STEP = 1.0  # pixels that a round may move a window
-_STEEPEST = 0.7  # change of disparity a pixel beyond which surfaces are hardly seen by both cameras
+_STEEPEST = 0.7  # change of disparity per pixel beyond which surfaces are hardly seen by both cameras
 _DAMPING = 1e-3  # share added to the squares, for windows that show texture in one direction only
 _HALF_ERROR = 0.5  # pixels that half a window may be off the whole
-_HALF_REACH = 4  # pixels in which the half is searched
-_STEEP = 0.15  # change of disparity a pixel from which a slant must be confirmed by points around it
+_HALF_REACH = 4  # pixels to either side in which the half is searched
+_STEEP = 0.15  # change of disparity per pixel from which a slant must be confirmed by points around it
 _NEIGHBOURS, _CONFIRMING = 8, 3  # of so many points around, so many must confirm it
 _CONFIRMED = 1.0  # pixels that a confirming surface may be off
 
@@ -29,8 +29,8 @@ class Surfaces(NamedTuple):
     """Where N left windows are in the right image, and how they slant there."""
 
     x: np.ndarray  # (N,) pixels
-    slants: np.ndarray  # (N, 2) minus the change of disparity a pixel to the right, and a pixel down
-    likeness: np.ndarray  # (N,) correlation there, −1 to 1
+    slants: np.ndarray  # (N, 2) minus the change of disparity per pixel to the right, and per pixel down
+    correlation: np.ndarray  # (N,) correlation there, −1 to 1
 
 
 def fit(
@@ -40,7 +40,7 @@ def fit(
     positions: np.ndarray,
     slants: np.ndarray | None = None,
 ) -> Surfaces:
-    """Place and slant of least difference, from a first guess that is off by a few pixels at most.
+    """Position and slant of least difference, from a first guess that is off by a few pixels at most.
 
     Args:
         left, right: (H, W) float32.

@@ -21,7 +21,7 @@ class SegmentError:
     length: float  # metres along the true path
     count: int  # segments
     translation: float  # share of the length
-    rotation: float  # degrees a metre
+    rotation: float  # degrees per metre
 
 
 def as_quaternion(rotation: np.ndarray) -> np.ndarray:
@@ -48,7 +48,7 @@ def as_rotation(quaternion: np.ndarray) -> np.ndarray:
 
 
 def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
-    """A comment, and a line a pose: `t x y z qx qy qz qw`, in the order of the frames.
+    """A comment, and a line per pose: `t x y z qx qy qz qw`, in the order of the frames.
 
     Args:
         path: the file, which is replaced.
@@ -66,7 +66,7 @@ def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.
 
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
-    """Poses world_from_cam from a file of KITTI (12 numbers a line, 3×4) or TUM (8 numbers).
+    """Poses world_from_cam from a file of KITTI (12 numbers per line, 3×4) or TUM (8 numbers).
 
     Returns:
         timestamps (N,) or None (KITTI has none), and poses (N, 4, 4).
@@ -81,7 +81,7 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as poses ({error})") from error
     if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
-        raise UsageError(f"{path}: a pose file has 12 numbers a line (KITTI) or 8 (TUM) in every line")
+        raise UsageError(f"{path}: a pose file has 12 numbers (KITTI) or 8 (TUM) in every line")
     poses = np.tile(np.eye(4), (len(values), 1, 1))
     if values.shape[1] == 12:
         poses[:, :3] = values.reshape(-1, 3, 4)
@@ -100,22 +100,22 @@ def path_length(poses: np.ndarray) -> np.ndarray:
 
 
 def segment_errors(
-    truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40)
+    ground_truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40)
 ) -> list[SegmentError]:
-    """Relative errors as KITTI's odometry benchmark has them (Geiger et al. 2012), from every frame on.
+    """Relative errors as in KITTI's odometry benchmark (Geiger et al. 2012), of segments from every frame.
 
     Args:
-        truth: (N, 4, 4) camera to world, metres.
+        ground_truth: (N, 4, 4) camera to world, metres.
         found: (N, 4, 4) of the same frames, in any world frame.
         lengths: of the segments in metres of the true path; those longer than the path are left out.
     """
-    travelled, errors = path_length(truth), []
+    travelled, errors = path_length(ground_truth), []
     for length in lengths:
         rows = []
-        for start in range(len(truth)):
+        for start in range(len(ground_truth)):
             end = int(np.searchsorted(travelled, travelled[start] + length - _ROUNDING))
-            if end < len(truth):
-                error = _relative(found, start, end) @ np.linalg.inv(_relative(truth, start, end))
+            if end < len(ground_truth):
+                error = _relative(found, start, end) @ np.linalg.inv(_relative(ground_truth, start, end))
                 turn = np.clip((np.trace(error[:3, :3]) - 1) / 2, -1, 1)
                 rows.append((np.linalg.norm(error[:3, 3]), np.rad2deg(np.arccos(turn))))
         if rows:
@@ -128,14 +128,14 @@ def _relative(poses: np.ndarray, start: int, end: int) -> np.ndarray:
     return np.linalg.inv(poses[end]) @ poses[start]
 
 
-def align(truth: np.ndarray, found: np.ndarray, *, with_scale: bool) -> np.ndarray:
+def align(ground_truth: np.ndarray, found: np.ndarray, *, with_scale: bool) -> np.ndarray:
     """The found poses (N, 4, 4) in the frame of the true ones: the first frames are made equal.
 
     With `with_scale` the path is also scaled so that the positions fit best, which one camera cannot know.
     """
     local = np.linalg.inv(found[0]) @ found
     if with_scale:
-        wanted = (np.linalg.inv(truth[0]) @ truth)[:, :3, 3]
+        wanted = (np.linalg.inv(ground_truth[0]) @ ground_truth)[:, :3, 3]
         squares = np.sum(local[:, :3, 3] ** 2)
         local[:, :3, 3] *= np.sum(wanted * local[:, :3, 3]) / squares if squares > 0 else 1.0
-    return truth[0] @ local
+    return ground_truth[0] @ local

@@ -1,4 +1,4 @@
-"""Windows cut from an image, and how alike they are: zero-mean normalised correlation along rows."""
+"""Windows cut from an image, and how similar they are: zero-mean normalised correlation along rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 
 WINDOW = 11  # pixels, the side of what is compared
-TEXTURE = 2.0  # grey levels that a window must deviate by, or it says nothing
+TEXTURE = 2.0  # grey levels that a window must deviate by, or it has no texture
 
 
 def cut(

@@ -28,7 +28,7 @@ def serve(
     port: int = 7860,
     device: str = "auto",
     max_megabytes: int = MAX_MEGABYTES,
-    tell: Callable[[str], None] = print,
+    on_address: Callable[[str], None] = print,
 ) -> None:
     """Run the page until it is interrupted.
 
@@ -36,7 +36,7 @@ def serve(
         port: the first that is tried; 0 takes any.
         device: where networks run.
         max_megabytes: larger uploads are refused.
-        tell: called with the address once it is known.
+        on_address: called with the address once it is known.
 
     Raises:
         UsageError: gradio is not installed, or no port is free.
@@ -48,7 +48,7 @@ def serve(
         app = build_app(Path(scratch), device, max_megabytes)
         import uvicorn
 
-        tell(f"http://{HOST}:{listening.getsockname()[1]}")
+        on_address(f"http://{HOST}:{listening.getsockname()[1]}")
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         server.run(sockets=[listening])
 

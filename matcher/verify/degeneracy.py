@@ -38,7 +38,7 @@ def only_rotates(
 ) -> bool:
     """Whether a rotation alone explains the inliers as well as the essential matrix does.
 
-    Noise of deviation s a coordinate gives Sampson's distance a 90th percentile of 1.6 s, and the distance
+    Noise of deviation s per coordinate gives Sampson's distance a 90th percentile of 1.6 s, and the distance
     after the best rotation (Kabsch 1976) one of 3 s; a factor of three between them leaves room. Where it
     holds, the translation is noise.
     """

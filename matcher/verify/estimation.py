@@ -1,4 +1,4 @@
-"""Matched points → homography, fundamental or essential matrix, with a status that tells whether to use it.
+"""Matched points → homography, fundamental or essential matrix, with a status: whether to use it.
 
 The libraries behind it throw, return None, or return a confident model for too few, equal, collinear or
 non-finite points; here every such case has its own status and no model.

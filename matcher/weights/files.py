@@ -63,7 +63,7 @@ def read_manifest(folder: Path | None = None, *, remedy: str = RESTORE) -> dict[
 
     Args:
         folder: where `manifest.toml` lies; the shipped one when absent.
-        remedy: what an error tells the user to do.
+        remedy: what an error advises.
 
     Raises:
         IntegrityError: the manifest is absent or not what it should be.
@@ -105,7 +105,7 @@ def load_model(
     Args:
         weights: a name in the manifest, or the path of a safetensors file written by `save_model`.
         folder: of the manifest; the shipped one when absent.
-        remedy: what an error about a file of the manifest tells the user to do.
+        remedy: what an error about a file of the manifest advises.
 
     Returns:
         The model in float32 on the CPU, which runs all layers on all points until a policy is given

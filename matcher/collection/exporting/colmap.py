@@ -46,7 +46,7 @@ def write_colmap(
     """A database for COLMAP: cameras, images, keypoints, matches and verified pairs.
 
     All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
-    anew, clear the latter and run COLMAP's verification.
+    again, clear the latter and run COLMAP's verification.
 
     Args:
         store: the run.

@@ -61,7 +61,7 @@ def write_npz(store: Store, out: Path) -> ExportReport:
 
 
 class _Pairs:
-    """Matches on their way to the archive, and what there is once a pair."""
+    """Matches on their way to the archive, and what there is once per pair."""
 
     def __init__(self, spool: Path) -> None:
         self.columns = {
@@ -88,7 +88,7 @@ class _Pairs:
         self._statuses.append(geometry.status)
 
     def small(self) -> dict[str, np.ndarray]:
-        """The arrays with a row a pair."""
+        """The arrays with a row per pair."""
         models = self._models.read()
         return {
             "match_offsets": self.columns["matches"].offsets(),
@@ -101,7 +101,7 @@ class _Pairs:
 
 
 class _Rows:
-    """Rows of one type that go to a file, because the header of an array must tell their number first."""
+    """Rows of one type that go to a file, because the header of an array begins with their number."""
 
     def __init__(self, path: Path, dtype: type[np.generic], width: int | None = None) -> None:
         self._path = path

@@ -131,7 +131,7 @@ def _intrinsic(camera: Intrinsics, number: int, pointer: int) -> dict[str, Any]:
 
 
 def _write_regions(path: Path, points: np.ndarray, features: Any | None) -> None:
-    """A line a keypoint: x, y, scale (a radius), direction in radians."""
+    """A line per keypoint: x, y, scale (a radius), direction in radians."""
     scales, angles = np.ones(len(points)), np.zeros(len(points))
     if features is not None and features.scales is not None:
         scales = features.scales.numpy() / 2

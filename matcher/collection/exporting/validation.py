@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matcher.collection.records import StoredImage, StoredPair
     from matcher.collection.store import Store
 
-_TOLD = 5  # names in a message
+_SHOWN = 5  # names in a message
 
 
 def begin_export(
@@ -137,5 +137,5 @@ def _not_utf8(name: str) -> bool:
 
 
 def _few(names: list[str]) -> str:
-    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:_TOLD]]
-    return ", ".join(shown) + (", …" if len(names) > _TOLD else "")
+    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:_SHOWN]]
+    return ", ".join(shown) + (", …" if len(names) > _SHOWN else "")

@@ -1,4 +1,4 @@
-"""An image of a reconstruction: its points and cameras from above and from the front."""
+"""A plot of a reconstruction: its points and cameras from above and from the front."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _POINTS_DRAWN = 60_000
 _CAMERA_SIZE = 0.05  # of the scene's extent
-_KEPT = (2.0, 98.0)  # percentiles of the points that the image must hold; stray ones lie far away
+_KEPT = (2.0, 98.0)  # percentiles of the points that the plot must show; stray ones lie far away
 _MARGIN = 0.06
 _CAMERA_COLOUR = "#c8102e"
 

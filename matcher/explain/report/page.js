@@ -159,9 +159,9 @@ function fateOf(side, point) {
       `probability ${p.toFixed(3)}, ${inlier ? "inlier" : "outlier"}`;
   }
   if (!(fate > 0)) return "kept, unmatched";
-  const [partner, sure] = image.reasons[point];
-  return `pruned after layer ${fate}: ${data.partner} ${partner.toPrecision(2)}, confidence ${sure.toFixed(2)} ` +
-    `(confident above ${data.sure[fate - 1].toFixed(2)})`;
+  const [partner, confidence] = image.reasons[point];
+  return `pruned after layer ${fate}: ${data.partner} ${partner.toPrecision(2)}, confidence ${confidence.toFixed(2)} ` +
+    `(confident above ${data.confident[fate - 1].toFixed(2)})`;
 }
 const describe = (side, point) => `keypoint ${point} of image ${side}: ${fateOf(side, point)}`;
 

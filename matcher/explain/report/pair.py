@@ -16,7 +16,7 @@ from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
 from matcher.explain.attention import Attention
 from matcher.explain.explain import Explanation
 from matcher.explain.layers import LayerReport
-from matcher.explain.rules import partner_words, rules, sureness
+from matcher.explain.rules import confidence_thresholds, partner_words, rules
 
 SCRIPTS = ("elements.js", "page.js", "reasons.js")
 STRONGEST = 4  # attended points kept for each point, layer and head
@@ -98,7 +98,7 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         "marginal": [float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors],
         "rules": rules(config),
         "partner": partner_words(config),
-        "sure": sureness(config),
+        "confident": confidence_thresholds(config),
     }
 
 
@@ -142,7 +142,7 @@ def _base64(array: np.ndarray) -> str:
 
 
 def _layer(layer: LayerReport, kind: str) -> dict[str, Any]:
-    """One row of the table, the matches as they were, and how many points were how sure."""
+    """One row of the table, the matches as they were, and a histogram of the points' confidences."""
     sure = layer.confidences
     alone = " / ".join("–" if share is None else f"{share:.0%}" for share in layer.unmatched)
     counts = None if sure is None else np.histogram(sure, np.linspace(0, 1, _BINS + 1))[0].tolist()

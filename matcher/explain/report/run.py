@@ -119,7 +119,7 @@ def _pair_page(store: Store, pair: StoredPair, images: Sequence[StoredImage], in
         ("seconds", f"{pair.seconds:.3f}"),
         (
             "attention, exit and pruning",
-            "a run does not keep them: `matcher explain IMAGE0 IMAGE1` tells them",
+            "a run does not keep them: `matcher explain IMAGE0 IMAGE1 --output FILE.html` shows them",
         ),
     ]
     keypoints = [store.keypoints(image.name) for image in images]

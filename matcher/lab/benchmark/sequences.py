@@ -196,7 +196,7 @@ def _logged(results: Sequence[FrameResult]) -> TrackingLog:
 
 def _odometry(results: Sequence[FrameResult], truth: np.ndarray, *, with_scale: bool) -> dict[str, Any]:
     log = _logged(results)
-    _, _, segments = log.against(None, truth, with_scale=with_scale)
+    _, _, segments = log.compared_with(None, truth, with_scale=with_scale)
     return {
         "segments": [asdict(segment) for segment in segments],
         "poses": len(log.trajectory()[0]),

@@ -40,7 +40,7 @@ def decide(
 
     Args:
         tokens: the live points.
-        confident: (T,) bool, points that are sure of their partner.
+        confident: (T,) bool, points that are confident of their partner.
         probability: (T,) of a match.
         totals: points of each input pair before any pruning.
         policy: with exit and pruning.
@@ -57,7 +57,7 @@ def decide(
 
 
 def confidence_threshold(layer: int, depth: int) -> float:
-    """λ of layer 0 … depth−1: 0.8 + 0.1·exp(−4ℓ/L), eq. 11: early layers must be surer."""
+    """λ of layer 0 … depth−1: 0.8 + 0.1·exp(−4ℓ/L), eq. 11: early layers need more confidence."""
     return 0.8 + 0.1 * math.exp(-4.0 * layer / depth)
 
 
@@ -72,20 +72,20 @@ def ready_by_confidence(
         totals: points of each input pair before any pruning; dropped points count as confident.
         policy: with `exit_share`.
     """
-    unsure = _per_pair(~confident, tokens.layout)
+    unconfident = _per_pair(~confident, tokens.layout)
     return [
         entry
         for entry, pair in enumerate(tokens.pairs)
-        if unsure[entry] < (1 - policy.exit_share) * totals[pair]
+        if unconfident[entry] < (1 - policy.exit_share) * totals[pair]
     ]
 
 
 def ready_by_match_probability(
     tokens: Tokens, confident: Tensor, probability: Tensor, policy: MatchingPolicy
 ) -> list[int]:
-    """Entries of the layout where enough of the matches to be expected are there already.
+    """Entries of the layout where enough of the expected matches are found already.
 
-    Points without a partner are sure of that from the first layer on, so every point counts by its match
+    Points without a partner are confident of that from the first layer on, so every point counts by its match
     probability.
 
     Args:
@@ -95,11 +95,11 @@ def ready_by_match_probability(
         policy: with `exit_share`.
     """
     expected = _per_pair(probability.double(), tokens.layout)
-    unsure = _per_pair(torch.where(confident, 0.0, probability).double(), tokens.layout)
+    unconfident = _per_pair(torch.where(confident, 0.0, probability).double(), tokens.layout)
     return [
         entry
         for entry in range(len(tokens.pairs))
-        if unsure[entry] < (1 - policy.exit_share) * expected[entry] + NEGLIGIBLE
+        if unconfident[entry] < (1 - policy.exit_share) * expected[entry] + NEGLIGIBLE
     ]
 
 

@@ -4,7 +4,7 @@ Deep residual learning after He et al. 2016, top-down merging after Lin et al. 2
 
 - `stem.conv`, `stem.norm`: 7×7, to 1/2.
 - `stages.{s}.{b}.first`, `.second` and, where the stride is 2, `.skip`, each with `conv` and `norm`: two
-  blocks b a stage s, at 1/2, 1/4, 1/8 (the published layer1, layer2, layer3, with conv1 and bn1, conv2 and
+  blocks b per stage s, at 1/2, 1/4, 1/8 (the published layer1, layer2, layer3, with conv1 and bn1, conv2 and
   bn2, downsample.0 and downsample.1).
 - `laterals.{s}`: 1×1 (layer1_outconv, layer2_outconv, layer3_outconv).
 - `merges.{s}.inner.conv`, `.inner.norm` and `.outer`: 3×3 over a stage and what lies above it, for stages 0
@@ -80,7 +80,7 @@ class Merge(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Grey images → a coarse map, one vector a cell, and a fine one."""
+    """Grey images → a coarse map, one vector per cell, and a fine one."""
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()

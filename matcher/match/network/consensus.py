@@ -1,11 +1,11 @@
-"""Consensus: where the matches around a point say that its partner should be.
+"""Consensus: where the matches around a point predict its partner.
 
-Nearby points move alike: to first order a surface seen twice is an affine map. Around every point such a map
-is fitted robustly to the matches nearest to it, its own left out, and candidates near the predicted position
-gain score while distant ones lose it; then the points are assigned again. After "moving least squares"
-(Schaefer et al. 2006, section 2.1), with weights reestimated for Geman and McClure's loss under a falling
-scale (Black and Rangarajan 1996); filters of the field reject matches by the same idea (AdaLAM, Cavalli et
-al. 2020).
+Nearby points move together: to first order a surface seen twice is an affine map. Around every point such a
+map is fitted robustly to the matches nearest to it, its own left out, and candidates near the predicted
+position gain score while distant ones lose it; then the points are assigned again. After "moving least
+squares" (Schaefer et al. 2006, section 2.1), with weights reestimated for Geman and McClure's loss under a
+falling scale (Black and Rangarajan 1996); filters of the field reject matches by the same idea (AdaLAM,
+Cavalli et al. 2020).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from matcher.match.mutual import mutual_best
 from matcher.match.network.blocks import row_blocks
 
 NEIGHBOURS = 16
-SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one a pass, in units of normalised positions
+SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one per pass, in units of normalised positions
 LEAST_CONFIDENCE = 0.05
 _RIDGE = 1e-3
 _TINY = 1e-6
@@ -161,7 +161,7 @@ def _stacked(side0: Tensor, side1: Tensor) -> Tensor:
 
 
 class Consensus(nn.Module):
-    """Scores corrected by what neighbouring matches predict; how far they count is learned."""
+    """Scores corrected by what neighbouring matches predict; their weight is learned."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Consensus(nn.Module):
     def _sides(
         self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
     ) -> Iterator[PartnerPrior]:
-        """What the points of either side think, both asked at once: most of the time goes by calls."""
+        """The priors of both sides, computed in one batch: most of the time goes into calls."""
         targets = _stacked(_rows(positions1, matches0.partner), _rows(positions0, matches1.partner))
         confidence = _stacked(matches0.confidence, matches1.confidence)
         fit = fit_local_maps(_stacked(positions0, positions1), targets, confidence)

@@ -1,7 +1,7 @@
 """Guidance by predicted correspondences: every token knows its position and predicts that of its partner.
 
-Rotary positions say how far apart two points of one image are; nothing tells a token where in the other image
-the points lie that resemble it. Here a token starts with an encoding of its own position, so that
+Rotary positions encode how far apart two points of one image are; nothing encodes where in the other image
+the points lie that resemble a token. Here a token starts with an encoding of its own position, so that
 cross-attention can fetch the positions of likely partners. After each layer it predicts the position of its
 partner (a linear map of its state, trained by reprojection), and an encoding of that position is added to it.
 Neighbours whose displacements agree support each other, and scores rise where predicted and true positions

@@ -1,7 +1,7 @@
 """Blocks fused for inference: maps that follow each other are one, and steps run on rows in the cache.
 
 `fuse_layer` makes them from trained blocks; their numbers are copies, so what happens to the trained blocks
-afterwards does not matter. What the weights say does not change: the output projection of a message is
+afterwards does not matter. The function computed does not change: the output projection of a message is
 multiplied into the map that widens it, batch normalisation into the same map, channels that rotate together
 lie side by side, and the feed-forward part goes through a processor's cache some rows at a time.
 """
@@ -22,7 +22,7 @@ from matcher.match.network.packed import Layout, attend
 
 # Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
 CACHED_ROWS = 2**18
-# A processor's matrix products in half precision are compiled anew for every number of rows, which takes as
+# A processor's matrix products in half precision are compiled again for every number of rows, which takes as
 # long as a dozen of them: they only see multiples of this.
 ROW_STEP = 64
 
@@ -117,7 +117,7 @@ class FusedSelfBlock(nn.Module):
         self.heads, self.score, qkv = block.attention.heads, block.attention.score, block.attention.qkv
         dim = qkv.in_features
         # Channel c of the first half of a head rotates with channel c of its second half: side by side they
-        # are one complex number. Queries and keys are permuted alike, so their products stay.
+        # are one complex number. Queries and keys are permuted equally, so their products stay.
         order = torch.arange(2 * dim).view(2 * self.heads, 2, -1).transpose(1, 2).flatten()
         order = torch.cat([order, torch.arange(2 * dim, 3 * dim)]).to(qkv.weight.device)
         bias = qkv.weight.new_zeros(len(order)) if qkv.bias is None else qkv.bias
@@ -134,7 +134,7 @@ class FusedSelfBlock(nn.Module):
         return self.ffn(x, joint)
 
     def queries_keys(self, x: Tensor, rotations: Tensor | None) -> QueriesKeys:
-        """Of tokens (T, dim), their channels permuted alike."""
+        """Of tokens (T, dim), their channels in one and the same order."""
         return self._project(x.to(self.weight.dtype), rotations)[:2]
 
     def _project(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ class AssignmentHead(nn.Module):
 
 
 def _bordered(m0: Tensor, m1: Tensor, bin0: Tensor, bin1: Tensor, corner: Tensor) -> Tensor:
-    """Products m0 m1ᵀ of (B, N, dim), (B, M, dim) with dustbins, written once: new memory is dear."""
+    """Products m0 m1ᵀ of (B, N, dim), (B, M, dim) with dustbins, written once: allocations are slow."""
     scores = m0.new_empty(len(m0), m0.shape[1] + 1, m1.shape[1] + 1)
     for pair, inner in enumerate(scores[:, :-1, :-1]):
         torch.mm(m0[pair], m1[pair].t(), out=inner)

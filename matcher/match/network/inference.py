@@ -20,7 +20,7 @@ from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import STEERABLE, TURNS, aligned, turned_by
 
-# The opposite turn is believed if it gives this part of the matches below which it was tried, and this many
+# The opposite turn is accepted if it gives this part of the matches below which it was tried, and this many
 # times the matches of the first turn.
 MIN_PART, MIN_GAIN = 0.5, 1.25
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -119,7 +119,7 @@ class AttentionMatcher:
 
     @torch.inference_mode()
     def matched_view(self, features0: Features, features1: Features) -> Features:
-        """`features1` of B pairs as they are matched, turned by quarters where descriptors can be.
+        """`features1` of B pairs as they are matched, rotated by quarter turns where descriptors can be.
 
         Arguments and errors are those of a call.
         """
@@ -130,6 +130,8 @@ class AttentionMatcher:
         features0, features1 = (f.to(self.device) for f in (features0, features1))
         if self.model.config.kind != STEERABLE or len(features0.mask) != len(features1.mask):
             return features1, self._matches(features0, features1)
+        for features in (features0, features1):  # before they are compared
+            self.model.check(features)
         features1 = aligned(features0, features1, STEERABLE)
         found = self._matches(features0, features1)
         counts = zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
@@ -137,7 +139,7 @@ class AttentionMatcher:
         few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
         if not few:
             return features1, found
-        # Seen from the other side of a table an image is upside down, and the descriptors alone say so less
+        # Seen from the other side of a table an image is upside down, and the descriptors alone show it less
         # clearly than the network's matches do.
         opposite = turned_by(_entries(features1, few), TURNS // 2)
         turned = torch.zeros(len(found), dtype=torch.int64, device=self.device)

@@ -25,21 +25,22 @@ from matcher.match.network.position import build_position, normalise_positions
 from matcher.match.network.refinement import Refinement
 from matcher.match.network.states import LayerState
 from matcher.match.network.tokens import Tokens, groups, split_sides
-from matcher.match.network.validate import check_config
+from matcher.match.network.validate import check_config, check_features
 from matcher.match.prediction import PairPrediction, Prediction
 from matcher.match.sinkhorn import Potentials, sinkhorn
 from matcher.match.steering import aligned
 
-SETTLED = 0.85  # share of the links that a round of consensus left as they were, which makes it the last
+SETTLED = 0.85  # share of the matches that a round of consensus left unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
 
 class MatchingNetwork(nn.Module):
     """Features of two images → a soft assignment of their points.
 
-    1. turn image 1 to fit image 0 where descriptors can be turned, and project descriptors; 2. alternate
-    self- and cross-attention, positions turning the queries and keys; 3. after each layer decide per pair
-    whether to stop and which points to drop; 4. assign.
+    1. Rotate the descriptors of image 1 by quarter turns to fit image 0, where they can be, and project them.
+    2. Alternate self- and cross-attention; positions rotate the queries and keys.
+    3. After each layer decide per pair whether to stop and which points to drop.
+    4. Assign.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
@@ -125,25 +126,12 @@ class MatchingNetwork(nn.Module):
         self.project.bias.copy_(-self.project.weight @ mean)
 
     def check(self, features: Features) -> None:
-        """Refuse features of another front end or size by name.
+        """Refuse features that the network was not trained on.
 
         Raises:
-            UsageError: kind or descriptor size does not fit, or the features are not a batch.
+            UsageError: the kind, size or norm of the descriptors does not fit, or no batch was given.
         """
-        config, size = self.config, features.descriptors.shape[-1]
-        if features.keypoints.dim() != 3:
-            raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
-        if features.kind not in ("any", config.kind):
-            raise UsageError(
-                f"this matcher takes {config.kind} features, not {features.kind}; load a preset for "
-                f"{features.kind} features, or the front end {config.kind}"
-            )
-        if size != config.descriptor_dim:
-            raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
-        needed = ["cells", "grid"] if config.assignment.border else []
-        needed += ["cells", "affine_frames", "maps"] if config.refinement else []
-        if absent := [name for name in needed if getattr(features, name) is None]:
-            raise UsageError(f"this matcher needs Features.{absent[0]}, which its own front end gives")
+        check_features(self.config, features)
 
     def tokens(self, features0: Features, features1: Features, *, align: bool = True) -> Tokens:
         """The valid points of B pairs as packed tokens, descriptors turned to fit; raises as `check` does."""
@@ -265,8 +253,8 @@ class MatchingNetwork(nn.Module):
         enough = SETTLED if self.config.policy.early_exit else 1.0
         for _ in range(0 if empty else self.config.assignment.consensus):
             found = sinkhorn(corrected, max_iterations=ROUGH_ITERATIONS, start=found)
-            links = mutual_soft_matches(plan(corrected, found).log_scores)
-            if before is not None and agreement(before, links[0]) > enough:
+            matches = mutual_soft_matches(plan(corrected, found).log_scores)
+            if before is not None and agreement(before, matches[0]) > enough:
                 break
-            corrected, before = self.consensus(scores, positions0, positions1, links), links[0]
+            corrected, before = self.consensus(scores, positions0, positions1, matches), matches[0]
         return corrected, found

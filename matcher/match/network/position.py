@@ -1,4 +1,4 @@
-"""Where a point lies: as rotations of its query and key channels, or as a code added to its descriptor."""
+"""Position encodings: rotations of a point's query and key channels, or added to its descriptor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
 
 
 def position_inputs(features: Features, names: tuple[str, ...], extent: float = 0.5) -> Tensor:
-    """(…, N, C) what the encoding turns on.
+    """(…, N, C) the inputs of the encoding.
 
     `scale` is log2 of the keypoint's diameter relative to the image, `orientation` is (cos, sin) so that it
     has no seam at ±π; both are of order one. The others are what LightGlue's networks were trained with:
@@ -115,7 +115,7 @@ def check_inputs(config: PositionConfig) -> PositionConfig:
 
 
 def input_channels(config: PositionConfig) -> int:
-    """How many numbers describe where a point lies."""
+    """How many numbers describe a point's position."""
     return sum(CHANNELS[name] for name in config.inputs)
 
 

@@ -11,7 +11,7 @@ from matcher.match.network.packed import Layout
 
 
 class Refinement(nn.Module):
-    """A window of the fine map around either cell, attention between the two, and the expected place.
+    """A window of the fine map around either cell, attention between the two, and the expected position.
 
     Its parameters are `reduce` and `merge` (the published fine_preprocess.down_proj and merge_feat) and
     `layers.{n}` (loftr_fine), which are those of the context.

@@ -33,7 +33,7 @@ def import_checkpoint(
 ) -> str:
     """Convert a published checkpoint into a weights file that `load(preset, weights=output)` takes.
 
-    A checkpoint of a variant in `VARIANTS` makes a file of that variant, which its header tells `load`.
+    A checkpoint of a variant in `VARIANTS` makes a file of that variant; its header names it to `load`.
 
     Args:
         path: the checkpoint, in one of the layouts of `LAYOUTS`.

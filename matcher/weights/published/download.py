@@ -113,7 +113,7 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
 def _resume(url: str, part: Path, wanted: Wanted) -> tuple[int, Request]:
     """How many bytes are here already, and the request for the rest.
 
-    Without a hash that would tell, two halves may only be joined if the server vouches that they are of one
+    Without a hash to check, two halves may only be joined if the server vouches that they are of one
     file, by the validator that it gave with the first.
     """
     request = Request(url, headers={"User-Agent": "matcher", "Accept-Encoding": "identity"})

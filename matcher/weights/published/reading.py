@@ -18,14 +18,14 @@ from matcher.errors import IntegrityError, UsageError
 
 SUFFIXES = (".pth", ".ckpt", ".pt", ".bin", ".safetensors")
 PREFIXES = ("matcher.", "module.")
-# Under which names training programs keep the network beside the optimiser and the rest.
-_SHELVES = ("state_dict", "model", "model_state_dict", "extractor", "disk", "net")
+# Keys under which training checkpoints keep the network, beside the optimiser and the rest.
+_CONTAINERS = ("state_dict", "model", "model_state_dict", "extractor", "disk", "net")
 _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<head")
 _POINTER = b"version https://git-lfs"
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, `matcher.` and `module.` in front of names taken away.
+    """The tensors of a checkpoint by name, without the prefixes `matcher.` and `module.`.
 
     Args:
         path: safetensors, or a file of `torch.save` (.pth, .pt, .ckpt, .bin), of which only tensors are read
@@ -105,11 +105,11 @@ def _pickle_fault(reason: str) -> str:
 
 
 def _find_tensors(path: Path, content: Any, depth: int = 0) -> dict[str, Tensor]:
-    """The state dict itself, or the one that lies on a known shelf of a training program's file."""
+    """The state dict itself, or the one under a known key of a training checkpoint."""
     if isinstance(content, dict):
-        for shelf in _SHELVES if depth < 3 else ():
-            if isinstance(content.get(shelf), dict):
-                return _find_tensors(path, content[shelf], depth + 1)
+        for key in _CONTAINERS if depth < 3 else ():
+            if isinstance(content.get(key), dict):
+                return _find_tensors(path, content[key], depth + 1)
         tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
         if tensors and all(isinstance(name, str) for name in tensors):
             return tensors
