@@ -13,6 +13,7 @@ from importlib import import_module
 _PUBLIC = {
     "load": "matcher.loading",
     "align": "matcher.alignment.align",
+    "match_set": "matcher.collection.matched_set",
     "find": "matcher.alignment.find",
     "Pipeline": "matcher.pipeline",
     "Collection": "matcher.collection.collection",
@@ -22,6 +23,7 @@ _PUBLIC = {
     "Detections": "matcher.alignment.instances",
     "Features": "matcher.data.features",
     "Image": "matcher.data.image",
+    "MatchedSet": "matcher.collection.matched_set",
     "Matches": "matcher.data.matches",
     "Result": "matcher.result",
     "Tracker": "matcher.sequence.tracker",

@@ -71,6 +71,19 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     return _build(preset, configure(PRESETS[preset], options), given_options(options))
 
 
+def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
+    """A preset with options, or a pipeline as it is.
+
+    Raises:
+        UsageError: options beside a pipeline, and what `load` refuses.
+    """
+    if not isinstance(preset, Pipeline):
+        return load(preset, **options)
+    if given := given_options(options):
+        raise UsageError(f"a pipeline is complete; {', '.join(given)} cannot be added to it")
+    return preset
+
+
 def _build(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
     device = resolve_device(given.get("device", "auto"))
     on_grid = config.extractor.kind == GRID_KIND

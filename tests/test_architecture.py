@@ -38,6 +38,7 @@ PUBLIC_NAMES = [
     "ImageError",
     "ImageWarning",
     "IntegrityError",
+    "MatchedSet",
     "Matches",
     "MatcherError",
     "Pipeline",
@@ -50,6 +51,7 @@ PUBLIC_NAMES = [
     "align",
     "find",
     "load",
+    "match_set",
     "plot_result",
     "read_image",
 ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from matcher.data.image import Image
 from matcher.errors import UsageError
-from matcher.loading import load
+from matcher.loading import open_pipeline
 from matcher.options import LoadOptions
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.verify.estimation import RobustEstimator
@@ -20,10 +20,8 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     """
     if options.get("geometry") not in (None, "homography"):
         raise UsageError(f"planes are matched by geometry 'homography', not {options['geometry']!r}")
-    given = {name: value for name, value in options.items() if value is not None and name != "geometry"}
-    if isinstance(preset, Pipeline) and given:
-        raise UsageError(f"a pipeline is complete; {', '.join(given)} cannot be added to it")
-    pipeline = preset if isinstance(preset, Pipeline) else load(preset, **given)
+    given = {name: value for name, value in options.items() if name != "geometry"}
+    pipeline = open_pipeline(preset, given)
     if pipeline.config.estimation.kind == "homography":
         return pipeline
     estimation = replace(pipeline.config.estimation, kind="homography")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from matcher.config import GRID_KIND
 from matcher.errors import UsageError
-from matcher.loading import load
+from matcher.loading import open_pipeline
 from matcher.match.network.inference import AttentionMatcher
 from matcher.options import LoadOptions
 from matcher.pipeline import Pipeline
@@ -16,21 +16,18 @@ MATCH_THRESHOLD = 0.2
 NEIGHBOUR_ITERATIONS = 10  # of Sinkhorn, the last time
 
 
-def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
+def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     """A preset with options, or a pipeline as it is; its estimator verifies the links.
 
     Raises:
         UsageError: options beside a pipeline, a preset without keypoints, or another geometry than the
             fundamental matrix.
     """
-    if isinstance(preset, Pipeline):
-        if options:
-            raise UsageError(f"a pipeline is complete; {', '.join(options)} cannot be added to it")
-        pipeline = preset
-    else:
-        given = {name: value for name, value in options.items() if value is not None}
-        _need_fundamental(given.get("geometry", "fundamental"))
-        pipeline = load(preset, **{"match_threshold": MATCH_THRESHOLD, **given})
+    given = {name: value for name, value in options.items() if value is not None}
+    _need_fundamental(given.get("geometry", "fundamental"))
+    if not isinstance(preset, Pipeline):
+        given = {"match_threshold": MATCH_THRESHOLD, **given}
+    pipeline = open_pipeline(preset, given)
     _need_fundamental(pipeline.config.estimation.kind)
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError(

@@ -26,7 +26,7 @@ from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
-from matcher.sequence.pipelines import open_pipeline
+from matcher.sequence.pipelines import tracking_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
 from matcher.sequence.stereo import partners, within
@@ -86,7 +86,7 @@ class Tracker:
                 without keypoints.
         """
         _check(baseline, budget_ms, window, epipolar_window)
-        pipeline = open_pipeline(preset, options)
+        pipeline = tracking_pipeline(preset, options)
         self._frames = FrameExtractor(pipeline, budget_ms)
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()

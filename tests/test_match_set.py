@@ -1,0 +1,110 @@
+"""A few images matched in memory: tracks agree all the way round, and the panorama is the scene."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+
+import matcher
+from matcher.data.geometry import warp_points
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = {"geometry": "homography", "max_keypoints": 500}
+
+
+@pytest.fixture(scope="module")
+def scene() -> np.ndarray:
+    view = cv2.imread(str(ROOT / "assets" / "view0.jpg"))[..., ::-1]
+    return np.ascontiguousarray(cv2.resize(view, (480, 360), interpolation=cv2.INTER_AREA))
+
+
+def shown(scene, x, y, degrees, gain=1.0) -> tuple[np.ndarray, np.ndarray]:
+    """240 x 200 pixels around a point of the scene, turned; and scene → image."""
+    turn = np.deg2rad(degrees)
+    linear = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+    matrix = np.eye(3)
+    matrix[:2, :2], matrix[:2, 2] = linear, [120, 100] - linear @ [x, y]
+    image = cv2.warpPerspective(scene, matrix, (240, 200), borderMode=cv2.BORDER_CONSTANT)
+    return np.clip(image * gain, 0, 255).astype(np.uint8), matrix
+
+
+@pytest.fixture(scope="module")
+def crops(scene):
+    return [shown(scene, 150, 170, 8), shown(scene, 220, 160, -25), shown(scene, 320, 190, 12, 0.9)]
+
+
+def test_tracks_join_the_same_point_in_all_images(crops):
+    images, maps = zip(*crops, strict=True)
+    found = matcher.match_set(images, "nearest", **QUICK)
+    assert found.names == ("image 0", "image 1", "image 2") and found.groups() == [[0, 1, 2]]
+    table = found.tracks.table()
+    assert len(np.unique(table[:, :2], axis=0)) == len(table), "a track has one keypoint of an image"
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        points = found.points(first, second)
+        truth = warp_points(points[0], maps[second] @ np.linalg.inv(maps[first]))
+        assert np.mean(np.linalg.norm(truth - points[1], axis=1) < 2) > 0.95
+    assert len(found.matches(0, 1)) > 50
+
+
+def test_matches_lead_round_a_cycle_back_to_the_same_keypoint(crops):
+    found = matcher.match_set([image for image, _ in crops], "nearest", **QUICK)
+    ways = {pair: dict(found.matches(*pair).tolist()) for pair in ((0, 1), (1, 2), (0, 2))}
+    around = [
+        (a, ways[1, 2][b], ways[0, 2][a])
+        for a, b in ways[0, 1].items()
+        if b in ways[1, 2] and a in ways[0, 2]
+    ]
+    assert len(around) > 10 and all(by_way == direct for _, by_way, direct in around)
+
+
+def test_only_the_pairs_asked_for_are_matched_and_masks_apply(crops):
+    images = [image for image, _ in crops]
+    left = np.zeros((200, 240), np.uint8)
+    left[:, :120] = 255
+    found = matcher.match_set(images, "nearest", pairs=[(1, 0), (0, 1)], masks=[left, None, None], **QUICK)
+    assert list(found.pairs) == [(0, 1)] and found.groups() == [[0, 1], [2]]
+    assert found.features[0].keypoints[:, 0].max() < 120 < found.features[1].keypoints[:, 0].max()
+    assert repr(found).startswith("MatchedSet(3 images, 1 of 1 pairs verified")
+
+
+def test_arguments_that_do_not_fit_are_refused(crops):
+    images = [image for image, _ in crops]
+    for wrong, message in (
+        ({"images": images[:1]}, "at least two"),
+        ({"masks": [None]}, "one for each of the 3"),
+        ({"pairs": [(0, 3)]}, "0 to 2"),
+        ({"geometry": "essential"}, "without cameras"),
+    ):
+        with pytest.raises(matcher.UsageError, match=message):
+            matcher.match_set(**{"images": images, "preset": "nearest", **wrong})
+    found = matcher.match_set(images[:2], matcher.load("nearest", **QUICK))
+    with pytest.raises(matcher.UsageError, match="not two of the images"):
+        found.matches(0, 0)
+
+
+def test_the_panorama_shows_the_scene(scene, crops, tmp_path, monkeypatch, capsys):
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for path, (image, _) in zip(paths, crops, strict=True):
+        PIL.Image.fromarray(image).save(path)
+    source = importlib.util.spec_from_file_location("stitch", ROOT / "scripts" / "stitch.py")
+    stitch = importlib.util.module_from_spec(source)
+    source.loader.exec_module(stitch)
+    out = tmp_path / "panorama.png"
+    monkeypatch.setattr(sys, "argv", ["stitch.py", *map(str, paths), str(out), "--preset", "nearest"])
+    stitch.main()
+    assert "3 of 3 images" in capsys.readouterr().out
+    panorama = np.asarray(PIL.Image.open(out))
+    assert panorama.shape[1] > 380, "wider than any of the images"
+    again = matcher.align(panorama, scene, "nearest", model="similarity", max_keypoints=500)
+    assert again.found and abs(np.linalg.det(again.matrix[:2, :2]) - 1) < 0.05
+    moved = again.image()
+    inner = cv2.erode(moved[..., 3], np.ones((25, 25))) > 0
+    assert np.median(np.abs(moved[..., :3].astype(int) - scene)[inner]) < 25
+    out.write_bytes(b"mine")
+    with pytest.raises(SystemExit) as stop:
+        stitch.main()
+    assert stop.value.code == 2 and out.read_bytes() == b"mine"
