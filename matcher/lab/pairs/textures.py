@@ -128,7 +128,7 @@ class PhotoSet:
         if number in self._kept:
             return self._kept[number]
         texture = read_texture(self.photos[number], colour=self.colour)
-        if texture is not None and sum(kept.nbytes for kept in self._kept.values()) < KEPT_BYTES:
+        if texture is not None and sum(kept.nbytes for kept in list(self._kept.values())) < KEPT_BYTES:
             self._kept[number] = texture
         return texture
 

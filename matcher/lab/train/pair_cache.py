@@ -84,7 +84,7 @@ class PairCache:
         self.wanted = recipe.sources.pairs
         made_of = "|".join((photos_digest(photos), str(rendered), str(real)))
         made_of = hashlib.sha256(made_of.encode()).hexdigest()[:8]
-        note = front_end_note(recipe.network.kind)
+        note = front_end_note(recipe)
         shape = fingerprint(replace(recipe.sources, pairs=0, share=0.0))
         self.folder = root / f"image-pairs-{shape}-{recipe.seed}{note}-{made_of}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def described(
     views = []
     for pixels, positions in ((pair.pixels0, pair.positions0), (pair.pixels1, pair.positions1)):
         points, scales, angles, descriptors = describe(
-            pixels, recipe.network.kind, recipe.sources.max_keypoints
+            pixels, recipe.network.kind, recipe.sources.max_keypoints, recipe.front_end
         )
         corresponding, states = transfer(points, positions)
         views.append(

@@ -68,6 +68,10 @@ class Recipe:
 
     name: str = "hybrid"
     start: str = ""  # weights to continue from, a shipped name or a file; none: random parameters
+    front_end: str = ""  # weights file of the front end that describes training views; none: the shipped one
+    # The front end that `start` was trained for, if it is another one, "shipped" or a file: the projection of
+    # descriptors is fitted to `front_end` before the first step.
+    start_front_end: str = ""
     seed: int = 0
     network: NetworkConfig = field(default_factory=NetworkConfig)
     scene: SceneRecipe = field(default_factory=SceneRecipe)
@@ -98,6 +102,11 @@ class Recipe:
         return [
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             *_network_rules(self.network),
+            (
+                self.network.kind == "learned" or not (self.front_end or self.start_front_end),
+                "front_end, start_front_end: only where network.kind is learned",
+            ),
+            (bool(self.start) or not self.start_front_end, "start_front_end: only with start"),
             (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
             (
                 self.validation_scenes >= 2 and self.validation_pairs >= 1,

@@ -21,6 +21,7 @@ from matcher.lab.train.loop import LOG_EVERY, Log, LogRow, Loop, RunOptions, Sto
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.mixed import MixedSampler
 from matcher.lab.train.pair_cache import PairCache
+from matcher.lab.train.projection import fit_projection
 from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import PairSampler
@@ -69,6 +70,11 @@ def train(
     claim_folder(options.folder, recipe)
     keep_memory()
     trainer = Trainer(recipe, torch.device(options.device))
+    if recipe.start_front_end and not (options.folder / "checkpoint.pt").exists():
+        before = recipe.start_front_end.removeprefix("shipped")
+        explained = fit_projection(trainer.model, before, recipe.front_end, training)
+        trainer.average.load_state_dict(trainer.model.state_dict())
+        log(f"fitted the projection to the front end: {explained:.1%} of the tokens' variance explained")
     try:
         with _views(recipe, training, options, log, stopped) as (workers, described):
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
@@ -116,7 +122,12 @@ class SecondStage:
         trainer, recipe, folder = self.first.trainer, self.first.trainer.recipe, self.first.folder
         trainer.average.load_state_dict(load_state(folder / "best.pt"))
         if recipe.optimiser.start_share and recipe.start:
-            blend_with_start(trainer.average, recipe.start, recipe.optimiser.start_share)
+            blend_with_start(
+                trainer.average,
+                recipe.start,
+                recipe.optimiser.start_share,
+                projection=not recipe.start_front_end,
+            )
         if len(trainer.average.confidence) and recipe.optimiser.confidence_steps > 0:
             heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)
             if (folder / "confidence.pt").exists():

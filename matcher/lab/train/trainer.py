@@ -119,7 +119,7 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
 
 
 @torch.no_grad()
-def blend_with_start(model: MatchingNetwork, start: str, share: float) -> None:
+def blend_with_start(model: MatchingNetwork, start: str, share: float, *, projection: bool = True) -> None:
     """Mix the parameters that a run began with into those that it found (Wortsman et al., WiSE-FT, 2022): a
     little of what it gained is lost, and more of what it forgot comes back.
 
@@ -127,6 +127,7 @@ def blend_with_start(model: MatchingNetwork, start: str, share: float) -> None:
         model: the outcome of the run; changed in place.
         start: a shipped name or the path of a weights file.
         share: of the start, 0 to 1.
+        projection: whether that of descriptors is mixed too; not where it was fitted to another front end.
 
     Raises:
         IntegrityError, UsageError: as `continue_from`.
@@ -134,8 +135,9 @@ def blend_with_start(model: MatchingNetwork, start: str, share: float) -> None:
     before = copy.deepcopy(model)
     if not continue_from(before, start):
         raise UsageError("optimiser.start_share: the start is of another front end, so it cannot be mixed in")
-    for value, first in zip(model.parameters(), before.parameters(), strict=True):
-        value.lerp_(first.to(value.device), share)
+    for (name, value), first in zip(model.named_parameters(), before.parameters(), strict=True):
+        if projection or not name.startswith("project."):
+            value.lerp_(first.to(value.device), share)
 
 
 def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ and to the photos.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -22,7 +23,7 @@ from matcher.config import ExtractorConfig
 from matcher.data.geometry import inside
 from matcher.data.image import Image
 from matcher.data.protocols import Extractor
-from matcher.errors import IntegrityError
+from matcher.errors import IntegrityError, UsageError
 from matcher.extract.sift import detect_sift, root_sift
 from matcher.lab.pairs.photometric import augment
 from matcher.lab.pairs.planes import NOTHING, View, build_planes, place_camera, render
@@ -141,7 +142,7 @@ class ViewCache:
 def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
     """The folder of these views: named after scene recipe, seed and front end, and photos if others came
     first."""
-    name = f"views-{fingerprint(recipe.scene)}-{recipe.seed}{front_end_note(recipe.network.kind)}"
+    name = f"views-{fingerprint(recipe.scene)}-{recipe.seed}{front_end_note(recipe)}"
     plain = root / name
     if plain.exists():
         note = plain / "photos"
@@ -154,9 +155,18 @@ def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
     return plain
 
 
-def front_end_note(kind: str) -> str:
+def front_end_note(recipe: Recipe) -> str:
     """What the name of a cache says of its front end; nothing of SIFT, which has no weights."""
-    return "" if kind == "sift" else f"-{kind}-{read_manifest()[kind].sha256[:8]}"
+    kind = recipe.network.kind
+    if kind == "sift":
+        return ""
+    if not recipe.front_end:
+        return f"-{kind}-{read_manifest()[kind].sha256[:8]}"
+    try:
+        digest = hashlib.sha256(Path(recipe.front_end).read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"front_end: cannot read {recipe.front_end} ({error.strerror})") from None
+    return f"-{kind}-{digest[:8]}"
 
 
 def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]:
@@ -180,28 +190,28 @@ def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]
 def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
     """The features of a rendered view after photometric change."""
     kind, size = recipe.network.kind, (recipe.scene.width, recipe.scene.height)
-    found = describe(augment(view.pixels, rng), kind, recipe.scene.max_keypoints)
+    found = describe(augment(view.pixels, rng), kind, recipe.scene.max_keypoints, recipe.front_end)
     labels = view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy()
     return CachedView(*found, labels, view.homographies, size, kind=kind)
 
 
 def describe(
-    pixels: np.ndarray, kind: str, max_keypoints: int
+    pixels: np.ndarray, kind: str, max_keypoints: int, weights: str = ""
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Keypoints, scales, angles and descriptors of a grey picture, as a `CachedView` keeps them."""
     if kind == "sift":
         found = detect_sift(pixels, None, ExtractorConfig(max_keypoints=max_keypoints))
         points, scales, angles, _, descriptors = found
         return points, scales, angles, descriptors.clip(0, 255).astype(np.uint8)
-    (features,) = _extractor(kind, max_keypoints)([Image(pixels, pixels.shape[::-1])])
+    (features,) = _extractor(kind, max_keypoints, weights)([Image(pixels, pixels.shape[::-1])])
     nothing = np.zeros(len(features.keypoints), np.float32)
     descriptors = (features.descriptors * 127).round().numpy().astype(np.int8)
     return features.keypoints.numpy(), nothing, nothing, descriptors
 
 
 @cache
-def _extractor(kind: str, max_keypoints: int) -> Extractor:
-    return build_extractor(ExtractorConfig(kind=kind, max_keypoints=max_keypoints))
+def _extractor(kind: str, max_keypoints: int, weights: str) -> Extractor:
+    return build_extractor(ExtractorConfig(kind=kind, max_keypoints=max_keypoints), weights or None)
 
 
 def _backdrop(photos: PhotoSet, shown: set[int], recipe: Recipe, rng: np.random.Generator) -> np.ndarray:

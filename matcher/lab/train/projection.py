@@ -1,0 +1,82 @@
+"""The projection of descriptors, fitted to another front end, so that a trained matcher can go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matcher.config import ExtractorConfig
+from matcher.data.image import Image
+from matcher.errors import UsageError
+from matcher.extract.learned import BORDER, NMS_RADIUS, STRIDE, FeatureNetwork, candidates, refine
+from matcher.extract.shared import grey, padded
+from matcher.lab.pairs.textures import PhotoSet
+from matcher.loading import build_extractor
+from matcher.match.network.model import MatchingNetwork
+from matcher.match.steering import TURNS, steered
+
+PHOTOS, POINTS = 60, 800  # photos, and keypoints of each
+SEED = 7
+
+
+@torch.no_grad()
+def fit_projection(model: MatchingNetwork, before: str, now: str, photos: Sequence[Path]) -> float:
+    """Change the projection of descriptors so that those of a new front end give the tokens of the old one.
+
+    Least squares over the keypoints that the new front end finds in photos, described by both, in all four
+    quarter turns.
+
+    Args:
+        model: its `project` is replaced in place.
+        before: weights file of the front end that the matcher was trained for; empty: the shipped one.
+        now: that of the front end to come; empty: the shipped one.
+        photos: to find keypoints in.
+
+    Returns:
+        The share of the tokens' variance that the fit explains, on photos left out of it.
+
+    Raises:
+        IntegrityError: a weights file is absent, damaged, or of another front end.
+        UsageError: the network has no projection, or no photo can be read.
+    """
+    if not isinstance(model.project, torch.nn.Linear):
+        raise UsageError("start_front_end: this network does not project descriptors; leave it out")
+    old, new = _network(before), _network(now)
+    drawn = PhotoSet(photos).draw(min(PHOTOS, len(photos)), np.random.default_rng(SEED)).values()
+    described = [_described(old, new, photo) for photo in drawn]
+    tokens = [model.project(olds) for olds, _ in described]
+    kept = max(1, len(described) * 4 // 5)
+    inputs = torch.cat([_with_one(news) for _, news in described[:kept]])
+    solution = torch.linalg.lstsq(inputs.double(), torch.cat(tokens[:kept]).double()).solution.float()
+    model.project.weight.copy_(solution[:-1].T)
+    model.project.bias.copy_(solution[-1])
+    held_out = slice(kept, None) if kept < len(described) else slice(None)
+    wanted = torch.cat(tokens[held_out])
+    error = wanted - torch.cat([model.project(news) for _, news in described[held_out]])
+    return float(1 - error.square().sum() / (wanted - wanted.mean(0)).square().sum())
+
+
+def _network(weights: str) -> FeatureNetwork:
+    return build_extractor(ExtractorConfig(kind="learned"), weights or None, precision="float32").network
+
+
+def _described(old: FeatureNetwork, new: FeatureNetwork, photo: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Descriptors (4N, 64) of the new front end's keypoints by both networks, in each quarter turn."""
+    image = Image(photo, photo.shape[1::-1])
+    pixels = padded(grey(image, torch.device("cpu")), STRIDE)
+    (_, olds), (logits, news) = old(pixels), new(pixels)
+    logits = logits[:, : photo.shape[0], : photo.shape[1]]
+    y, x = candidates(logits, NMS_RADIUS, BORDER)[0].nonzero().T
+    best = logits[0, y, x].topk(min(POINTS, len(x))).indices
+    points = refine(logits, torch.stack([x, y], dim=-1)[None, best])
+    pair = old.describe(olds, points), new.describe(news, points)
+    turns = torch.arange(TURNS)
+    return tuple(steered(found.expand(TURNS, -1, -1), turns).flatten(0, 1) for found in pair)
+
+
+def _with_one(values: Tensor) -> Tensor:
+    return torch.cat([values, values.new_ones(len(values), 1)], dim=1)
