@@ -102,11 +102,7 @@ class Recipe:
         return [
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             *_network_rules(self.network),
-            (
-                self.network.kind == "learned" or not (self.front_end or self.start_front_end),
-                "front_end, start_front_end: only where network.kind is learned",
-            ),
-            (bool(self.start) or not self.start_front_end, "start_front_end: only with start"),
+            *self._front_end_rules(),
             (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
             (
                 self.validation_scenes >= 2 and self.validation_pairs >= 1,
@@ -133,6 +129,15 @@ class Recipe:
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
+
+    def _front_end_rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.network.kind == "learned" or not (self.front_end or self.start_front_end),
+                "front_end, start_front_end: only where network.kind is learned",
+            ),
+            (bool(self.start) or not self.start_front_end, "start_front_end: only with start"),
         ]
 
 

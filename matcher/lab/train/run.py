@@ -71,10 +71,7 @@ def train(
     keep_memory()
     trainer = Trainer(recipe, torch.device(options.device))
     if recipe.start_front_end and not (options.folder / "checkpoint.pt").exists():
-        before = recipe.start_front_end.removeprefix("shipped")
-        explained = fit_projection(trainer.model, before, recipe.front_end, training)
-        trainer.average.load_state_dict(trainer.model.state_dict())
-        log(f"fitted the projection to the front end: {explained:.1%} of the tokens' variance explained")
+        _fit_projection(trainer, training, log)
     try:
         with _views(recipe, training, options, log, stopped) as (workers, described):
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
@@ -91,6 +88,14 @@ def train(
         return None
     finally:
         _say_what_stays(options.views_folder, log)
+
+
+def _fit_projection(trainer: Trainer, photos: Sequence[Path], log: Log) -> None:
+    recipe = trainer.recipe
+    before = recipe.start_front_end.removeprefix("shipped")
+    explained = fit_projection(trainer.model, before, recipe.front_end, photos)
+    trainer.average.load_state_dict(trainer.model.state_dict())
+    log(f"fitted the projection to the front end: {explained:.1%} of the tokens' variance explained")
 
 
 def _say_what_stays(views: Path, log: Log) -> None:
