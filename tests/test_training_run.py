@@ -142,7 +142,7 @@ def test_batch_scale_is_part_of_the_recipe(place, finished):
 
 def test_batch_scale_of_a_front_end():
     recipe = FrontEndRecipe(trains="front end")
-    assert enlarged(recipe, 4).picture.pairs_per_batch == 4 * recipe.picture.pairs_per_batch
+    assert enlarged(recipe, 4).batch.pairs == 4 * recipe.batch.pairs
 
 
 def test_unreadable_photos_are_counted_in_the_log(place, finished):
