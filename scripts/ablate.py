@@ -2,10 +2,10 @@
 
     python scripts/ablate.py --run runs/ablations [--minutes 20] [--only sizes] [--device cuda] [--threads 1]
 
-Prints one Markdown table and keeps each finished variant in the run folder, so that the same command goes on
-where it was interrupted. Photos are those of `matcher train`: $MATCHER_DATA/photos/train and …/val. Figures
-are precision and recall at the recipe's match distance on views of photos that no variant trains on, at the
-threshold with the best F1, at full depth.
+Prints one Markdown table and keeps each finished variant in the run folder, so that the same command resumes
+an interrupted comparison. Photos are those of `matcher train`: $MATCHER_DATA/photos/train and …/val. The
+table has precision and recall at the recipe's match distance on views of photos that are not trained on, at
+the threshold with the best F1, with all layers.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from matcher.lab.train.validation import validate, validation_pairs
 from matcher.lab.train.views import ViewCache
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-TRIAL_STEPS = 12  # how fast a variant is, before its schedule is laid out
+TRIAL_STEPS = 12  # to measure the speed of a variant, which decides its number of steps
 VALIDATION_SCENES, VALIDATION_POINTS = 96, 512
 DEPTH = 5  # of the ablated networks
 
@@ -48,20 +48,20 @@ def resized(dim: int, depth: int) -> Change:
 
 
 def assigned(**values: object) -> Change:
-    """Another assignment."""
+    """Other settings of the assignment."""
     return lambda net: replace(net, assignment=replace(net.assignment, **values))
 
 
-def placeless(net: NetworkConfig) -> NetworkConfig:
-    """Nothing in the network knows where a point lies."""
+def without_positions(net: NetworkConfig) -> NetworkConfig:
+    """No positions in the network: no encoding, guidance or consensus."""
     without = assigned(consensus=0)(net)
     return replace(without, guided=False, position=PositionConfig(kind="none"))
 
 
 ABLATIONS: dict[str, Change] = {
     "full network": lambda net: net,
-    "no cross-attention": lambda net: net,  # its blocks are silenced below
-    "no positional encoding": placeless,
+    "no cross-attention": lambda net: net,  # its blocks are disabled in `build`
+    "no positional encoding": without_positions,
     "no guidance": lambda net: replace(net, guided=False),
     "no consensus": assigned(consensus=0),
     "one fixed dustbin, no consensus": assigned(consensus=0, dustbin="learned"),
@@ -129,14 +129,14 @@ def chosen(only: str | None) -> dict[str, Change]:
     return {only: groups[None][only]}
 
 
-def simplest(net: NetworkConfig) -> NetworkConfig:
-    """Always all layers and points: nothing here trains the heads that decide about them."""
+def without_early_exit(net: NetworkConfig) -> NetworkConfig:
+    """Without early exit and pruning, whose heads are not trained here."""
     policy = replace(net.policy, early_exit=False, pruning=False)
     return replace(net, policy=policy, match_probability=False)
 
 
 def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]]:
-    """Training pairs and fixed validation pairs; the views are rendered now if they are not there."""
+    """Training pairs and fixed validation pairs; missing views are rendered first."""
     photos = data_folder() / "photos"
     held_out = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=VALIDATION_SCENES))
     samplers = []
@@ -152,14 +152,16 @@ def open_views(recipe: Recipe, cache: Path) -> tuple[PairSampler, list[ViewPair]
 def variant(base: Recipe, name: str) -> Recipe:
     """The recipe of one variant."""
     shape = (ABLATIONS | SIZES)[name](base.network if name in SIZES else resized(128, DEPTH)(base.network))
-    return replace(base, network=simplest(shape))
+    return replace(base, network=without_early_exit(shape))
 
 
 def measure_paces(
     recipes: dict[str, Recipe], sampler: PairSampler, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds a step of every variant, all measured before any is trained, so that what else the machine does
-    later changes no variant's share. Kept in the run folder."""
+    """Seconds per step of every variant, kept in the run folder.
+
+    Measured before any variant is trained, so that later load on the machine does not change their steps.
+    """
     kept = options.run / "paces.json"
     paces = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     for name, recipe in recipes.items():
@@ -171,7 +173,7 @@ def measure_paces(
             trainer.step(batch)
             seconds.append(time.perf_counter() - started)
         paces[name] = statistics.median(seconds)
-        print(f"{name}: {paces[name]:.2f} s a step", file=sys.stderr)
+        print(f"{name}: {paces[name]:.2f} s per step", file=sys.stderr)
         write_whole(kept, json.dumps(paces).encode())
     return paces
 
@@ -179,7 +181,7 @@ def measure_paces(
 def train_variant(
     name: str, recipe: Recipe, sampler: PairSampler, pairs: list[ViewPair], options: argparse.Namespace
 ) -> dict[str, float | str]:
-    """One variant, trained for the steps of its recipe; its row of the table."""
+    """Train one variant for the steps of its recipe; returns its row of the table."""
     trainer, steps = build(name, recipe, options.device), recipe.optimiser.steps
     for batch in sampler.batches(0, steps):
         loss = trainer.step(batch)
@@ -195,7 +197,7 @@ def train_variant(
 
 
 def build(name: str, recipe: Recipe, device: str) -> Trainer:
-    """A trainer at its start."""
+    """A new trainer of a variant."""
     trainer = Trainer(recipe, torch.device(device))
     if name == "no cross-attention":
         for network in (trainer.model, trainer.average):

@@ -1,4 +1,4 @@
-"""Measure the speed of the networks on this machine, next to other implementations with the same parameters.
+"""Measure the speed of the networks and of other implementations with the same parameters.
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
@@ -41,10 +41,10 @@ def main() -> int:
         device = check_device(options.device)
         clock = process_time if options.processor_time else perf_counter
         watch = Stopwatch(device, repeats=options.repeats, clock=clock)
-        pictures = (ASSETS / "view0.jpg", ASSETS / "view1.jpg")
+        images = (ASSETS / "view0.jpg", ASSETS / "view1.jpg")
         report = run_benchmark(
             watch,
-            pictures,
+            images,
             quick=options.quick,
             only=options.only,
             progress=lambda line: print(line, flush=True),

@@ -1,9 +1,9 @@
-"""Compile the kernels for this processor, which networks on a CPU then use; everything runs without them.
+"""Compile the CPU kernels for this processor. They are optional: everything runs without them.
 
     python scripts/build_kernels.py
 
-Needs a processor with AVX-512 and g++ 11 or newer, or clang++. `MATCHER_COMPILED=0` in the environment goes
-back to stock operators.
+Needs a processor with AVX-512 and g++ 11 or newer, or clang++. `MATCHER_COMPILED=0` in the environment
+switches them off.
 """
 
 import argparse

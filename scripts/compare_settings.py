@@ -3,7 +3,7 @@
     python scripts/compare_settings.py precision PHOTOS [--max-keypoints 2048] [--pairs 400]
     python scripts/compare_settings.py adaptivity PHOTOS --levels 1,2
 
-`precision` compares "auto" with float32, `adaptivity` early exit and pruning with neither.
+`precision` compares "auto" with float32, `adaptivity` early exit and pruning on with off.
 """
 
 import argparse
@@ -28,12 +28,12 @@ SETTINGS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=SETTINGS)
-    parser.add_argument("photos", type=Path, help="a folder")
+    parser.add_argument("photos", type=Path, help="folder of photos")
     parser.add_argument("--preset", default="hybrid-learned")
     parser.add_argument("--weights", help="a file or a name, instead of the shipped ones")
     parser.add_argument("--max-keypoints", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--levels", default="1,2,3,4", help="how hard, 1 to 4")
+    parser.add_argument("--levels", default="1,2,3,4", help="difficulty, from 0 to 4")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()

@@ -1,5 +1,9 @@
-"""Make an environment, install, compile the kernels where processor and compiler allow it, and match two
-images with the shipped weights: `python3 scripts/demo.py`."""
+"""Create an environment, install, compile the kernels if possible, and match two images.
+
+    python3 scripts/demo.py
+
+Writes outputs/demo.npz and outputs/demo.png. Needs nothing but Python and a network connection.
+"""
 
 import subprocess
 import sys

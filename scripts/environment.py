@@ -1,6 +1,7 @@
-"""A virtual environment with the package and its dependencies, made once and renewed when they change.
+"""A virtual environment with the package and its dependencies, for `demo.py` and `run_tests.py`.
 
-Plain Python, so that it runs before anything is installed. It lies in `.venv`, or where `MATCHER_VENV` says.
+Created in `.venv`, or in the folder that `MATCHER_VENV` names, and updated when the dependencies change. Only
+the standard library is used, so that this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def prepare(extras: tuple[str, ...] = ()) -> Path:
         return python
     started = time.monotonic()
     if not python.exists():
-        print(f"making the environment {folder}", flush=True)
+        print(f"creating the environment {folder}", flush=True)
         _create(folder)
     print("installing (torch and OpenCV are large: this takes some minutes the first time)", flush=True)
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
@@ -46,12 +47,12 @@ def _create(folder: Path) -> None:
         venv.create(folder, with_pip=True)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(
-            f"no environment could be made in {folder} ({error}). "
+            f"no environment could be created in {folder} ({error}). "
             "On Debian and Ubuntu, install the package python3-venv; then remove that folder and try again."
         )
 
 
 def _fingerprint() -> str:
-    """What the installation depends on, so that a change of it renews the environment."""
+    """A hash of everything that the installation depends on."""
     parts = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     return hashlib.sha256(b"\0".join([*parts, sys.version.encode(), str(ROOT).encode()])).hexdigest()

@@ -1,18 +1,35 @@
-#!/usr/bin/env python3
-"""Depth and poses for folders of images of real places, to train on (needs pycolmap).
+"""Estimate depth and poses for photos of real scenes, as training views for `matcher train --real`.
 
-label_views.py OUT FOLDER…   each FOLDER holds images of one place; OUT/<name of FOLDER> becomes its set.
+    python scripts/label_views.py OUT FOLDER…
+
+Each FOLDER holds photos of one scene; its set is written to OUT/<name of FOLDER>. Needs pycolmap (extra
+`sfm`).
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 import cv2
 
+from matcher.errors import MatcherError
 from matcher.lab.pairs.labelling.label import label_views
 
-if __name__ == "__main__":
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
+    args = parser.parse_args()
     cv2.setNumThreads(1)
-    out, *folders = (Path(argument) for argument in sys.argv[1:])
-    for folder in folders:
-        label_views(folder, out / folder.name, out / ".work" / folder.name)
+    try:
+        for folder in args.folders:
+            label_views(folder, args.out / folder.name, args.out / ".work" / folder.name)
+    except (MatcherError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,10 @@
-"""Measure sequences on driving images, stereo pairs and a moving window.
+"""Measure tracking and odometry on driving images, stereo pairs, and the latency of tracking; prints JSON.
 
-    python scripts/measure_sequence.py [driving] [stereo] [latency] [--weights FILE] [--threads 2]
+    python scripts/measure_sequence.py latency --frames 50
+    python scripts/measure_sequence.py driving stereo --threads 2
 
-Data is looked for in the folder named by MATCHER_DATA (default ../shared).
+`driving` and `stereo` need bench/kitti_mini and bench/middlebury2003 in the folder that MATCHER_DATA names
+(default ../shared). Without arguments, all three are measured.
 """
 
 import argparse
@@ -11,22 +13,26 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("driving", "stereo", "latency")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure sequences; prints JSON.")
-    parser.add_argument("what", nargs="*", default=["driving", "stereo", "latency"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", nargs="*", default=KINDS, metavar="|".join(KINDS))
     parser.add_argument("--preset", default="hybrid-learned")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--precision")
-    parser.add_argument("--max-keypoints", type=int, default=1024, help="latency is measured with 512")
-    parser.add_argument("--frames", type=int, help="of the driving sequence, and of latency")
+    parser.add_argument("--max-keypoints", type=int, default=1024, help="latency uses 512")
+    parser.add_argument("--frames", type=int, help="number of frames, of driving and latency")
     parser.add_argument("--budget-ms", type=float)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
+    if unknown := set(args.what) - set(KINDS):
+        parser.error(f"{min(unknown)}: choose from {', '.join(KINDS)}")
     if args.threads:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
-            os.environ[name] = str(args.threads)
+        from matcher.threads import thread_environment
+
+        os.environ.update(thread_environment(args.threads))  # read when torch and OpenCV are imported
 
     import matcher
     from matcher.data.photos import data_folder
@@ -52,10 +58,10 @@ def main() -> None:
             for folder in sorted((bench / "middlebury2003").glob("*/")):
                 say(f"stereo {folder.name} {name}", sequences.measure_disparity(folder, pipeline))
     if "latency" in args.what:
-        picture = matcher.read_image(ROOT / "assets" / "view0.jpg").pixels
+        image = matcher.read_image(ROOT / "assets" / "view0.jpg").pixels
         for name, pipeline in pipelines(512).items():
             options = {"frames": args.frames or 200, "budget_ms": args.budget_ms}
-            say(f"latency {name}", sequences.measure_latency(picture, pipeline, **options))
+            say(f"latency {name}", sequences.measure_latency(image, pipeline, **options))
 
 
 def say(title: str, found: dict) -> None:

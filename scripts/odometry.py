@@ -1,9 +1,10 @@
-"""Plain visual odometry on matcher's tracks: landmarks by track id, a pose for each frame by PnP.
+"""Plain visual odometry on `matcher.Tracker`: landmarks by track id, a pose for each frame by PnP.
 
     python scripts/odometry.py LEFT_DIR --camera fx,fy,cx,cy [--right DIR --baseline METRES] > trajectory.tum
 
-Landmarks come from stereo depth or, with one camera, from a track's first and last view; those not seen for a
-window of frames are dropped. No bundle adjustment. Prints `frame x y z qx qy qz qw`, camera to world.
+LEFT_DIR holds PNG frames. Landmarks come from stereo depth or, with one camera, from the first and last view
+of a track; those not observed for a window of frames are dropped. No bundle adjustment.
+Prints `frame x y z qx qy qz qw`, camera to world.
 """
 
 import argparse
@@ -18,7 +19,7 @@ WINDOW, MIN_POINTS, MIN_ANGLE = 15, 12, 1.0  # frames; points for a pose; degree
 
 
 def pose_from(landmarks: dict, ids: list, points: np.ndarray, K: np.ndarray) -> np.ndarray | None:
-    """(4, 4) camera to world of a frame that sees known landmarks."""
+    """(4, 4) world_from_cam by PnP on known landmarks; None with too few."""
     known = [i for i, track in enumerate(ids) if track in landmarks]
     if len(known) < MIN_POINTS:
         return None
@@ -31,7 +32,7 @@ def pose_from(landmarks: dict, ids: list, points: np.ndarray, K: np.ndarray) -> 
 
 
 def triangulate(first: np.ndarray, ray0: np.ndarray, last: np.ndarray, ray1: np.ndarray) -> np.ndarray | None:
-    """(3,) where the rays of two views meet in the world, if at an angle and before both."""
+    """(3,) world point from the rays of two views; None for a small angle or a point behind a camera."""
     a, b = first[:3, :3] @ ray0, last[:3, :3] @ ray1
     if np.rad2deg(np.arctan2(np.linalg.norm(np.cross(a, b)), a @ b)) < MIN_ANGLE:
         return None
@@ -46,7 +47,7 @@ def as_tum(frame: int, pose: np.ndarray) -> str:
     return " ".join(f"{value:.9g}" for value in (frame, *values))
 
 
-parser = argparse.ArgumentParser(description="Plain visual odometry.")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("left", type=Path)
 parser.add_argument("--camera", required=True, metavar="fx,fy,cx,cy")
 parser.add_argument("--right", type=Path)
@@ -56,24 +57,24 @@ args = parser.parse_args()
 camera = matcher.Camera(*map(float, args.camera.split(",")))
 K = camera.K
 tracker = matcher.Tracker(args.preset, camera, baseline=args.baseline, max_keypoints=1024, resize=1280)
-landmarks, views, seen = {}, {}, {}  # by track: place in the world, first view, last frame
+landmarks, views, seen = {}, {}, {}  # by track: world point, first view, last frame
 for frame, path in enumerate(sorted(args.left.glob("*.png"))):
     result = tracker.push_stereo(path, args.right / path.name) if args.right else tracker.push(path)
     ids, points = result.track_ids.tolist(), result.keypoints
-    # One camera knows no scale: until there is a map, its pose is the one that the sequence starts with.
+    # Without landmarks (one camera, unknown scale) the pose is the tracker's.
     pose = pose_from(landmarks, ids, points, K) if landmarks else result.world_from_cam
     if pose is None:
         continue
     print(as_tum(frame, pose), flush=True)
     rays = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(K).T
     for i, track in enumerate(ids):
-        seen[track], place = frame, None
+        seen[track], point = frame, None
         if result.depths is not None and args.right and np.isfinite(result.depths[i]):
-            place = pose[:3, :3] @ (rays[i] * result.depths[i]) + pose[:3, 3]
+            point = pose[:3, :3] @ (rays[i] * result.depths[i]) + pose[:3, 3]
         elif not args.right:
-            place = triangulate(*views.setdefault(track, (pose, rays[i])), pose, rays[i])
-        if place is not None:
-            landmarks.setdefault(track, place)
+            point = triangulate(*views.setdefault(track, (pose, rays[i])), pose, rays[i])
+        if point is not None:
+            landmarks.setdefault(track, point)
     for track in [track for track, last in seen.items() if last < frame - WINDOW]:
         for table in (seen, landmarks, views):
             table.pop(track, None)

@@ -4,7 +4,7 @@
 
 Needs the `[test]` extra: the photographs come inside scikit-image's wheel (see `assets/README.md`). World
 units are metres, x right, y down, z away from the viewer; floor y = 0, wall z = 0. Pixel coordinates follow
-`matcher/geometry.py`: the centre of the first pixel is (0, 0).
+`matcher/data/geometry.py`: the centre of the first pixel is (0, 0).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class View:
-    """Where a camera stands, what it looks at and how its exposure differs."""
+    """Position, target and exposure of a camera."""
 
     centre: tuple[float, float, float]
     target: tuple[float, float, float]
@@ -75,10 +75,10 @@ VIEWS = (
 )
 
 
-def linear(picture: np.ndarray, tint: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> np.ndarray:
+def linear(photo: np.ndarray, tint: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> np.ndarray:
     """A grey or RGB uint8 photograph as (h, w, 3) float32 linear light, tinted."""
-    picture = picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=2)
-    return ((picture / 255.0) ** 2.2 * tint).astype(np.float32)
+    photo = photo if photo.ndim == 3 else np.repeat(photo[..., None], 3, axis=2)
+    return ((photo / 255.0) ** 2.2 * tint).astype(np.float32)
 
 
 def tiled(texture: np.ndarray, across: int, down: int) -> np.ndarray:
@@ -123,7 +123,7 @@ def box(
 
 
 def build_scene() -> list[Panel]:
-    """Framed photographs before a plastered wall, on gravel."""
+    """Framed photographs in front of a plastered wall, on gravel."""
     x, y, z = np.eye(3)
     plaster = 0.55 + 0.3 * (linear(data.grass()) - linear(data.grass()).mean())
     wall = tiled(plaster * np.array([1.0, 0.93, 0.8], np.float32), 6, 3)
@@ -184,7 +184,7 @@ def render(scene: list[Panel], view: View, seed: int) -> np.ndarray:
     fine[:2, 2] = (SUPERSAMPLE - 1) / 2  # (p + 0.5)·s − 0.5
     T = view.cam_from_world
     xs, ys = np.meshgrid(np.arange(width, dtype=np.float64), np.arange(height, dtype=np.float64))
-    nearest, picture = np.zeros((height, width)), np.zeros((height, width, 3), np.float32)
+    nearest, image = np.zeros((height, width)), np.zeros((height, width, 3), np.float32)
     for panel in scene:
         to_camera = T[:3, :3] @ panel.texel_to_world
         to_camera[:, 2] += T[:3, 3]
@@ -196,13 +196,15 @@ def render(scene: list[Panel], view: View, seed: int) -> np.ndarray:
             u = (G[0, 0] * xs + G[0, 1] * ys + G[0, 2]) / inverse_depth
             v = (G[1, 0] * xs + G[1, 1] * ys + G[1, 2]) / inverse_depth
         rows, columns = panel.texture.shape[:2]
-        seen = (inverse_depth > nearest) & (u >= -0.5) & (u < columns - 0.5) & (v >= -0.5) & (v < rows - 0.5)
-        if seen.any():
-            u, v = u[seen].astype(np.float32), v[seen].astype(np.float32)
-            picture[seen] = sampled(panel.texture, u, v)
-            nearest[seen] = inverse_depth[seen]
-    picture = cv2.resize(picture, SIZE, interpolation=cv2.INTER_AREA)
-    return exposed(picture, view, seed)
+        visible = (
+            (inverse_depth > nearest) & (u >= -0.5) & (u < columns - 0.5) & (v >= -0.5) & (v < rows - 0.5)
+        )
+        if visible.any():
+            u, v = u[visible].astype(np.float32), v[visible].astype(np.float32)
+            image[visible] = sampled(panel.texture, u, v)
+            nearest[visible] = inverse_depth[visible]
+    image = cv2.resize(image, SIZE, interpolation=cv2.INTER_AREA)
+    return exposed(image, view, seed)
 
 
 def sampled(texture: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -213,12 +215,12 @@ def sampled(texture: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return cv2.remap(texture, u, v, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE).reshape(-1, 3)[:count]
 
 
-def exposed(picture: np.ndarray, view: View, seed: int) -> np.ndarray:
+def exposed(image: np.ndarray, view: View, seed: int) -> np.ndarray:
     """Linear light → uint8 sRGB-like values, with vignetting, white balance and sensor noise."""
     x, y = np.meshgrid(np.linspace(-1, 1, SIZE[0]), np.linspace(-1, 1, SIZE[1]))
     vignette = 1 - 0.13 * (x**2 + y**2)
-    values = (picture * vignette[..., None] * view.gain).clip(0, 1) ** (view.gamma / 2.2)
-    values += np.random.default_rng(seed).normal(0, 0.008, (*picture.shape[:2], 1))
+    values = (image * vignette[..., None] * view.gain).clip(0, 1) ** (view.gamma / 2.2)
+    values += np.random.default_rng(seed).normal(0, 0.008, (*image.shape[:2], 1))
     return (values.clip(0, 1) * 255).round().astype(np.uint8)
 
 
@@ -232,10 +234,11 @@ def main() -> None:
     bare = build_scene()
     scene = [lit(panel, bare, lamps) for panel in bare]
     for index, view in enumerate(VIEWS):
-        picture = Image.fromarray(render(scene, view, seed=index))
-        picture.save(output / f"view{index}.jpg", quality=90, optimize=True)
+        Image.fromarray(render(scene, view, seed=index)).save(
+            output / f"view{index}.jpg", quality=90, optimize=True
+        )
     poses = [view.cam_from_world for view in VIEWS]
-    truth = {
+    ground_truth = {
         "pixel_convention": "the centre of the first pixel is (0, 0); b_from_a: points of a to b; metres",
         "size": SIZE,
         "K": K.tolist(),
@@ -243,7 +246,7 @@ def main() -> None:
         "cam1_from_cam0": (poses[1] @ np.linalg.inv(poses[0])).tolist(),
         "cam2_from_cam0": (poses[2] @ np.linalg.inv(poses[0])).tolist(),
     }
-    (output / "poses.json").write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
+    (output / "poses.json").write_text(json.dumps(ground_truth, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

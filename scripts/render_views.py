@@ -1,12 +1,10 @@
-#!/usr/bin/env python3
 """Render training views with exact depth and poses of a furnished world (GLB) by Blender's Cycles.
 
-    render_views.py WORLD.glb OUT --photos DIR --hdri DIR [--views 40] [--seed 1] [--samples 5]
+    python scripts/render_views.py WORLD.glb OUT --photos DIR --hdri DIR [--views 40] [--seed 1] [--samples 5]
 
-A tool for data, not a part of the package: it runs in an environment of its own (Python 3.11, `pip install
-bpy==5.0.1 OpenEXR opencv-python-headless numpy`). Each seed dresses the world anew: walls, floors and
-furniture plain, mottled or covered with photos, posters on walls, clutter on floors, furniture moved and
-turned; each group of views has lights of its own. The output is a set as `matcher.lab.pairs.stored` reads it.
+Runs in an environment of its own: Python 3.11, `pip install bpy==5.0.1 OpenEXR opencv-python-headless numpy`.
+The seed randomises materials (plain or photos), posters, clutter and the furniture's positions; each group of
+views has its own lights. The output is a set as `matcher.lab.pairs.stored` reads it.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from mathutils.bvhtree import BVHTree
 from render_world import develop, dress, furnish, light_up
 
 WIDTH, HEIGHT, DEPTH_STEP = 640, 480, 2
-FAR = 60.0  # metres; what is farther has no depth
-ANCHORS = 3  # of which the one with most to see is taken
-CLEARANCE = 0.35  # metres of air around a camera
+FAR = 60.0  # metres; farther points have no depth
+ANCHORS = 3  # candidates, of which the one with the most varied depth is used
+CLEARANCE = 0.35  # metres between a camera and the nearest surface
 COARSE = np.stack(np.meshgrid(np.arange(20, WIDTH, 40.0), np.arange(20, HEIGHT, 40.0)), -1).reshape(-1, 2)
 
 
@@ -71,7 +69,7 @@ def looking(centre: np.ndarray, target: np.ndarray, roll: float, focal: float) -
 
 
 class World:
-    """What can be hit by rays."""
+    """The triangles of the scene, for ray casting."""
 
     def __init__(self) -> None:
         vertices, faces, count = [], [], 0
@@ -95,13 +93,13 @@ class World:
         self.low, self.high = np.quantile(points, 0.002, 0), np.quantile(points, 0.998, 0)
 
     def distances(self, origin: np.ndarray, directions: np.ndarray) -> np.ndarray:
-        """(N,) lengths of rays up to the first hit, in units of each direction (N, 3); inf where none."""
+        """(N,) lengths of rays to the first hit, in units of each direction (N, 3); inf without one."""
         start, cast = Vector(origin), self.tree.ray_cast
         metres = np.array([cast(start, d)[3] or np.inf for d in directions.tolist()])
         return metres / np.linalg.norm(directions, axis=1)
 
     def is_free(self, point: np.ndarray) -> bool:
-        """Whether a person could hold a camera there: air around, a floor below, walls about."""
+        """Whether a camera could be held there: free space around, a floor below, walls at the sides."""
         if self.tree.find_nearest(Vector(point), CLEARANCE)[0] is not None:
             return False
         turn = np.arange(10) * 2 * math.pi / 10
@@ -116,20 +114,20 @@ class World:
 
 
 def shares(world: World, camera: Camera, other: Camera) -> float:
-    """Share of a coarse grid of pixels of one camera whose surface the other one shows unhidden."""
+    """Share of a coarse grid of pixels of one camera that are visible to the other one."""
     z = world.depth(camera, COARSE)
     hit = np.isfinite(z)
     points = camera.centre + camera.rays(COARSE[hit]) * z[hit, None]
-    seen = (points - other.centre) @ other.rotation.T
-    ahead = seen[:, 2] > 0.1
-    pixels = seen[:, :2] / np.maximum(seen[:, 2:], 0.1) * other.focal + other.K[:2, 2]
+    projected = (points - other.centre) @ other.rotation.T
+    ahead = projected[:, 2] > 0.1
+    pixels = projected[:, :2] / np.maximum(projected[:, 2:], 0.1) * other.focal + other.K[:2, 2]
     ahead &= ((pixels >= 0) & (pixels < [WIDTH, HEIGHT])).all(1)
-    there = world.depth(other, pixels[ahead])
-    return float((np.abs(there - seen[ahead, 2]) < 0.02 * there).sum() / len(COARSE))
+    depth = world.depth(other, pixels[ahead])
+    return float((np.abs(depth - projected[ahead, 2]) < 0.02 * depth).sum() / len(COARSE))
 
 
 def draw_anchor(world: World, rng: np.random.Generator) -> Camera:
-    """A camera as people hold one, in the open, whose image is neither all wall nor all void."""
+    """A hand-held camera in free space, whose image is neither all wall nor all empty."""
     while True:
         height = rng.uniform(0.7, 1.9)
         centre = np.append(rng.uniform(world.low[:2], world.high[:2]), world.low[2] + height)
@@ -147,13 +145,13 @@ def draw_anchor(world: World, rng: np.random.Generator) -> Camera:
 
 
 def variety(world: World, camera: Camera) -> float:
-    """How much the depth varies from one coarse pixel to the next, in logarithms: bare walls teach little."""
+    """Mean change of log depth between coarse pixels; plain walls are of little use for training."""
     z = world.depth(camera, COARSE).clip(0.1, FAR).reshape(-1, len(np.unique(COARSE[:, 0])))
     return float(np.abs(np.diff(np.log(z), axis=0)).mean() + np.abs(np.diff(np.log(z), axis=1)).mean())
 
 
 def draw_neighbour(world: World, anchor: Camera, rng: np.random.Generator) -> Camera | None:
-    """Another camera that shares 15 to 85 % with the anchor; None where none is found."""
+    """Another camera with an overlap of 15 to 85 % with the anchor; None if none is found."""
     depth = float(np.median(world.depth(anchor, COARSE)))
     for _ in range(40):
         step = rng.normal(0, 1, 3) * [1, 1, 0.35]
@@ -249,7 +247,7 @@ def shoot_group(
     group: int,
     rng: np.random.Generator,
 ) -> list[dict]:
-    """Render the cameras of a group, some of them again under another light; rows for cameras.json."""
+    """Render the cameras of a group, some of them again with other lights; rows for cameras.json."""
     jobs = [(cameras, light_up(world.tree, cameras[0], panoramas, rng))]
     rows: list[dict] = []
     grid = np.stack(np.meshgrid(np.arange(0, WIDTH, DEPTH_STEP), np.arange(0, HEIGHT, DEPTH_STEP)), -1)
@@ -261,9 +259,9 @@ def shoot_group(
                 z = world.depth(camera, grid.reshape(-1, 2).astype(float)).reshape(grid.shape[:2])
                 z = np.where(z < FAR, z, 0)
                 cv2.imwrite(str(out / f"{name}_depth.png"), np.rint(z * 1000).astype(np.uint16))
-                picture = develop(expose(thing, camera, Path(scratch)), rng)
+                image = develop(expose(thing, camera, Path(scratch)), rng)
                 quality = [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(82, 97))]
-                cv2.imwrite(str(out / f"{name}.jpg"), picture, quality)
+                cv2.imwrite(str(out / f"{name}.jpg"), image, quality)
                 rows.append(
                     {"image": f"{name}.jpg", "depth": f"{name}_depth.png", "group": group, "light": light,
                      "overlap_with_anchor": round(camera.overlap, 3), "K": camera.K.tolist(),
@@ -277,7 +275,7 @@ def shoot_group(
 
 
 def write_list(asked: argparse.Namespace, views: list[dict]) -> None:
-    """cameras.json, replaced as a whole so that a reader never meets half of one."""
+    """Write cameras.json, replaced as a whole so that readers never see an unfinished file."""
     content = {
         "scene": asked.world.name, "seed": asked.seed, "width": WIDTH, "height": HEIGHT,
         "depth_step": DEPTH_STEP, "views": views,

@@ -1,4 +1,4 @@
-"""How `render_views.py` dresses a world: furniture, materials, posters, clutter, lights, pictures."""
+"""Random furniture, materials, posters, clutter, lights and exposure, for `render_views.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mathutils import Matrix, Vector
 if TYPE_CHECKING:
     from render_views import Camera, World
 
-FURNITURE = (0.15, 2.2)  # metres; larger things are walls, smaller ones trifles
+FURNITURE = (0.15, 2.2)  # metres; larger objects are walls, smaller ones are left alone
 POSTERS, CLUTTER, PANORAMA_LIGHT = (
     (25, 60),
     (20, 50),
@@ -23,7 +23,7 @@ POSTERS, CLUTTER, PANORAMA_LIGHT = (
 
 
 def furnish(world: World, photos: list[Path], rng: np.random.Generator) -> None:
-    """Move and turn furniture, take some away, hang posters, scatter clutter."""
+    """Move, rotate and remove furniture, add posters and clutter."""
     for thing in [o for o in bpy.context.scene.objects if o.type == "MESH"]:
         _move(thing, rng)
     if rng.random() < 0.7:
@@ -36,7 +36,7 @@ def furnish(world: World, photos: list[Path], rng: np.random.Generator) -> None:
 
 
 def _move(thing: bpy.types.Object, rng: np.random.Generator) -> None:
-    """Shift and turn it, or leave or remove it, if it has the size of furniture."""
+    """Move and rotate an object of the size of furniture, or leave or remove it."""
     corners = np.array([thing.matrix_world @ Vector(c) for c in thing.bound_box])
     extent = corners.max(0) - corners.min(0)
     if not FURNITURE[0] < extent.max() < FURNITURE[1] or rng.random() < 0.4:
@@ -53,7 +53,7 @@ def _move(thing: bpy.types.Object, rng: np.random.Generator) -> None:
 
 
 def _add_ceiling(world: World, rng: np.random.Generator) -> None:
-    """A plain ceiling over worlds that have none; by day it lets light through, as `light_up` says."""
+    """A plain ceiling over worlds that have none; `light_up` lets daylight through."""
     if any(word in o.name.lower() for o in bpy.context.scene.objects for word in ("ceil", "roof")):
         return
     middle, extent = (world.low + world.high) / 2, world.high - world.low
@@ -72,7 +72,7 @@ def _free_point(world: World, rng: np.random.Generator) -> np.ndarray | None:
 
 
 def _hang_poster(world: World, photos: list[Path], rng: np.random.Generator) -> None:
-    """A photo on the wall that a random horizontal ray meets."""
+    """A photo on the wall that a random horizontal ray hits."""
     point = _free_point(world, rng)
     if point is None:
         return
@@ -101,7 +101,7 @@ def _hang_poster(world: World, photos: list[Path], rng: np.random.Generator) -> 
 
 
 def _put_down(world: World, photos: list[Path], rng: np.random.Generator) -> None:
-    """A box, ball, cylinder, ring or lump on whatever is below a random point."""
+    """A box, ball, cylinder, ring or lump on the surface below a random point."""
     point = _free_point(world, rng)
     if point is None:
         return
@@ -127,7 +127,7 @@ def _put_down(world: World, photos: list[Path], rng: np.random.Generator) -> Non
 
 
 def dress(photos: list[Path], rng: np.random.Generator) -> None:
-    """Replace many of the world's materials: plain ones most of all, photos, mottling; vary the gloss."""
+    """Replace many of the materials by plain ones or photos, and vary the gloss."""
     for thing in bpy.context.scene.objects:
         if thing.type != "MESH" or thing.name.startswith(("poster", "clutter")):
             continue
@@ -157,25 +157,25 @@ def _material() -> tuple[bpy.types.Material, bpy.types.Node]:
 
 
 def _photo_material(photo: Path, rng: np.random.Generator, *, boxed: bool) -> bpy.types.Material:
-    """A photo by UV, or projected from six sides in metres, so that every mesh can carry it."""
+    """A photo as a texture, by UV coordinates or by box projection."""
     material, surface = _material()
     nodes, links = material.node_tree.nodes, material.node_tree.links
     image = nodes.new("ShaderNodeTexImage")
     image.image = bpy.data.images.load(str(photo), check_existing=True)
     if boxed:
-        place, mapping = nodes.new("ShaderNodeTexCoord"), nodes.new("ShaderNodeMapping")
+        coordinates, mapping = nodes.new("ShaderNodeTexCoord"), nodes.new("ShaderNodeMapping")
         image.projection, image.projection_blend, image.extension = "BOX", 0.05, "MIRROR"
         mapping.inputs["Location"].default_value = tuple(rng.uniform(-3, 3, 3).tolist())
         mapping.inputs["Rotation"].default_value = (0, 0, float(rng.choice([0, rng.uniform(0, 6)])))
         mapping.inputs["Scale"].default_value = (1 / float(np.exp(rng.uniform(-1.0, 0.9))),) * 3
-        links.new(place.outputs["Object"], mapping.inputs["Vector"])
+        links.new(coordinates.outputs["Object"], mapping.inputs["Vector"])
         links.new(mapping.outputs["Vector"], image.inputs["Vector"])
     links.new(image.outputs["Color"], surface.inputs["Base Color"])
     return material
 
 
 def light_up(tree: object, anchor: Camera, panoramas: list[Path], rng: np.random.Generator) -> str:
-    """Replace all lights by a panorama and, unless by day, lamps below ceilings; what kind it is."""
+    """Replace all lights by a panorama and, unless by day, lamps below ceilings; returns their kind."""
     scene = bpy.context.scene
     for thing in [o for o in scene.objects if o.type == "LIGHT"]:
         bpy.data.objects.remove(thing)
@@ -183,15 +183,17 @@ def light_up(tree: object, anchor: Camera, panoramas: list[Path], rng: np.random
     sky = bpy.data.worlds.new("sky")
     sky.use_nodes = True
     nodes, links = sky.node_tree.nodes, sky.node_tree.links
-    picture, mapping, place = (nodes.new(f"ShaderNode{n}") for n in ("TexEnvironment", "Mapping", "TexCoord"))
-    picture.image = bpy.data.images.load(str(panoramas[rng.integers(len(panoramas))]), check_existing=True)
+    panorama, mapping, coordinates = (
+        nodes.new(f"ShaderNode{n}") for n in ("TexEnvironment", "Mapping", "TexCoord")
+    )
+    panorama.image = bpy.data.images.load(str(panoramas[rng.integers(len(panoramas))]), check_existing=True)
     mapping.inputs["Rotation"].default_value = (0, 0, float(rng.uniform(0, 6.28)))
-    links.new(place.outputs["Generated"], mapping.inputs["Vector"])
-    links.new(mapping.outputs["Vector"], picture.inputs["Vector"])
-    links.new(picture.outputs["Color"], nodes["Background"].inputs["Color"])
+    links.new(coordinates.outputs["Generated"], mapping.inputs["Vector"])
+    links.new(mapping.outputs["Vector"], panorama.inputs["Vector"])
+    links.new(panorama.outputs["Color"], nodes["Background"].inputs["Color"])
     nodes["Background"].inputs["Strength"].default_value = PANORAMA_LIGHT[kind] * float(rng.uniform(0.6, 1.5))
     scene.world = sky
-    for thing in scene.objects:  # daylight comes through roofs, else closed worlds would be black
+    for thing in scene.objects:  # daylight passes through roofs, otherwise closed rooms would be black
         if thing.type == "MESH" and any(word in thing.name.lower() for word in ("ceil", "roof")):
             thing.visible_shadow = thing.visible_diffuse = kind in ("night", "lamps")
     for _ in range({"day": 0, "mixed": 3, "lamps": 5, "night": 2}[kind]):
@@ -200,7 +202,7 @@ def light_up(tree: object, anchor: Camera, panoramas: list[Path], rng: np.random
 
 
 def _hang_lamp(tree: object, anchor: Camera, rng: np.random.Generator) -> None:
-    """A lamp below what is above a point that the anchor looks at."""
+    """A lamp below the ceiling, above a point that the anchor looks at."""
     x, y, _ = anchor.centre + anchor.rotation[2] * rng.uniform(0, 3) + rng.uniform(-2.5, 2.5, 3)
     start = Vector((x, y, float(anchor.centre[2])))
     hit = tree.ray_cast(start, Vector((0, 0, 1)), 4.0)[0]
@@ -218,7 +220,7 @@ def _hang_lamp(tree: object, anchor: Camera, rng: np.random.Generator) -> None:
 
 
 def develop(light: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(H, W, 3) uint8 blue, green, red: exposure, white balance, tone, then a sensor's blur and noise."""
+    """(H, W, 3) uint8 blue, green, red: exposure, white balance, tone curve, blur and sensor noise."""
     light = np.nan_to_num(light.clip(0, 1e3))
     grey = light.mean(-1)
     gain = 0.18 / np.exp(np.log(grey + 1e-4).mean()) * 2 ** rng.normal(0, 0.5)

@@ -1,6 +1,8 @@
-"""Make an environment, install, and run the tests on all cores: `python3 scripts/run_tests.py [pytest …]`.
+"""Create an environment, install, and run the tests on all cores.
 
-There is one process a core with one thread each; `-n 0` runs the tests in a single process, as `--pdb` does.
+    python3 scripts/run_tests.py [pytest options]
+
+One process per core with one thread each; `-n 0` runs the tests in a single process, as `--pdb` does.
 """
 
 import os
@@ -17,7 +19,7 @@ def parallel(arguments: list[str], cores: int) -> list[str]:
     decided = any(argument.startswith(("-n", "--numprocesses", "--dist")) for argument in arguments)
     if decided or cores < 2 or set(arguments) & set(ONE_PROCESS):
         return []
-    # The tests of a file stay together, because they share what is expensive to make.
+    # The tests of a file stay in one process, because they share expensive fixtures.
     return ["-n", str(cores), "--dist", "loadfile"]
 
 

@@ -1,4 +1,10 @@
-"""Draw what a keypoint attends to: `python scripts/visualize_attention.py A B out.png --point x,y`."""
+"""Draw the attention of a keypoint of image 0: of one layer, its rollout over all layers, or its entropy.
+
+    python scripts/visualize_attention.py assets/view0.jpg assets/view1.jpg out.png --point 400,300
+    python scripts/visualize_attention.py A.jpg B.jpg rollout.png --point 400,300 --plot rollout
+
+The keypoint nearest to the point is used. The suffix of the output decides its format.
+"""
 
 import numpy as np
 from pair_arguments import load_pipeline, pair_parser
@@ -9,10 +15,10 @@ from matcher.drawing.canvas import save_figure
 from matcher.drawing.plots import draw_entropies
 from matcher.explain.explain import explain, nearest_keypoint, network_of
 
-parser = pair_parser("Self- and cross-attention of the keypoint of image 0 at a point.")
+parser = pair_parser("Self- and cross-attention of the keypoint of image 0 nearest to a point.")
 parser.add_argument("--point", required=True, metavar="x,y", help="in pixels of image 0")
-parser.add_argument("--picture", choices=["layer", "rollout", "entropy"], default="layer")
-parser.add_argument("--layer", type=int, help="1 is the first; the last that ran when absent")
+parser.add_argument("--plot", choices=["layer", "rollout", "entropy"], default="layer")
+parser.add_argument("--layer", type=int, help="from 1; by default the last layer that ran")
 args = parser.parse_args()
 try:
     position = tuple(map(float, args.point.split(",")))
@@ -29,7 +35,7 @@ try:
         *features,
         [asked],
         strongest=max(5, 40 // network.model.config.context.heads),  # the more heads, the fewer of each
-        traced=None if args.picture == "rollout" else ([], []),
+        traced=None if args.plot == "rollout" else ([], []),
     )
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")
@@ -43,7 +49,7 @@ title = f"{pipeline.preset}, keypoint at {np.round(keypoints[0][asked]).astype(i
 number = args.layer or len(explained.layers)
 if not 1 <= number <= len(explained.layers):
     parser.error(f"layers 1 to {len(explained.layers)} ran")
-if args.picture == "entropy":
+if args.plot == "entropy":
     tables = [
         [getattr(layer, kind)[0].entropy[0] for layer in explained.layers]
         for kind in ("self_attention", "cross_attention")
@@ -51,7 +57,7 @@ if args.picture == "entropy":
     limit = float(np.log(max(2, *map(len, features))))
     save_figure(draw_entropies(*tables, limit=limit, title=f"entropy of attention: {title}"), args.output)
     parser.exit()
-if args.picture == "rollout":
+if args.plot == "rollout":
     flow, count, heads = explained.rollout[0][0], len(keypoints[0]), []
     for part, side in ((flow[:count], keypoints[0]), (flow[count:], keypoints[1])):
         best = np.argsort(-part)[:40]

@@ -1,4 +1,10 @@
-"""Draw the matches of two images: `python scripts/visualize_matches.py A B matches.png`."""
+"""Draw the matches of two images, one image warped onto the other, or epipolar lines.
+
+    python scripts/visualize_matches.py assets/view0.jpg assets/view1.jpg matches.png
+    python scripts/visualize_matches.py assets/view0.jpg assets/view1.jpg lines.png --plot epipolar
+
+The suffix of the output decides its format.
+"""
 
 from pathlib import Path
 
@@ -12,17 +18,17 @@ from matcher.drawing.matches import match_errors
 from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
 from matcher.verify.distances import fundamental_from_pose
 
-parser = pair_parser("Draw matches, an overlay by a homography, or epipolar lines.")
-parser.add_argument("--picture", choices=["matches", "checkerboard", "blend", "epipolar"], default="matches")
+parser = pair_parser("Draw matches, an overlay by the homography, or epipolar lines.")
+parser.add_argument("--plot", choices=["matches", "checkerboard", "blend", "epipolar"], default="matches")
 parser.add_argument("--colour-by", choices=["confidence", "inliers", "error"], default="confidence")
 parser.add_argument("--homography", type=Path, help="text file of the known 3 x 3 matrix, for errors")
 parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 cam1_from_cam0; needs --camera")
 parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both images, in pixels of the files")
-parser.add_argument("--lines", type=int, default=200)
+parser.add_argument("--lines", type=int, default=200, help="at most so many matches")
 args = parser.parse_args()
 if args.pose is not None and args.camera is None:
     parser.error("--pose needs --camera fx,fy,cx,cy")
-planar = args.homography is not None or args.picture in ("checkerboard", "blend")
+planar = args.homography is not None or args.plot in ("checkerboard", "blend")
 try:
     camera = parse_camera(args.camera, "--camera")
     kind = "homography" if planar else "fundamental"
@@ -35,9 +41,9 @@ known = result.geometry.matrix if args.homography is None else np.loadtxt(args.h
 if args.pose is not None:
     matrix = camera.K
     known = fundamental_from_pose(matrix, matrix, np.loadtxt(args.pose))
-if known is None and (args.picture != "matches" or args.colour_by == "error"):
+if known is None and (args.plot != "matches" or args.colour_by == "error"):
     parser.exit(4, f"no geometry was found ({result.geometry.status})\n")
-if args.picture == "matches":
+if args.plot == "matches":
     given = {"H_1_from_0" if planar else "fundamental": known}
     errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
     drawing = {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
@@ -45,10 +51,10 @@ if args.picture == "matches":
     if errors is not None and known_by is not None:
         heading += f", errors against {known_by.name}"
     result.plot(args.output, *images, title=heading, overwrite=True, stacked=args.stacked, **drawing)
-elif args.picture == "epipolar":
-    inner = (points[result.geometry.inliers] for points in (result.points0, result.points1))
+elif args.plot == "epipolar":
+    inliers = (points[result.geometry.inliers] for points in (result.points0, result.points1))
     drawing = {"stacked": args.stacked, "title": result.heading()}
-    save_figure(draw_epipolar_lines(*images, *inner, known, **drawing), args.output)
+    save_figure(draw_epipolar_lines(*images, *inliers, known, **drawing), args.output)
 else:
-    drawn = draw_overlay(*images, known, kind=args.picture, title=result.heading())
+    drawn = draw_overlay(*images, known, kind=args.plot, title=result.heading())
     save_figure(drawn, args.output)

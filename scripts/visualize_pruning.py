@@ -1,4 +1,10 @@
-"""Draw how a pair was decided: `python scripts/visualize_pruning.py A B out.png --picture layers`."""
+"""Draw which keypoints were matched or pruned, or plot layers, match confidences or Sinkhorn errors.
+
+    python scripts/visualize_pruning.py assets/view0.jpg assets/view1.jpg pruning.png
+    python scripts/visualize_pruning.py assets/view0.jpg assets/view1.jpg layers.png --plot layers
+
+The suffix of the output decides its format.
+"""
 
 from pair_arguments import load_pipeline, pair_parser
 
@@ -9,8 +15,8 @@ from matcher.drawing.plots import draw_confidences, draw_decisions, draw_margina
 from matcher.explain.explain import explain, network_of
 from matcher.explain.rules import rules
 
-parser = pair_parser("Keypoints coloured by fate, or plots of how they were decided.")
-parser.add_argument("--picture", choices=["fates", "layers", "confidences", "sinkhorn"], default="fates")
+parser = pair_parser("Matched, unmatched and pruned keypoints, or plots of the layers.")
+parser.add_argument("--plot", choices=["fates", "layers", "confidences", "sinkhorn"], default="fates")
 args = parser.parse_args()
 try:
     pipeline = load_pipeline(args)
@@ -22,26 +28,26 @@ except matcher.MatcherError as error:
 config = pipeline.config.matcher
 print(*rules(config), sep="\n")
 found = f"{len(explained.matches)} matches, {len(explained.layers)} of {pipeline.layers} layers"
-title = f"{args.picture}: {pipeline.preset}, {found}"
-if args.picture == "fates":
+title = f"{args.plot}: {pipeline.preset}, {found}"
+if args.plot == "fates":
     points = [f.keypoints.numpy() for f in features]
     fates = {"layers": pipeline.layers, "stacked": args.stacked, "title": title}
     figure = draw_fates(*images, *points, *explained.fates, **fates)
-elif args.picture == "layers":
+elif args.plot == "layers":
     figure = draw_decisions(
         [len(layer.matches) for layer in explained.layers],
         [layer.appeared for layer in explained.layers],
         [layer.vanished for layer in explained.layers],
         {
-            "sure, for early exit": [layer.certain for layer in explained.layers],
-            "no partner, image 0": [layer.unmatched[0] for layer in explained.layers],
-            "no partner, image 1": [layer.unmatched[1] for layer in explained.layers],
+            "confident, for early exit": [layer.certain for layer in explained.layers],
+            "unmatched, image 0": [layer.unmatched[0] for layer in explained.layers],
+            "unmatched, image 1": [layer.unmatched[1] for layer in explained.layers],
         },
         [sum(map(len, layer.pruned)) for layer in explained.layers],
         exited=explained.layers[-1].exited,
         title=title,
     )
-elif args.picture == "confidences":
+elif args.plot == "confidences":
     chosen = {f"layer {number}": explained.layers[number - 1].scores for number in {1, len(explained.layers)}}
     figure = draw_confidences(chosen, threshold=config.policy.match_threshold, title=title)
 else:

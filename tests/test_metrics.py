@@ -72,7 +72,7 @@ FRONT_END = [
     ("512", "precision at 3 px", rf"precision ({NUMBER}) \(SIFT ({NUMBER})\)"),
     ("512", "AUC@5 px", rf"AUC@5 px ({NUMBER}) \(({NUMBER})\); 1024"),
     ("1024", "repeatability at 3 px", rf"repeatability ({NUMBER}) at 3 px \(({NUMBER})\)"),
-    ("1024", "right matches", r"(\d+) right matches \((\d+)\)"),
+    ("1024", "correct matches", r"(\d+) correct matches \((\d+)\)"),
     ("1024", "precision at 3 px", rf"precision ({NUMBER}) \(({NUMBER})\)"),
     ("1024", "AUC@5 px", rf"AUC@5 px ({NUMBER}) \(({NUMBER})\); by"),
 ]

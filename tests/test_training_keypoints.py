@@ -16,7 +16,7 @@ from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
-from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, DensePair, quarter_turned, transfer
+from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, quarter_turned, transfer
 from matcher.lab.pairs.planes import NOTHING, View, plane_positions
 from matcher.lab.pairs.sources import SourceShares, build_mixture
 from matcher.lab.pairs.textures import PhotoSet
@@ -102,7 +102,7 @@ def test_a_turned_image_shows_the_same_elsewhere(rng, turns):
     y, x = np.nonzero(pair.positions0[0] >= 0)
     there = pair.positions0[:, y, x].T
     back, state = transfer(there, pair.positions1)
-    certain = state == SEEN_STATE
+    certain = state == VISIBLE_STATE
     assert certain.mean() > 0.8
     np.testing.assert_allclose(back[certain], np.column_stack([x, y])[certain], atol=0.1)
     # Clockwise, as y points down: what was on the right comes to the bottom.

@@ -1,4 +1,4 @@
-"""Pairs of other sources: described, kept, drawn, and mixed with those of planes."""
+"""Pairs of other sources: made, kept, drawn, and mixed with those of planes."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from training_data import TINY, write_photos
 
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.pairs.dense import HIDDEN_STATE, SEEN_STATE, UNKNOWN_STATE
+from matcher.lab.pairs.dense import HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE
 from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.labels import IGNORED, UNMATCHED, correspondences, label_partners, unrelated
+from matcher.lab.train.labels import IGNORED, UNMATCHED, as_unrelated, correspondences, label_partners
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.mixed import MixedSampler
 from matcher.lab.train.pair_cache import CorrespondingView, PairCache
@@ -30,7 +30,7 @@ MIXED = replace(
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("described")
+    folder = tmp_path_factory.mktemp("pairs")
     write_photos(folder / "photos", 8)
     return folder
 
@@ -39,7 +39,7 @@ def place(tmp_path_factory):
 def cache(place):
     photos = find_images(place / "photos")
     made = PairCache(place / "cache", MIXED, photos)
-    assert list(made.make(made.album(photos), range(4))) == [0, 1, 2, 3]
+    assert list(made.make(made.photo_set(photos), range(4))) == [0, 1, 2, 3]
     return made
 
 
@@ -63,13 +63,13 @@ def test_what_is_not_known_is_neither_matched_nor_unmatched(rng):
     view0 = view(
         [[10, 10], [40, 40], [70, 70], [90, 90]],
         [[12, 10], nowhere, nowhere, [94, 90]],
-        [SEEN_STATE, HIDDEN_STATE, UNKNOWN_STATE, SEEN_STATE],
+        [VISIBLE_STATE, HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE],
         rng,
     )
     view1 = view(
         [[12.5, 10], [42, 40], [72, 70], [94, 91]],
         [[10.5, 10], nowhere, nowhere, nowhere],
-        [SEEN_STATE, UNKNOWN_STATE, HIDDEN_STATE, UNKNOWN_STATE],
+        [VISIBLE_STATE, UNKNOWN_STATE, HIDDEN_STATE, UNKNOWN_STATE],
         rng,
     )
     truth = label_partners(view0, view1, PairRecipe())
@@ -77,7 +77,7 @@ def test_what_is_not_known_is_neither_matched_nor_unmatched(rng):
     assert truth.partner0.tolist() == [0, UNMATCHED, IGNORED, 3]
     assert truth.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
     assert np.isnan(truth.corresponding0[1:3]).all() and truth.corresponding0[0].tolist() == [12, 10]
-    alone = label_partners(unrelated(view0), unrelated(view1), PairRecipe())
+    alone = label_partners(as_unrelated(view0), as_unrelated(view1), PairRecipe())
     assert (alone.partner0 == UNMATCHED).all() and (alone.partner1 == UNMATCHED).all()
 
 
@@ -85,8 +85,8 @@ def test_pairs_are_kept_and_made_once(cache, place):
     assert cache.ready() == [0, 1, 2, 3]
     view0, _ = cache.read(2)
     assert len(view0.keypoints) > 30 and view0.kind == "sift" and view0.size == (160, 120)
-    assert np.isfinite(view0.corresponding).all(1).tolist() == view0.seen.tolist()
-    assert 0.05 < view0.seen.mean() < 1
+    assert np.isfinite(view0.corresponding).all(1).tolist() == view0.visible.tolist()
+    assert 0.05 < view0.visible.mean() < 1
     again = PairCache(place / "cache", MIXED, find_images(place / "photos"))
     assert again.folder == cache.folder and list(again.make(PhotoSet([]), range(4))) == []
     few = view0.select(np.array([3, 1]))

@@ -10,11 +10,11 @@ from matcher.data.matches import UNMATCHED
 from matcher.lab.pairs.planes import NOTHING, SceneRecipe, build_planes, place_camera, render
 from matcher.lab.train.labels import (
     IGNORED,
+    as_unrelated,
     collate,
     label_partners,
     reproject,
     to_features,
-    unrelated,
 )
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import LABEL_STRIDE, CachedView, plane_of
@@ -163,7 +163,7 @@ def test_points_on_one_place_are_told_apart_by_descriptor(rng):
 def test_unrelated_views_have_nothing_in_common(rng):
     points = rng.uniform(0, (159, 119), (30, 2))
     view = flat_view(points, np.eye(3), rng)
-    truth = label_partners(view, unrelated(view), PairRecipe())
+    truth = label_partners(view, as_unrelated(view), PairRecipe())
     assert (truth.partner0 == UNMATCHED).all()
     assert (truth.partner1 == UNMATCHED).all()
 
@@ -178,7 +178,7 @@ def test_views_without_points(rng):
 def test_collate_keeps_pairs_and_truth_together(rng):
     points = rng.uniform(0, (150, 110), (8, 2))
     view = flat_view(points, np.eye(3), rng)
-    batch = collate([(view, view), (view, unrelated(view))], PairRecipe(), rng)
+    batch = collate([(view, view), (view, as_unrelated(view))], PairRecipe(), rng)
     assert batch.features0.keypoints.shape == (2, 8, 2)
     assert batch.partner0[1].eq(UNMATCHED).all()
     matched = batch.partner0[0] >= 0

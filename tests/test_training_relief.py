@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from training_data import texture
 
-from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, transfer
-from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, transfer
+from matcher.lab.pairs.labelling.agreement import match_errors, sift_features
 from matcher.lab.pairs.lens import draw_lens
 from matcher.lab.pairs.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
 from matcher.lab.pairs.relief.render import ViewCamera, render
@@ -62,7 +62,7 @@ def test_relief_lies_between_its_lowest_and_highest_height(surfaces):
 def test_positions_agree_with_independent_matches(surfaces):
     first, second = views(surfaces, camera(0), camera(0.4, -6))
     positions = dense_positions(first, second)
-    errors = match_errors(described_by_sift(first.pixels), described_by_sift(second.pixels), positions)
+    errors = match_errors(sift_features(first.pixels), sift_features(second.pixels), positions)
     near = errors[errors < 6]
     assert len(near) > 40 and len(near) > 0.9 * len(errors)
     assert np.median(near) < 0.5
@@ -74,7 +74,7 @@ def test_there_and_back_is_the_same_point_and_covered_pixels_are_hidden(surfaces
     seen = there[0] >= 0
     rows, columns = np.nonzero(seen)
     moved, state = transfer(there[:, seen].T, back)
-    returned = state == SEEN_STATE
+    returned = state == VISIBLE_STATE
     error = np.hypot(*(moved - np.stack([columns, rows], 1))[returned].T)
     assert returned.mean() > 0.9 and np.quantile(error, 0.99) < 1.0 and np.median(error) < 0.1
     assert (there[0] == HIDDEN).mean() > 0.03
@@ -113,14 +113,14 @@ def test_a_pair_is_the_same_for_the_same_random_state(photo_folder):
     first, again = (Relief(photo_folder).pair(np.random.default_rng(5), SIZE) for _ in range(2))
     assert np.array_equal(first.pixels0, again.pixels0)
     assert np.array_equal(first.positions1, again.positions1)
-    assert first.pixels0.shape == SIZE[::-1] and first.photos
+    assert first.pixels0.shape == SIZE[::-1] and first.scenes
 
 
 def test_pairs_of_many_scenes_agree_with_independent_matches(photo_folder):
     source, medians = Relief(photo_folder), []
     for seed in range(8):
         pair = source.pair(np.random.default_rng(seed), SIZE)
-        described = [described_by_sift(pixels) for pixels in (pair.pixels0, pair.pixels1)]
+        described = [sift_features(pixels) for pixels in (pair.pixels0, pair.pixels1)]
         errors = match_errors(*described, pair.positions0)
         if (errors < 6).sum() >= 10:
             medians.append(np.median(errors[errors < 6]))

@@ -352,7 +352,7 @@ def test_steps_bound_every_stage_and_nothing_is_left_behind(place, finished, tmp
     recipe = json.loads((run / "recipe.json").read_text())["recipe"]
     assert (recipe["optimiser"]["steps"], recipe["optimiser"]["confidence_steps"]) == (2, 2)
     assert torch.load(run / "confidence.pt", weights_only=True)["done"] == 2
-    assert f"stay in {place / 'cache' / 'views'} for further runs" in capsys.readouterr().out
+    assert f"are kept in {place / 'cache' / 'views'} for later runs" in capsys.readouterr().out
 
 
 def test_steps_of_a_front_end_are_its_only_ones():

@@ -9,7 +9,7 @@ from training_data import write_photos, write_views
 
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.dense import HIDDEN, UNKNOWN
-from matcher.lab.pairs.labelling.agreement import described_by_sift, match_errors
+from matcher.lab.pairs.labelling.agreement import match_errors, sift_features
 from matcher.lab.pairs.posed import dense_positions
 from matcher.lab.pairs.sources import Mixture, Planes, build_mixture
 from matcher.lab.pairs.stored import StoredViews, find_sets, read_view
@@ -29,7 +29,7 @@ def root(tmp_path_factory) -> Path:
 
 def test_positions_between_stored_views_are_exact_and_unknown_depth_stays_unknown(root):
     stored = find_sets(root)[0]
-    assert len(stored.pairs) == 3 and stored.place == "place"
+    assert len(stored.pairs) == 3 and stored.scene == "place"
     view0, view1 = (read_view(stored, number).grey() for number in (0, 1))
     positions = dense_positions(view0, view1)
     assert positions[:, 100, 200] == pytest.approx([200 - 300 * 0.3 / 3, 100], abs=0.02)
@@ -43,7 +43,7 @@ def test_pairs_have_the_size_asked_for_and_are_the_same_for_the_same_random_stat
     assert first.pixels0.shape == (192, 256) and first.positions1.shape == (2, 192, 256)
     assert np.array_equal(first.pixels0, again.pixels0)
     assert np.array_equal(first.positions0, again.positions0)
-    assert first.photos == {"place"}
+    assert first.scenes == {"place"}
 
 
 def test_damaged_sets_and_folders_without_views_are_errors(root, tmp_path):
@@ -71,7 +71,7 @@ def test_a_mixture_draws_its_sources_by_their_shares(root, tmp_path):
 def test_rendered_views_agree_with_independent_matches():
     (stored,) = find_sets(DATA)
     views = {number: read_view(stored, number).grey() for number in set(stored.pairs[:30].ravel().tolist())}
-    described = {number: described_by_sift(view.pixels) for number, view in views.items()}
+    described = {number: sift_features(view.pixels) for number, view in views.items()}
     errors = [
         match_errors(described[i], described[j], dense_positions(views[i], views[j]))
         for i, j in stored.pairs[:30].tolist()

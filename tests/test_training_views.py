@@ -12,7 +12,7 @@ from matcher.config import MatchingPolicy
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.pairs.textures import PhotoSet, folder_weights, hold_out
-from matcher.lab.train.labels import reproject, unrelated
+from matcher.lab.train.labels import as_unrelated, reproject
 from matcher.lab.train.sampler import PairSampler, choose_points, overlap, window_centres
 from matcher.lab.train.views import ARRAYS, ViewCache, make_scene
 
@@ -222,4 +222,4 @@ def test_window_centres_are_one_place(cache):
     centre0, centre1 = window_centres(*views, np.random.default_rng(0))
     np.testing.assert_allclose(reproject(centre0[None], *views)[0], centre1)
     assert centre0 in views[0].keypoints
-    assert window_centres(views[0], unrelated(views[1]), np.random.default_rng(0)) == (None, None)
+    assert window_centres(views[0], as_unrelated(views[1]), np.random.default_rng(0)) == (None, None)

@@ -1,1 +1,1 @@
-"""Speed and memory on this machine, next to other implementations with the same parameters."""
+"""Speed and memory on this machine, compared with other implementations with the same parameters."""

@@ -40,7 +40,8 @@ def measure_reconstruction(
     Raises:
         UsageError: files are absent, or pycolmap or h5py is not installed.
     """
-    pycolmap, photos, truth = import_pycolmap(), folder / "images", _read_centres(folder / "poses.json")
+    pycolmap, photos = import_pycolmap(), folder / "images"
+    ground_truth = _read_centres(folder / "poses.json")
     import_h5py()
     pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
     work.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ def measure_reconstruction(
     with collection.store as store:
         reconstruct(store, work / "model", threads=threads, seed=seed)
     model = pycolmap.Reconstruction(work / "model" / "sparse" / "0")
-    yield "matcher sfm", _described(model, work / "model" / DATABASE, truth)
+    yield "matcher sfm", _metrics(model, work / "model" / DATABASE, ground_truth)
     collection.export("colmap", work / "colmap.db")
     collection.export("hloc", work / "hloc")
     with pycolmap.Database.open(work / "model" / DATABASE) as database:
@@ -68,7 +69,7 @@ def measure_reconstruction(
         mapping = pycolmap.IncrementalPipelineOptions(num_threads=threads, random_seed=seed)
         (work / "maps").mkdir(exist_ok=True)
         models = pycolmap.incremental_mapping(work / name, photos, work / "maps", mapping).values()
-        yield title, _described(max(models, key=lambda one: one.num_reg_images()), work / name, truth)
+        yield title, _metrics(max(models, key=lambda one: one.num_reg_images()), work / name, ground_truth)
 
 
 def database_from_hloc(folder: Path, path: Path, camera: Any) -> None:
@@ -121,14 +122,14 @@ def _read_centres(path: Path) -> dict[str, np.ndarray]:
         raise UsageError(f"{path}: not a list of images and camera centres ({error})") from error
 
 
-def _described(model: Any, database: Path, truth: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _metrics(model: Any, database: Path, ground_truth: Mapping[str, np.ndarray]) -> dict[str, Any]:
     with import_pycolmap().Database.open(database) as features:
         images, keypoints = features.num_images(), features.num_keypoints()
-    found = {image.name: image.projection_center() for image in model.images.values() if image.has_pose}
-    names = sorted(set(found) & set(truth))
-    wanted = np.array([truth[name] for name in names])
-    error = aligned(np.array([found[name] for name in names]), wanted) - wanted
-    widest = np.linalg.norm(wanted[:, None] - wanted[None], axis=2).max()
+    estimated = {image.name: image.projection_center() for image in model.images.values() if image.has_pose}
+    names = sorted(set(estimated) & set(ground_truth))
+    centres = np.array([ground_truth[name] for name in names])
+    error = aligned(np.array([estimated[name] for name in names]), centres) - centres
+    widest = np.linalg.norm(centres[:, None] - centres[None], axis=2).max()
     tracks = [point.track.elements for point in model.points3D.values()]
     lengths = np.array([len(track) for track in tracks])
     distinct = np.array([len({element.image_id for element in track}) for track in tracks])
@@ -140,16 +141,16 @@ def _described(model: Any, database: Path, truth: Mapping[str, np.ndarray]) -> d
         "observations": int(lengths.sum()),
         "mean_track_length": float(lengths.mean()),  # as COLMAP counts: an image may be in a track twice
         "mean_images": float(distinct.mean()),
-        "tracks_of": {str(n): int((distinct == n).sum()) for n in np.unique(distinct)},  # so many images
+        "tracks_of": {str(n): int((distinct == n).sum()) for n in np.unique(distinct)},  # by number of images
         "mean_reprojection_error": model.compute_mean_reprojection_error(),  # stored pixels
         "worst_centre": float(np.linalg.norm(error, axis=1).max() / widest),  # of the largest distance
     }
 
 
-def aligned(found: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Points (N, 3) after the similarity transform that best aligns them to `truth` (Umeyama 1991)."""
-    mean0, mean1 = found.mean(axis=0), truth.mean(axis=0)
-    centred0, centred1 = found - mean0, truth - mean1
+def aligned(points: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Points (N, 3) after the similarity transform that best aligns them with `target` (Umeyama 1991)."""
+    mean0, mean1 = points.mean(axis=0), target.mean(axis=0)
+    centred0, centred1 = points - mean0, target - mean1
     u, d, vt = np.linalg.svd(centred1.T @ centred0)
     signs = np.array([1, 1, np.sign(np.linalg.det(u @ vt))])
     scale = (d * signs).sum() / np.square(centred0).sum()

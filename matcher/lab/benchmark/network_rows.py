@@ -145,10 +145,10 @@ def loftr(watch: Stopwatch, width: int = 640, height: int = 480) -> Iterator[Ben
     network = with_parameters(dict(peer.state_dict()), "loftr-outdoor", watch.device, "auto")
     extractor = GridExtractor(network.model.backbone, "loftr")
     noise = [noise_image(width, height, seed) for seed in (0, 1)]
-    images = [Image(picture, (width, height)) for picture in noise]
+    images = [Image(pixels, (width, height)) for pixels in noise]
     data = {
-        f"image{i}": torch.from_numpy(picture)[None, None].float().to(watch.device) / 255
-        for i, picture in enumerate(noise)
+        f"image{i}": torch.from_numpy(pixels)[None, None].float().to(watch.device) / 255
+        for i, pixels in enumerate(noise)
     }
 
     def ours() -> Matches:

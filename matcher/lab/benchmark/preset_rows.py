@@ -37,15 +37,15 @@ def enlarged(path: Path) -> np.ndarray:
 
 def last_scores(matcher: AttentionMatcher, features0: Features, features1: Features) -> Tensor:
     """Scores with dustbins (1, N+1, M+1) of the last head that a pair reaches."""
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     hooks = [
-        head.register_forward_hook(lambda _, inputs, scores: seen.append(scores))
+        head.register_forward_hook(lambda _, inputs, scores: recorded.append(scores))
         for head in matcher.model.heads
     ]
     matcher(Features.stack([features0]), Features.stack([features1]))
     for hook in hooks:
         hook.remove()
-    return seen[-1].reshape(1, *seen[-1].shape[-2:])
+    return recorded[-1].reshape(1, *recorded[-1].shape[-2:])
 
 
 def sinkhorn(watch: Stopwatch, pipe: Pipeline, features: tuple[Features, Features]) -> Iterator[BenchmarkRow]:
@@ -146,8 +146,8 @@ def one_against_many(
 ) -> Iterator[BenchmarkRow]:
     """One image against many: from cached features, or from paths every time.
 
-    The second image stands for all of the others. Each way runs once after a warm-up with one pair; with so
-    many calls the mean is stable.
+    The second image stands in for all the others. Each variant runs once after a warm-up with one pair; over
+    that many calls the mean is stable.
     """
     first, other = (pipe.extract(path) for path in paths)
     calls = {

@@ -33,7 +33,7 @@ class BenchmarkReport:
 
 def run_benchmark(
     watch: Stopwatch,
-    pictures: tuple[Path, Path],
+    images: tuple[Path, Path],
     *,
     quick: bool = False,
     only: str | None = None,
@@ -43,7 +43,7 @@ def run_benchmark(
 
     Args:
         watch: the device, and how often and for how long rows are repeated.
-        pictures: two image files of one scene.
+        images: two image files of one scene.
         quick: small sizes and few repeats, to check that every row runs.
         only: run the rows whose name contains this text; the machine is always described.
         progress: called with each line of the table as soon as it is measured.
@@ -57,22 +57,22 @@ def run_benchmark(
     half = precision if precision != "float32" else "bfloat16"
     peaks = measure_peak_rates(watch, DTYPES[half], side=256 if quick else 2048)
     report = BenchmarkReport(describe_machine(watch.device), peaks, half)
-    tell = progress or (lambda line: None)
+    report_line = progress or (lambda line: None)
     for line in heading(report):
-        tell(line)
-    for name, make in _plan(watch, peaks, pictures, quick):
+        report_line(line)
+    for name, make in _plan(watch, peaks, images, quick):
         if only is None or only.lower() in name.lower():
             for row in make():
                 report.rows.append(row)
-                tell(format_row(row))
+                report_line(format_row(row))
     if watch.device.type == "cpu" and (only is None or only in "stages"):
-        report.stages = preset_rows.stages(load(max_keypoints=_limit(quick)), pictures, watch.repeats)
-        tell(format_stages(report.stages))
+        report.stages = preset_rows.stages(load(max_keypoints=_limit(quick)), images, watch.repeats)
+        report_line(format_stages(report.stages))
     return report
 
 
 def _plan(
-    watch: Stopwatch, peaks: PeakRates, pictures: tuple[Path, Path], quick: bool
+    watch: Stopwatch, peaks: PeakRates, images: tuple[Path, Path], quick: bool
 ) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
     """Names of rows, each with a function that measures them."""
     cuda = watch.device.type == "cuda"
@@ -90,21 +90,21 @@ def _plan(
     yield "memory", lambda: network_rows.lightglue_memory(watch, 64 if quick else 4096)
     limit = _limit(quick)
 
-    def on_pictures(measure: Callable[..., Iterator[BenchmarkRow]]) -> Iterator[BenchmarkRow]:
+    def on_features(measure: Callable[..., Iterator[BenchmarkRow]]) -> Iterator[BenchmarkRow]:
         side = 2 * preset_rows.LONGER_SIDE
         pipe = load(device=str(watch.device), max_keypoints=limit, resize=side, **network_rows.OFF)
-        features = tuple(pipe.extract(preset_rows.enlarged(path)) for path in pictures)
+        features = tuple(pipe.extract(preset_rows.enlarged(path)) for path in images)
         return measure(pipe, features)
 
     frame = (64, 48) if quick else (640, 480)
-    yield "extraction", lambda: preset_rows.extraction(watch, pictures[0], frame, limit // 2)
-    yield "sinkhorn", lambda: on_pictures(lambda pipe, found: preset_rows.sinkhorn(watch, pipe, found))
-    yield "adaptivity", lambda: on_pictures(lambda _, found: preset_rows.adaptivity(watch, found))
+    yield "extraction", lambda: preset_rows.extraction(watch, images[0], frame, limit // 2)
+    yield "sinkhorn", lambda: on_features(lambda pipe, found: preset_rows.sinkhorn(watch, pipe, found))
+    yield "adaptivity", lambda: on_features(lambda _, found: preset_rows.adaptivity(watch, found))
     for points in (limit // 4, limit // 2, limit):
         yield (
             f"one against many {points}",
             lambda n=points: preset_rows.one_against_many(
-                watch, load(device=str(watch.device), max_keypoints=n), pictures, 2 if quick else 100
+                watch, load(device=str(watch.device), max_keypoints=n), images, 2 if quick else 100
             ),
         )
 

@@ -45,8 +45,8 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
 
     Args:
         folder: with image_l, image_r, calib.txt and poses.txt (KITTI).
-        pipeline: what is measured.
-        frames: only the first so many.
+        pipeline: the pipeline to measure.
+        frames: number of frames, from the first; all by default.
 
     Returns:
         `stereo` and `mono`: segments (length, count, translation, rotation), poses, keyframes;
@@ -59,9 +59,9 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
         UsageError: files that are absent or do not fit each other.
     """
     camera, baseline = read_calibration(folder / "calib.txt")
-    _, truth = read_poses(folder / "poses.txt")
+    _, ground_truth = read_poses(folder / "poses.txt")
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
-    if len(left) < 2 or len(left) != len(right) or len(left) > len(truth):
+    if len(left) < 2 or len(left) != len(right) or len(left) > len(ground_truth):
         raise UsageError(
             f"{folder}: image_l and image_r must have the same number of images, and "
             "poses.txt a pose for each"
@@ -72,10 +72,10 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
     singles = [mono.push(name) for name in left]
     rows = np.concatenate([_row_errors(result) for result in pairs])
     return {
-        "stereo": _odometry(pairs, truth, with_scale=False),
-        "mono": _odometry(singles, truth, with_scale=True),
+        "stereo": _odometry(pairs, ground_truth, with_scale=False),
+        "mono": _odometry(singles, ground_truth, with_scale=True),
         "mean_track_length": _logged(pairs).mean_track_length(),
-        "link_precision": _link_precision(pairs, truth, camera),
+        "link_precision": _link_precision(pairs, ground_truth, camera),
         "row_precision": float(np.mean(rows <= NEAR)),
         "stereo_points": len(rows) / len(pairs),
         "depth_difference": _against_sgbm(pairs, left, right, camera.fx * baseline),
@@ -83,7 +83,7 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
 
 
 def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None) -> dict[str, float]:
-    """The matcher alone on the same images: no guided search, no keyframes, and geometry only where stated.
+    """The matcher alone on the same images: no guided search and no keyframes.
 
     Returns:
         `mean_track_length` of tracks chained from frame to frame; of left/right matches of every fifth frame
@@ -91,7 +91,7 @@ def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None)
         of one fundamental matrix.
     """
     left, right = (sorted((folder / name).glob("*.png"))[:frames] for name in ("image_l", "image_r"))
-    tracks, lengths, rows, agreeing = TrackIds(), Counter(), [], []
+    tracks, lengths, rows, inliers = TrackIds(), Counter(), [], []
     previous, ids = None, np.zeros(0, np.int64)
     for index, name in enumerate(left):
         features = pipeline.extract(name)
@@ -105,9 +105,9 @@ def measure_bare(folder: Path, pipeline: Pipeline, *, frames: int | None = None)
         if index % _EVERY == 0:
             found = pipeline.match(name, right[index])
             rows.append(np.abs(found.points0 - found.points1)[:, 1])
-            agreeing.append(found.geometry.inliers)
+            inliers.append(found.geometry.inliers)
     linked = [length for length in lengths.values() if length > 1]
-    near, inliers = np.concatenate(rows) <= NEAR, np.concatenate(agreeing)
+    near, inliers = np.concatenate(rows) <= NEAR, np.concatenate(inliers)
     return {
         "mean_track_length": float(np.mean(linked)) if linked else 0.0,
         "row_precision": float(np.mean(near)) if len(near) else 0.0,
@@ -122,67 +122,68 @@ def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
     Args:
         folder: with im2.png (left), im6.png (right) and disp2.pgm, four times the disparity, 0 unknown
             (Middlebury 2003).
-        pipeline: what is measured.
+        pipeline: the pipeline to measure.
 
     Returns:
         `matcher_matches`, `matcher_precision`: number of matches whose left point has a known disparity, and
         the share of them within 2 px of it; `tracker_points`, `tracker_precision`: the same for the stereo
         points of `Tracker.push_stereo`.
     """
-    truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE)
-    if truth is None:
+    ground_truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE)
+    if ground_truth is None:
         raise UsageError(f"{folder / 'disp2.pgm'}: cannot be read")
     left, right = folder / "im2.png", folder / "im6.png"
     bare = pipeline.match(left, right)
     result = Tracker(pipeline).push_stereo(left, right)
-    seen = np.isfinite(result.right[:, 0])
+    matched = np.isfinite(result.right[:, 0])
     table = {}
     for names, points0, points1 in (
         (("matcher_matches", "matcher_precision"), bare.points0, bare.points1),
-        (("tracker_points", "tracker_precision"), result.keypoints[seen], result.right[seen]),
+        (("tracker_points", "tracker_precision"), result.keypoints[matched], result.right[matched]),
     ):
         x, y = np.rint(points0).astype(int).T
-        disparity = truth[y.clip(0, truth.shape[0] - 1), x.clip(0, truth.shape[1] - 1)] / 4.0
+        height, width = ground_truth.shape
+        disparity = ground_truth[y.clip(0, height - 1), x.clip(0, width - 1)] / 4.0
         known = disparity > 0
-        wanted = points0 - np.column_stack([disparity, np.zeros(len(points0))])
-        error = np.linalg.norm(points1 - wanted, axis=1)[known]
+        expected = points0 - np.column_stack([disparity, np.zeros(len(points0))])
+        error = np.linalg.norm(points1 - expected, axis=1)[known]
         table |= {names[0]: int(known.sum()), names[1]: float(np.mean(error <= NEAR)) if len(error) else 0.0}
     return table
 
 
 def measure_latency(
-    picture: np.ndarray,
+    image: np.ndarray,
     pipeline: Pipeline,
     *,
     frames: int = 100,
     size: tuple[int, int] = (640, 480),
     budget_ms: float | None = None,
 ) -> dict[str, Any]:
-    """Milliseconds of the stages over frames that a window moving across a picture sees.
+    """Milliseconds of the stages over frames cut by a window that moves across an image.
 
     Args:
-        picture: (H, W[, 3]) uint8, larger than `size`.
-        pipeline: what is measured.
-        frames: how many; ten more are run first and not counted.
+        image: (H, W[, 3]) uint8, larger than `size`.
+        pipeline: the pipeline to measure.
+        frames: number of frames; ten more are run first and not counted.
         size: (width, height) of a frame.
         budget_ms: as `Tracker` takes it.
 
     Returns:
-        stage → p50, p95, p99, max; under "choice" what the budget led to.
+        stage → p50, p95, p99, max; under "choice" the settings that the budget led to.
     """
     warm = 10
-    if picture.shape[1] <= size[0] or picture.shape[0] <= size[1]:
-        raise UsageError(f"the picture must be larger than a frame of {size[0]} x {size[1]} pixels")
+    if image.shape[1] <= size[0] or image.shape[0] <= size[1]:
+        raise UsageError(f"the image must be larger than a frame of {size[0]} x {size[1]} pixels")
     focal = float(size[0])
     camera = Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2)
     tracker = Tracker(pipeline, camera, budget_ms=budget_ms)
-    room = np.array([picture.shape[1] - size[0], picture.shape[0] - size[1]])
+    room = np.array([image.shape[1] - size[0], image.shape[0] - size[1]])
     for index in range(warm + frames):
         if index == warm:
             tracker.forget_latency()
         phase = np.array([np.sin(index / 17), np.sin(index / 23)])
         x, y = np.rint((phase + 1) / 2 * room).astype(int)
-        tracker.push(np.ascontiguousarray(picture[y : y + size[1], x : x + size[0]]))
+        tracker.push(np.ascontiguousarray(image[y : y + size[1], x : x + size[0]]))
     choice = tracker.choice
     return {**tracker.latency(), "choice": None if choice is None else str(choice)}
 
@@ -194,9 +195,11 @@ def _logged(results: Sequence[FrameResult]) -> TrackingLog:
     return log
 
 
-def _odometry(results: Sequence[FrameResult], truth: np.ndarray, *, with_scale: bool) -> dict[str, Any]:
+def _odometry(
+    results: Sequence[FrameResult], ground_truth: np.ndarray, *, with_scale: bool
+) -> dict[str, Any]:
     log = _logged(results)
-    _, _, segments = log.compared_with(None, truth, with_scale=with_scale)
+    _, _, segments = log.compared_with(None, ground_truth, with_scale=with_scale)
     return {
         "segments": [asdict(segment) for segment in segments],
         "poses": len(log.trajectory()[0]),
@@ -204,14 +207,14 @@ def _odometry(results: Sequence[FrameResult], truth: np.ndarray, *, with_scale: 
     }
 
 
-def _link_precision(results: Sequence[FrameResult], truth: np.ndarray, camera: Camera) -> float:
+def _link_precision(results: Sequence[FrameResult], ground_truth: np.ndarray, camera: Camera) -> float:
     K = camera.K
     errors = []
     for result in results:
         links = result.to_previous
         if links is None:
             continue
-        T = np.linalg.inv(truth[result.index]) @ truth[links.frame]
+        T = np.linalg.inv(ground_truth[result.index]) @ ground_truth[links.frame]
         indices = links.indices[links.consistent]
         earlier = results[links.frame].keypoints[indices[:, 0]].astype(np.float64)
         points = result.keypoints[indices[:, 1]].astype(np.float64)
@@ -221,7 +224,7 @@ def _link_precision(results: Sequence[FrameResult], truth: np.ndarray, camera: C
 
 
 def _row_errors(result: FrameResult) -> np.ndarray:
-    """(P,) pixels between the rows of the points that both pictures show."""
+    """(P,) pixels between the rows of the points that are matched in both images."""
     if result.right is None:
         return np.zeros(0)
     step = np.abs(result.keypoints - result.right)[:, 1]
@@ -231,7 +234,7 @@ def _row_errors(result: FrameResult) -> np.ndarray:
 def _against_sgbm(
     results: Sequence[FrameResult], left: Sequence[Path], right: Sequence[Path], focal_baseline: float
 ) -> float:
-    """Median |z / z_SGBM − 1| of every fifth frame's points nearer than 30 m that both know."""
+    """Median |z / z_SGBM − 1| of every fifth frame's points nearer than 30 m with a depth in both."""
     block = 5
     matching = cv2.StereoSGBM_create(
         minDisparity=0,

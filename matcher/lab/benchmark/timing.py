@@ -1,4 +1,4 @@
-"""Timing of alternating calls in one process, so that other load on the machine affects all alike."""
+"""Timing of alternating calls in one process, so that other load on the machine affects all equally."""
 
 from __future__ import annotations
 

@@ -92,17 +92,17 @@ MEANING = {
     "reprojection error of both directions. Ground-truth matches are mutual nearest keypoints under the "
     "ground truth; one counts as found if either of its keypoints has a correct match, as detectors may put "
     "several keypoints at one position. Repeatability is the share of covisible keypoints that are "
-    "detected again within 3 px. The oracle returns all ground-truth matches within 3 px; a method that "
-    "keeps only the most accurate matches can exceed its AUC on easy views",
+    "detected in the other image within 3 px. The oracle returns all ground-truth matches within 3 px; a "
+    "method that keeps only the most accurate matches can exceed its AUC on easy views",
     "pose": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
     "ignored. Precision uses the symmetric epipolar distance",
     "depth": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
-    "ignored. Precision and recall use the reprojection error in image 1: matches of points that are hidden "
-    "in image 1 are wrong, matches of points with unknown depth or at depth edges are not judged. `correct` "
-    "is the number of correct matches",
-    "correspondences": "Matches of unlabelled pixels are not judged, and no match is judged where labels are "
-    "sparse. `labels` is the share of labelled points within 3 px of the epipolar lines of the estimated "
-    "fundamental matrix; mAA@10 px is the mean of that share over 1, 2, … 10 px, as WxBS reports it",
+    "ignored. Precision and recall use the reprojection error in image 1: matches of points that are "
+    "occluded in image 1 are wrong; matches of points with unknown depth or at depth edges are not counted. "
+    "`correct` is the number of correct matches",
+    "correspondences": "Matches of unlabelled pixels are not counted; with sparse labels, precision and "
+    "recall are undefined. `labels` is the share of labelled points within 3 px of the epipolar lines of the "
+    "estimated fundamental matrix; mAA@10 px is its mean over 1, 2, … 10 px, as WxBS reports it",
     "unrelated": "The images show different things, so every match is wrong. `accepted` is the share of "
     "pairs whose estimated geometry has status ok",
 }

@@ -1,4 +1,4 @@
-"""The metrics of one method on one pair, by the names that the columns of the tables refer to."""
+"""The metrics of one method on one pair, by the names that the columns of the tables use."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from matcher.verify.thresholds import threshold_scale
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
 ORACLE_THRESHOLD = 3
-COARSE = 10  # pixels; for ground truth that is itself only good to several pixels
-_MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample of them is enough
+COARSE = 10  # pixels; for ground truth that is accurate to several pixels only
+_MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample is enough
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class ImageFeatures:
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """The matches that exist between the extracted keypoints of a pair."""
+    """The ground-truth matches between the extracted keypoints of a pair."""
 
     matches: Mapping[int, np.ndarray]  # (P, 2) corresponding keypoints, by threshold in pixels
     repeatability: float = math.nan  # at the largest threshold; homographies only
@@ -66,29 +66,29 @@ class GroundTruth:
 def find_ground_truth(pair: Pair, side0: ImageFeatures, side1: ImageFeatures) -> GroundTruth | None:
     """The ground-truth matches of the keypoints; None if the pair has only a pose or sparse labels."""
     points0, points1 = side0.keypoints, side1.keypoints
-    repeated = math.nan
+    repeatable = math.nan
     if isinstance(pair, HomographyPair):
         errors = reprojection_matrix(points0, points1, pair.H_1_from_0, side0.scale, side1.scale)
-        seen0 = inside(warp_points(points0, pair.H_1_from_0), side1.image.size)
-        seen1 = inside(warp_points(points1, np.linalg.inv(pair.H_1_from_0)), side0.image.size)
-        repeated = repeatability(errors, seen0, seen1, max(THRESHOLDS))
+        covisible0 = inside(warp_points(points0, pair.H_1_from_0), side1.image.size)
+        covisible1 = inside(warp_points(points1, np.linalg.inv(pair.H_1_from_0)), side0.image.size)
+        repeatable = repeatability(errors, covisible0, covisible1, max(THRESHOLDS))
     elif isinstance(pair, CorrespondencePair):
         if not pair.dense:
             return None
         errors = distances(corresponding_points(pair, points0), points1) * side1.scale
     elif isinstance(pair, DepthPair):
-        moved0, _ = reproject(points0, pair.view0, pair.view1)
-        errors = distances(moved0, points1) * side1.scale
+        reprojected0, _ = reproject(points0, pair.view0, pair.view1)
+        errors = distances(reprojected0, points1) * side1.scale
     else:
         return None
     widest = ground_truth_matches(errors, max(THRESHOLDS))  # smaller thresholds select from these
     error = errors[widest[:, 0], widest[:, 1]]
-    return GroundTruth({threshold: widest[error < threshold] for threshold in THRESHOLDS}, repeated)
+    return GroundTruth({threshold: widest[error < threshold] for threshold in THRESHOLDS}, repeatable)
 
 
-def oracle(truth: GroundTruth, side0: ImageFeatures, side1: ImageFeatures) -> Matches:
+def oracle(ground_truth: GroundTruth, side0: ImageFeatures, side1: ImageFeatures) -> Matches:
     """All ground-truth matches of the same keypoints: an upper bound for every matcher."""
-    indices = truth.matches[ORACLE_THRESHOLD]
+    indices = ground_truth.matches[ORACLE_THRESHOLD]
     return Matches(
         indices=indices,
         points0=side0.features.keypoints.numpy()[indices[:, 0]],
@@ -104,7 +104,7 @@ def measure_pair(
     side0: ImageFeatures,
     side1: ImageFeatures,
     matches: Matches,
-    truth: GroundTruth | None,
+    ground_truth: GroundTruth | None,
     estimators: Sequence[RobustEstimator],
 ) -> dict[str, float | np.ndarray]:
     """Compute the metrics of the pair's protocol.
@@ -113,7 +113,7 @@ def measure_pair(
         pair: with its ground truth.
         side0, side1: the features that were matched.
         matches: predicted between these features.
-        truth: from `find_ground_truth`.
+        ground_truth: from `find_ground_truth`.
         estimators: S robust estimators of the protocol's geometry, one per seed.
 
     Returns:
@@ -133,15 +133,15 @@ def measure_pair(
     cameras = _cameras(pair, side0, side1) if isinstance(pair, PosePair) else None
     geometries = [_estimate(estimator, side0, side1, matches, cameras) for estimator in estimators]
     if isinstance(pair, HomographyPair):
-        return found | _homography(pair, side0, side1, matches, truth, geometries)
+        return found | _homography(pair, side0, side1, matches, ground_truth, geometries)
     if isinstance(pair, DepthPair):
         by_pose = _pose(pair, side0, side1, matches, geometries)
         by_pose = {key: value for key, value in by_pose.items() if not key.startswith("precision")}
-        return found | by_pose | _depth(pair, side0, side1, matches, truth)
+        return found | by_pose | _depth(pair, side0, side1, matches, ground_truth)
     if isinstance(pair, PosePair):
         return found | _pose(pair, side0, side1, matches, geometries)
     if isinstance(pair, CorrespondencePair):
-        return found | _correspondences(pair, side0, side1, matches, truth, geometries)
+        return found | _correspondences(pair, side0, side1, matches, ground_truth, geometries)
     return found | {"accepted": np.array([float(g.status == "ok") for g in geometries])}
 
 
@@ -151,11 +151,11 @@ def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.nda
     label = np.full((height, width), -1, dtype=np.int64)
     cells = np.rint(pair.points0).astype(np.int64)
     label[cells[:, 1], cells[:, 0]] = np.arange(len(cells))
-    at = np.rint(points).astype(np.int64)
-    known = (at >= 0).all(axis=1) & (at[:, 0] < width) & (at[:, 1] < height)
-    index = np.where(known, label[at[:, 1] * known, at[:, 0] * known], -1)
-    moved = points + pair.points1[index] - pair.points0[index]
-    return np.where((index >= 0)[:, None], moved, np.nan)
+    pixels = np.rint(points).astype(np.int64)
+    known = (pixels >= 0).all(axis=1) & (pixels[:, 0] < width) & (pixels[:, 1] < height)
+    index = np.where(known, label[pixels[:, 1] * known, pixels[:, 0] * known], -1)
+    corresponding = points + pair.points1[index] - pair.points0[index]
+    return np.where((index >= 0)[:, None], corresponding, np.nan)
 
 
 def _estimate(
@@ -174,7 +174,7 @@ def _homography(
     side0: ImageFeatures,
     side1: ImageFeatures,
     matches: Matches,
-    truth: GroundTruth,
+    ground_truth: GroundTruth,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
     errors = reprojection_errors(
@@ -188,11 +188,11 @@ def _homography(
     correct = errors[errors < max(THRESHOLDS)]
     found = {
         "error": np.array(corners),
-        "repeatability": truth.repeatability,
+        "repeatability": ground_truth.repeatability,
         "correct": float(len(correct)),
         "residual": float(correct.mean()) if len(correct) else float("nan"),
     }
-    return found | _precision_and_recall(matches, errors, errors, truth)
+    return found | _precision_and_recall(matches, errors, errors, ground_truth)
 
 
 def _correspondences(
@@ -200,10 +200,10 @@ def _correspondences(
     side0: ImageFeatures,
     side1: ImageFeatures,
     matches: Matches,
-    truth: GroundTruth,
+    ground_truth: GroundTruth,
     geometries: Sequence[TwoViewGeometry],
 ) -> dict[str, float | np.ndarray]:
-    """Matches of unlabelled pixels are not judged; with sparse labels no match is."""
+    """Matches of unlabelled pixels are not counted; with sparse labels no match is."""
     step = max(1, len(pair.points0) // _MAX_LABELS)
     labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
     near_line = np.zeros((len(geometries), COARSE))
@@ -212,37 +212,39 @@ def _correspondences(
             distance = epipolar_distance(labels0, labels1, geometry.matrix) * side1.scale
             row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
     found = {"labels3": near_line[:, ORACLE_THRESHOLD - 1], f"labels{COARSE}": near_line.mean(axis=1)}
-    if truth is None:
+    if ground_truth is None:
         return found | {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
     expected = corresponding_points(pair, matches.points0.astype(np.float64))
     errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
-    judged = errors[np.isfinite(errors)]
+    counted = errors[np.isfinite(errors)]
     known = np.nan_to_num(errors, nan=np.inf)
-    return found | _precision_and_recall(matches, judged, known, truth)
+    return found | _precision_and_recall(matches, counted, known, ground_truth)
 
 
 def _depth(
-    pair: DepthPair, side0: ImageFeatures, side1: ImageFeatures, matches: Matches, truth: GroundTruth
+    pair: DepthPair, side0: ImageFeatures, side1: ImageFeatures, matches: Matches, ground_truth: GroundTruth
 ) -> dict[str, float]:
-    """Matches are judged by the depth of image 0, except where it is unknown or has an edge."""
+    """By the depth of image 0; matches where it is unknown or has an edge are not counted."""
     expected, _ = reproject(matches.points0.astype(np.float64), pair.view0, pair.view1)
     errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
-    judged = errors[~np.isnan(errors)]
+    counted = errors[~np.isnan(errors)]
     loose = {
-        f"precision{COARSE}": precision(judged, COARSE),
-        "correct": float((judged < max(THRESHOLDS)).sum()),
-        f"correct{COARSE}": float((judged < COARSE).sum()),
+        f"precision{COARSE}": precision(counted, COARSE),
+        "correct": float((counted < max(THRESHOLDS)).sum()),
+        f"correct{COARSE}": float((counted < COARSE).sum()),
     }
-    return loose | _precision_and_recall(matches, judged, np.nan_to_num(errors, nan=np.inf), truth)
+    return loose | _precision_and_recall(matches, counted, np.nan_to_num(errors, nan=np.inf), ground_truth)
 
 
 def _precision_and_recall(
-    matches: Matches, judged: np.ndarray, errors: np.ndarray, truth: GroundTruth
+    matches: Matches, counted: np.ndarray, errors: np.ndarray, ground_truth: GroundTruth
 ) -> dict[str, float]:
     found = {}
     for threshold in THRESHOLDS:
-        found[f"precision{threshold}"] = precision(judged, threshold)
-        found[f"recall{threshold}"] = recall(matches.indices, errors, truth.matches[threshold], threshold)
+        found[f"precision{threshold}"] = precision(counted, threshold)
+        found[f"recall{threshold}"] = recall(
+            matches.indices, errors, ground_truth.matches[threshold], threshold
+        )
     return found
 
 

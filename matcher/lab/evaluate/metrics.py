@@ -14,7 +14,7 @@ from matcher.match.mutual import mutual_minima
 
 
 def corner_error(
-    estimated: np.ndarray | None, truth: np.ndarray, size: tuple[int, int], scale1: float = 1.0
+    estimated: np.ndarray | None, ground_truth: np.ndarray, size: tuple[int, int], scale1: float = 1.0
 ) -> float:
     """Mean distance in image 1 between the corners of image 0 under two homographies.
 
@@ -22,7 +22,7 @@ def corner_error(
 
     Args:
         estimated: (3, 3) stored pixels; None is a failed estimation.
-        truth: (3, 3) stored pixels, the ground truth.
+        ground_truth: (3, 3) stored pixels, the ground truth.
         size: stored (width, height) of image 0; the corners are the centres of its corner pixels.
         scale1: resized / stored size of image 1.
 
@@ -33,7 +33,7 @@ def corner_error(
         return float("inf")
     width, height = size
     corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
-    distance = np.linalg.norm(warp_points(corners, estimated) - warp_points(corners, truth), axis=1)
+    distance = np.linalg.norm(warp_points(corners, estimated) - warp_points(corners, ground_truth), axis=1)
     return float(np.nan_to_num(distance * scale1, nan=np.inf).mean())
 
 
@@ -66,21 +66,21 @@ def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
     return area / (count * threshold)
 
 
-def pose_error(estimated: np.ndarray | None, truth: np.ndarray) -> tuple[float, float]:
+def pose_error(estimated: np.ndarray | None, ground_truth: np.ndarray) -> tuple[float, float]:
     """Angular errors of the rotation and of the translation's direction, in degrees.
 
     The sign of the translation is ignored, as in SuperGlue (section 5.2): an error of 180° counts as 0.
 
     Args:
         estimated: (4, 4) cam1_from_cam0; None for a failed estimation, whose errors are infinite.
-        truth: (4, 4) cam1_from_cam0, any scale.
+        ground_truth: (4, 4) cam1_from_cam0, any scale.
     """
     if estimated is None or not np.isfinite(estimated).all():
         return float("inf"), float("inf")
-    turn = estimated[:3, :3].T @ truth[:3, :3]
-    rotation = np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1)))
-    lengths = np.linalg.norm(estimated[:3, 3]) * np.linalg.norm(truth[:3, 3])
-    cosine = estimated[:3, 3] @ truth[:3, 3] / max(lengths, 1e-12)
+    difference = estimated[:3, :3].T @ ground_truth[:3, :3]
+    rotation = np.degrees(np.arccos(np.clip((np.trace(difference) - 1) / 2, -1, 1)))
+    lengths = np.linalg.norm(estimated[:3, 3]) * np.linalg.norm(ground_truth[:3, 3])
+    cosine = estimated[:3, 3] @ ground_truth[:3, 3] / max(lengths, 1e-12)
     translation = np.degrees(np.arccos(np.clip(abs(cosine), 0, 1)))
     return float(rotation), float(translation)
 
@@ -148,24 +148,26 @@ def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
     return np.stack([rows[keep], columns[keep]], axis=1)
 
 
-def repeatability(errors: np.ndarray, seen0: np.ndarray, seen1: np.ndarray, threshold: float) -> float:
-    """Share of the covisible keypoints that are detected again in the other image, over both images.
+def repeatability(
+    errors: np.ndarray, covisible0: np.ndarray, covisible1: np.ndarray, threshold: float
+) -> float:
+    """Share of the covisible keypoints that are detected in the other image too, over both images.
 
     Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4.
 
     Args:
         errors: (N, M) errors of every pair of keypoints under the ground truth.
-        seen0, seen1: (N,) and (M,) bool, keypoints whose position lies inside the other image.
+        covisible0, covisible1: (N,) and (M,) bool, keypoints whose position lies inside the other image.
         threshold: in the unit of the errors.
 
     Returns:
         In [0, 1]; NaN if no keypoint is covisible.
     """
-    if not (seen0.any() or seen1.any()):
+    if not (covisible0.any() or covisible1.any()):
         return float("nan")
     near = errors < threshold
-    found0, found1 = near.any(axis=1) & seen0, near.any(axis=0) & seen1
-    return float((found0.sum() + found1.sum()) / (seen0.sum() + seen1.sum()))
+    found0, found1 = near.any(axis=1) & covisible0, near.any(axis=0) & covisible1
+    return float((found0.sum() + found1.sum()) / (covisible0.sum() + covisible1.sum()))
 
 
 def precision(errors: np.ndarray, threshold: float) -> float:

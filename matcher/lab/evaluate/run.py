@@ -167,29 +167,29 @@ def _measure(
     *,
     warm_up: bool,
 ) -> dict[str, dict[str, float | np.ndarray]]:
-    found, truths = {}, _ground_truths(pair, methods, sides)
+    found, ground_truths = {}, _ground_truths(pair, methods, sides)
     for method, (side0, side1) in zip(methods, sides, strict=True):
         front_end = FrontEndKey.of(method.pipeline)
         estimators = _estimators(method.pipeline, pair_set, seeds)
-        if warm_up:  # the first call of a process is slower than all others
+        if warm_up:  # the first call of a process is slower than later ones
             method.pipeline.match_features(side0.features, side1.features)
         matches, milliseconds = _timed(method.pipeline, side0, side1)
-        found[method.name] = measure_pair(pair, side0, side1, matches, truths[front_end], estimators)
+        found[method.name] = measure_pair(pair, side0, side1, matches, ground_truths[front_end], estimators)
         found[method.name]["milliseconds"] = milliseconds
     if pair_set.oracle:
-        found |= _oracles(pair, pair_set, methods, sides, truths, seeds)
+        found |= _oracles(pair, pair_set, methods, sides, ground_truths, seeds)
     return found
 
 
 def _ground_truths(
     pair: Pair, methods: Sequence[Method], sides: Sequence[tuple[ImageFeatures, ImageFeatures]]
 ) -> dict[FrontEndKey, GroundTruth | None]:
-    truths: dict[FrontEndKey, GroundTruth | None] = {}
+    ground_truths: dict[FrontEndKey, GroundTruth | None] = {}
     for method, (side0, side1) in zip(methods, sides, strict=True):
         front_end = FrontEndKey.of(method.pipeline)
-        if front_end not in truths:
-            truths[front_end] = find_ground_truth(pair, side0, side1)
-    return truths
+        if front_end not in ground_truths:
+            ground_truths[front_end] = find_ground_truth(pair, side0, side1)
+    return ground_truths
 
 
 def _oracles(
@@ -197,28 +197,29 @@ def _oracles(
     pair_set: PairSet,
     methods: Sequence[Method],
     sides: Sequence[tuple[ImageFeatures, ImageFeatures]],
-    truths: dict[FrontEndKey, GroundTruth | None],
+    ground_truths: dict[FrontEndKey, GroundTruth | None],
     seeds: Sequence[int],
 ) -> dict[str, dict[str, float | np.ndarray]]:
     """A row for each front end, with the robust estimator of the last method that uses it."""
     found = {}
     for method, (side0, side1) in zip(methods, sides, strict=True):
         front_end = FrontEndKey.of(method.pipeline)
-        name = ORACLE if len(truths) == 1 else f"{ORACLE} ({_front_end_name(front_end, truths)})"
-        truth = truths[front_end]
+        several, ground_truth = len(ground_truths) > 1, ground_truths[front_end]
+        name = f"{ORACLE} ({_front_end_name(front_end, ground_truths)})" if several else ORACLE
+        matches = oracle(ground_truth, side0, side1)
         estimators = _estimators(method.pipeline, pair_set, seeds)
-        found[name] = measure_pair(pair, side0, side1, oracle(truth, side0, side1), truth, estimators)
+        found[name] = measure_pair(pair, side0, side1, matches, ground_truth, estimators)
         found[name] |= {"layers": np.nan, "kept": np.nan, "milliseconds": np.nan}
     return found
 
 
 def _front_end_name(front_end: FrontEndKey, others: Iterable[FrontEndKey]) -> str:
     """The kind, and among several of one kind also the weights file and precision if they differ."""
-    alike = [other for other in others if other.config.kind == front_end.config.kind]
+    same_kind = [other for other in others if other.config.kind == front_end.config.kind]
     words = [front_end.config.kind]
-    if len({other.weights for other in alike}) > 1:
+    if len({other.weights for other in same_kind}) > 1:
         words.append("shipped" if front_end.weights is None else front_end.weights)
-    if len({other.precision for other in alike}) > 1:
+    if len({other.precision for other in same_kind}) > 1:
         words.append(front_end.precision.removeprefix("torch."))
     return " ".join(words)
 

@@ -1,4 +1,4 @@
-"""An `Evaluation` as tables: Markdown for people, JSON for programs; both say how they were measured."""
+"""An `Evaluation` as tables: Markdown for people, JSON for programs; both state how they were measured."""
 
 from __future__ import annotations
 

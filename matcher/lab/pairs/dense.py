@@ -2,15 +2,15 @@
 
 This is the interface between sources of training pairs and training. A pixel is
 
-- seen: its position in the other image is known to a fraction of a pixel, and it is visible there;
-- hidden: it is known to be invisible in the other image: occluded, behind the camera, outside the image, or
-  not part of the scene (black borders);
-- unknown: depth or pose cannot decide. No loss may count such a pixel, neither as matched nor as unmatched.
-  Planes and relief have hardly any, rendered rooms have them at depth edges, real scenes have many.
+- visible: it is visible in the other image, and its position there is known to a fraction of a pixel;
+- hidden: it is not visible in the other image: occluded, behind the camera, outside the image, or not part
+  of the scene (black borders);
+- unknown: depth or pose cannot decide. Losses ignore such a pixel. Planes and relief have hardly any,
+  rendered rooms have them at depth edges, real scenes have many.
 
 Positions are a (2, H, W) array per image, xy in pixels of the other image (the centre of the first pixel is
-(0, 0)). Pixels that are not seen hold `HIDDEN` or `UNKNOWN`, both negative, so `positions[0] >= 0` means seen
-and `positions[0] == UNKNOWN` means ignored. `transfer` interpolates between pixels.
+(0, 0)). Pixels that are not visible hold `HIDDEN` or `UNKNOWN`, both negative, so `positions[0] >= 0` means
+visible and `positions[0] == UNKNOWN` means ignored. `transfer` interpolates between pixels.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Protocol
 import cv2
 import numpy as np
 
-HIDDEN, UNKNOWN = -1e4, -2e4  # positions of pixels that are not seen, and of those of which nothing is known
-SEEN_STATE, HIDDEN_STATE, UNKNOWN_STATE = 1, 0, -1
+HIDDEN, UNKNOWN = -1e4, -2e4  # positions of pixels that are hidden, and of those that are unknown
+VISIBLE_STATE, HIDDEN_STATE, UNKNOWN_STATE = 1, 0, -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +34,13 @@ class DensePair:
     positions0: np.ndarray  # (2, H, W) float32: pixels of image 0 in image 1, HIDDEN or UNKNOWN
     positions1: np.ndarray  # the same from image 1 to image 0
     source: str = "planes"
-    photos: frozenset[str] = frozenset()  # that it shows; pairs that share none are unrelated
+    scenes: frozenset[str] = (
+        frozenset()
+    )  # names of photos or scenes; pairs without a common one are unrelated
 
     @property
     def overlap(self) -> float:
-        """Share of the pixels of known state that are seen in the other image, the smaller of both images."""
+        """Share of the pixels of known state that are visible in the other image, the smaller of both."""
         shares = []
         for positions in (self.positions0, self.positions1):
             known = (positions[0] != UNKNOWN).sum()
@@ -46,8 +48,8 @@ class DensePair:
         return min(shares)
 
     @property
-    def seen(self) -> float:
-        """Share of all pixels of image 0 that are seen in image 1."""
+    def visible_share(self) -> float:
+        """Share of all pixels of image 0 that are visible in image 1."""
         return float((self.positions0[0] >= 0).mean())
 
     def swapped(self) -> DensePair:
@@ -77,9 +79,9 @@ def transfer(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
         positions: (2, H, W) as in `DensePair`.
 
     Returns:
-        (N, 2) float32 positions, NaN where not seen, interpolated between four pixels that are all seen and
-        lie together in the other picture too; and (N,) int8 states: `SEEN_STATE`, `HIDDEN_STATE` where the
-        nearest pixel is hidden, else `UNKNOWN_STATE`.
+        (N, 2) float32 positions, NaN where not visible, interpolated between four pixels that are all visible
+        and neighbours in the other image too; and (N,) int8 states: `VISIBLE_STATE`, `HIDDEN_STATE` where
+        the nearest pixel is hidden, else `UNKNOWN_STATE`.
     """
     height, width = positions.shape[1:]
     points = np.asarray(points, np.float32).reshape(-1, 2)
@@ -87,15 +89,15 @@ def transfer(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
     part = (points - base)[..., None].clip(0, 1)  # (N, 2, 1)
     corners = [positions[:, base[:, 1] + dy, base[:, 0] + dx].T for dy in (0, 1) for dx in (0, 1)]
     stack = np.stack(corners)  # (4, N, 2)
-    together = (stack[..., 0] >= 0).all(0) & (np.ptp(stack, axis=0).max(-1) < 8)
+    neighbours = (stack[..., 0] >= 0).all(0) & (np.ptp(stack, axis=0).max(-1) < 8)
     upper = corners[0] * (1 - part[:, 0]) + corners[1] * part[:, 0]
     lower = corners[2] * (1 - part[:, 0]) + corners[3] * part[:, 0]
-    moved = upper * (1 - part[:, 1]) + lower * part[:, 1]
+    transferred = upper * (1 - part[:, 1]) + lower * part[:, 1]
     nearest = np.rint(points).astype(np.int64).clip(0, (width - 1, height - 1))
     hidden = positions[0, nearest[:, 1], nearest[:, 0]] == HIDDEN
-    moved[~together] = np.nan
-    state = np.where(together, SEEN_STATE, np.where(hidden, HIDDEN_STATE, UNKNOWN_STATE)).astype(np.int8)
-    return moved.astype(np.float32), state
+    transferred[~neighbours] = np.nan
+    state = np.where(neighbours, VISIBLE_STATE, np.where(hidden, HIDDEN_STATE, UNKNOWN_STATE)).astype(np.int8)
+    return transferred.astype(np.float32), state
 
 
 def quarter_turned(pair: DensePair, turns: int) -> DensePair:
@@ -108,4 +110,4 @@ def quarter_turned(pair: DensePair, turns: int) -> DensePair:
         positions0 = np.stack([np.where(visible, height - 1 - y, x), np.where(visible, x, y)])
         positions1 = np.ascontiguousarray(np.rot90(positions1, -1, axes=(1, 2)))
         pixels1 = cv2.rotate(pixels1, cv2.ROTATE_90_CLOCKWISE)
-    return DensePair(pair.pixels0, pixels1, positions0, positions1, pair.source, pair.photos)
+    return replace(pair, pixels1=pixels1, positions0=positions0, positions1=positions1)

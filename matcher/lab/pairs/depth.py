@@ -71,17 +71,17 @@ def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> t
     z = depth_at(points, source)
     rays = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(source.K).T
     pose = target.cam_from_world @ np.linalg.inv(source.cam_from_world)
-    there = (rays * z[:, None]) @ pose[:3, :3].T + pose[:3, 3]
-    front = there[:, 2] > 1e-6
-    lifted = there @ target.K.T
-    moved = lifted[:, :2] / np.where(front, there[:, 2], 1)[:, None]
-    seen_depth = depth_at(np.where(front[:, None], moved, np.nan), target)
+    points1 = (rays * z[:, None]) @ pose[:3, :3].T + pose[:3, 3]
+    front = points1[:, 2] > 1e-6
+    projected = points1 @ target.K.T
+    pixels = projected[:, :2] / np.where(front, points1[:, 2], 1)[:, None]
+    measured = depth_at(np.where(front[:, None], pixels, np.nan), target)
     height, width = target.depth().shape
     limit = np.array([width, height]) * target.stride
     with np.errstate(invalid="ignore"):
-        beside = front & ((moved < -0.5) | (moved > limit - 0.5)).any(axis=1)
-        agrees = np.abs(seen_depth - there[:, 2]) < AGREEMENT * there[:, 2] + _SLACK
-    seen = np.isfinite(z) & front & agrees
-    hidden = np.isfinite(z) & (~front | beside | (np.isfinite(seen_depth) & ~agrees))
-    moved = np.where(hidden[:, None], np.inf, moved)
-    return np.where((seen | hidden)[:, None], moved, np.nan), seen
+        outside = front & ((pixels < -0.5) | (pixels > limit - 0.5)).any(axis=1)
+        consistent = np.abs(measured - points1[:, 2]) < AGREEMENT * points1[:, 2] + _SLACK
+    visible = np.isfinite(z) & front & consistent
+    hidden = np.isfinite(z) & (~front | outside | (np.isfinite(measured) & ~consistent))
+    pixels = np.where(hidden[:, None], np.inf, pixels)
+    return np.where((visible | hidden)[:, None], pixels, np.nan), visible

@@ -1,4 +1,4 @@
-"""Smooth distortions of a picture: radial ones as of lenses, thin-plate ones as of anything that bends."""
+"""Smooth distortions of an image: radial, as of lenses, and free-form, interpolated between coarse knots."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import cv2
 import numpy as np
 
 GRID = (13, 17)  # rows and columns of the coarse field
-ITERATIONS = 4  # of the inverse; each shrinks its error by the slope of the field, about a tenth
+ITERATIONS = 4  # of the inverse; each reduces its error to about a tenth (the slope of the field)
 
 
 @dataclass(frozen=True, eq=False)
 class Lens:
-    """A picture's pixel p shows what a pinhole camera shows at p + field(p)."""
+    """A lens distortion: pixel p of the image corresponds to pixel p + field(p) of a pinhole camera."""
 
     field: np.ndarray  # (H, W, 2) float32, pixels
 
     def to_pinhole(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions in the pinhole picture of positions (float32 arrays of one shape) in this one."""
-        moved = _sampled(self.field, x, y)
-        return x + moved[..., 0], y + moved[..., 1]
+        """Positions (float32 arrays of one shape) in this image → positions in the pinhole image."""
+        offset = _sampled(self.field, x, y)
+        return x + offset[..., 0], y + offset[..., 1]
 
     def from_pinhole(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions in this picture of positions in the pinhole picture, to about .01 pixels."""
+        """Positions in the pinhole image → positions in this image, to about 0.01 pixels."""
         u, v = x, y
         for _ in range(ITERATIONS):
-            moved = _sampled(self.field, u, v)
-            u, v = x - moved[..., 0], y - moved[..., 1]
+            offset = _sampled(self.field, u, v)
+            u, v = x - offset[..., 0], y - offset[..., 1]
         return u, v
 
 
 def _sampled(field: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(…, 2) field at positions of any shape; outside the picture that of its border."""
+    """(…, 2) field at positions of any shape; outside the image that of its border."""
     flat = x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(-1, 1)
     found = cv2.remap(
         field,
@@ -45,15 +45,15 @@ def _sampled(field: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def draw_lens(size: tuple[int, int], rng: np.random.Generator) -> Lens:
-    """A radial distortion, a thin-plate one, or both, for pictures of `size` (width, height)."""
+    """A radial distortion, a free-form one, or both, for images of `size` (width, height)."""
     width, height = size
     rows, columns = GRID
     x, y = np.meshgrid(np.linspace(-1, 1, columns) * width / 2, np.linspace(-1, 1, rows) * height / 2)
     field = np.zeros((rows, columns, 2))
     kind = rng.random()
     if kind < 0.7:
-        reach = np.hypot(width, height) / 2
-        square = (x * x + y * y) / reach**2
+        radius = np.hypot(width, height) / 2
+        square = (x * x + y * y) / radius**2
         factor = rng.uniform(-0.1, 0.1) * square + rng.uniform(-0.04, 0.04) * square**2
         field += np.stack([x * factor, y * factor], -1)
     if kind > 0.5:

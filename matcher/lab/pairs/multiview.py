@@ -67,7 +67,7 @@ def read_rendered(folder: Path) -> list[PairSet]:
     path = folder / "cameras.json"
     scene = _read_object(path, ("views", "lights", "depth_step"))
     kinds = [str(light["kind"]) for light in scene["lights"]]
-    moved, relit = [], []
+    posed, relit = [], []
     for row0, row1 in combinations(scene["views"], 2):
         if row0["group"] != row1["group"]:
             continue
@@ -83,9 +83,9 @@ def read_rendered(folder: Path) -> list[PairSet]:
         if overlap >= MIN_OVERLAP:
             light = "same light" if row0["light"] == row1["light"] else "different lights"
             groups = _overlap_group(overlap), _angle_group(*views), light
-            moved.append(depth_pair(name, groups, sides, views))
+            posed.append(depth_pair(name, groups, sides, views))
     title = folder.resolve().name
-    found = [PairSet(title, "depth", tuple(moved), oracle=True, note="Depth and poses are exact")]
+    found = [PairSet(title, "depth", tuple(posed), oracle=True, note="Depth and poses are exact")]
     if relit:
         found.append(PairSet(f"{title}-light", "homography", tuple(relit), oracle=True))
     return found
@@ -105,9 +105,9 @@ def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
     height, width = view0.depth().shape
     xs, ys = np.meshgrid(*(np.arange(0, side * view0.stride, _SAMPLING) for side in (width, height)))
     points = np.column_stack([xs.ravel(), ys.ravel()]).astype(np.float64)
-    moved, seen = reproject(points, view0, view1)
-    judged = ~np.isnan(moved[:, 0])
-    return float(seen[judged].mean()) if judged.any() else 0.0
+    reprojected, visible = reproject(points, view0, view1)
+    known = ~np.isnan(reprojected[:, 0])
+    return float(visible[known].mean()) if known.any() else 0.0
 
 
 def _rendered_camera(row: dict[str, Any], folder: Path, stride: int, path: Path) -> DepthCamera:

@@ -1,4 +1,4 @@
-"""Photometric augmentation: what lighting, lenses, sensors and compression do to an image, drawn at random.
+"""Photometric augmentation: random changes of lighting, blur, sensor noise and compression.
 
 `degrade` is for evaluation: its strength is a level of difficulty. `augment`, `capture` and `darken` are for
 training, on grey images.
@@ -48,33 +48,33 @@ def degrade(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np
 
 def augment(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A photometrically changed copy of (H, W) uint8: tone, shading, blur, noise, compression."""
-    picture = grey.astype(np.float32) / 255
+    image = grey.astype(np.float32) / 255
     if rng.random() < 0.7:
-        picture = _tone(picture, rng)
+        image = _tone(image, rng)
     if rng.random() < 0.4:
-        picture = picture * _shading(picture.shape, rng)
+        image = image * _shading(image.shape, rng)
     if rng.random() < 0.35:
-        picture = _blur(picture, rng)
+        image = _blur(image, rng)
     if rng.random() < 0.5:
-        picture = picture + rng.normal(0, rng.uniform(0.003, 0.04), picture.shape).astype(np.float32)
-    stored = (picture.clip(0, 1) * 255).astype(np.uint8)
+        image = image + rng.normal(0, rng.uniform(0.003, 0.04), image.shape).astype(np.float32)
+    stored = (image.clip(0, 1) * 255).astype(np.uint8)
     return _compressed(stored, int(rng.integers(25, 95))) if rng.random() < 0.5 else stored
 
 
 def capture(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(H, W) uint8 as a phone would take and store it: lens, exposure, movement, sensor, compression.
+    """(H, W) uint8 as a phone would take and store it: lens, exposure, motion blur, noise, compression.
 
-    Every picture has a sensor's noise: what is plain in the scene is never plain in a picture.
+    Every image gets sensor noise, as no surface is perfectly plain in a photo.
     """
-    picture = pixels.astype(np.float32) / 255
+    image = pixels.astype(np.float32) / 255
     if rng.random() < 0.4:
-        picture = _blur(picture, rng)
+        image = _blur(image, rng)
     if rng.random() < 0.5:
-        picture *= _vignette(picture.shape, rng)
+        image *= _vignette(image.shape, rng)
     if rng.random() < 0.5:
-        picture = _tone(picture, rng)
-    picture += _sensor_noise(picture, rng)
-    stored = (picture * 255).clip(0, 255).astype(np.uint8)
+        image = _tone(image, rng)
+    image += _sensor_noise(image, rng)
+    stored = (image * 255).clip(0, 255).astype(np.uint8)
     if rng.random() < 0.25:
         stored = cv2.bilateralFilter(stored, 5, rng.uniform(5, 25), 3)  # a camera's own noise reduction
     return _compressed(stored, int(rng.integers(30, 97))) if rng.random() < 0.7 else stored
@@ -94,31 +94,31 @@ def _vignette(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     return 1 - np.float32(rng.uniform(0.05, 0.35)) * (x * x + y * y) / 2
 
 
-def _sensor_noise(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Noise of reading, and of the light itself, in shares of white; sometimes coarser than a pixel."""
-    noise = rng.standard_normal(picture.shape, np.float32)
+def _sensor_noise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Read noise and shot noise, relative to white; sometimes coarser than a pixel."""
+    noise = rng.standard_normal(image.shape, np.float32)
     if rng.random() < 0.4:
         noise = cv2.GaussianBlur(noise, (0, 0), rng.uniform(0.5, 1.0)) * 2
     reading, light = np.exp(rng.uniform(np.log(0.002), np.log(0.025), 2)).astype(np.float32)
-    return noise * (reading + light * np.sqrt(picture.clip(0, 1)))
+    return noise * (reading + light * np.sqrt(image.clip(0, 1)))
 
 
 def darken(grey: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(H, W) uint8 as by another hour of the day: a steep tone curve, little contrast, a sensor's noise."""
-    picture = grey.astype(np.float32) / 255
-    picture = picture ** np.exp(rng.uniform(-1.2, 1.2)) * rng.uniform(0.25, 1) + rng.uniform(0, 0.1)
-    picture += rng.normal(0, rng.uniform(0.005, 0.05), picture.shape).astype(np.float32)
-    return (picture.clip(0, 1) * 255).astype(np.uint8)
+    """(H, W) uint8 as at another time of day: a steep tone curve, little contrast, sensor noise."""
+    image = grey.astype(np.float32) / 255
+    image = image ** np.exp(rng.uniform(-1.2, 1.2)) * rng.uniform(0.25, 1) + rng.uniform(0, 0.1)
+    image += rng.normal(0, rng.uniform(0.005, 0.05), image.shape).astype(np.float32)
+    return (image.clip(0, 1) * 255).astype(np.uint8)
 
 
-def _tone(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _tone(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     gamma = np.exp(rng.uniform(-0.7, 0.7))
     contrast, brightness = rng.uniform(0.5, 1.3), rng.uniform(-0.15, 0.15)
-    return ((picture**gamma - 0.5) * contrast + 0.5 + brightness).clip(0, 1)
+    return ((image**gamma - 0.5) * contrast + 0.5 + brightness).clip(0, 1)
 
 
 def _shading(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """A smooth field of light, or one hard shadow edge."""
+    """A smooth illumination field, or one shadow with a sharp edge."""
     if rng.random() < 0.6:
         coarse = rng.uniform(0.5, 1.2, (3, 4)).astype(np.float32)
         return cv2.resize(coarse, shape[::-1], interpolation=cv2.INTER_CUBIC)
@@ -129,9 +129,9 @@ def _shading(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     return cv2.GaussianBlur(field, (0, 0), rng.uniform(0.5, 6))
 
 
-def _blur(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _blur(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if rng.random() < 0.6:
-        return cv2.GaussianBlur(picture, (0, 0), rng.uniform(0.4, 2.0))
+        return cv2.GaussianBlur(image, (0, 0), rng.uniform(0.4, 2.0))
     length = int(rng.integers(3, 12))
     kernel = np.zeros((length, length), np.float32)
     direction = rng.uniform(0, np.pi)
@@ -139,4 +139,4 @@ def _blur(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     centre = np.array([(length - 1) / 2] * 2)
     start, end = (tuple(round(float(x)) for x in centre + sign * offset) for sign in (-1, 1))
     cv2.line(kernel, start, end, 1.0)
-    return cv2.filter2D(picture, -1, kernel / kernel.sum())
+    return cv2.filter2D(image, -1, kernel / kernel.sum())

@@ -2,8 +2,8 @@
 
 A scene is a list of planes; a view maps each plane's texture pixels to image pixels by a homography whose
 third coordinate is the depth, so visibility is a comparison of inverse depths. One plane that fills the
-picture gives the homographies on which the field pre-trains; several at different depths give parallax and
-occlusion.
+image gives a homography, as in the usual pre-training of matchers; several at different depths give parallax
+and occlusion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.lab.pairs.dense import HIDDEN
 
-NOTHING = 255  # label of pixels that show no plane of the scene
+NOTHING = 255  # label of pixels without a plane of the scene
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SceneRecipe:
     full_rotation_share: float = 0.12  # views turned by any angle; the others by at most `max_roll`
     max_roll: float = 30.0  # degrees
     max_tilt: float = 60.0  # degrees between a plane and the image plane
-    max_zoom: float = 2.2  # largest change of scale of one view
+    max_zoom: float = 2.2  # largest change of scale of a view
     width: int = 640
     height: int = 480
     max_keypoints: int = 1024
@@ -46,10 +46,10 @@ class Plane:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A rendered picture and where each plane of the scene is in it."""
+    """A rendered image, and the plane of the scene at each of its pixels."""
 
     pixels: np.ndarray  # (H, W) uint8
-    labels: np.ndarray  # (H, W) uint8, index of the plane seen, or NOTHING
+    labels: np.ndarray  # (H, W) uint8, index of the visible plane, or NOTHING
     homographies: np.ndarray  # (P, 3, 3) float64, texture pixels → image pixels; third coordinate is depth
 
 
@@ -73,14 +73,14 @@ def _plane(
     texture: np.ndarray, centre: np.ndarray, longer: float, tilt: float, rng: np.random.Generator
 ) -> Plane:
     height, width = texture.shape
-    turn = _tilt(tilt, rng)
+    rotation = _tilt(tilt, rng)
     step = longer / max(height, width)
-    right, down = turn[:, 0] * step, turn[:, 1] * step
+    right, down = rotation[:, 0] * step, rotation[:, 1] * step
     return Plane(texture, centre - right * (width - 1) / 2 - down * (height - 1) / 2, right, down)
 
 
 def _tilt(limit: float, rng: np.random.Generator) -> np.ndarray:
-    """A rotation about a random axis in the image plane by up to `limit` degrees, every angle as likely."""
+    """A rotation about a random axis in the image plane by up to `limit` degrees, uniformly distributed."""
     direction, angle = rng.uniform(0, 2 * np.pi), np.deg2rad(limit) * rng.random()
     return cv2.Rodrigues(angle * np.array([np.cos(direction), np.sin(direction), 0.0]))[0]
 
@@ -90,7 +90,7 @@ def place_camera(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A camera (K, R, t) that looks at the middle of the scene from somewhere in front of it.
 
-    For one plane the orbit angle is the tilt of the plane; in space it also moves what hides what.
+    For one plane the orbit angle is the tilt of the plane; for several it also changes the occlusions.
     """
     width, height = recipe.width, recipe.height
     focal = rng.uniform(0.8, 1.4) * max(width, height)
@@ -99,7 +99,7 @@ def place_camera(
     spin = cv2.Rodrigues(np.array([0, 0, np.deg2rad(rng.uniform(-roll, roll))]))[0]
     orbit = _tilt(recipe.max_tilt * (0.6 if spatial else 1.0), rng)
     target = np.array([0, 0, 1.0]) + np.append(rng.uniform(-0.2, 0.2, 2), 0)
-    # The distance from which a plane of width 1 overfills the view.
+    # The distance from which a plane of width 1 more than fills the view.
     fitting = focal / max(width, height) * 0.8
     distance = fitting * recipe.max_zoom ** rng.uniform(-0.6, 0.6)
     R = spin @ orbit
@@ -123,16 +123,17 @@ def render(
     for number, (plane, H) in enumerate(zip(planes, homographies, strict=True)):
         a, b, c = np.linalg.inv(H)[2].astype(np.float32)  # inverse depth is linear in the pixel
         inverse_depth = a * xs + b * ys + c
-        shown = cv2.warpPerspective(_smoothed(plane.texture, H), H, (width, height), flags=cv2.INTER_LINEAR)
+        warped = cv2.warpPerspective(_smoothed(plane.texture, H), H, (width, height), flags=cv2.INTER_LINEAR)
         extent = np.full(plane.texture.shape, 255, np.uint8)
         covered = cv2.warpPerspective(extent, H, (width, height), flags=cv2.INTER_NEAREST) > 0
-        seen = covered & (inverse_depth > nearest)
-        pixels[seen], labels[seen], nearest[seen] = shown[seen], number, inverse_depth[seen]
+        visible = covered & (inverse_depth > nearest)
+        pixels[visible], labels[visible] = warped[visible], number
+        nearest[visible] = inverse_depth[visible]
     return View(pixels, labels, homographies)
 
 
 def _smoothed(texture: np.ndarray, H: np.ndarray) -> np.ndarray:
-    """The texture without the detail that its projection at the middle is too small to show."""
+    """The texture, blurred to avoid aliasing where its projection is smaller than the texture."""
     height, width = texture.shape
     depth = H[2] @ [width / 2, height / 2, 1]
     area = abs(np.linalg.det(H)) / max(abs(depth), 1e-6) ** 3  # image pixels per texture pixel
@@ -141,21 +142,21 @@ def _smoothed(texture: np.ndarray, H: np.ndarray) -> np.ndarray:
 
 
 def plane_positions(view: View, other: View) -> np.ndarray:
-    """(2, H, W) float32: where each pixel of `view` lies in `other`, or HIDDEN; nothing is unknown."""
+    """(2, H, W) float32: position of each pixel of `view` in `other`, or HIDDEN; none is unknown."""
     height, width = view.labels.shape
     positions = np.full((2, height, width), HIDDEN, np.float32)
     x, y = np.arange(width, dtype=np.float32)[None], np.arange(height, dtype=np.float32)[:, None]
-    for plane, (own, there) in enumerate(zip(view.homographies, other.homographies, strict=True)):
-        chosen = view.labels == plane
-        if not chosen.any():
+    for plane, (H, other_H) in enumerate(zip(view.homographies, other.homographies, strict=True)):
+        on_plane = view.labels == plane
+        if not on_plane.any():
             continue
-        other_from_own = (there @ np.linalg.inv(own)).astype(np.float32)
+        other_from_own = (other_H @ np.linalg.inv(H)).astype(np.float32)
         u, v, w = (row[0] * x + (row[1] * y + row[2]) for row in other_from_own)
         front = w > 1e-9
         w = np.where(front, w, 1)
         u, v = u / w, v / w
-        seen = chosen & front & (u >= 0) & (v >= 0) & (u <= width - 1) & (v <= height - 1)
-        labels = cv2.remap(other.labels, np.where(seen, u, 0), np.where(seen, v, 0), cv2.INTER_NEAREST)
-        seen &= labels == plane
-        positions[0][seen], positions[1][seen] = u[seen], v[seen]
+        visible = on_plane & front & (u >= 0) & (v >= 0) & (u <= width - 1) & (v <= height - 1)
+        labels = cv2.remap(other.labels, np.where(visible, u, 0), np.where(visible, v, 0), cv2.INTER_NEAREST)
+        visible &= labels == plane
+        positions[0][visible], positions[1][visible] = u[visible], v[visible]
     return positions

@@ -48,7 +48,7 @@ class PairImage:
 @dataclass(frozen=True, eq=False)
 class _Pair:
     name: str
-    group: str  # for results by group: a level, a frame gap, a category
+    group: str  # of which results are reported: a level, a frame gap, a category
     image0: PairImage
     image1: PairImage
 
@@ -94,7 +94,7 @@ class CorrespondencePair(_Pair):
 
     points0: np.ndarray  # (K, 2) stored pixels
     points1: np.ndarray  # (K, 2)
-    dense: bool = True  # whether labels are so dense that single matches can be judged
+    dense: bool = True  # whether labels are dense enough to decide about single matches
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class PairSet:
     pairs: Sequence[Pair]
     shorter_side: int | None = None  # of the resized images, where published results prescribe it
     oracle: bool = False  # whether the ground truth decides which keypoints correspond
-    note: str = ""  # what readers of the table must know
+    note: str = ""  # printed with the table
 
     def __len__(self) -> int:
         """The number of pairs."""

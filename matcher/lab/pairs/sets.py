@@ -48,7 +48,7 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
         ImageError: a depth map that cannot be read.
     """
     if where in NAMES:
-        return list(_narrowed(_named(where, options), options))
+        return list(_limited(_named(where, options), options))
     path = Path(where)
     if not path.exists():
         raise UsageError(
@@ -60,8 +60,8 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
             raise UsageError(
                 f"{path}: not a list of pairs (a line for each: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
             )
-        return list(_narrowed([published.read_pair_list(path, options.images)], options))
-    return list(_narrowed(_of_folder(path, options), options))
+        return list(_limited([published.read_pair_list(path, options.images)], options))
+    return list(_limited(_of_folder(path, options), options))
 
 
 def _named(name: str, options: SetOptions) -> list[PairSet]:
@@ -102,7 +102,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     return [_synthetic(photos, options)]
 
 
-def _narrowed(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
+def _limited(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
     for pair_set in found:
         if not len(pair_set):
             raise UsageError(f"{pair_set.name}: its folder has the right layout but no pairs")

@@ -1,4 +1,4 @@
-"""Sources of training pairs, and mixtures of them by the shares that a recipe names."""
+"""Sources of training pairs, and mixtures of them with the shares of a recipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from matcher.lab.pairs.relief.textures import photo_texture
 from matcher.lab.pairs.stored import StoredViews
 from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
-HARSH_SHARE = 0.25  # of plane views, changed as between day and night
-LEAST_SEEN = 0.15
+DAY_NIGHT_SHARE = 0.25  # of the views of planes, darkened or brightened as between day and night
+MIN_OVERLAP = 0.15  # share of the pixels that are visible in the other image, the smaller of both
 ATTEMPTS = 50
 
 
@@ -41,8 +41,8 @@ class Planes:
     """Photos on one plane, or on several planes in space, seen by two cameras.
 
     Args:
-        photos: textures, in colour so that each view can mix a grey of its own.
-        scene: tilts, turns and zooms; its width and height do not count.
+        photos: textures in colour, which each view converts to grey with its own weights.
+        scene: tilts, rotations and zooms; its width and height are not used.
     """
 
     def __init__(self, photos: PhotoSet, scene: SceneRecipe | None = None) -> None:
@@ -58,10 +58,10 @@ class Planes:
             photos = DrawnPhotos(self.photos)
             views = self._views(photos, rng, replace(self.scene, width=size[0], height=size[1]))
             positions0, positions1 = plane_positions(*views), plane_positions(*views[::-1])
-            if min((positions[0] >= 0).mean() for positions in (positions0, positions1)) > LEAST_SEEN:
+            if min((positions[0] >= 0).mean() for positions in (positions0, positions1)) > MIN_OVERLAP:
                 break
         pixels = [
-            augment(darken(v.pixels, rng) if rng.random() < HARSH_SHARE else v.pixels, rng) for v in views
+            augment(darken(v.pixels, rng) if rng.random() < DAY_NIGHT_SHARE else v.pixels, rng) for v in views
         ]
         return DensePair(*pixels, positions0, positions1, "planes", frozenset(photos.names))
 
@@ -80,7 +80,7 @@ class Planes:
 
 
 class Mixture:
-    """Pairs from several sources, each as often as its share says."""
+    """Pairs from several sources, drawn in proportion to their shares."""
 
     def __init__(self, sources: Mapping[str, PairSource], shares: Mapping[str, float]) -> None:
         """Keep the sources whose share is above 0.
@@ -90,7 +90,7 @@ class Mixture:
         """
         missing = [name for name, share in shares.items() if share > 0 and name not in sources]
         if missing:
-            raise UsageError(f"sources.{missing[0]}: there are no such views; known: {', '.join(sources)}")
+            raise UsageError(f"sources.{missing[0]}: there is no such source; known: {', '.join(sources)}")
         self.names = [name for name in sources if shares.get(name, 0) > 0]
         if not self.names:
             raise UsageError("sources: at least one share must be above 0")
@@ -118,11 +118,11 @@ def build_mixture(
         photos: in colour.
         shares: by source: `planes`, `relief`, `rendered`, `real`; any positive numbers.
         rendered: folder of rendered sets.
-        real: folder of sets of real places.
-        scene: tilts, turns and zooms of planes.
+        real: folder of sets of real scenes.
+        scene: tilts, rotations and zooms of planes.
 
     Raises:
-        UsageError: a share names a source without views, or a folder holds none.
+        UsageError: a source with a share has no views, or a folder holds none.
     """
     sources: dict[str, PairSource] = {"planes": Planes(photos, scene), "relief": Relief(photos)}
     for name, folder in (("rendered", rendered), ("real", real)):

@@ -1,13 +1,13 @@
-"""Views with depth and poses kept on disk, rendered or of real places, as a source of training pairs.
+"""Views with depth and poses on disk, rendered or of real scenes, as a source of training pairs.
 
-A set is a folder with `cameras.json` and, for each view, a picture and a depth map:
+A set is a folder with `cameras.json` and, for each view, an image and a depth map:
 
     {"width": W, "height": H, "depth_step": s, "views": [
         {"image": "0000.jpg", "depth": "0000_depth.png", "K": 3×3, "E": 4×4, "group": g}, …]}
 
 E is camera from world; depth maps are 16 bit, z of the pixels (s·i, s·j) in thousandths of the unit of the
-poses, 0 unknown; the centre of the first pixel is (0, 0). Views of one group see something in common.
-`pairs.json`, where there is one, lists pairs [i, j, share of pixels seen]; else all pairs of a group count.
+poses, 0 unknown; the centre of the first pixel is (0, 0). Views of one group overlap. `pairs.json`, where
+there is one, lists pairs [i, j, overlap]; otherwise all pairs of a group are used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from matcher.lab.pairs.posed import (
 )
 
 KEPT_VIEWS = 300  # in memory, 2 MB each
-PROBES = 64  # pixels by which a common place is looked for
-LEAST_COMMON = 0.08  # of the probes
-LEAST_SEEN = {"rendered": 0.1, "real": 0.015}  # of the pixels after framing; real ones are mostly unknown
+PROBES = 64  # pixels that are transferred to find a covisible point
+MIN_VISIBLE_PROBES = 0.08  # share of the probes
+MIN_OVERLAP = {"rendered": 0.1, "real": 0.015}  # visible pixels after framing; real ones are mostly unknown
 ATTEMPTS = 200
 
 
@@ -56,13 +56,13 @@ class StoredSet:
         return self.folder.name
 
     @property
-    def place(self) -> str:
-        """What it shows: sets of one place are named after it and a number, as `place_7` or `place-1`."""
+    def scene(self) -> str:
+        """The scene: sets of one scene are named after it and a number, as `castle_7` or `castle-1`."""
         return re.sub(r"[-_]\d+$", "", self.name)
 
 
 def find_sets(root: Path) -> list[StoredSet]:
-    """All sets below a folder, sorted; those that are still being written as far as they are.
+    """All sets below a folder, sorted; those still being written as far as they are complete.
 
     Raises:
         UsageError: there is none.
@@ -143,7 +143,7 @@ class StoredViews:
 
     Args:
         root: the folder.
-        source: what the pairs are called; `real` pictures are changed less, they have been through a camera.
+        source: the name of the pairs' source; `real` images are changed less, as they come from a camera.
 
     Raises:
         UsageError: there are no views.
@@ -157,11 +157,11 @@ class StoredViews:
         self._kept: OrderedDict[tuple[int, int], ColourView] = OrderedDict()
 
     def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
-        """Two views, cut and zoomed around a place that both show; see `dense.PairSource`.
+        """Two views, cropped and zoomed around a covisible point; see `dense.PairSource`.
 
         Raises:
-            UsageError: hardly any pair shows anything in common.
-            IntegrityError: a picture or its depth cannot be read.
+            UsageError: hardly any pair overlaps.
+            IntegrityError: an image or its depth map cannot be read.
         """
         for _ in range(ATTEMPTS):
             number = int(rng.choice(len(self.sets), p=self._weights))
@@ -173,12 +173,12 @@ class StoredViews:
             if framed is None:
                 continue
             positions0, positions1 = dense_positions(*framed), dense_positions(*framed[::-1])
-            if min((p[0] >= 0).mean() for p in (positions0, positions1)) > LEAST_SEEN.get(self.source, 0.1):
+            if min((p[0] >= 0).mean() for p in (positions0, positions1)) > MIN_OVERLAP.get(self.source, 0.1):
                 change = augment if self.source == "real" else capture
                 pixels = (change(view.pixels, rng) for view in framed)
-                shows = frozenset({self.sets[number].place})
-                return DensePair(*pixels, positions0, positions1, self.source, shows)
-        raise UsageError(f"{self.sets[0].folder.parent}: hardly any pair of views shows anything in common")
+                scene = frozenset({self.sets[number].scene})
+                return DensePair(*pixels, positions0, positions1, self.source, scene)
+        raise UsageError(f"{self.sets[0].folder.parent}: hardly any pair of views overlaps")
 
     def _view(self, number: int, view: int, rng: np.random.Generator) -> PosedView:
         key = (number, view)
@@ -193,22 +193,22 @@ class StoredViews:
 def framed_pair(
     view0: PosedView, view1: PosedView, size: tuple[int, int], rng: np.random.Generator
 ) -> tuple[PosedView, PosedView] | None:
-    """Both views cut to `size` around a place that both show; None where they show too little in common."""
+    """Both views cropped to `size` around a covisible point; None where they overlap too little."""
     known = np.flatnonzero(view0.inverse_depth > 0)
     if not len(known):
         return None
     probes = np.column_stack(np.divmod(rng.choice(known, PROBES), view0.size[0])[::-1]).astype(np.float64)
-    there = sparse_positions(view0, view1, probes)
-    common = np.flatnonzero(there[:, 0] >= 0)
-    if len(common) < LEAST_COMMON * PROBES:
+    transferred = sparse_positions(view0, view1, probes)
+    visible = np.flatnonzero(transferred[:, 0] >= 0)
+    if len(visible) < MIN_VISIBLE_PROBES * PROBES:
         return None
-    chosen = rng.choice(common)
-    # From the whole picture to a window of it, and up to 2.5 times between the two.
+    chosen = rng.choice(visible)
+    # From the whole image to a window of it, and a change of scale of up to 2.5 between the two.
     fitting = max(wanted / side for wanted, side in zip(size, view0.size, strict=True))
     zoom0 = fitting * float(np.exp(rng.uniform(np.log(1.0), np.log(1.8))))
     zoom1 = zoom0 * float(np.exp(rng.normal(0, 0.35)).clip(0.4, 2.5))
     zoom1 = float(np.clip(zoom1, (0.6 if rng.random() < BORDER_SHARE else 1.0) * fitting, 2.5 * fitting))
     return (
         reframe(view0, draw_framing(view0, size, probes[chosen], zoom0, rng)),
-        reframe(view1, draw_framing(view1, size, there[chosen], zoom1, rng)),
+        reframe(view1, draw_framing(view1, size, transferred[chosen], zoom1, rng)),
     )

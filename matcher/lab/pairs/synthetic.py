@@ -122,9 +122,9 @@ def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generato
         angle = np.deg2rad(rng.uniform(-level.rotation, level.rotation))
         factor = level.scale ** rng.uniform(-1, 1)
         turn = factor * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-        moved = corners + rng.uniform(-level.perspective, level.perspective, (4, 2)) * size
+        distorted = corners + rng.uniform(-level.perspective, level.perspective, (4, 2)) * size
         shift = rng.uniform(-level.shift, level.shift, 2) * size
-        target = (moved - centre) @ turn.T + centre + shift
+        target = (distorted - centre) @ turn.T + centre + shift
         if not cv2.isContourConvex(target.astype(np.float32)):
             continue
         homography = cv2.getPerspectiveTransform(corners.astype(np.float32), target.astype(np.float32))

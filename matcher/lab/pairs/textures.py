@@ -1,4 +1,4 @@
-"""A folder of photos as textures: found, held out, drawn, and counted where they cannot be read."""
+"""A folder of photos as textures: the validation split, random draws, and photos that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from matcher.data.images import read_image
 from matcher.data.photos import find_images
 from matcher.errors import ImageError, UsageError
 
-SMALLEST_SIDE = 32  # pixels; a smaller picture has nothing to match
+MIN_SIDE = 32  # pixels; a smaller image has nothing to match
 HELD_OUT_SHARE = 0.1
 KEPT_BYTES = 1 << 30  # of decoded photos in memory
 
 
 def read_texture(photo: Path, *, colour: bool = False) -> np.ndarray | None:
-    """(h, w) uint8 grey or (h, w, 3) BGR; None where the file cannot be read or the picture is too small."""
+    """(h, w) uint8 grey or (h, w, 3) BGR; None where the file cannot be read or the image is too small."""
     texture = cv2.imread(str(photo), cv2.IMREAD_COLOR if colour else cv2.IMREAD_GRAYSCALE)
     if texture is None:
         texture = _read_with_pillow(photo, colour=colour)
-    return None if texture is None or min(texture.shape[:2]) < SMALLEST_SIDE else texture
+    return None if texture is None or min(texture.shape[:2]) < MIN_SIDE else texture
 
 
 def _read_with_pillow(photo: Path, *, colour: bool) -> np.ndarray | None:
@@ -76,7 +76,7 @@ def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list
 
 
 def photos_digest(photos: Sequence[Path]) -> str:
-    """A short hash of names and sizes, to tell whether views were made of these photos."""
+    """A short hash of names and sizes, to check whether views were made of these photos."""
     lines = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in photos]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -91,7 +91,7 @@ def folder_weights(photos: Sequence[Path]) -> np.ndarray:
 
 
 class PhotoSet:
-    """Photos drawn at random as textures; those that cannot be read are passed over and remembered."""
+    """Photos drawn at random as textures; those that cannot be read are skipped and remembered."""
 
     def __init__(self, photos: Sequence[Path], *, colour: bool = False) -> None:
         self.photos, self.colour = list(photos), colour
@@ -124,7 +124,7 @@ class PhotoSet:
         return found
 
     def _texture(self, number: int) -> np.ndarray | None:
-        """A photo, decoded once as long as there is room to keep it."""
+        """A photo, kept in memory as long as there is room."""
         if number in self._kept:
             return self._kept[number]
         texture = read_texture(self.photos[number], colour=self.colour)

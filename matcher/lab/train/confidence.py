@@ -1,4 +1,4 @@
-"""The second stage: heads of exit and pruning, on a network that stays as it is (LightGlue, section 3.3)."""
+"""The second stage: training of the confidence heads on a frozen network (LightGlue, section 3.3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNING_RATE = 2e-3  # falls linearly to zero
 
 
 class ConfidenceTrainer:
-    """The heads that decide about exit and pruning, and their optimiser; `step` takes one batch."""
+    """The heads for early exit and pruning, and their optimiser; `step` takes one batch."""
 
     def __init__(self, model: MatchingNetwork, recipe: OptimiserRecipe, device: torch.device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
@@ -39,9 +39,9 @@ class ConfidenceTrainer:
             states = paired_states(self.model, batch, self.device)
             decided = [decisions(self._assigned(sides, depth)) for depth, sides in enumerate(states)]
         losses = []
-        for depth, (sides, here) in enumerate(zip(states[:-1], decided[:-1], strict=True)):
+        for depth, (sides, current) in enumerate(zip(states[:-1], decided[:-1], strict=True)):
             x = torch.cat([side.x for side in sides], dim=1)
-            losses.append(confidence_loss(self.model.confidence[depth](x).squeeze(2), here, decided[-1]))
+            losses.append(confidence_loss(self.model.confidence[depth](x).squeeze(2), current, decided[-1]))
             if self.model.config.match_probability:
                 losses.append(
                     match_probability_loss(self.model.match_probability[depth](x).squeeze(2), decided[-1])

@@ -45,7 +45,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
 
 
 def _refuse_files(folder: Path) -> None:
-    """Refuse a folder of files that no training run wrote; hidden files and our own logs may be there."""
+    """Refuse a folder with files that no training run wrote, except hidden files and our own logs."""
     found = sorted(file.name for file in folder.iterdir() if file.name[0] != "." and not is_ours(file))
     if found:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -55,7 +55,7 @@ def _refuse_files(folder: Path) -> None:
 
 
 def differences(before: Any, after: Any, key: str = "") -> list[str]:
-    """Where two nested dictionaries differ, as `key before → after`."""
+    """The differences of two nested dictionaries, as `key before → after`."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return [] if before == after else [f"{key} {before} → {after}"]
     names = dict.fromkeys([*before, *after])

@@ -1,4 +1,4 @@
-"""The steps of a run, with its log, validations and checkpoints: the same for everything that is trained."""
+"""The steps of a run, with its log, validations and checkpoints: for the matcher and for the front end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LogRow = dict[str, float]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where a run takes place."""
+    """Folders, device and processes of a run."""
 
     photos: Path
     validation_photos: Path | None  # None: a tenth of the photos is held out
@@ -31,33 +31,33 @@ class RunOptions:
     device: str = "cpu"
     rendered: Path | None = None  # folders of stored views, for recipes with a share of them
     real: Path | None = None
-    view_workers: int = 1  # processes that render views beside the training
-    views: Path | None = None  # where rendered views are kept; None: the user's cache (MATCHER_CACHE)
+    view_workers: int = 1  # processes that render views during training
+    views: Path | None = None  # folder of rendered views; None: in the user's cache (MATCHER_CACHE)
 
     @property
     def views_folder(self) -> Path:
-        """Where rendered views are kept, for this run and for later ones."""
+        """The folder of rendered views, used by this run and later ones."""
         return cache_folder() / "views" if self.views is None else self.views
 
 
 class Stopped(Exception):
-    """The caller asked to stop; what was done is saved."""
+    """The caller asked to stop; the progress is saved."""
 
 
 @dataclass
 class Loop:
-    """A trainer, its folder and its listeners."""
+    """A trainer, its folder and its callbacks."""
 
     trainer: Stage
-    validate: Callable[[], LogRow]  # of the averaged parameters; "f1" says which are the best
+    validate: Callable[[], LogRow]  # of the averaged parameters; the best ones have the highest "f1"
     folder: Path
     log: Log
     stopped: Callable[[], bool]
     on_validation: Callable[[Sequence[LogRow]], None]
-    listen: Callable[[], None] = lambda: None  # called at every report
+    on_report: Callable[[], None] = lambda: None
 
     def resume(self) -> None:
-        """Continue from the folder's checkpoint, if there is one; the log is cut back to it."""
+        """Continue from the folder's checkpoint, if there is one; the log is truncated to it."""
         checkpoint = self.folder / "checkpoint.pt"
         if checkpoint.exists():
             self.trainer.resume(checkpoint)
@@ -70,7 +70,7 @@ class Loop:
 
         Raises:
             Stopped: the caller asked for it.
-            MatcherError: the loss kept being infinite or NaN.
+            MatcherError: the loss was infinite or NaN in too many steps.
             OSError: the disk is full; the last good checkpoint is kept.
         """
         recipe, progress = self.trainer.recipe, self.trainer.progress
@@ -99,7 +99,7 @@ class Loop:
             started = time.perf_counter()
 
     def _report(self, losses: Sequence[float]) -> None:
-        """Log the mean loss since the last report, and what the view workers found."""
+        """Log the mean loss since the last report."""
         progress = self.trainer.progress
         finite = [loss for loss in losses if math.isfinite(loss)]
         mean = sum(finite) / len(finite) if finite else math.nan
@@ -107,14 +107,14 @@ class Loop:
         rate = progress.pairs / progress.seconds
         self.log(f"step {progress.step} loss {mean:.4f} {rate:.1f} pairs/s{skipped}")
         if finite:
-            self._note({"loss": mean})
-        self.listen()
+            self._record({"loss": mean})
+        self.on_report()
 
     def _validate(self) -> None:
-        """Note a validation; keep the averaged parameters if they are the best so far (F1 of the matches)."""
+        """Validate; save the averaged parameters if they are the best so far (by F1)."""
         trainer, progress = self.trainer, self.trainer.progress
         scores = self.validate()
-        self._note(scores)
+        self._record(scores)
         words = " ".join(f"{name} {value:.3f}" for name, value in scores.items())
         self.log(f"step {progress.step} validation: {words}")
         if scores["f1"] > progress.best:
@@ -122,7 +122,7 @@ class Loop:
             save_state(self.folder / "best.pt", trainer.average.state_dict())
         self.on_validation(progress.history)
 
-    def _note(self, values: LogRow) -> None:
+    def _record(self, values: LogRow) -> None:
         """Append a row to the history and to its file."""
         progress = self.trainer.progress
         row = {

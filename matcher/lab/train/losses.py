@@ -1,4 +1,4 @@
-"""Negative log likelihood of the true assignment, and the targets of the confidence heads."""
+"""Losses: negative log-likelihood of the ground-truth assignment, matchability, positions, confidences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from matcher.data.matches import UNMATCHED
 from matcher.match.assignment import dual_softmax
 
-STATEMENT_SCALE = 0.05  # of normalised positions
+POSITION_SCALE = 0.05  # in normalised positions
 
 
 def log_dual_softmax(scores: Tensor) -> Tensor:
@@ -20,32 +20,34 @@ def log_dual_softmax(scores: Tensor) -> Tensor:
 
 
 def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Mean −log P of true matches, and of the dustbins of unmatched points (SuperGlue, eq. 10), halves each.
+    """Mean −log P of ground-truth matches and of the dustbins of unmatched points, weighted equally.
+
+    SuperGlue, eq. 10.
 
     Args:
         log_p: (B, N+1, M+1), from `log_assignment`.
-        partner0, partner1: (B, N), (B, M) true partners, UNMATCHED or IGNORED.
+        partner0, partner1: (B, N), (B, M) ground-truth partners, UNMATCHED or IGNORED.
     """
-    found = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
-    lonely0 = _mean(log_p[:, :-1, -1], partner0 == UNMATCHED)
-    lonely1 = _mean(log_p[:, -1, :-1], partner1 == UNMATCHED)
-    return -0.5 * _mean(found, partner0 >= 0) - 0.25 * (lonely0 + lonely1)
+    matched = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
+    unmatched0 = _mean(log_p[:, :-1, -1], partner0 == UNMATCHED)
+    unmatched1 = _mean(log_p[:, -1, :-1], partner1 == UNMATCHED)
+    return -0.5 * _mean(matched, partner0 >= 0) - 0.25 * (unmatched0 + unmatched1)
 
 
 def matchability_loss(scores: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Binary cross-entropy that keeps the logits probabilities, so that pruning can have a threshold."""
+    """Binary cross-entropy that calibrates the matchability logits, so that pruning can use a threshold."""
     return _matchability_loss(-scores[:, :-1, -1], partner0) + _matchability_loss(
         -scores[:, -1, :-1], partner1
     )
 
 
-def correspondence_loss(predicted: Tensor, truth: Tensor, seen: Tensor) -> Tensor:
-    """How far predicted positions (…, N, 2) are from the true ones, over points marked in `seen` (…, N).
+def correspondence_loss(predicted: Tensor, ground_truth: Tensor, visible: Tensor) -> Tensor:
+    """Robust distance of predicted positions (…, N, 2) from the ground truth, over `visible` points (…, N).
 
-    Steep near the truth and flat far from it, so that precision is worth something and the lost are let go.
+    Logarithmic: steep for small errors, which rewards accuracy, and flat for outliers.
     """
-    distance = (predicted - truth).norm(dim=-1)
-    return 0.25 * _mean(torch.log1p(distance / STATEMENT_SCALE), seen)
+    distance = (predicted - ground_truth).norm(dim=-1)
+    return 0.25 * _mean(torch.log1p(distance / POSITION_SCALE), visible)
 
 
 def _matchability_loss(logits: Tensor, partner: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def decisions(log_p: Tensor) -> Tensor:
-    """(B, N + M) what each point is assigned to: a point of the other picture, or UNMATCHED."""
+    """(B, N + M) the assigned point of the other image for each point, or UNMATCHED."""
     columns, rows = log_p.shape[2] - 1, log_p.shape[1] - 1
     partner0, partner1 = log_p[:, :-1].argmax(2), log_p[:, :, :-1].argmax(1)
     return torch.cat(
@@ -67,20 +69,20 @@ def decisions(log_p: Tensor) -> Tensor:
     )
 
 
-def confidence_loss(logits: Tensor, here: Tensor, final: Tensor) -> Tensor:
-    """Binary cross-entropy of "this layer decides as the last one does" (LightGlue, section 3.3).
+def confidence_loss(logits: Tensor, current: Tensor, final: Tensor) -> Tensor:
+    """Binary cross-entropy of "this layer has the same assignment as the last one" (LightGlue, section 3.3).
 
-    Points that the last layer leaves without a partner are not asked: nearly all are sure of that at once,
-    and would hide those that matter.
+    Points that are unmatched in the last layer are left out: nearly all of them are unmatched from the first
+    layer on, and would dominate the loss.
 
     Args:
         logits: (B, N + M) of the confidence head.
-        here, final: (B, N + M) decisions of this and of the last layer.
+        current, final: (B, N + M) `decisions` of this and of the last layer.
     """
-    right = (here == final).float()
-    return _mean(F.binary_cross_entropy_with_logits(logits, right, reduction="none"), final >= 0)
+    same = (current == final).float()
+    return _mean(F.binary_cross_entropy_with_logits(logits, same, reduction="none"), final >= 0)
 
 
 def match_probability_loss(logits: Tensor, final: Tensor) -> Tensor:
-    """Binary cross-entropy of "the last layer finds a partner"; arguments as in `confidence_loss`."""
+    """Binary cross-entropy of "matched in the last layer"; arguments as in `confidence_loss`."""
     return F.binary_cross_entropy_with_logits(logits, (final >= 0).float())

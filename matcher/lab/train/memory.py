@@ -1,4 +1,4 @@
-"""How this process keeps its memory while it trains."""
+"""Memory allocation of the training process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # names of glibc's mallopt(3)
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep freed blocks: large tensors are otherwise mapped anew, page by page, at every step.
+    """Make glibc keep freed blocks: large tensors are otherwise mapped again, page by page, at every step.
 
-    Halves the time of a training step on a CPU; only this process is affected. Elsewhere it does nothing.
+    Halves the time of a training step on a CPU. Only this process is affected; without glibc nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,10 +1,10 @@
-"""Batches of pairs from scenes of planes and from other sources, in the shares of the recipe."""
+"""Batches of pairs of planes and of other sources, with the shares of the recipe."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from matcher.lab.train.labels import ViewPair, unrelated
+from matcher.lab.train.labels import ViewPair, as_unrelated
 from matcher.lab.train.pair_cache import CorrespondingPair, PairCache
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.sampler import UNRELATED_ATTEMPTS, PairSampler
@@ -16,20 +16,20 @@ class MixedSampler(PairSampler):
 
     Args:
         cache: scenes of planes.
-        described: pairs of other sources.
+        pairs: pairs of other sources.
         recipe: shares, and how pairs are drawn.
-        seed: of the draws.
+        seed: of the random draws.
     """
 
-    def __init__(self, cache: ViewCache, described: PairCache, recipe: Recipe, seed: int) -> None:
+    def __init__(self, cache: ViewCache, pairs: PairCache, recipe: Recipe, seed: int) -> None:
         super().__init__(cache, recipe.pair, seed)
-        self.described, self.share = described, recipe.sources.share
-        self.numbers = described.ready()
+        self.pairs, self.share = pairs, recipe.sources.share
+        self.numbers = pairs.ready()
 
     def refresh(self) -> None:
-        """Take in what was made meanwhile."""
+        """Also use what was made meanwhile."""
         super().refresh()
-        self.numbers = self.described.ready()
+        self.numbers = self.pairs.ready()
 
     def draw(self, rng: np.random.Generator) -> ViewPair:
         """A pair of either kind, or an unrelated pair."""
@@ -42,13 +42,13 @@ class MixedSampler(PairSampler):
         return self._read(rng)
 
     def _read(self, rng: np.random.Generator) -> CorrespondingPair:
-        view0, view1 = self.described.read(int(rng.choice(self.numbers)))
+        view0, view1 = self.pairs.read(int(rng.choice(self.numbers)))
         return (view0, view1) if rng.random() < 0.5 else (view1, view0)
 
     def _unrelated(self, rng: np.random.Generator) -> ViewPair | None:
-        """Pictures of two pairs that show nothing in common; None where chance finds none."""
+        """Images of two pairs without a common scene; None where random draws find none."""
         for _ in range(UNRELATED_ATTEMPTS):
             view0, view1 = self._read(rng)[0], self._read(rng)[1]
-            if not view0.shows & view1.shows:
-                return unrelated(view0), unrelated(view1)
+            if not view0.scenes & view1.scenes:
+                return as_unrelated(view0), as_unrelated(view1)
         return None

@@ -1,4 +1,4 @@
-"""What moves the parameters, and how fast."""
+"""Optimisers and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matcher.match.network.model import MatchingNetwork
 
 
 def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Optimizer]:
-    """Muon (Jordan et al. 2024) for the layers' matrices if the recipe says so, AdamW for everything else.
+    """Muon (Jordan et al. 2024) for the matrices of the layers if the recipe asks for it, AdamW for the rest.
 
-    The heads of exit and pruning are left out; they have a stage of their own.
+    The heads for early exit and pruning are left out; the second stage trains them.
 
     Raises:
-        UsageError: the recipe wants Muon and this PyTorch has none.
+        UsageError: the recipe asks for Muon, which this PyTorch lacks.
     """
     if recipe.muon_rate and not hasattr(torch.optim, "Muon"):
         raise UsageError(
@@ -48,7 +48,7 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
 
 
 class Schedule(Protocol):
-    """How fast parameters move, and how far back their average reaches; see `OptimiserRecipe`."""
+    """Learning rate and moving average; see `OptimiserRecipe`."""
 
     steps: int
     learning_rate: float
@@ -60,9 +60,9 @@ class Schedule(Protocol):
 
 
 def learning_rate_share(recipe: Schedule, step: int) -> float:
-    """Share of the learning rate at a step: linear warm-up, a plateau, a line down to `final_share`.
+    """Share of the learning rate at a step: linear warm-up, a plateau, then a linear decay to `final_share`.
 
-    A run on the plateau can be prolonged at will and brought to its end from any of its checkpoints.
+    A run on the plateau can be prolonged, and ended from any of its checkpoints.
     """
     left = max(0.0, 1 - step / max(1, recipe.steps))
     fall = min(1.0, left / max(1e-9, 1 - recipe.hold_share))

@@ -15,7 +15,7 @@ from matcher.weights.renames import current_config
 
 
 def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
-    """A recipe from TOML: of the front end if it says `trains = "front end"`, else of a matcher.
+    """A recipe from TOML: of the front end if it has `trains = "front end"`, else of a matcher.
 
     Raises:
         UsageError: unreadable, not TOML, an unknown key, a wrong type or an impossible value; the message
@@ -49,7 +49,7 @@ def shipped_recipe(name: str) -> Path:
 
 
 def check_recipe(recipe: Recipe | FrontEndRecipe, where: str = "recipe") -> None:
-    """Refuse values of the right type that no training can use.
+    """Refuse values of the right type that cannot be trained with.
 
     Raises:
         UsageError: names the first such key and what it must be.

@@ -1,4 +1,4 @@
-"""A training recipe: everything that decides what the weights become, in one TOML file."""
+"""A training recipe: all settings of a training run, in one TOML file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from matcher.config import NetworkConfig, to_dict
 from matcher.lab.pairs.planes import SceneRecipe
 from matcher.lab.pairs.sources import SourceShares
 
-DESCRIPTOR_DIMS = {"sift": 128, "learned": 64}  # of the front ends that describe training views
+DESCRIPTOR_DIMS = {"sift": 128, "learned": 64}  # of the front ends that can be trained on
 
 
 @dataclass(frozen=True)
 class SourceRecipe(SourceShares):
-    """Pairs beside those of the scenes: relief and planes made of photos, rendered rooms, real places."""
+    """Pairs in addition to the scenes: relief and planes made of photos, rendered rooms, real scenes."""
 
-    pairs: int = 0  # to make; each is used several times, with other keypoints of it
-    share: float = 0.0  # of the pairs to train on
+    pairs: int = 0  # to render; each is used several times, with different keypoints
+    share: float = 0.0  # of the training pairs
     width: int = 640
     height: int = 480
     max_keypoints: int = 1024
@@ -29,46 +29,46 @@ class SourceRecipe(SourceShares):
 class PairRecipe:
     """How pairs are drawn from the views of a scene."""
 
-    points: tuple[int, ...] = (256, 256, 512)  # per picture, drawn for each batch
-    points_per_batch: int = 4096  # of both pictures; the number of pairs follows
+    points: tuple[int, ...] = (256, 256, 512)  # keypoints per image, drawn for each batch
+    points_per_batch: int = 4096  # of both images; determines the number of pairs
     negative_share: float = 0.06  # pairs of unrelated scenes
-    min_overlap: float = 0.25  # of the points; nine in ten pairs with less are drawn again
-    crop_share: float = 0.5  # pairs whose points come from a window around a common place
-    dropout: float = 0.15  # keypoints dropped at most
-    turned_share: float = 0.5  # pairs turned by quarter turns, mostly both alike: a portrait, or upside down
-    match_distance: float = 3.0  # pixels, mean of both views; nearer and mutual is a match
-    unmatched_distance: float = 4.0  # pixels; farther is unmatched, between is ignored
+    min_overlap: float = 0.25  # of the keypoints; nine in ten pairs below are drawn again
+    crop_share: float = 0.5  # pairs whose keypoints come from a window around a covisible point
+    dropout: float = 0.15  # largest share of keypoints that are dropped
+    turned_share: float = 0.5  # pairs rotated by a multiple of 90 degrees, mostly both images by the same
+    match_distance: float = 3.0  # pixels, mean of both views; mutual nearest neighbours below it match
+    unmatched_distance: float = 4.0  # pixels; keypoints above it are unmatched, those in between ignored
 
 
 @dataclass(frozen=True)
 class OptimiserRecipe:
-    """Muon for the matrices of the layers, AdamW for the rest; warm-up, a plateau, then a line to zero."""
+    """Muon for the matrices of the layers, AdamW for the rest; warm-up, a plateau, then a linear decay."""
 
     steps: int = 5000
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     warmup_steps: int = 60
-    hold_share: float = 0.6  # of the steps before the rate begins to fall
+    hold_share: float = 0.6  # of the steps, before the decay begins
     final_share: float = 0.01  # of the learning rate, at the end
     muon_rate: float = 2.0  # Muon's learning rate relative to AdamW's; 0 leaves everything to AdamW
     gradient_clip: float = 1.0
     average_decay: float = 0.999  # exponential moving average of the parameters
     inner_layers: int = 3  # layers below the last that are supervised at each step, drawn at random
-    unrolled_iterations: int = 2  # Sinkhorn iterations that carry gradients
-    sinkhorn_iterations: int = 6  # iterations that find where to linearise, without gradients
+    unrolled_iterations: int = 2  # Sinkhorn iterations with gradients
+    sinkhorn_iterations: int = 6  # iterations before them, without gradients
     matchability_weight: float = 0.1
     correspondence_weight: float = 2.0  # of the predicted correspondences of guided tokens
-    start_share: float = 0.0  # of the parameters that the run began with, in what it ends with
+    start_share: float = 0.0  # weight of the initial parameters in the final ones
     confidence_steps: int = 600  # second stage: confidence and match-probability heads on frozen features
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe names its network, its data and its optimisation."""
+    """Network, data and optimisation of a matcher."""
 
     name: str = "hybrid"
-    start: str = ""  # weights to continue from, a shipped name or a file; none: random parameters
-    front_end: str = ""  # weights file of the front end that describes training views; none: the shipped one
+    start: str = ""  # weights to start from, a shipped name or a file; random parameters if empty
+    front_end: str = ""  # weights file of the front end of the training views; the shipped one if empty
     # The front end that `start` was trained for, if it is another one, "shipped" or a file: the projection of
     # descriptors is fitted to `front_end` before the first step.
     start_front_end: str = ""
@@ -79,12 +79,12 @@ class Recipe:
     pair: PairRecipe = PairRecipe()
     optimiser: OptimiserRecipe = OptimiserRecipe()
     validate_every: int = 500  # steps
-    validation_scenes: int = 48  # rendered from other photos than those to train on
+    validation_scenes: int = 48  # rendered from photos that are not trained on
     validation_pairs: int = 144  # of those scenes
     save_every: int = 100
 
     def rules(self) -> list[tuple[bool, str]]:
-        """What must hold, each with what to tell a user of whom it does not."""
+        """Conditions on the values, each with the message for a recipe that violates it."""
         scene, pair, optimiser = self.scene, self.pair, self.optimiser
         shares = {
             "scene.spatial_share": scene.spatial_share,
@@ -146,7 +146,7 @@ def _network_rules(network: NetworkConfig) -> list[tuple[bool, str]]:
     kinds = " or ".join(DESCRIPTOR_DIMS)
     dim = DESCRIPTOR_DIMS.get(network.kind)
     return [
-        (dim is not None, f"network.kind: {kinds}, the front ends that describe training views"),
+        (dim is not None, f"network.kind: {kinds}, the front ends that can be trained on"),
         (network.descriptor_dim == dim, f"network.descriptor_dim: {dim} for network.kind {network.kind}"),
         (
             network.backbone is None and network.refinement is None,
@@ -156,5 +156,5 @@ def _network_rules(network: NetworkConfig) -> list[tuple[bool, str]]:
 
 
 def fingerprint(value: object) -> str:
-    """A short hash of a configuration, to tell whether cached work belongs to it."""
+    """A short hash of a configuration, to check whether cached work belongs to it."""
     return hashlib.sha256(json.dumps(to_dict(value), sort_keys=True).encode()).hexdigest()[:16]

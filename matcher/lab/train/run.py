@@ -32,9 +32,9 @@ from matcher.lab.train.views import ViewCache
 from matcher.lab.train.workers import ViewWorkers
 from matcher.weights.files import save_model
 
-ENOUGH_SCENES = 64  # to begin with; the others are made while training goes on
+ENOUGH_SCENES = 64  # before training begins; the others are rendered meanwhile
 VALIDATION_POINTS = 512
-CONFIDENCE_OFFSET = 10_000_000  # batches of the second stage are none of the first
+CONFIDENCE_OFFSET = 10_000_000  # so that batches of the second stage differ from those of the first
 CUDA_READERS = 8  # threads that prepare batches for a GPU
 
 
@@ -50,18 +50,18 @@ def train(
 
     Args:
         recipe: what to train.
-        options: where.
-        log: takes lines for a person.
-        stopped: asked after every step; True saves and ends the run.
-        on_validation: takes all rows of the log so far, after every validation.
+        options: folders and device.
+        log: receives progress as lines of text.
+        stopped: called after every step; True saves and ends the run.
+        on_validation: receives all rows of the log so far, after every validation.
 
     Returns:
-        The weights file of the best validated parameters, or None when it was stopped.
+        The weights file of the parameters with the best validation, or None if the run was stopped.
 
     Raises:
         UsageError: no photos, photos that cannot be used, or a folder that belongs to another recipe.
         IntegrityError: a damaged checkpoint or view.
-        MatcherError: the loss kept being infinite or NaN.
+        MatcherError: the loss was infinite or NaN in too many steps.
         OSError: the disk is full; the last good checkpoint is kept.
     """
     check_recipe(recipe)
@@ -73,21 +73,21 @@ def train(
     if recipe.start_front_end and not (options.folder / "checkpoint.pt").exists():
         _fit_projection(trainer, training, log)
     try:
-        with _views(recipe, training, options, log, stopped) as (workers, described):
+        with _views(recipe, training, options, log, stopped) as (workers, pair_cache):
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
 
             def scores() -> LogRow:
                 return validate(trainer.average, pairs, recipe.pair, options.device)
 
-            loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, workers.listen)
+            loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, workers.log_unreadable)
             loop.resume()
-            sampler, readers = _sampler(workers, described, recipe, options.device)
+            sampler, readers = _sampler(workers, pair_cache, recipe, options.device)
             loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
             return SecondStage(loop, sampler, readers).run()
     except Stopped:
         return None
     finally:
-        _say_what_stays(options.views_folder, log)
+        _log_kept_views(options.views_folder, log)
 
 
 def _fit_projection(trainer: Trainer, photos: Sequence[Path], log: Log) -> None:
@@ -98,32 +98,32 @@ def _fit_projection(trainer: Trainer, photos: Sequence[Path], log: Log) -> None:
     log(f"fitted the projection to the front end: {explained:.1%} of the tokens' variance explained")
 
 
-def _say_what_stays(views: Path, log: Log) -> None:
-    """Rendered views are kept, because the next run can use them; say where and how large they are."""
+def _log_kept_views(views: Path, log: Log) -> None:
+    """Log where the rendered views, which later runs use, are kept, and their size."""
     size = sum(file.stat().st_size for file in views.rglob("*") if file.is_file())
-    log(f"rendered views ({size / 1e6:.0f} MB) stay in {views} for further runs; delete it if there are none")
+    log(f"rendered views ({size / 1e6:.0f} MB) are kept in {views} for later runs; you may delete them")
 
 
 def _sampler(
-    workers: ViewWorkers, described: PairCache | None, recipe: Recipe, device: str
+    workers: ViewWorkers, pairs: PairCache | None, recipe: Recipe, device: str
 ) -> tuple[PairSampler, int]:
-    """Pairs of the views, and how many threads prepare them."""
+    """The sampler of training pairs, and the number of threads that prepare batches."""
     readers = CUDA_READERS if device == "cuda" else 1
-    if described is None:
+    if pairs is None:
         return PairSampler(workers.cache, recipe.pair, recipe.seed), readers
-    return MixedSampler(workers.cache, described, recipe, recipe.seed), readers
+    return MixedSampler(workers.cache, pairs, recipe, recipe.seed), readers
 
 
 @dataclass(frozen=True)
 class SecondStage:
-    """Confidence heads on the best parameters of the first stage, then the weights file."""
+    """Training of the confidence heads on the best parameters of the first stage; writes the weights file."""
 
     first: Loop
     sampler: PairSampler
     readers: int
 
     def run(self) -> Path:
-        """Train what is left to train; returns the weights file."""
+        """Train the heads; returns the weights file."""
         trainer, recipe, folder = self.first.trainer, self.first.trainer.recipe, self.first.folder
         trainer.average.load_state_dict(load_state(folder / "best.pt"))
         if recipe.optimiser.start_share and recipe.start:
@@ -165,29 +165,28 @@ class SecondStage:
 def _views(
     recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
 ) -> Iterator[tuple[ViewWorkers, PairCache | None]]:
-    """Workers that fill the caches of a run, of scenes and of pairs of other sources; entered once there are
-    enough scenes to begin."""
+    """Workers that fill the caches of scenes and of other pairs; entered with enough scenes to begin."""
     cache = ViewCache(options.views_folder, recipe, photos)
     with ExitStack() as stack:
         workers = stack.enter_context(ViewWorkers(cache, photos, options.view_workers, log))
-        described = _described_pairs(stack, recipe, photos, options, log)
+        pairs = _pair_cache(stack, recipe, photos, options, log)
         enough = min(ENOUGH_SCENES, workers.wanted)
         while len(cache.ready()) < enough:
             working = workers.alive()
-            workers.listen()
+            workers.log_unreadable()
             if not working and len(cache.ready()) < enough:
                 raise UsageError(f"{options.photos}: the photos gave no views to train on")
             if stopped():
                 raise Stopped
             time.sleep(0.2)
         log(f"{len(cache.ready())} of {workers.wanted} scenes ready in {cache.folder}")
-        yield workers, described
+        yield workers, pairs
 
 
-def _described_pairs(
+def _pair_cache(
     stack: ExitStack, recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log
 ) -> PairCache | None:
-    """Pairs of other sources, with a worker that makes what is missing as long as `stack` is open."""
+    """Pairs of other sources, with a worker that makes missing ones while `stack` is open."""
     if not recipe.sources.share:
         return None
     root = options.views_folder
@@ -201,21 +200,21 @@ def _validation_pairs(
     recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
 ) -> list[ViewPair]:
     ours = replace(recipe, seed=recipe.seed + 1, scene=replace(recipe.scene, scenes=recipe.validation_scenes))
-    cache, album = ViewCache(options.views_folder, ours, photos), PhotoSet(photos)
-    for _ in cache.make(album, range(recipe.validation_scenes)):
+    cache, photo_set = ViewCache(options.views_folder, ours, photos), PhotoSet(photos)
+    for _ in cache.make(photo_set, range(recipe.validation_scenes)):
         if stopped():
             raise Stopped
-    if album.unreadable:
-        log(f"skipped {len(album.unreadable)} validation photos that cannot be read")
+    if photo_set.unreadable:
+        log(f"skipped {len(photo_set.unreadable)} validation photos that cannot be read")
     sampler = PairSampler(cache, recipe.pair, 0)
     if not recipe.sources.share:
         return validation_pairs(sampler, recipe.validation_pairs, VALIDATION_POINTS)
-    # Stored views are not of the photos held out, so that relief stands for them here.
+    # Stored views are not made of the held-out photos; relief replaces them here.
     sources = replace(recipe.sources, pairs=recipe.validation_scenes, rendered=0.0, real=0.0, relief=1.0)
     ours = replace(ours, sources=sources)
-    described = PairCache(options.views_folder, ours, photos)
-    for _ in described.make(described.album(photos), range(described.wanted)):
+    pairs = PairCache(options.views_folder, ours, photos)
+    for _ in pairs.make(pairs.photo_set(photos), range(pairs.wanted)):
         if stopped():
             raise Stopped
-    mixed = MixedSampler(cache, described, ours, 0)
+    mixed = MixedSampler(cache, pairs, ours, 0)
     return validation_pairs(mixed, recipe.validation_pairs, VALIDATION_POINTS)

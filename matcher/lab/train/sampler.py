@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.lab.train.labels import PairBatch, ViewPair, collate, correspondences, reproject, unrelated
+from matcher.lab.train.labels import PairBatch, ViewPair, as_unrelated, collate, correspondences, reproject
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, ViewCache
 
@@ -26,7 +26,7 @@ class PairSampler:
         self.scenes = cache.ready()
 
     def refresh(self) -> None:
-        """Take in scenes that were made meanwhile."""
+        """Also use scenes that were made meanwhile."""
         self.scenes = self.cache.ready()
 
     def batch(self, step: int) -> PairBatch:
@@ -41,7 +41,7 @@ class PairSampler:
         wanted = max(1, self.recipe.points_per_batch // (2 * count))
         pairs: list[ViewPair] = []
         for _ in range(ATTEMPTS * wanted):
-            chosen = self._windowed(self.draw(rng), count, rng)
+            chosen = self._crop(self.draw(rng), count, rng)
             if min(len(view.keypoints) for view in chosen) == count:
                 pairs.append(chosen)
             if len(pairs) == wanted:
@@ -64,7 +64,7 @@ class PairSampler:
                 yield batch
 
     def draw(self, rng: np.random.Generator) -> ViewPair:
-        """Two views of one scene, mostly with enough overlap, or in a share of cases an unrelated pair."""
+        """Two views of one scene, mostly with enough overlap, or sometimes an unrelated pair."""
         first, second = (int(v) for v in rng.choice(self.cache.recipe.scene.views, 2, replace=False))
         if rng.random() < self.recipe.negative_share:
             pair = self._unrelated_pair(first, second, rng)
@@ -76,18 +76,18 @@ class PairSampler:
                 return views[0], views[1]
 
     def _unrelated_pair(self, first: int, second: int, rng: np.random.Generator) -> ViewPair | None:
-        """Views of two scenes that show no photo in common; None where the photos are too few for that."""
+        """Views of two scenes without a common photo; None where there are too few photos for that."""
         for _ in range(UNRELATED_ATTEMPTS):
             scene0, scene1 = (int(s) for s in rng.choice(self.scenes, 2, replace=False))
             view0, view1 = self.cache.read(scene0, [first])[0], self.cache.read(scene1, [second])[0]
             if not view0.photos & view1.photos:
-                return view0, unrelated(view1)
+                return view0, as_unrelated(view1)
         return None
 
-    def _windowed(self, views: ViewPair, count: int, rng: np.random.Generator) -> ViewPair:
-        """At most `count` points of each view, in a share of cases from a window around a common place."""
-        windowed = rng.random() < self.recipe.crop_share
-        centres = window_centres(*views, rng) if windowed else (None, None)
+    def _crop(self, views: ViewPair, count: int, rng: np.random.Generator) -> ViewPair:
+        """At most `count` keypoints of each view, sometimes from a window around a covisible point."""
+        cropped = rng.random() < self.recipe.crop_share
+        centres = window_centres(*views, rng) if cropped else (None, None)
         view0, view1 = (
             choose_points(view, count, self.recipe, centre, rng)
             for view, centre in zip(views, centres, strict=True)
@@ -98,7 +98,7 @@ class PairSampler:
 def choose_points(
     view: CachedView, count: int, recipe: PairRecipe, centre: np.ndarray | None, rng: np.random.Generator
 ) -> CachedView:
-    """The strongest `count` points after dropout, of the whole view or of a window around `centre` (2,)."""
+    """The strongest `count` keypoints after dropout, of the view or of a window around `centre` (2,)."""
     alive = np.flatnonzero(rng.random(len(view.keypoints)) >= rng.uniform(0, recipe.dropout))
     if centre is not None:
         offset = np.abs(view.keypoints[alive] - centre) / view.size
@@ -110,17 +110,17 @@ def choose_points(
 def window_centres(
     view0: CachedView, view1: CachedView, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """A point of view 0 and where it lies in view 1; None where nothing is common."""
+    """A keypoint of view 0 and its position in view 1; None where none is covisible."""
     if not len(view0.keypoints):
         return None, None
     chosen = rng.choice(len(view0.keypoints), 8)
-    candidates, moved = view0.keypoints[chosen], correspondences(view0.select(chosen), view1)[0]
-    common = np.flatnonzero(np.isfinite(moved[:, 0]))
-    return (candidates[common[0]], moved[common[0]]) if len(common) else (None, None)
+    candidates, corresponding = view0.keypoints[chosen], correspondences(view0.select(chosen), view1)[0]
+    visible = np.flatnonzero(np.isfinite(corresponding[:, 0]))
+    return (candidates[visible[0]], corresponding[visible[0]]) if len(visible) else (None, None)
 
 
 def overlap(view0: CachedView, view1: CachedView, rng: np.random.Generator) -> float:
-    """Share of the points of view 0 whose place is visible in view 1, by a sample of 64."""
+    """Share of the keypoints of view 0 that are visible in view 1, by a sample of 64."""
     if not len(view0.keypoints):
         return 0.0
     sample = view0.keypoints[rng.choice(len(view0.keypoints), 64)]

@@ -1,4 +1,4 @@
-"""What all training has in common: steps of several optimisers, a moving average, checkpoints."""
+"""The steps of a training: optimisers, a moving average of the parameters, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from matcher.match.network.inference import resolve_precision
 
 
 class Batch(Protocol):
-    """What one step takes; its length is the number of pairs."""
+    """The data of one step; its length is the number of pairs."""
 
     def __len__(self) -> int: ...
 
@@ -32,11 +32,11 @@ TrainingBatch = TypeVar("TrainingBatch", bound=Batch)
 
 @dataclass
 class Progress:
-    """Where a run is; kept in its checkpoint."""
+    """The progress of a run; kept in its checkpoint."""
 
     step: int = 0
     pairs: int = 0
-    seconds: float = 0.0  # spent on steps and on waiting for their batches
+    seconds: float = 0.0  # of steps and of waiting for batches
     skipped: int = 0  # steps whose loss or gradient was not finite
     best: float = -math.inf  # F1 of the best validation
     history: list[dict[str, float]] = field(default_factory=list)  # rows of the log
@@ -45,7 +45,7 @@ class Progress:
 class Stage(Generic[Net, TrainingBatch]):
     """A network, its moving average and its optimisers; `step` takes one batch.
 
-    A subclass gives the loss.
+    A subclass defines the loss.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Stage(Generic[Net, TrainingBatch]):
         self.progress = Progress()
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        """Of one batch, with gradients."""
+        """The loss of one batch, with gradients."""
         raise NotImplementedError
 
     def step(self, batch: TrainingBatch) -> float:
@@ -74,28 +74,30 @@ class Stage(Generic[Net, TrainingBatch]):
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         loss = self.loss(batch)
-        sound = bool(loss.isfinite())
-        if sound:
+        finite = bool(loss.isfinite())
+        if finite:
             loss.backward()
-            sound = bool(nn.utils.clip_grad_norm_(self.model.parameters(), schedule.gradient_clip).isfinite())
-        if sound:
+            finite = bool(
+                nn.utils.clip_grad_norm_(self.model.parameters(), schedule.gradient_clip).isfinite()
+            )
+        if finite:
             for optimiser in self.optimisers:
                 optimiser.step()
             self._update_average()
-        progress.skipped += not sound
+        progress.skipped += not finite
         progress.step += 1
         progress.pairs += len(batch)
-        return float(loss.detach()) if sound else math.nan
+        return float(loss.detach()) if finite else math.nan
 
     @torch.no_grad()
     def _update_average(self) -> None:
-        """Exponential moving average, short at first so that early validation means something."""
+        """Exponential moving average, over few steps at first, so that early validations are meaningful."""
         decay = min(self.schedule.average_decay, (1 + self.progress.step) / (10 + self.progress.step))
-        for mean, value in zip(self._numbers(self.average), self._numbers(self.model), strict=True):
+        for mean, value in zip(self._values(self.average), self._values(self.model), strict=True):
             mean.lerp_(value, 1 - decay)
 
     @staticmethod
-    def _numbers(model: nn.Module) -> list[Tensor]:
+    def _values(model: nn.Module) -> list[Tensor]:
         """Parameters, and the statistics of batch normalisation."""
         return [value for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()]
 
@@ -122,7 +124,7 @@ class Stage(Generic[Net, TrainingBatch]):
             UsageError: it belongs to another recipe.
         """
         state = load_state(path)
-        # Checkpoints of the first version do not name their recipe; the note in their folder does.
+        # Checkpoints of the first version do not name their recipe; recipe.json in their folder does.
         if state.get("recipe", fingerprint(self.recipe)) != fingerprint(self.recipe):
             raise UsageError(f"{path} is a checkpoint of another recipe; give another --run folder")
         try:

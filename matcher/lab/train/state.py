@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, and refused with a remedy when damaged."""
+"""Checkpoints: written whole or not at all; a damaged one is an error."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from matcher.files import write_whole
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint beside `path`, then give it the name, so that the last good one survives a failure.
+    """Write a checkpoint to a temporary file and rename it, so that the last good one survives a failure.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; the message says what is left.
+        OSError: the disk is full or the folder cannot be written.
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)

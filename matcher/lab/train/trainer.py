@@ -30,7 +30,7 @@ from matcher.weights.files import load_model
 
 
 class Trainer(Stage[MatchingNetwork, PairBatch]):
-    """Of the matcher's network: assignment at every layer."""
+    """Trains the matching network: assignment at every layer."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -42,19 +42,19 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         super().__init__(recipe, recipe.optimiser, model, optimisers, device, recipe.optimiser.muon_rate)
 
     def step(self, batch: PairBatch) -> float:
-        """As `Stage.step`; the first one of a random projection looks at the descriptors before."""
+        """As `Stage.step`; before the first one, a random projection is scaled to the descriptors."""
         if self.progress.step == 0 and not self._projects:
             self._standardise(batch)
         return super().step(batch)
 
     def _standardise(self, batch: PairBatch) -> None:
-        """Begin with tokens of mean 0 and variance 1."""
+        """Scale the projection to tokens of mean 0 and variance 1."""
         descriptors = torch.cat([batch.features0.descriptors, batch.features1.descriptors], dim=1)
         self.model.standardise(descriptors.to(self.device).flatten(0, 1))
         self.average.load_state_dict(self.model.state_dict())
 
     def loss(self, batch: PairBatch) -> Tensor:
-        """Mean over the last layer, which counts twice, and some inner ones, drawn anew at each step."""
+        """Mean over some inner layers, drawn at random, and the last one, plus the loss of the last one."""
         recipe, states = self.recipe.optimiser, paired_states(self.model, batch, self.device)
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
         inner = torch.randperm(len(states) - 1, generator=rng)[: recipe.inner_layers].tolist()
@@ -75,73 +75,76 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         return loss + recipe.correspondence_weight * self._correspondence_loss(states, batch)
 
     def _correspondence_loss(self, states: list[tuple[Side, Side]], batch: PairBatch) -> Tensor:
-        """Mean over all layers, of both sides."""
+        """Mean over all layers and both images."""
         losses = []
         sides = (batch.corresponding0, batch.features1), (batch.corresponding1, batch.features0)
         for side, (positions, other) in enumerate(sides):
-            seen = positions.isfinite().all(-1).to(self.device)
-            truth = normalise_positions(replace(other, keypoints=positions.nan_to_num(0.0))).to(self.device)
-            losses += [correspondence_loss(pair[side].predicted, truth, seen) for pair in states]
+            visible = positions.isfinite().all(-1).to(self.device)
+            target = normalise_positions(replace(other, keypoints=positions.nan_to_num(0.0))).to(self.device)
+            losses += [correspondence_loss(pair[side].predicted, target, visible) for pair in states]
         return torch.stack(losses).mean()
 
 
 def continue_from(model: MatchingNetwork, start: str) -> bool:
-    """Fill a network with trained parameters; heads of exit and pruning that the file lacks stay as they are,
-    and what reads descriptors and positions, too, if the file is for another front end.
+    """Load trained parameters into a network.
+
+    Heads for exit and pruning that the file lacks keep their values; so do the input projections if the file
+    is for another front end.
 
     Args:
-        model: of the shape that the file has.
+        model: a network of the same architecture as the file.
         start: a shipped name or the path of a weights file.
 
     Returns:
-        Whether the projection of descriptors is a trained one.
+        Whether the projection of descriptors was loaded.
 
     Raises:
         IntegrityError: no such weights, or a damaged file.
-        UsageError: they are of a network of another shape.
+        UsageError: the weights are of another architecture.
     """
     trained, _, name = load_model(start)
     wanted, found = model.state_dict(), trained.state_dict()
-    foreign = trained.config.kind != model.config.kind
-    if foreign:
+    other_front_end = trained.config.kind != model.config.kind
+    if other_front_end:
         found = _for_another_front_end(wanted, found)
-    odd = [
+    different = [
         key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "match_probability"))
     ]
-    odd += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
-    if odd:
+    different += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+    if different:
         raise UsageError(
-            f"start: the weights {name} are of another network than the recipe's ({len(odd)} tensors differ, "
-            f"such as {min(odd)}); make [network] the same, or leave start away"
+            f"start: the weights {name} are of another network than the recipe's ({len(different)} tensors "
+            f"differ, such as {min(different)}); make [network] the same, or remove start"
         )
     model.load_state_dict({**wanted, **found})
-    return not foreign
+    return not other_front_end
 
 
 @torch.no_grad()
 def blend_with_start(model: MatchingNetwork, start: str, share: float, *, projection: bool = True) -> None:
-    """Mix the parameters that a run began with into those that it found (Wortsman et al., WiSE-FT, 2022): a
-    little of what it gained is lost, and more of what it forgot comes back.
+    """Interpolate between initial and trained parameters, to recover accuracy outside the training data.
+
+    WiSE-FT (Wortsman et al. 2022).
 
     Args:
-        model: the outcome of the run; changed in place.
+        model: the trained network; changed in place.
         start: a shipped name or the path of a weights file.
-        share: of the start, 0 to 1.
-        projection: whether that of descriptors is mixed too; not where it was fitted to another front end.
+        share: weight of the initial parameters, 0 to 1.
+        projection: whether to interpolate that of descriptors too; not if it was fitted to another front end.
 
     Raises:
         IntegrityError, UsageError: as `continue_from`.
     """
     before = copy.deepcopy(model)
     if not continue_from(before, start):
-        raise UsageError("optimiser.start_share: the start is of another front end, so it cannot be mixed in")
+        raise UsageError("optimiser.start_share: the start is of another front end")
     for (name, value), first in zip(model.named_parameters(), before.parameters(), strict=True):
         if projection or not name.startswith("project."):
             value.lerp_(first.to(value.device), share)
 
 
 def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trained tensors with the projection of `wanted`, and of inputs the first, which both networks have."""
+    """Trained tensors with the projection of `wanted` and only the input columns that both networks have."""
     kept = {}
     for key, value in found.items():
         ours = wanted.get(key, value)
@@ -155,14 +158,14 @@ def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) 
 
 
 def paired_states(model: MatchingNetwork, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:
-    """The points of image 0 and 1 after each layer, (B, N, …) float32."""
+    """The tokens of image 0 and 1 after each layer, (B, N, …) float32."""
     with mixed_precision(device):
         tokens = model.tokens(batch.features0.to(device), batch.features1.to(device))
         return [_paired(state.tokens) for state in model.run(tokens, ALL_LAYERS)]
 
 
 def _paired(tokens: Tokens) -> tuple[Side, Side]:
-    """Tokens of pictures with equally many points as (B, N, …)."""
+    """Tokens of images with equally many keypoints as (B, N, …)."""
     columns = [x for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None]
     columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
     return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
@@ -176,7 +179,7 @@ def assignments(
         return [log_dual_softmax(scores)]
     found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
     for _ in range(rounds):
-        links = mutual_soft_matches(found[-1][:, :-1, :-1])
-        updated = model.consensus(scores, *(side.positions for side in sides), links)
+        matches = mutual_soft_matches(found[-1][:, :-1, :-1])
+        updated = model.consensus(scores, *(side.positions for side in sides), matches)
         found.append(log_assignment(updated, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
     return found

@@ -1,4 +1,4 @@
-"""Precision and recall of a network on views of photos that it never trains on."""
+"""Precision and recall of a network on views of photos that are not trained on."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _strongest(view: CachedView, points: int) -> CachedView:
 def validate(
     model: MatchingNetwork, pairs: Sequence[ViewPair], recipe: PairRecipe, device: str = "cpu"
 ) -> dict[str, float]:
-    """Mean precision and recall at the recipe's match distance, full depth, and matches kept per pair.
+    """Mean precision and recall at the recipe's match distance, with all layers, and matches per pair.
 
-    Precision: share of matches whose reprojection is visible and near. Recall: share of true matches found.
-    `f1` is the harmonic mean of the two.
+    Precision: share of matches with a reprojection error below that distance. Recall: share of ground-truth
+    matches that are found. `f1` is the harmonic mean of the two.
     """
     full_depth = replace(model.config.policy, early_exit=False, pruning=False)
     matcher = AttentionMatcher(model.with_policy(full_depth), device=device)
-    rows = [_judge(matcher, view0, view1, recipe) for view0, view1 in pairs]
+    rows = [_measure(matcher, view0, view1, recipe) for view0, view1 in pairs]
     precisions, recalls, kept = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     precision, recall = (
         float(x[np.isfinite(x)].mean()) if np.isfinite(x).any() else 0.0 for x in (precisions, recalls)
@@ -46,20 +46,23 @@ def validate(
     return {"precision": precision, "recall": recall, "matches": float(kept.mean()), "f1": f1}
 
 
-def _judge(
+def _measure(
     matcher: AttentionMatcher, view0: CachedView, view1: CachedView, recipe: PairRecipe
 ) -> tuple[float, float, int]:
-    """Precision (NaN without matches), recall (NaN where nothing can be matched) and matches of one pair."""
+    """Precision (NaN without matches), recall (NaN without ground-truth matches) and matches of one pair."""
     matches = matcher(*(Features.stack([to_features(view)]) for view in (view0, view1)))[0]
-    truth = label_partners(view0, view1, recipe)
-    (moved0, known0), (moved1, known1) = correspondences(view0, view1), correspondences(view1, view0)
-    at0, at1 = matches.indices.T
-    there = np.linalg.norm(moved0[at0] - view1.keypoints[at1], axis=1)
-    back = np.linalg.norm(moved1[at1] - view0.keypoints[at0], axis=1)
-    error = (np.where(known0[at0], there, back) + np.where(known1[at1], back, there)) / 2
-    judged = known0[at0] | known1[at1]
-    correct = np.nan_to_num(error[judged], nan=np.inf) < recipe.match_distance
-    found = truth.partner0[matches.indices[:, 0]] == matches.indices[:, 1]
-    possible = (truth.partner0 >= 0).sum()
+    labels = label_partners(view0, view1, recipe)
+    (corresponding0, known0), (corresponding1, known1) = (
+        correspondences(view0, view1),
+        correspondences(view1, view0),
+    )
+    index0, index1 = matches.indices.T
+    forward = np.linalg.norm(corresponding0[index0] - view1.keypoints[index1], axis=1)
+    backward = np.linalg.norm(corresponding1[index1] - view0.keypoints[index0], axis=1)
+    error = (np.where(known0[index0], forward, backward) + np.where(known1[index1], backward, forward)) / 2
+    known = known0[index0] | known1[index1]
+    correct = np.nan_to_num(error[known], nan=np.inf) < recipe.match_distance
+    found = labels.partner0[index0] == index1
+    possible = (labels.partner0 >= 0).sum()
     precision = correct.mean() if len(correct) else np.nan
     return float(precision), float(found.sum() / possible) if possible else np.nan, len(matches)

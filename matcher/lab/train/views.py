@@ -1,16 +1,13 @@
 """Photos → scenes → rendered views → features, detected once and kept on disk.
 
-One file a scene, about 0.6 MB with four views; the folder is bound to the part of the recipe that shapes it
-and to the photos.
+One file per scene, about 0.6 MB with four views. The name of the folder depends on the photos, the front end
+and the part of the recipe that decides what the views are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,23 +20,23 @@ from matcher.config import ExtractorConfig
 from matcher.data.geometry import inside
 from matcher.data.image import Image
 from matcher.data.protocols import Extractor
-from matcher.errors import IntegrityError, UsageError
+from matcher.errors import UsageError
 from matcher.extract.sift import detect_sift, root_sift
 from matcher.lab.pairs.photometric import augment
 from matcher.lab.pairs.planes import NOTHING, View, build_planes, place_camera, render
 from matcher.lab.pairs.textures import PhotoSet, photos_digest
+from matcher.lab.train.cache_folder import CacheFolder
 from matcher.lab.train.recipe import Recipe, fingerprint
 from matcher.loading import build_extractor
 from matcher.weights.files import read_manifest
 
 ARRAYS = ("keypoints", "scales", "angles", "descriptors", "labels", "homographies")
-LABEL_STRIDE = 4  # visibility is kept at a quarter of the resolution
-ABANDONED_AFTER = 3600.0  # seconds after which an unfinished file belongs to no living process
+LABEL_STRIDE = 4  # plane labels are kept at a quarter of the resolution
 
 
 @dataclass(frozen=True, eq=False)
 class CachedView:
-    """Features of a rendered view and the geometry that ties it to the other views of its scene."""
+    """Features of a rendered view, and the geometry that relates it to the other views of its scene."""
 
     keypoints: np.ndarray  # (N, 2) float32, strongest first
     scales: np.ndarray  # (N,) float32
@@ -59,30 +56,22 @@ class CachedView:
         return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1)
 
     def select(self, index: np.ndarray) -> CachedView:
-        """The same view with only some of its points."""
+        """The view with only some of its keypoints."""
         names = ("keypoints", "scales", "angles", "descriptors")
         return replace(self, **{name: getattr(self, name)[index] for name in names})
 
 
-class ViewCache:
-    """A folder of scenes, made in order and each only once; several processes may make or read it at once."""
+class ViewCache(CacheFolder):
+    """A folder of scenes, one file each."""
 
     def __init__(self, root: Path, recipe: Recipe, photos: Sequence[Path]) -> None:
+        super().__init__(_own_folder(root, recipe, photos_digest(photos)))
         self.recipe = recipe
-        self.folder = _own_folder(root, recipe, photos_digest(photos))
         self.wanted = recipe.scene.scenes
 
-    def album(self, photos: Sequence[Path]) -> PhotoSet:
-        """The photos as `make` wants them."""
+    def photo_set(self, photos: Sequence[Path]) -> PhotoSet:
+        """The photos as `make` needs them."""
         return PhotoSet(photos)
-
-    def path(self, scene: int) -> Path:
-        """Where a scene is kept."""
-        return self.folder / f"{scene:06d}.npz"
-
-    def ready(self) -> list[int]:
-        """Scenes made so far."""
-        return sorted(int(p.stem) for p in self.folder.glob("??????.npz"))
 
     def make(self, photos: PhotoSet, scenes: Sequence[int]) -> Iterator[int]:
         """Make the scenes that are missing; yields each number as it is done.
@@ -93,20 +82,8 @@ class ViewCache:
         """
         for scene in scenes:
             if not self.path(scene).exists():
-                self._write(scene, make_scene(photos, self.recipe, scene))
+                self.write(scene, _arrays(make_scene(photos, self.recipe, scene)))
             yield scene
-
-    def _write(self, scene: int, views: list[CachedView]) -> None:
-        columns = {f"{name}{v}": getattr(view, name) for v, view in enumerate(views) for name in ARRAYS}
-        sizes = json.dumps([view.size for view in views])
-        photos = np.array(sorted(views[0].photos), dtype=np.int64)
-        temporary = self.folder / f".{scene:06d}.{os.getpid()}.npz"
-        try:
-            np.savez(temporary, sizes=np.array(sizes), photos=photos, **columns)
-            temporary.replace(self.path(scene))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
     def read(self, scene: int, views: Sequence[int]) -> list[CachedView]:
         """Some of the views of a scene.
@@ -114,39 +91,36 @@ class ViewCache:
         Raises:
             IntegrityError: the file is damaged.
         """
-        path = self.path(scene)
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                sizes = json.loads(str(stored["sizes"]))
-                # Older caches do not say which photos a scene shows.
-                photos = frozenset(stored["photos"].tolist() if "photos" in stored else ())
-                return [
-                    CachedView(
-                        **{name: stored[f"{name}{v}"] for name in ARRAYS},
-                        size=tuple(sizes[v]),
-                        photos=photos,
-                        kind=self.recipe.network.kind,
-                    )
-                    for v in views
-                ]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise IntegrityError(f"{path} is damaged ({error}): delete it, it will be made again") from error
+        with self.opened(scene) as stored:
+            sizes = json.loads(str(stored["sizes"]))
+            # Older caches do not name the photos of a scene.
+            photos = frozenset(stored["photos"].tolist() if "photos" in stored else ())
+            return [
+                CachedView(
+                    **{name: stored[f"{name}{v}"] for name in ARRAYS},
+                    size=tuple(sizes[v]),
+                    photos=photos,
+                    kind=self.recipe.network.kind,
+                )
+                for v in views
+            ]
 
-    def sweep(self) -> None:
-        """Remove what killed processes left unfinished."""
-        for leftover in self.folder.glob(".*.npz"):
-            if time.time() - leftover.stat().st_mtime > ABANDONED_AFTER:
-                leftover.unlink(missing_ok=True)
+
+def _arrays(views: Sequence[CachedView]) -> dict[str, np.ndarray]:
+    """The views of a scene as arrays for its file."""
+    arrays = {f"{name}{v}": getattr(view, name) for v, view in enumerate(views) for name in ARRAYS}
+    sizes = np.array(json.dumps([view.size for view in views]))
+    return {**arrays, "sizes": sizes, "photos": np.array(sorted(views[0].photos), dtype=np.int64)}
 
 
 def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
-    """The folder of these views: named after scene recipe, seed and front end, and photos if others came
-    first."""
-    name = f"views-{fingerprint(recipe.scene)}-{recipe.seed}{front_end_note(recipe)}"
+    """The folder of these views: named after scene recipe, seed and front end, and also after the photos
+    if a folder of other photos has that name."""
+    name = f"views-{fingerprint(recipe.scene)}-{recipe.seed}{front_end_suffix(recipe)}"
     plain = root / name
     if plain.exists():
         note = plain / "photos"
-        # A cache without a note comes from before there were notes; it is taken as it is.
+        # Older caches do not say which photos they were made of, and are used as they are.
         if not note.exists() or note.read_text(encoding="utf-8") == digest:
             return plain
         plain = plain.with_name(f"{plain.name}-{digest}")
@@ -155,8 +129,12 @@ def _own_folder(root: Path, recipe: Recipe, digest: str) -> Path:
     return plain
 
 
-def front_end_note(recipe: Recipe) -> str:
-    """What the name of a cache says of its front end; nothing of SIFT, which has no weights."""
+def front_end_suffix(recipe: Recipe) -> str:
+    """The front end and its weights in the name of a cache; nothing for SIFT, which has no weights.
+
+    Raises:
+        UsageError: the weights file of the recipe cannot be read.
+    """
     kind = recipe.network.kind
     if kind == "sift":
         return ""
@@ -170,7 +148,7 @@ def front_end_note(recipe: Recipe) -> str:
 
 
 def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]:
-    """Render and describe the views of one scene; the same for the same photos, recipe and number.
+    """Render the views of one scene and extract their features, reproducibly.
 
     Raises:
         UsageError: not one photo can be read.
@@ -179,26 +157,26 @@ def make_scene(photos: PhotoSet, recipe: Recipe, scene: int) -> list[CachedView]
     spatial = rng.random() < recipe.scene.spatial_share
     textures = photos.draw(int(rng.integers(3, 6)) if spatial else 1, rng)
     planes = build_planes(list(textures.values()), recipe.scene, rng)
-    shown, views = set(textures), []
+    used, views = set(textures), []
     for _ in range(recipe.scene.views):
-        backdrop = _backdrop(photos, shown, recipe, rng)
+        backdrop = _backdrop(photos, used, recipe, rng)
         camera = place_camera(recipe.scene, len(planes) > 1, rng)
-        views.append(_described(render(planes, camera, backdrop), recipe, rng))
-    return [replace(view, photos=frozenset(shown)) for view in views]
+        views.append(_extracted(render(planes, camera, backdrop), recipe, rng))
+    return [replace(view, photos=frozenset(used)) for view in views]
 
 
-def _described(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
-    """The features of a rendered view after photometric change."""
+def _extracted(view: View, recipe: Recipe, rng: np.random.Generator) -> CachedView:
+    """The features of a rendered view after photometric augmentation."""
     kind, size = recipe.network.kind, (recipe.scene.width, recipe.scene.height)
-    found = describe(augment(view.pixels, rng), kind, recipe.scene.max_keypoints, recipe.front_end)
+    found = detect_and_describe(augment(view.pixels, rng), kind, recipe.scene.max_keypoints, recipe.front_end)
     labels = view.labels[::LABEL_STRIDE, ::LABEL_STRIDE].copy()
     return CachedView(*found, labels, view.homographies, size, kind=kind)
 
 
-def describe(
+def detect_and_describe(
     pixels: np.ndarray, kind: str, max_keypoints: int, weights: str = ""
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Keypoints, scales, angles and descriptors of a grey picture, as a `CachedView` keeps them."""
+    """Keypoints, scales, angles and descriptors of a grey image, in the form that `CachedView` keeps."""
     if kind == "sift":
         found = detect_sift(pixels, None, ExtractorConfig(max_keypoints=max_keypoints))
         points, scales, angles, _, descriptors = found
@@ -214,22 +192,22 @@ def _extractor(kind: str, max_keypoints: int, weights: str) -> Extractor:
     return build_extractor(ExtractorConfig(kind=kind, max_keypoints=max_keypoints), weights or None)
 
 
-def _backdrop(photos: PhotoSet, shown: set[int], recipe: Recipe, rng: np.random.Generator) -> np.ndarray:
-    """What is seen beside the scene: one grey, or a photo that is nowhere else in it, noted in `shown`."""
+def _backdrop(photos: PhotoSet, used: set[int], recipe: Recipe, rng: np.random.Generator) -> np.ndarray:
+    """The background: one grey value, or a photo that is not yet in the scene, which is added to `used`."""
     size = (recipe.scene.width, recipe.scene.height)
     if rng.random() < 0.5:
-        for number, photo in photos.draw(1, rng, avoid=shown).items():
-            shown.add(number)
+        for number, photo in photos.draw(1, rng, avoid=used).items():
+            used.add(number)
             return cv2.resize(photo, size, interpolation=cv2.INTER_AREA)
     return np.full(size[::-1], int(rng.integers(0, 256)), np.uint8)
 
 
 def plane_of(points: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(N,) index of the plane seen at each point (N, 2), NOTHING outside the picture; NaN is outside."""
+    """(N,) index of the plane at each point (N, 2), NOTHING outside the image; NaN counts as outside."""
     finite = np.nan_to_num(points, nan=-1e6).clip(-1e6, 1e6)
     height, width = labels.shape
     within = inside(finite, (width * LABEL_STRIDE, height * LABEL_STRIDE))
-    # Label (i, j) is that of pixel (i, j)·stride; the nearest one is taken.
+    # Label (i, j) belongs to pixel (i, j)·stride; the nearest one is used.
     cells = np.rint(finite[within] / LABEL_STRIDE).astype(np.int64).clip(0, (width - 1, height - 1))
     found = np.full(len(points), NOTHING, np.uint8)
     found[within] = labels[cells[:, 1], cells[:, 0]]

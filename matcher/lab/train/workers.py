@@ -1,4 +1,4 @@
-"""Processes that render views beside the training."""
+"""Processes that render views during training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ViewWorkers:
         ]
 
     def __enter__(self) -> ViewWorkers:
-        self.cache.sweep()
+        self.cache.remove_unfinished()
         for process in self._processes:
             process.start()
         return self
@@ -52,14 +52,14 @@ class ViewWorkers:
             process.join()
 
     def alive(self) -> bool:
-        """Whether any worker is still at work."""
+        """Whether any worker is still running."""
         return any(process.is_alive() for process in self._processes)
 
-    def listen(self) -> None:
+    def log_unreadable(self) -> None:
         """Log photos that were found unreadable since the last call.
 
         Raises:
-            MatcherError, OSError: what made a worker give up, such as a full disk.
+            MatcherError, OSError: the error that ended a worker, such as a full disk.
         """
         new: set[Path] = set()
         while not self._reports.empty():
@@ -80,17 +80,17 @@ def make_views(
 ) -> None:
     """Fill a cache; the body of a worker process.
 
-    Reports lists of unreadable photos, or the error that ended the work. Ends with the parent, even if that
-    was killed.
+    Reports lists of unreadable photos, or the error that ended the work. Ends with the parent process,
+    even if that was killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     cv2.setNumThreads(1)
-    parent, album, reported = multiprocessing.parent_process(), cache.album(photos), 0
+    parent, photo_set, reported = multiprocessing.parent_process(), cache.photo_set(photos), 0
     try:
-        for _ in cache.make(album, scenes):
-            if len(album.unreadable) > reported:
-                reported = len(album.unreadable)
-                reports.put([album.photos[number] for number in album.unreadable])
+        for _ in cache.make(photo_set, scenes):
+            if len(photo_set.unreadable) > reported:
+                reported = len(photo_set.unreadable)
+                reports.put([photo_set.photos[number] for number in photo_set.unreadable])
             if parent is not None and not parent.is_alive():
                 return
     except (MatcherError, OSError) as error:

@@ -1,1 +1,1 @@
-"""Depth and poses for pictures of real places: structure from motion, dense stereo, and what agrees."""
+"""Depth and poses for photos of real scenes: structure from motion, multi-view stereo, consistency checks."""

@@ -1,4 +1,4 @@
-"""What several pictures agree on: depth confirmed by others, pairs confirmed by independent matches."""
+"""Consistency of several images: depth confirmed by other views, pairs confirmed by independent matches."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.lab.pairs.dense import HIDDEN, SEEN_STATE, UNKNOWN, transfer
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, transfer
 from matcher.lab.pairs.labelling.matching import mutual_matches
 from matcher.lab.pairs.posed import PosedView, dense_positions, sparse_positions
 
-CONFIRMED_BY = 2  # neighbours (one where there is only one)
+MIN_CONSISTENT = 2  # neighbouring views (one where there is only one)
 SPECKLE = 60  # pixels; smaller islands of depth are dropped
-LEAST_SEEN, MOST_SEEN = 0.01, 0.95  # of the pixels of either picture
-LEAST_MOVED = 0.03  # of the width, median, for pairs that are seen almost whole
-LEAST_MATCHES = 12  # independent matches within `FAR` that judge a pair
-FAR = 12.0  # pixels
-MEDIAN_ERROR = 1.0  # pixels
+MIN_OVERLAP, MAX_OVERLAP = 0.01, 0.95  # visible share of the pixels of either image
+MIN_MOTION = 0.03  # median, relative to the width, for pairs with an overlap above MAX_OVERLAP
+MIN_MATCHES = 12  # independent matches within OUTLIER that are needed to accept a pair
+OUTLIER = 12.0  # pixels
+MAX_MEDIAN_ERROR = 1.0  # pixels
 RATIO = 0.8
-PROBES = 400  # pixels for a first look
+PROBES = 400  # pixels of a first test
 
 
-def agreeing(views: Sequence[PosedView], neighbours: Sequence[Sequence[int]]) -> list[PosedView]:
-    """The views with depth only where enough neighbours have the same surface at the same place."""
+def keep_consistent_depth(views: Sequence[PosedView], neighbours: Sequence[Sequence[int]]) -> list[PosedView]:
+    """The views with depth only where enough neighbouring views are consistent with it."""
     kept = []
     for view, others in zip(views, neighbours, strict=True):
         votes = np.zeros(view.pixels.shape, np.uint8)
         for other in others:
             votes += dense_positions(view, views[other])[0] >= 0
-        confirmed = votes >= min(CONFIRMED_BY, max(len(others), 1))
-        kept.append(replace(view, inverse_depth=_without_specks(view.inverse_depth, confirmed)))
+        confirmed = votes >= min(MIN_CONSISTENT, max(len(others), 1))
+        kept.append(replace(view, inverse_depth=_without_speckles(view.inverse_depth, confirmed)))
     return kept
 
 
-def _without_specks(inverse: np.ndarray, confirmed: np.ndarray) -> np.ndarray:
+def _without_speckles(inverse: np.ndarray, confirmed: np.ndarray) -> np.ndarray:
     mask = (confirmed & (inverse > 0)).astype(np.uint8)
     _, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
     large = stats[:, cv2.CC_STAT_AREA] >= SPECKLE
@@ -44,64 +44,66 @@ def _without_specks(inverse: np.ndarray, confirmed: np.ndarray) -> np.ndarray:
 
 
 def choose_pairs(views: Sequence[PosedView]) -> list[tuple[int, int, float]]:
-    """Pairs (i, j, share seen) that show enough in common, from different places, and that SIFT confirms."""
-    described = [described_by_sift(view.pixels) for view in views]
+    """Pairs (i, j, overlap) with enough overlap, from different viewpoints, and confirmed by SIFT matches."""
+    features = [sift_features(view.pixels) for view in views]
     chosen = []
     for i in range(len(views)):
         for j in range(i + 1, len(views)):
-            if not _anything_common(views[i], views[j]):
+            if not _may_overlap(views[i], views[j]):
                 continue
             positions = dense_positions(views[i], views[j])
-            seen = float((positions[0] >= 0).mean())
-            back = float((dense_positions(views[j], views[i])[0] >= 0).mean()) if seen > LEAST_SEEN else 0.0
-            if min(seen, back) < LEAST_SEEN or _stands_still(positions):
+            overlap = float((positions[0] >= 0).mean())
+            back = (
+                float((dense_positions(views[j], views[i])[0] >= 0).mean()) if overlap > MIN_OVERLAP else 0.0
+            )
+            if min(overlap, back) < MIN_OVERLAP or _same_viewpoint(positions):
                 continue
-            if sift_error(described[i], described[j], positions) <= MEDIAN_ERROR:
-                chosen.append((i, j, round(min(seen, back), 3)))
+            if sift_error(features[i], features[j], positions) <= MAX_MEDIAN_ERROR:
+                chosen.append((i, j, round(overlap, 3)))
     return chosen
 
 
-def _anything_common(view0: PosedView, view1: PosedView) -> bool:
-    """Whether any of a few pixels of known depth is seen in the other view: quick, for pairs far apart."""
+def _may_overlap(view0: PosedView, view1: PosedView) -> bool:
+    """Whether any of a few pixels of known depth is visible in the other view: a quick test."""
     rows, columns = np.nonzero(view0.inverse_depth > 0)
     some = slice(None, None, max(1, len(rows) // PROBES))
     points = np.column_stack([columns[some], rows[some]]).astype(np.float32)
     return len(points) > 0 and bool((sparse_positions(view0, view1, points)[:, 0] >= 0).any())
 
 
-def _stands_still(positions: np.ndarray) -> bool:
-    seen = positions[0] >= 0
-    width = seen.shape[1]
-    rows, columns = np.nonzero(seen)
-    moved = np.hypot(positions[0][seen] - columns, positions[1][seen] - rows)
+def _same_viewpoint(positions: np.ndarray) -> bool:
+    """Whether nearly everything is visible in the other image and hardly moves."""
+    visible = positions[0] >= 0
+    width = visible.shape[1]
+    rows, columns = np.nonzero(visible)
+    motion = np.hypot(positions[0][visible] - columns, positions[1][visible] - rows)
     known = max((positions[0] != UNKNOWN).sum(), 1)
-    mostly = seen.sum() / known > MOST_SEEN or (positions[0] == HIDDEN).mean() < 0.05
-    return bool(mostly and np.median(moved) < LEAST_MOVED * width)
+    mostly = visible.sum() / known > MAX_OVERLAP or (positions[0] == HIDDEN).mean() < 0.05
+    return bool(mostly and np.median(motion) < MIN_MOTION * width)
 
 
-Described = tuple[np.ndarray, np.ndarray]
+SiftFeatures = tuple[np.ndarray, np.ndarray]
 
 
-def described_by_sift(pixels: np.ndarray) -> Described:
-    """SIFT's points (N, 2) and root descriptors (N, 128)."""
+def sift_features(pixels: np.ndarray) -> SiftFeatures:
+    """SIFT keypoints (N, 2) and RootSIFT descriptors (N, 128)."""
     points, descriptors = cv2.SIFT_create(2000).detectAndCompute(pixels, None)
     if descriptors is None:
         return np.zeros((0, 2), np.float32), np.zeros((0, 128), np.float32)
-    shares = descriptors / np.maximum(descriptors.sum(1, keepdims=True), 1e-9)
-    return np.array([point.pt for point in points], np.float32), np.sqrt(shares)
+    normalised = descriptors / np.maximum(descriptors.sum(1, keepdims=True), 1e-9)
+    return np.array([point.pt for point in points], np.float32), np.sqrt(normalised)
 
 
-def match_errors(first: Described, second: Described, positions: np.ndarray) -> np.ndarray:
-    """(M,) pixels between SIFT's mutual matches that pass the ratio test and positions (2, H, W), where those
-    are seen."""
+def match_errors(first: SiftFeatures, second: SiftFeatures, positions: np.ndarray) -> np.ndarray:
+    """(M,) errors in pixels of mutual SIFT matches that pass the ratio test, under positions (2, H, W), where
+    the point is visible."""
     index0, index1 = mutual_matches(first[1], second[1], RATIO).T
-    moved, state = transfer(first[0][index0], positions)
-    return np.linalg.norm(moved - second[0][index1], axis=1)[state == SEEN_STATE]
+    transferred, state = transfer(first[0][index0], positions)
+    return np.linalg.norm(transferred - second[0][index1], axis=1)[state == VISIBLE_STATE]
 
 
-def sift_error(first: Described, second: Described, positions: np.ndarray) -> float:
-    """Median pixels between SIFT's matches and positions (2, H, W), of those within `FAR`; infinite for few,
-    or where more than half of those that are seen lie farther off."""
+def sift_error(first: SiftFeatures, second: SiftFeatures, positions: np.ndarray) -> float:
+    """Median of `match_errors` below `OUTLIER`; infinite for few matches or mostly outliers."""
     error = match_errors(first, second, positions)
-    near = error[error < FAR]
-    return float(np.median(near)) if len(near) >= max(LEAST_MATCHES, len(error) / 2) else float("inf")
+    near = error[error < OUTLIER]
+    return float(np.median(near)) if len(near) >= max(MIN_MATCHES, len(error) / 2) else float("inf")

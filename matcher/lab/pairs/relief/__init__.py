@@ -1,1 +1,1 @@
-"""Scenes with relief and clutter, made of photos, plain surfaces and noise; depth is known at every pixel."""
+"""Scenes with relief and clutter, made of photos, plain surfaces and noise, with the depth of every pixel."""

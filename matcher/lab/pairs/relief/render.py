@@ -1,6 +1,6 @@
 """Surfaces → pixels and inverse depth, nearest first; relief is traced from its highest layer downwards.
 
-Relief mapping as of Policarpo, Oliveira & Comba (2005): a linear search for the first layer below the
+Relief mapping as in Policarpo, Oliveira & Comba (2005): a linear search for the first layer below the
 surface, then secant steps.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 from matcher.lab.pairs.posed import NOTHING, PosedView
 from matcher.lab.pairs.relief.surfaces import Surface
 
-NEAR = 0.05  # metres; what is nearer to the camera is cut off
+NEAR = 0.05  # metres; the near plane
 LAYERS, SECANTS = (3, 10), 3  # fewest and most layers
-LAYER_TEXELS = 4.0  # by which a ray moves between two layers, where that needs fewer than the most
+LAYER_TEXELS = 4.0  # between two layers along a ray, as far as the largest number of layers allows
 SUBPIXEL_BITS = 4
 
 
@@ -38,13 +38,13 @@ class ViewCamera:
 
     @property
     def centre(self) -> np.ndarray:
-        """(3,) where it is in the world."""
+        """(3,) position of the camera in the world."""
         return -self.R.T @ self.t
 
 
 @dataclass(frozen=True, eq=False)
 class _Patch:
-    """What a surface contributes to a window of the picture."""
+    """A surface rendered into a window of the image."""
 
     pixels: np.ndarray
     inverse_depth: np.ndarray
@@ -52,11 +52,11 @@ class _Patch:
 
 
 def render(surfaces: list[Surface], camera: ViewCamera, backdrop: np.ndarray) -> PosedView:
-    """The nearest surface at each pixel; `backdrop` (H, W) uint8, which is nowhere, where there is none."""
+    """The nearest surface at each pixel; `backdrop` (H, W) uint8, without depth, where there is none."""
     pixels = backdrop.copy()
     inverse_depth = np.full(backdrop.shape, NOTHING, np.float32)
     for surface in surfaces:
-        window = reached(surface, camera)
+        window = projected_window(surface, camera)
         if window is None:
             continue
         rows, columns, outline = window
@@ -68,26 +68,26 @@ def render(surfaces: list[Surface], camera: ViewCamera, backdrop: np.ndarray) ->
     return PosedView(pixels, inverse_depth, camera.K, camera.cam_from_world)
 
 
-def reached(surface: Surface, camera: ViewCamera) -> tuple[slice, slice, np.ndarray] | None:
-    """Rows and columns of the picture that a surface can reach, and its outline (N, 2) px; None if none."""
+def projected_window(surface: Surface, camera: ViewCamera) -> tuple[slice, slice, np.ndarray] | None:
+    """Rows and columns of the image that a surface may cover, and its outline (N, 2) px; None if none."""
     corners = surface.corners()
     outlines = [_outline(corners @ camera.R.T + camera.t, camera.K)]
     if surface.heights is not None:
         raised = corners + surface.facing * float(surface.heights.max())
         outlines.append(_outline(raised @ camera.R.T + camera.t, camera.K))
-    reached = np.concatenate(outlines)
-    if not len(reached):
+    corners = np.concatenate(outlines)
+    if not len(corners):
         return None
     width, height = camera.size
-    low = np.floor(reached.min(0)).clip(0, (width, height)).astype(int)
-    high = (np.ceil(reached.max(0)) + 1).clip(0, (width, height)).astype(int)
+    low = np.floor(corners.min(0)).clip(0, (width, height)).astype(int)
+    high = (np.ceil(corners.max(0)) + 1).clip(0, (width, height)).astype(int)
     if (high - low < 2).any():
         return None
     return slice(low[1], high[1]), slice(low[0], high[0]), outlines[0]
 
 
 def _outline(corners: np.ndarray, K: np.ndarray) -> np.ndarray:
-    """(N, 2) pixels of a polygon (M, 3) in camera axes, cut off at the near plane; empty if behind it."""
+    """(N, 2) pixels of a polygon (M, 3) in camera axes, clipped at the near plane; empty if behind it."""
     kept = []
     for a, b in zip(corners, np.roll(corners, -1, 0), strict=True):
         if a[2] > NEAR:
@@ -102,7 +102,7 @@ def _flat(surface: Surface, camera: ViewCamera, rows: slice, columns: slice, out
     H = _homography(surface, camera)
     H = np.array([[1, 0, -columns.start], [0, 1, -rows.start], [0, 0, 1.0]]) @ H
     size = (columns.stop - columns.start, rows.stop - rows.start)
-    if abs(np.linalg.det(H)) < 1e-18:  # seen edge on
+    if abs(np.linalg.det(H)) < 1e-18:  # seen from its edge
         empty = np.zeros(size[::-1], np.float32)
         return _Patch(empty.astype(np.uint8), empty, empty > 0)
     a, b, c = np.linalg.inv(H)[2].astype(np.float32)
@@ -125,8 +125,8 @@ def _flat(surface: Surface, camera: ViewCamera, rows: slice, columns: slice, out
 
 
 def _minified(texture: np.ndarray, H: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The texture in the resolution in which the middle of a window of `size` shows it, if that is lower, and
-    (2,) texels of it per texel of the original, (across, along)."""
+    """The texture, reduced to the resolution at the middle of a window of `size` if that is lower, and its
+    scale (2,) relative to the original."""
     u, v, w = np.linalg.inv(H) @ [size[0] / 2, size[1] / 2, 1]
     height, width = texture.shape
     middle = np.clip([u / w, v / w], 0, (width, height)) if abs(w) > 1e-12 else np.array([width, height]) / 2
@@ -146,7 +146,7 @@ def _rescaled(scale: np.ndarray) -> np.ndarray:
 
 
 def _traced(surface: Surface, camera: ViewCamera, rows: slice, columns: slice, outline: np.ndarray) -> _Patch:
-    """The first crossing of each pixel's ray with a surface of relief."""
+    """The first crossing of each pixel's ray with a surface with relief."""
     axes = np.column_stack([surface.right, surface.down, surface.facing])
     to_texels = np.linalg.inv(axes)
     cu, cv, ch = (to_texels @ (camera.centre - surface.origin)).astype(np.float32)
@@ -157,7 +157,7 @@ def _traced(surface: Surface, camera: ViewCamera, rows: slice, columns: slice, o
         for row in to_texels @ camera.R.T @ np.linalg.inv(camera.K)
     )
     top = float(surface.heights.max()) * 1.001 + 1e-6
-    if ch <= top:  # the camera is in the relief or behind it
+    if ch <= top:  # the camera is inside or behind the relief
         return _Patch(np.zeros(dh.shape, np.uint8), dh, np.zeros(dh.shape, bool))
     downwards = dh < -1e-6
     slope = 1 / np.where(downwards, dh, -1)
@@ -201,9 +201,9 @@ def _search(
         )
         return height - relief
 
-    moved = float(np.quantile(np.hypot(slope[0][::16, ::16], slope[1][::16, ::16]), 0.8)) * top
-    layers = int(np.clip(np.ceil(moved / LAYER_TEXELS), *LAYERS))
-    # Layers passed before the first one that lies in the relief.
+    length = float(np.quantile(np.hypot(slope[0][::16, ::16], slope[1][::16, ::16]), 0.8)) * top
+    layers = int(np.clip(np.ceil(length / LAYER_TEXELS), *LAYERS))
+    # Number of layers before the first one below the relief.
     searching, passed = np.ones(start[0].shape, bool), np.zeros(start[0].shape, np.float32)
     for layer in range(layers - 1, 0, -1):
         searching &= above(np.float32(top * layer / layers)) > 0

@@ -10,9 +10,9 @@ import numpy as np
 from matcher.lab.pairs.relief.surfaces import (
     Surface,
     box,
+    random_rotation,
     rectangle,
     room,
-    turned_by,
     upright,
     with_relief,
 )
@@ -32,7 +32,7 @@ CLEARANCE = 0.3  # metres between a camera and the walls
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """Surfaces, where cameras can be, and what they look at."""
+    """Surfaces, the space for cameras and lamps, and points for cameras to look at."""
 
     surfaces: list[Surface]
     low: np.ndarray  # (3,) corners of the space for cameras
@@ -50,10 +50,10 @@ def draw_scene(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scen
 
 
 def _room(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
-    """A room of six walls, mostly plain, with posters, boxes on the floor and things that hang in the air."""
+    """A room of six walls, mostly plain, with posters, boxes on the floor and floating cut-outs."""
     half = np.array([rng.uniform(1.2, 4), rng.uniform(1.1, 1.6), rng.uniform(1.5, 5)])
     plain = rng.uniform(0.3, 0.9)
-    paint = plain_texture(rng)  # walls of one room are often painted alike
+    paint = plain_texture(rng)  # walls of one room often have the same paint
     textures = [_wall_texture(photos, plain, paint, rng) for _ in range(6)]
     walls = room(textures, -half, half)
     chosen = int(rng.integers(5))
@@ -76,7 +76,7 @@ def _room(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
 def _wall_texture(
     photos: PhotoSet | DrawnPhotos, plain: float, paint: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """(h, w) uint8 for a surface of metres: paint, a pattern, or a photo repeated like a wallpaper."""
+    """(h, w) uint8 for a wall or floor: paint, a pattern, or a photo repeated like wallpaper."""
     kind = rng.random()
     if kind < plain:
         return paint if rng.random() < 0.6 else plain_texture(rng)
@@ -84,14 +84,14 @@ def _wall_texture(
         return pattern_texture(rng)
     tile = photo_texture(photos, rng, WALL_TEXELS // 2)
     mirrored = np.hstack([tile, tile[:, ::-1]])
-    picture = cv2.resize(np.vstack([mirrored, mirrored[::-1]]), (WALL_TEXELS, WALL_TEXELS))
+    wallpaper = cv2.resize(np.vstack([mirrored, mirrored[::-1]]), (WALL_TEXELS, WALL_TEXELS))
     grain = np.empty((WALL_TEXELS // 2,) * 2, np.float32)
     cv2.randn(grain, 0, int(rng.integers(1, 12)))
-    return cv2.add(picture, cv2.resize(grain, picture.shape[::-1]), dtype=cv2.CV_8U)
+    return cv2.add(wallpaper, cv2.resize(grain, wallpaper.shape[::-1]), dtype=cv2.CV_8U)
 
 
 def _poster(wall: Surface, photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Surface:
-    """A picture that hangs a few centimetres before a wall."""
+    """A poster a few centimetres in front of a wall."""
     texture = draw_texture(photos, 0.15, rng)
     corners = wall.corners()
     sides = np.linalg.norm(corners[1] - corners[0]), np.linalg.norm(corners[3] - corners[0])
@@ -107,7 +107,7 @@ def _poster(wall: Surface, photos: PhotoSet | DrawnPhotos, rng: np.random.Genera
         ]
     )
     centre = centre + wall.facing * (relief + rng.uniform(0.01, 0.06))
-    return upright(texture, centre, longer, turn, casts=False, gloss=_gloss(rng))
+    return upright(texture, centre, longer, turn, casts_shadows=False, gloss=_gloss(rng))
 
 
 def _gloss(rng: np.random.Generator) -> float:
@@ -137,18 +137,20 @@ def _standing_box(
 def _cut_out(
     photos: PhotoSet | DrawnPhotos, centre: np.ndarray, longer: float, rng: np.random.Generator
 ) -> Surface:
-    """Something flat with an outline of its own: a leaf, a fence, branches."""
+    """A flat surface with an irregular outline: a leaf, a fence, branches."""
     outline = draw_outline(rng)
     texture = cv2.resize(draw_texture(photos, 0.5, rng), outline.shape[::-1], interpolation=cv2.INTER_AREA)
-    turn = turned_by(70, rng)
-    return upright(texture, centre, longer, turn, solid=outline, casts=rng.random() < 0.5)
+    turn = random_rotation(70, rng)
+    return upright(texture, centre, longer, turn, solid=outline, casts_shadows=rng.random() < 0.5)
 
 
 def _table(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
-    """Boxes and flat things on a table or floor that fills the view, seen from above."""
+    """Boxes and cut-outs on a table or floor that fills the view, seen from above."""
     half = np.array([1.5, 0.0, 1.5])
     texture = _wall_texture(photos, 0.35, plain_texture(rng), rng)
-    ground = rectangle(texture, np.zeros(3), np.array([9.0, 0, 0]), np.array([0, 0, -9.0]), casts=False)
+    ground = rectangle(
+        texture, np.zeros(3), np.array([9.0, 0, 0]), np.array([0, 0, -9.0]), casts_shadows=False
+    )
     if rng.random() < 0.5:
         ground = _roughened(ground, rng.uniform(0.01, 0.05), rng)
     surfaces = [ground]
@@ -163,15 +165,19 @@ def _table(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
 
 
 def _wall(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
-    """A wall with relief and, in front of it, tilted pictures, cut-outs and sometimes a box."""
+    """A wall with relief and, in front of it, tilted panels and cut-outs."""
     photo = photo_texture(photos, rng, WALL_TEXELS) if rng.random() < 0.75 else draw_texture(photos, 0.5, rng)
-    wall = upright(photo, np.array([0, 0, 3.0]), rng.uniform(4.5, 8), turned_by(25, rng), casts=False)
+    wall = upright(
+        photo, np.array([0, 0, 3.0]), rng.uniform(4.5, 8), random_rotation(25, rng), casts_shadows=False
+    )
     if rng.random() < 0.8:
         wall = _roughened(wall, rng.uniform(0.03, 0.2), rng)
     surfaces = [replace(wall, gloss=_gloss(rng))]
     for _ in range(int(rng.integers(0, 4))):
         centre = np.append(rng.uniform(-1.2, 1.2, 2), rng.uniform(1.2, 2.3))
-        surface = upright(draw_texture(photos, 0.2, rng), centre, rng.uniform(0.3, 1.2), turned_by(60, rng))
+        surface = upright(
+            draw_texture(photos, 0.2, rng), centre, rng.uniform(0.3, 1.2), random_rotation(60, rng)
+        )
         if rng.random() < 0.3:
             surface = _roughened(surface, rng.uniform(0.03, 0.2), rng)
         surfaces.append(surface)

@@ -1,4 +1,4 @@
-"""Pairs of pictures of scenes with relief."""
+"""Pairs of images of scenes with relief."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import cv2
 import numpy as np
 
 from matcher.lab.pairs.dense import DensePair
-from matcher.lab.pairs.framing import disturbed_lens
+from matcher.lab.pairs.framing import with_distortion
 from matcher.lab.pairs.photometric import capture
 from matcher.lab.pairs.posed import PosedView, dense_positions
-from matcher.lab.pairs.relief.lighting import draw_lights, lit
+from matcher.lab.pairs.relief.lighting import draw_lights, illuminate
 from matcher.lab.pairs.relief.render import ViewCamera, render
 from matcher.lab.pairs.relief.scenes import Scene, draw_scene
 from matcher.lab.pairs.relief.textures import photo_texture
@@ -20,7 +20,7 @@ from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 ATTEMPTS = 8  # for the second camera, before the scene is given up
 SAME_LIGHT_SHARE = 0.5
 LENS_SHARE, PHOTO_BACKDROP_SHARE = 0.3, 0.4
-LEAST_SEEN, MOST_SEEN = 0.12, 0.9
+MIN_OVERLAP, MAX_OVERLAP = 0.12, 0.9  # smaller share of covisible pixels of the two images
 
 
 class Relief:
@@ -47,15 +47,15 @@ class Relief:
                 continue
             views = _rendered(scene, cameras, photos, rng)
             if rng.random() < LENS_SHARE:
-                views = tuple(disturbed_lens(view, rng) for view in views)
+                views = tuple(with_distortion(view, rng) for view in views)
             pair = DensePair(
                 *(capture(view.pixels, rng) for view in views),
                 dense_positions(*views),
                 dense_positions(*views[::-1]),
                 source="relief",
-                photos=frozenset(photos.names),
+                scenes=frozenset(photos.names),
             )
-            if pair.seen > LEAST_SEEN / 2:
+            if pair.visible_share > MIN_OVERLAP / 2:
                 return pair
 
 
@@ -68,7 +68,7 @@ def _rendered(
         backdrop = np.full(camera.size[::-1], int(rng.integers(256)), np.uint8)
         if rng.random() < PHOTO_BACKDROP_SHARE:
             backdrop = cv2.resize(photo_texture(photos, rng), camera.size, interpolation=cv2.INTER_AREA)
-        views.append(render(lit(scene.surfaces, lights, camera, rng), camera, backdrop))
+        views.append(render(illuminate(scene.surfaces, lights, camera, rng), camera, backdrop))
         lights = lights if rng.random() < SAME_LIGHT_SHARE else draw_lights(*scene.lamps, rng)
     return tuple(views)
 
@@ -76,27 +76,26 @@ def _rendered(
 def _cameras(
     scene: Scene, size: tuple[int, int], rng: np.random.Generator
 ) -> tuple[ViewCamera, ViewCamera] | None:
-    """Two cameras that see something in common, by a coarse sketch of the scene; None where none is found."""
+    """Two cameras whose views overlap, by a coarse rendering of the scene; None where none are found."""
     first = _first_camera(scene, size, rng)
-    sketch0 = _sketch(scene, first)
-    shown = sketch0.inverse_depth > 0
-    if shown.mean() < 0.6 or np.median(sketch0.inverse_depth[shown]) > 2.5:
+    view0 = _coarse_view(scene, first)
+    covered = view0.inverse_depth > 0
+    if covered.mean() < 0.6 or np.median(view0.inverse_depth[covered]) > 2.5:
         return None
     for _ in range(ATTEMPTS):
-        second = _second_camera(scene, first, 1 / float(np.median(sketch0.inverse_depth[shown])), rng)
-        sketch1 = _sketch(scene, second)
+        second = _second_camera(scene, first, 1 / float(np.median(view0.inverse_depth[covered])), rng)
+        view1 = _coarse_view(scene, second)
         shares = [
-            float((dense_positions(*views)[0] >= 0).mean())
-            for views in ((sketch0, sketch1), (sketch1, sketch0))
+            float((dense_positions(*views)[0] >= 0).mean()) for views in ((view0, view1), (view1, view0))
         ]
-        if LEAST_SEEN < min(shares) < MOST_SEEN:
+        if MIN_OVERLAP < min(shares) < MAX_OVERLAP:
             return first, second
     return None
 
 
-def _sketch(scene: Scene, camera: ViewCamera) -> PosedView:
-    """The scene in a twelfth of the resolution, without relief: depth alone is of interest."""
-    scale = 12 / 1
+def _coarse_view(scene: Scene, camera: ViewCamera) -> PosedView:
+    """The scene in a twelfth of the resolution, without relief: only its depth is used."""
+    scale = 12
     size = tuple(max(8, round(side / scale)) for side in camera.size)
     K = np.diag([1 / scale, 1 / scale, 1]) @ camera.K
     bare = [replace(s, heights=None, texture=s.texture) for s in scene.surfaces]
@@ -104,17 +103,17 @@ def _sketch(scene: Scene, camera: ViewCamera) -> PosedView:
 
 
 def _first_camera(scene: Scene, size: tuple[int, int], rng: np.random.Generator) -> ViewCamera:
-    """A camera in the scene's space that looks about at one of its targets, held about upright."""
+    """A camera in the scene's space that looks roughly at one of its targets, held roughly upright."""
     width, height = size
     focal = rng.uniform(0.7, 1.3) * max(size)
     K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
     centre = rng.uniform(scene.low, scene.high)
     target = scene.targets[rng.integers(len(scene.targets))] + rng.normal(0, 0.2, 3)
-    R = _look(centre, target, rng.normal(0, 6))
+    R = _look_at(centre, target, rng.normal(0, 6))
     return ViewCamera(K, R, -R @ centre, size)
 
 
-def _look(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
+def _look_at(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
     """(3, 3) camera from world of a camera at `centre` that looks at `target`, rolled by degrees."""
     forward = (target - centre) / np.linalg.norm(target - centre)
     right = np.cross([0, 1.0, 0], forward)
@@ -124,7 +123,7 @@ def _look(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
 
 
 def _second_camera(scene: Scene, first: ViewCamera, depth: float, rng: np.random.Generator) -> ViewCamera:
-    """Somewhere else, looking about at what is `depth` metres before the first; zoomed by up to 2.5."""
+    """A camera elsewhere that looks roughly at the point `depth` metres ahead of the first."""
     width, height = first.size
     zoom = float(np.exp(rng.normal(0, 0.35)).clip(0.4, 2.5))
     K = np.diag([zoom, zoom, 1]) @ first.K
@@ -133,6 +132,6 @@ def _second_camera(scene: Scene, first: ViewCamera, depth: float, rng: np.random
     step *= rng.uniform(0.05, 0.8) * depth / max(np.linalg.norm(step), 1e-6)
     centre = (first.centre + step).clip(scene.low, scene.high)
     target = first.centre + first.R[2] * depth + rng.normal(0, 0.15 * depth, 3)
-    wild = rng.random() < 0.12
-    R = _look(centre, target, rng.uniform(-180, 180) if wild else rng.normal(0, 8))
+    any_roll = rng.random() < 0.12
+    R = _look_at(centre, target, rng.uniform(-180, 180) if any_roll else rng.normal(0, 8))
     return ViewCamera(K, R, -R @ centre, first.size)

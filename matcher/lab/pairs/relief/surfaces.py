@@ -1,6 +1,6 @@
-"""Surfaces in space: flat or with relief, whole or cut out, and boxes and rooms made of them.
+"""Surfaces in space: flat or with relief, rectangular or cut out; boxes and rooms made of them.
 
-World axes are those of a camera that looks along z: x to the right, y down; lengths in metres, roughly.
+World axes are those of a camera that looks along z: x to the right, y down; lengths in metres.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy as np
 class Surface:
     """A textured parallelogram: texel (u, v) lies at origin + u·right + v·down (− heights·normal).
 
-    Its normal is right × down, away from who looks at it upright: relief and light are on the other side.
+    Its normal is right × down and points away from the viewer; relief and light are on the viewer's side.
     """
 
-    texture: np.ndarray  # (h, w) uint8, share of light reflected
+    texture: np.ndarray  # (h, w) uint8, reflectance
     origin: np.ndarray  # (3,)
     right: np.ndarray  # (3,) metres per texel
     down: np.ndarray  # (3,)
     solid: np.ndarray | None = None  # (h, w) bool of a cut-out
-    heights: np.ndarray | None = None  # (h, w) float32 metres above the plane, towards who looks at it
+    heights: np.ndarray | None = None  # (h, w) float32 metres above the plane, towards the viewer
     gloss: float = 0.0  # strength of the highlight
-    casts: bool = True  # whether it shades others
+    casts_shadows: bool = True  # on other surfaces
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Texels (rows, columns)."""
+        """(rows, columns) in texels."""
         return self.texture.shape[0], self.texture.shape[1]
 
     @cached_property
     def facing(self) -> np.ndarray:
-        """(3,) unit vector towards who looks at it."""
+        """(3,) unit vector towards the viewer."""
         normal = np.cross(self.down, self.right)
         return normal / np.linalg.norm(normal)
 
@@ -64,8 +64,8 @@ def upright(
     return rectangle(texture, centre, turn[:, 0] * step * width, turn[:, 1] * step * height, **more)
 
 
-def turned_by(limit: float, rng: np.random.Generator) -> np.ndarray:
-    """(3, 3) rotation by up to `limit` degrees about an axis in the picture, and a little in the picture."""
+def random_rotation(limit: float, rng: np.random.Generator) -> np.ndarray:
+    """(3, 3) tilt by up to `limit` degrees about a random axis in the image plane, and a small roll."""
     direction, angle = rng.uniform(0, 2 * np.pi), np.deg2rad(limit) * rng.random()
     tilt = cv2.Rodrigues(angle * np.array([np.cos(direction), np.sin(direction), 0.0]))[0]
     return tilt @ cv2.Rodrigues(np.array([0, 0, rng.normal(0, np.deg2rad(limit) / 4)]))[0]
@@ -89,7 +89,7 @@ def room(textures: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> list[
     x, y, z = np.diag(sides)
     walls = [(z, x, y), (-z, -x, y), (-x, z, y), (x, -z, y), (y, x, -z), (-y, x, z)]
     return [
-        rectangle(texture, centre + outward / 2, across, along, casts=False)
+        rectangle(texture, centre + outward / 2, across, along, casts_shadows=False)
         for texture, (outward, across, along) in zip(textures, walls, strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""What surfaces look like: photos, plain paint, patterns; heights of relief; outlines of cut-outs."""
+"""Textures of surfaces (photos, paint, patterns), heights of relief, and outlines of cut-outs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from matcher.lab.pairs.photometric import draw_grey_weights, to_grey
 from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 
-SIDE = 384  # texels of the longer side of what is not a photo
+SIDE = 384  # texels of textures that are not photos
 
 
 def photo_texture(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator, longer: int = 512) -> np.ndarray:
-    """(h, w) uint8: a window of a photo, its colours mixed at random, at most `longer` texels long."""
+    """(h, w) uint8: a window of a photo in grey, with random colour weights, at most `longer` texels long."""
     photo = next(iter(photos.draw(1, rng).values()))
     share = rng.uniform(0.4, 1)
     height, width = (max(32, int(side * share)) for side in photo.shape[:2])
@@ -32,22 +32,22 @@ def photo_texture(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator, long
 
 
 def plain_texture(rng: np.random.Generator) -> np.ndarray:
-    """(h, w) uint8: paint or paper with hardly anything on it: a faint grain, stains, sometimes a line."""
+    """(h, w) uint8: paint or paper with a faint grain, stains and sometimes a line."""
     level = rng.uniform(60, 235)
     grain = cv2.resize(rng.standard_normal((24, 24), np.float32), (SIDE, SIDE), interpolation=cv2.INTER_CUBIC)
-    picture = level + grain * rng.uniform(0, 4) + _grain(rng) * rng.uniform(0, 2.5)
+    texture = level + grain * rng.uniform(0, 4) + _grain(rng) * rng.uniform(0, 2.5)
     for _ in range(int(rng.integers(0, 3))):
         ends = rng.integers(0, SIDE, (2, 2))
         colour = float(np.clip(level + rng.normal(0, 40), 0, 255))
-        cv2.line(picture, ends[0].tolist(), ends[1].tolist(), colour, int(rng.integers(1, 4)))
-    return picture.clip(0, 255).astype(np.uint8)
+        cv2.line(texture, ends[0].tolist(), ends[1].tolist(), colour, int(rng.integers(1, 4)))
+    return texture.clip(0, 255).astype(np.uint8)
 
 
 def pattern_texture(rng: np.random.Generator) -> np.ndarray:
-    """(h, w) uint8: tiles, boards or squares, each cell a little different."""
+    """(h, w) uint8: tiles, boards or squares, the brightness of each cell slightly different."""
     rows, columns = int(rng.integers(2, 14)), int(rng.integers(2, 10))
     shift = rng.random() < 0.5
-    picture = np.full((SIDE, SIDE), rng.uniform(20, 235), np.float32)
+    texture = np.full((SIDE, SIDE), rng.uniform(20, 235), np.float32)
     level, spread, joint = rng.uniform(60, 200), rng.uniform(0, 30), int(rng.integers(1, 6))
     height, width = SIDE / rows, SIDE / columns
     for row in range(rows):
@@ -55,8 +55,8 @@ def pattern_texture(rng: np.random.Generator) -> np.ndarray:
         for column in range(-1, columns):
             top, left = int(row * height) + joint, int(column * width + offset) + joint
             bottom, right = int((row + 1) * height), int((column + 1) * width + offset)
-            picture[top:bottom, max(left, 0) : max(right, 0)] = level + spread * rng.standard_normal()
-    return (picture + _grain(rng) * rng.uniform(0, 12)).clip(0, 255).astype(np.uint8)
+            texture[top:bottom, max(left, 0) : max(right, 0)] = level + spread * rng.standard_normal()
+    return (texture + _grain(rng) * rng.uniform(0, 12)).clip(0, 255).astype(np.uint8)
 
 
 def draw_texture(photos: PhotoSet | DrawnPhotos, plain_share: float, rng: np.random.Generator) -> np.ndarray:
@@ -68,7 +68,7 @@ def draw_texture(photos: PhotoSet | DrawnPhotos, plain_share: float, rng: np.ran
 
 
 def _grain(rng: np.random.Generator) -> np.ndarray:
-    """(SIDE, SIDE) float32 of deviation about 1: fine noise, a window of one of a few large pieces."""
+    """(SIDE, SIDE) float32 fine noise with a standard deviation of about 1."""
     pieces = _grains()
     piece = pieces[int(rng.integers(len(pieces)))]
     top, left = (int(rng.integers(side - SIDE + 1)) for side in piece.shape)

@@ -49,7 +49,7 @@ def train_front_end(
     album = PhotoSet(training, colour=True)
     reported: set[int] = set()
 
-    def report_unreadable() -> None:
+    def log_unreadable() -> None:
         for number in album.unreadable - reported:
             log(f"skipped {album.photos[number]}: it cannot be read")
         reported.update(album.unreadable)
@@ -61,7 +61,7 @@ def train_front_end(
         log,
         stopped,
         on_validation,
-        report_unreadable,
+        log_unreadable,
     )
     loop.resume()
     readers = CUDA_READERS if options.device == "cuda" else 1
