@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from matcher.cli import options
+from matcher.cli.collecting import Masks
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, show
 
@@ -40,6 +41,7 @@ def find(
     images: Images,
     given: FindOptions,
     template_mask: TemplateMask = None,
+    masks: Masks = None,
     max_instances: Most = 20,
     output: Output = None,
     plot: Plot = None,
@@ -61,12 +63,13 @@ def find(
     from matcher.files import write_output
 
     paths = _expand(images)
-    plots = _check(paths, [template, *paths, template_mask], output, plot, overwrite)
+    masked = _find_masks(paths, masks)
+    plots = _check(paths, [template, *paths, template_mask, *masked.values()], output, plot, overwrite)
     finder = TemplateFinder(template, template_mask=template_mask, max_instances=max_instances, **given)
     found = []
     for path in paths:
         try:
-            found.append(detections := finder.find(path))
+            found.append(detections := finder.find(path, masked.get(path)))
         except ImageError as error:
             complain(str(error))
             continue
@@ -90,6 +93,21 @@ def _expand(images: list[Path]) -> list[Path]:
 
     listed = [path for given in images for path in (find_images(given) if given.is_dir() else [given])]
     return list(dict.fromkeys(listed))
+
+
+def _find_masks(images: list[Path], folder: Path | None) -> dict[Path, Path]:
+    """The mask of each image that has one."""
+    from matcher.data.masks import find_mask, no_mask
+    from matcher.errors import UsageError
+
+    if folder is None:
+        return {}
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder of masks")
+    found = {path: mask for path in images if (mask := find_mask(folder, path.name)) is not None}
+    if not found:
+        raise no_mask(folder, [path.name for path in images], str(images[0].parent))
+    return found
 
 
 def _check(

@@ -36,6 +36,10 @@ CameraText = Annotated[
 Right = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder of the right images of rectified stereo pairs.")
 ]
+MaskFiles = Annotated[
+    Path | None,
+    typer.Option("--masks", metavar="FILE|DIR", help="A mask for all frames, or masks named like them."),
+]
 Baseline = Annotated[
     float | None, typer.Option(metavar="METRES", help="Distance between the two stereo cameras.")
 ]
@@ -78,6 +82,7 @@ def track(
     given: TrackerOptions,
     camera: CameraText = None,
     right: Right = None,
+    masks: MaskFiles = None,
     baseline: Baseline = None,
     epipolar_window: Window = None,
     budget_ms: Budget = None,
@@ -101,7 +106,7 @@ def track(
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
     truth = _read_truth(ground_truth)
-    frames_in = open_frames(source, right, rate)
+    frames_in = open_frames(source, right, rate, masks)
     tracker = Tracker(
         camera=pinhole,
         baseline=baseline,
@@ -204,8 +209,8 @@ def _follow(
 
 def _push(tracker: Tracker, shot: SourceFrame, stereo: bool) -> Any:
     if stereo:
-        return tracker.push_stereo(shot.image, shot.right, shot.timestamp)
-    return tracker.push(shot.image, shot.timestamp)
+        return tracker.push_stereo(shot.image, shot.right, shot.timestamp, mask=shot.mask)
+    return tracker.push(shot.image, shot.timestamp, mask=shot.mask)
 
 
 def _finish(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from matcher.collection.selection import Selection
 from matcher.data.features import Features
+from matcher.data.masks import find_mask, no_mask
 from matcher.data.photos import list_images
 from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
@@ -112,11 +113,8 @@ class Photos:
     def _files(self, name: str) -> list[Path]:
         """The image, and its mask where it has one."""
         files = [self.folder / name]
-        if self.masks is not None:
-            path = self.masks / name
-            choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
-            files += [mask for mask in choices if mask.is_file()][:1]
-        return files
+        mask = None if self.masks is None else find_mask(self.masks, name)
+        return files if mask is None else [*files, mask]
 
 
 def check_masks(source: FeatureSource) -> int | None:
@@ -132,10 +130,7 @@ def check_masks(source: FeatureSource) -> int | None:
         return None
     count = len(source.masked(names))
     if count == 0:
-        raise UsageError(
-            f"{source.masks} holds no mask of any of the {len(names)} images of {source.folder}: the mask of "
-            f"{names[0]} is called {names[0]}, {names[0]}.png or {Path(names[0]).with_suffix('.png')}"
-        )
+        raise no_mask(source.masks, names, str(source.folder))
     return count
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
 from matcher.data.decoding import decode
@@ -18,6 +21,25 @@ def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
     raw, opaque, _ = decode(as_path(path), max_pixels)
     keep = raw != 0 if raw.ndim == 2 else np.any(raw != 0, axis=2)
     return keep if opaque is None else keep & opaque
+
+
+def find_mask(folder: Path, name: str) -> Path | None:
+    """The mask in a folder of masks of the image of that name, relative to its own folder; None without one.
+
+    The mask of `a/b.jpg` is called `a/b.jpg`, `a/b.jpg.png` or `a/b.png`.
+    """
+    path = folder / name
+    choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
+    return next((mask for mask in choices if mask.is_file()), None)
+
+
+def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:
+    """The error for a folder that holds no mask of any image."""
+    first = names[0]
+    return UsageError(
+        f"{folder} holds no mask of any of the {len(names)} images of {where}: the mask of {first} is called "
+        f"{first}, {first}.png or {Path(first).with_suffix('.png')}"
+    )
 
 
 def combined(

@@ -6,11 +6,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from matcher.data.images import MAX_PIXELS
+from matcher.data.masks import find_mask, no_mask, read_mask
 from matcher.data.photos import IMAGE_SUFFIXES, is_image, natural_key
 from matcher.errors import ImageError, UsageError
 
@@ -26,6 +28,7 @@ class SourceFrame:
     timestamp: float  # seconds
     image: Path | np.ndarray | None  # None: dropped
     right: Path | None = None  # of a rectified pair
+    mask: Path | np.ndarray | None = None  # of the (left) image
 
 
 @dataclass(eq=False)
@@ -41,21 +44,31 @@ class FrameSource:
         return self.shots()
 
 
-def open_frames(source: str, right: str | Path | None = None, rate: float | None = None) -> FrameSource:
+def open_frames(
+    source: str,
+    right: str | Path | None = None,
+    rate: float | None = None,
+    masks: str | Path | None = None,
+) -> FrameSource:
     """A folder, a video file or, by its number, a camera.
 
     Args:
         source: a path, or digits.
         right: the folder of the right images of rectified pairs; for folders only.
         rate: frames per second, of a folder.
+        masks: one image file for all frames; or, for folders only, a folder of masks named like the frames.
 
     Raises:
         UsageError: arguments that do not fit each other, an image, or a folder without images.
         ImageError: a video that cannot be opened, or a camera that is not there.
     """
-    path = Path(source)
+    path, masks = Path(source), None if masks is None else Path(masks)
+    if masks is not None and not masks.is_dir():
+        return _with_mask(open_frames(source, right, rate), read_mask(masks, MAX_PIXELS))
     if path.is_dir():
-        return _folder(path, None if right is None else Path(right), rate)
+        return _folder(path, None if right is None else Path(right), rate, masks)
+    if masks is not None:
+        raise UsageError(f"{masks}: a folder of masks is for a folder of frames; {source} takes one file")
     if right is not None:
         raise UsageError(f"{source}: rectified pairs come from two folders of images, and this is no folder")
     if rate is not None:
@@ -65,8 +78,22 @@ def open_frames(source: str, right: str | Path | None = None, rate: float | None
     return _video(path)
 
 
-def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource:
+def _with_mask(source: FrameSource, mask: np.ndarray) -> FrameSource:
+    """The same frames, each with that mask."""
+    shots = source.shots
+
+    def masked() -> Iterator[SourceFrame]:
+        return (replace(shot, mask=mask) for shot in shots())
+
+    source.shots = masked
+    return source
+
+
+def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | None) -> FrameSource:
     images = _images(folder)
+    found = [None if masks is None else find_mask(masks, path.name) for path in images]
+    if masks is not None and not any(found):
+        raise no_mask(masks, [path.name for path in images], str(folder))
     partners: list[Path | None] = [None] * len(images)
     if right is not None:
         if not right.is_dir():
@@ -80,9 +107,9 @@ def _folder(folder: Path, right: Path | None, rate: float | None) -> FrameSource
     times = _times(images, rate)
 
     def shots() -> Iterator[SourceFrame]:
-        for path, time_, partner in zip(images, times, partners, strict=True):
+        for path, time_, partner, mask in zip(images, times, partners, found, strict=True):
             missing = right is not None and partner is None
-            yield SourceFrame(path.name, time_, None if missing else path, partner)
+            yield SourceFrame(path.name, time_, None if missing else path, partner, mask)
 
     return FrameSource(str(folder), len(images), shots)
 

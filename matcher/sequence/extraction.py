@@ -5,7 +5,7 @@ from __future__ import annotations
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import ImageError
-from matcher.pipeline import ImageInput, Pipeline
+from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.sequence.budget import Choice, choose, limited
 from matcher.sequence.contrast import AdaptiveContrast
 from matcher.sequence.pipelines import for_neighbours
@@ -20,13 +20,14 @@ class FrameExtractor:
         self.choice: Choice | None = None  # what the budget led to
         self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
 
-    def read(self, frames: list[ImageInput]) -> list[Image]:
-        """One image, or left and right, as the front end wants them.
+    def read(self, frames: list[ImageInput], mask: Mask | None = None) -> list[Image]:
+        """One image, or left and right, as the front end wants them; the mask is of the first.
 
         Raises:
             ImageError: an image cannot be read, or the two differ in size.
         """
-        images = [self.pipeline.read(frame) for frame in frames]
+        masks = [mask, *[None] * (len(frames) - 1)]
+        images = [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
         sizes = [image.size for image in images]
         if len(set(sizes)) > 1:
             raise ImageError(
@@ -37,7 +38,7 @@ class FrameExtractor:
             return images
         self.choice = choose(self.pipeline, images[0], self._budget_ms, stereo=len(images) > 1)
         self.pipeline = self.near = limited(self.pipeline, self.choice)
-        return [self.pipeline.read(frame) for frame in frames]
+        return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
 
     def extract(self, images: list[Image]) -> list[Features]:
         """Features of each image; beyond the points that a budget allows, the weakest are left out."""

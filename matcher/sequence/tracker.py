@@ -15,7 +15,7 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.options import LoadOptions
-from matcher.pipeline import ImageInput, Pipeline
+from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
 from matcher.sequence.budget import Choice
 from matcher.sequence.clock import Clock
@@ -127,45 +127,56 @@ class Tracker:
         """Start the percentiles afresh, for example after the first frames, which are slower."""
         self._latency = Latency()
 
-    def push(self, frame: ImageInput | None, timestamp: float | None = None) -> FrameResult:
+    def push(
+        self, frame: ImageInput | None, timestamp: float | None = None, *, mask: Mask | None = None
+    ) -> FrameResult:
         """Track the next frame.
 
         Args:
             frame: a path, an array as `Pipeline.match` takes it, or None for one that was dropped.
             timestamp: in seconds; a frame older than the last one is skipped, unless the clock turns out to
                 have been set back.
+            mask: as `Pipeline.match` takes it; no keypoint lies where it is 0.
 
         Raises:
             ImageError: the image cannot be read; the tracker is unchanged, so None may be pushed instead.
             UsageError: an array or a timestamp that cannot be used; likewise.
         """
-        return self._push(frame, None, timestamp)
+        return self._push(frame, None, timestamp, mask)
 
     def push_stereo(
-        self, left: ImageInput | None, right: ImageInput | None, timestamp: float | None = None
+        self,
+        left: ImageInput | None,
+        right: ImageInput | None,
+        timestamp: float | None = None,
+        *,
+        mask: Mask | None = None,
     ) -> FrameResult:
         """Track the next rectified pair; keypoints are the left image's, with depth where both show them.
 
-        Without a camera and a baseline there is no depth. Arguments and errors as in `push`.
+        Without a camera and a baseline there is no depth. The mask is of the left image. Arguments and errors
+        as in `push`.
 
         Raises:
             ImageError: also where the images differ in size.
         """
         if left is None or right is None:
-            return self._push(None, None, timestamp)
-        return self._push(left, right, timestamp)
+            return self._push(None, None, timestamp, None)
+        return self._push(left, right, timestamp, mask)
 
-    def relocalise(self, frame: ImageInput, candidates: int = CANDIDATES) -> Relocalisation:
+    def relocalise(
+        self, frame: ImageInput, candidates: int = CANDIDATES, *, mask: Mask | None = None
+    ) -> Relocalisation:
         """Find the keyframe that shows the same place as an image; the tracker is unchanged.
 
         Args:
-            frame: as in `push`.
+            frame, mask: as in `push`.
             candidates: number of keyframes that are matched, those of the most similar global descriptor.
 
         Raises:
             ImageError, UsageError: as in `push`.
         """
-        kept = self._kept(self._frames.extract([self.pipeline.read(frame)])[0])
+        kept = self._kept(self._frames.extract([self.pipeline.read(frame, mask)])[0])
         likely = self._map.index.candidates(kept, self._map.keyframes, candidates)
         tried = tuple(keyframe.index for keyframe in likely)
         found = verify_candidates(self.pipeline.match_features_batch, self._map.linker, kept, likely)
@@ -176,13 +187,17 @@ class Tracker:
         return Relocalisation(keyframe.index, tried, links, kept.keypoints, T, world)
 
     def _push(
-        self, frame: ImageInput | None, right: ImageInput | None, timestamp: float | None
+        self,
+        frame: ImageInput | None,
+        right: ImageInput | None,
+        timestamp: float | None,
+        mask: Mask | None,
     ) -> FrameResult:
         self._spent = {}
         if frame is None:
             return self._pass_over("dropped", timestamp)
         with self._timed("read"):
-            images = self._frames.read([frame] if right is None else [frame, right])
+            images = self._frames.read([frame] if right is None else [frame, right], mask)
         if not self._clock.accepts(timestamp):
             return self._pass_over("out_of_order", timestamp, images[0].size)
         with self._timed("extract"):

@@ -56,8 +56,17 @@ class Matching:
     _pipelines: OrderedDict[Choices, Pipeline] = field(default_factory=OrderedDict)
     _busy: Lock = field(default_factory=Lock)
 
-    def answer(self, image0: Path, image1: Path, choices: Choices, *, explained: bool = True) -> Answer:
-        """Match two photos.
+    def answer(
+        self,
+        image0: Path,
+        image1: Path,
+        choices: Choices,
+        *,
+        mask0: Path | None = None,
+        mask1: Path | None = None,
+        explained: bool = True,
+    ) -> Answer:
+        """Match two photos, with or without a mask of each.
 
         Raises:
             ImageError: an image cannot be read.
@@ -67,7 +76,7 @@ class Matching:
         with self._busy:
             pipeline = self._pipeline(choices)
             images = pipeline.read(image0), pipeline.read(image1)
-            result = pipeline.match(image0, image1)
+            result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
             explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
             report = report_page(pipeline, images, result) if explainable else None
         verified = result.geometry.status != "not_estimated"

@@ -27,12 +27,17 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         folder: where files to be downloaded are kept while the page runs.
     """
 
-    def press(file0: str | None, file1: str | None, *values: Any) -> tuple:
+    def press(
+        file0: str | None, file1: str | None, mask0: str | None, mask1: str | None, *values: Any
+    ) -> tuple:
         if not (file0 and file1):
             raise _refusal("Choose two photos first.")
         *numbers, explained = values
+        masks = {"mask0": Path(mask0) if mask0 else None, "mask1": Path(mask1) if mask1 else None}
         try:
-            answer = matching.answer(Path(file0), Path(file1), _choices(*numbers), explained=explained)
+            answer = matching.answer(
+                Path(file0), Path(file1), _choices(*numbers), **masks, explained=explained
+            )
         except MatcherError as error:
             raise _refusal(html.escape(str(error))) from None
         result = answer.result
@@ -51,11 +56,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
 
     with gr.Blocks(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
-        with gr.Row():
-            files = [
-                gr.File(label=f"Photo {side}", type="filepath", height=120, elem_id=f"photo{side}")
-                for side in (0, 1)
-            ]
+        files = _files()
         inputs = _inputs()
         button = gr.Button("Match", variant="primary", elem_id="match")
         shown = _outputs()
@@ -68,6 +69,17 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
             show_progress="full",
         )
     return page
+
+
+def _files() -> list:
+    with gr.Row():
+        photos = [_file(f"Photo {side}", f"photo{side}") for side in (0, 1)]
+    with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():
+        return photos + [_file(f"Mask {side}", f"mask{side}") for side in (0, 1)]
+
+
+def _file(label: str, name: str) -> gr.File:
+    return gr.File(label=label, type="filepath", height=120, elem_id=name)
 
 
 def _inputs() -> list:

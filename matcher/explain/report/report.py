@@ -11,7 +11,7 @@ from matcher.explain.report.page import build_page
 from matcher.explain.report.pair import BODY, SCRIPTS, SOURCES, STRONGEST, add_reasons, pair_data
 from matcher.files import check_output, write_output
 from matcher.match.network.inference import AttentionMatcher
-from matcher.pipeline import ImageInput, Pipeline
+from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 
 _BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
@@ -25,6 +25,8 @@ def write_report(
     path: str | Path,
     point: tuple[float, float] | None = None,
     *,
+    mask0: Mask | None = None,
+    mask1: Mask | None = None,
     overwrite: bool = False,
 ) -> Result:
     """Match two images and write the report; the file appears whole or not at all.
@@ -34,6 +36,7 @@ def write_report(
         image0, image1: images.
         path: .html.
         point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
+        mask0, mask1: as `Pipeline.match` takes them.
         overwrite: replace an existing file that is no report; an earlier report is replaced in any case.
 
     Raises:
@@ -42,7 +45,7 @@ def write_report(
     """
     path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
-    result = pipeline.match(image0, image1)
+    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
     write_output(path, report_page(pipeline, images, result, point))
     return result
 

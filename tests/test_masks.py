@@ -1,0 +1,124 @@
+"""Masks hold in every stage and command: no keypoint lies where a mask, or alpha, is 0."""
+
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.explain.report.report import write_report
+from matcher.sequence.capture import open_frames
+from matcher.serve.matching import Choices, Matching
+
+QUICK = ("--preset", "nearest", "--max-keypoints", 200)
+HALF = 80  # columns of the scene that masks keep
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def files(tmp_path, rng):
+    """Images 0.png and 1.png, a folder of masks of theirs, which keep the left half, and a mask of one."""
+    coarse = rng.integers(0, 255, (60, 84), dtype=np.uint8)
+    scene = np.asarray(PIL.Image.fromarray(coarse).resize((168, 120), PIL.Image.BICUBIC))
+    mask = np.zeros((120, 160), np.uint8)
+    mask[:, :HALF] = 255
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    for number in range(2):
+        crop = scene[:, 4 * number : 4 * number + 160]
+        PIL.Image.fromarray(crop).save(tmp_path / "images" / f"{number}.png")
+        PIL.Image.fromarray(mask).save(tmp_path / "masks" / f"{number}.png")
+    return tmp_path
+
+
+def masks_of(files) -> dict:
+    return {f"mask{number}": files / "masks" / f"{number}.png" for number in range(2)}
+
+
+def is_kept(points) -> bool:
+    return len(points) > 20 and float(np.asarray(points)[:, 0].max()) < HALF
+
+
+def images_of(files):
+    return files / "images" / "0.png", files / "images" / "1.png"
+
+
+def test_pairs_take_masks(files, small_weights):
+    found = matcher.align(*images_of(files), "nearest", max_keypoints=200, **masks_of(files))
+    assert is_kept(found.result.features0.keypoints) and is_kept(found.result.features1.keypoints)
+    answer = Matching("cpu").answer(
+        *images_of(files), Choices("nearest", max_keypoints=200), **masks_of(files), explained=False
+    )
+    assert is_kept(answer.result.features0.keypoints) and is_kept(answer.result.features1.keypoints)
+    pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=200)
+    result = write_report(pipeline, *images_of(files), files / "why.html", **masks_of(files))
+    assert is_kept(result.features0.keypoints) and is_kept(result.features1.keypoints)
+
+
+def test_sequences_take_a_folder_of_masks_or_one_mask(files):
+    for masks in (files / "masks", files / "masks" / "0.png"):
+        tracker = matcher.Tracker("nearest", max_keypoints=200)
+        for shot in open_frames(str(files / "images"), masks=masks):
+            assert is_kept(tracker.push(shot.image, shot.timestamp, mask=shot.mask).keypoints)
+        assert is_kept(tracker.relocalise(shot.image, mask=shot.mask).keypoints)
+    with pytest.raises(matcher.UsageError, match="no mask of any of the 2 images"):
+        open_frames(str(files / "images"), masks=files)
+    with pytest.raises(matcher.UsageError, match="folder of frames"):
+        open_frames(str(files / "film.mp4"), masks=files / "masks")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("match", "A", "B", "--mask0", "M0", "--mask1", "M1"),
+        ("align", "A", "B", "--mask0", "M0", "--mask1", "M1"),
+        ("explain", "A", "B", "--mask0", "M0", "--mask1", "M1", "--output", "REPORT"),
+        ("find", "A", "IMAGES", "--template-mask", "M0", "--masks", "MASKS"),
+        ("track", "IMAGES", "--masks", "MASKS"),
+        ("collection", "IMAGES", "--run", "RUN", "--masks", "MASKS", "--exhaustive", "--workers", 0),
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_reads_its_masks(files, command, capfd):
+    """A mask of another size is refused, so it was read; the message names its file."""
+    for name in ("0.png", "1.png"):
+        PIL.Image.new("L", (20, 20), 255).save(files / "masks" / name)
+    paths = dict(zip(("A", "B"), images_of(files), strict=True), IMAGES=files / "images", RUN=files / "run")
+    paths |= {"MASKS": files / "masks", "M0": files / "masks" / "0.png", "M1": files / "masks" / "1.png"}
+    paths["REPORT"] = files / "why.html"
+    quick = ("--max-keypoints", 50) if command[0] == "explain" else QUICK
+    assert run(*(paths.get(word, word) for word in command), *quick) in (2, 3)
+    assert "20 x 20" in capfd.readouterr().err
+
+
+def test_masks_of_a_folder_belong_to_images_of_their_name(files, capfd):
+    given = ("find", files / "images" / "0.png", files / "images", *QUICK, "--json")
+    assert run(*given, "--masks", files / "masks") == 0
+    whole = json.loads(capfd.readouterr().out)["images"]
+    assert [image["path"][-5:] for image in whole] == ["0.png", "1.png"]
+    assert run(*given, "--masks", files / "absent") == 2
+    assert run(*given, "--masks", files) == 2
+    assert "the mask of 0.png is called" in capfd.readouterr().err
+
+
+def test_transparent_pixels_are_a_mask_wherever_images_are_read(files):
+    for path in images_of(files):
+        opaque = PIL.Image.open(path).convert("RGBA")
+        opaque.putalpha(PIL.Image.open(files / "masks" / path.name))
+        opaque.save(path)
+    images = images_of(files)
+    found = matcher.match_set(images, "nearest", max_keypoints=200)
+    assert all(is_kept(features.keypoints) for features in found.features)
+    tracker = matcher.Tracker("nearest", max_keypoints=200)
+    assert is_kept(tracker.push(images[0]).keypoints)
+    collection = matcher.Collection.open(files / "run", preset="nearest", max_keypoints=200, workers=0)
+    collection.add_images(files / "images")
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    (pair,) = collection
+    assert is_kept(pair.matches.points0) and is_kept(pair.matches.points1)
