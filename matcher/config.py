@@ -184,6 +184,25 @@ class EstimationConfig:
 
 
 @dataclass(frozen=True)
+class SecondPassConfig:
+    """Further passes over a pair whose first one was not sure; each stops those after it if it is.
+
+    A pass is sure with enough inliers that are most of its matches. What is found once it is not: `preset`
+    matches other features of the same images; where nothing agrees yet, other changes of scale and a negative
+    are tried; then the common region of both images is matched at one scale, with all its keypoints there.
+    """
+
+    preset: str | None = "hybrid"  # another front end and matcher; None: without
+    scale_search: bool = True
+    negative: bool = True
+    region: bool = True
+    sure_inliers: int = 200
+    sure_share: float = 0.3  # or so many of the keypoints of the image with fewer
+    sure_ratio: float = 0.6  # inliers / matches
+    same_point: float = 1.5  # pixels of the resized image within which points of two passes are one
+
+
+@dataclass(frozen=True)
 class PipelineConfig:
     """A preset: everything that turns two images into verified matches."""
 
@@ -191,6 +210,7 @@ class PipelineConfig:
     extractor: ExtractorConfig = ExtractorConfig()
     estimation: EstimationConfig = EstimationConfig()
     weights: str | None = None  # name in the weights manifest
+    second_pass: SecondPassConfig | None = None  # None: one pass decides
 
 
 def depth(config: PipelineConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,6 +24,8 @@ from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
 from matcher.match.network.model import MatchingNetwork
 from matcher.options import LoadOptions, configure, given_options
+from matcher.passes.crops import LocalMatcher
+from matcher.passes.further import FurtherPasses
 from matcher.pipeline import Pipeline
 from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
 from matcher.presets import DEFAULT_PRESET, PRESETS
@@ -55,6 +57,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         early_exit: stop a pair at the layer where it is confident.
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
+        second_pass: whether a pair whose first pass was not sure is looked at again, in other ways; that of
+            `hybrid-learned` is on, that of the other presets off.
         upright: apply the EXIF orientation of images; True by default.
         max_pixels: width · height above which a file is refused before it is decoded.
 
@@ -109,6 +113,7 @@ def _build(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pip
         config=config,
         preset=preset,
         weights=source,
+        passes=_further_passes(config, LocalMatcher(extractor, matcher), given),
         upright=given.get("upright", True),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
@@ -126,6 +131,24 @@ def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
     if not isinstance(pipeline, Pipeline):
         raise UsageError(f"{whose} must return a matcher.Pipeline, not {type(pipeline).__name__}")
     return replace(pipeline, preset=plugin.name, package=package)
+
+
+def _further_passes(
+    config: PipelineConfig, own: LocalMatcher, given: Mapping[str, Any]
+) -> FurtherPasses | None:
+    """What follows an unsure first pass; the other preset is loaded when it is first needed."""
+    if config.second_pass is None:
+        return None
+    other = None
+    if config.second_pass.preset is not None:
+        shared = {name: given.get(name) for name in ("device", "precision", "max_keypoints")}
+        other = cache(partial(_local_matcher, config.second_pass.preset, shared))
+    return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
+
+
+def _local_matcher(preset: str, options: Mapping[str, Any]) -> LocalMatcher:
+    pipeline = load(preset, second_pass=False, **options)
+    return LocalMatcher(pipeline.extractor, pipeline.matcher)
 
 
 def build_extractor(

@@ -13,6 +13,7 @@ from matcher.config import (
     NearestConfig,
     PipelineConfig,
     Precision,
+    SecondPassConfig,
     from_dict,
     to_dict,
 )
@@ -36,6 +37,7 @@ class LoadOptions(TypedDict, total=False):
     early_exit: bool | None  # stop a pair at the layer where it is confident
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
+    second_pass: bool | None  # look again, in other ways, at a pair whose first pass was not sure
     upright: bool | None  # apply the EXIF orientation of images
     max_pixels: int | None  # larger images are refused before they are decoded
 
@@ -81,6 +83,8 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
             for step in tables:
                 table = table[step]
             table[key] = given[name]
+    if "second_pass" in given:
+        values["second_pass"] = _second_pass(config, given["second_pass"])
     try:
         matcher = from_dict(type(config.matcher), values.pop("matcher"), "matcher")
         return replace(from_dict(PipelineConfig, values), matcher=matcher)
@@ -96,6 +100,15 @@ def option_at(path: str) -> str:
     """
     fields = [*_FIELDS.items(), *_NETWORK.items(), *_NEAREST.items()]
     return next((name for name, steps in fields if ".".join(steps) == path), path)
+
+
+def _second_pass(config: PipelineConfig, wanted: bool) -> dict[str, Any] | None:
+    """The preset's further passes, or for a preset without any those of its own features alone."""
+    if not wanted:
+        return None
+    if config.extractor.kind == GRID_KIND:
+        raise UsageError("second_pass needs keypoints; this preset has only the cells of a grid")
+    return to_dict(config.second_pass or SecondPassConfig(preset=None))
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +130,9 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     ratio = given.get("ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
-    if not isinstance(given.get("upright", True), bool):
-        raise UsageError(f"upright must be True or False, not {given['upright']!r}")
+    for name in ("upright", "second_pass"):
+        if not isinstance(given.get(name, True), bool):
+            raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given
 
 

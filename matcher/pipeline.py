@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,12 +21,16 @@ from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
+from matcher.passes.further import FurtherPasses
 from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 Mask = str | Path | np.ndarray
+FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
+# The size at which a part of an image is looked at again / that at which the image was matched, at most.
+_ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 
 
@@ -51,6 +56,7 @@ class Pipeline:
     matcher: Matcher | None = None
     estimator: Estimator | None = None
     config: PipelineConfig = _CUSTOM  # size of the images and kind of geometry are read here
+    passes: FurtherPasses | None = None  # that follow an unsure first one; None: one pass decides
     preset: str = "custom"
     weights: WeightsSource | None = None
     upright: bool = True
@@ -108,19 +114,29 @@ class Pipeline:
             ImageError: an image cannot be read; the message names it.
             UsageError: arguments that do not fit each other.
         """
-        cameras = self._cameras(camera0, camera1)
-        times = [perf_counter()]
+        cameras = self._cameras(camera0, camera1) or (None, None)
+        start = perf_counter()
         images = [self.read(image0, mask0), self.read(image1, mask1)]
-        times.append(perf_counter())
+        result = self._match_once(images, *cameras, reading=perf_counter() - start)
+        if self.passes is None:
+            return result
+        given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
+        originals = [partial(self._original, *one) for one in given]
+        return self._with_further_passes(result, images, originals, *cameras)
+
+    def _match_once(
+        self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
+    ) -> Result:
+        """The result of one pass over images that were read in so many seconds."""
+        times = [perf_counter()]
         features0, features1 = self._extract(images)
         times.append(perf_counter())
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
-        camera0, camera1 = cameras or (None, None)
         geometry = self.verify(features0, features1, matches, camera0=camera0, camera1=camera1)
         times.append(perf_counter())
-        seconds = dict(zip(("read", "extract", "match", "verify"), np.diff(times).tolist(), strict=True))
-        seconds["total"] = times[-1] - times[0]
+        seconds = dict(zip(("extract", "match", "verify"), np.diff(times).tolist(), strict=True))
+        seconds = {"read": reading, **seconds, "total": reading + times[-1] - times[0]}
         return Result(
             features0,
             features1,
@@ -133,6 +149,44 @@ class Pipeline:
             weights=self.weights,
             layers=self.layers,
         )
+
+    def _with_further_passes(
+        self,
+        first: Result,
+        images: Sequence[Image],
+        originals: Sequence[Callable[[], Image]],
+        camera0: Camera | None,
+        camera1: Camera | None,
+    ) -> Result:
+        """The result of one pass, or of several where that one was not sure."""
+        start = perf_counter()
+        features = (first.features0, first.features1)
+        joined = self.passes(
+            images, originals, features, first.matches, first.geometry, first.seconds["total"]
+        )
+        if len(joined.passes) == 1:
+            return first
+        geometry = self.verify(
+            joined.features0, joined.features1, joined.matches, camera0=camera0, camera1=camera1
+        )
+        further = perf_counter() - start
+        total = first.seconds["total"] + further
+        return replace(
+            first,
+            features0=joined.features0,
+            features1=joined.features1,
+            matches=joined.matches,
+            geometry=geometry,
+            seconds={**first.seconds, FURTHER_PASSES: further, "total": total},
+            passes=joined.passes,
+            first=first,
+        )
+
+    def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
+        """An image with more of its pixels, where it was made smaller to be matched."""
+        if isinstance(given, Image) or image.scale == (1.0, 1.0):
+            return image
+        return self._read(given, mask, _ENLARGED * self.config.extractor.resize)
 
     def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
         """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
@@ -150,7 +204,9 @@ class Pipeline:
                     "an Image carries its own mask; build it with one instead of passing a mask beside it"
                 )
             return image
-        resize = self.config.extractor.resize
+        return self._read(image, mask, self.config.extractor.resize)
+
+    def _read(self, image: ImageInput, mask: Mask | None, resize: int | None) -> Image:
         if isinstance(image, (str, Path)):
             return read_image(
                 image, resize=resize, upright=self.upright, max_pixels=self.max_pixels, mask=mask

@@ -15,6 +15,7 @@ from matcher.config import (
     PipelineConfig,
     PositionConfig,
     RefinementConfig,
+    SecondPassConfig,
 )
 from matcher.errors import UsageError, unknown_name
 
@@ -109,6 +110,7 @@ PRESETS: dict[str, PipelineConfig] = {
             ),
         ),
         weights="hybrid-learned",
+        second_pass=SecondPassConfig(),
     ),
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
     "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.87), weights=None),

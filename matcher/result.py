@@ -16,6 +16,7 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
+from matcher.passes.further import PassReport
 
 if TYPE_CHECKING:
     from matcher.drawing.matches import ColourBy
@@ -64,6 +65,9 @@ class Result:
     preset: str = "custom"
     weights: WeightsSource | None = None  # of the network; None without one
     layers: int = 0  # depth of the network; `matches.layers_run`: how many of them ran
+    # Where further passes followed the first one: all of them, and what the first one alone had found.
+    passes: tuple[PassReport, ...] = ()
+    first: Result | None = None
 
     @property
     def points0(self) -> np.ndarray:
@@ -117,6 +121,7 @@ class Result:
             "matches": len(self.matches),
             "layers_run": self.matches.layers_run,
             "layers": self.layers,
+            "passes": [{**vars(one), "seconds": round(one.seconds, 6)} for one in self.passes],
             "kept0": self.matches.kept0,
             "kept1": self.matches.kept1,
             "geometry": {
@@ -138,6 +143,9 @@ class Result:
             lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
         depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
         lines.append(f"{len(self.matches)} matches ({self.preset}{depth})")
+        if self.passes:
+            found = ", ".join(f"{one.name} {one.matches}" for one in self.passes)
+            lines.append(f"{len(self.passes)} passes, as the first one was not sure: {found}")
         kind, status = self.geometry.kind, self.geometry.status
         model = kind if kind == "homography" else f"{kind} matrix"
         if not len(self.matches):

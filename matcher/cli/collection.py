@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +24,6 @@ from matcher.cli.collecting import (
     match_pairs,
     show_status,
 )
-from matcher.cli.loading import Given
 from matcher.cli.messages import say
 
 RunDir = Annotated[
@@ -54,13 +53,14 @@ Descriptors = Annotated[
     bool,
     typer.Option("--descriptors", help="Extract every image, even those whose descriptors were deleted."),
 ]
+CollectionOptions = Annotated[dict[str, Any], ("second_pass",), {}]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")]
 
 
 def collection(
     images: Annotated[Path, typer.Argument(metavar="IMAGES", show_default=False, help="Folder of images.")],
     run: RunDir,
-    given: Given,
+    given: CollectionOptions,
     pairs: PairFile = None,
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,

@@ -90,6 +90,7 @@ def evaluate(
     max_keypoints: options.MaxKeypoints = None,
     resize: options.Resize = None,
     threshold: options.Threshold = None,
+    second_pass: options.SecondPass = None,
     pairs: Pairs = None,
     levels: Levels = "1,2,3,4",
     seed: Seed = 0,
@@ -121,13 +122,12 @@ def evaluate(
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     _say_if_synthetic(where, sets)
     _check_output(output, [pair_set.name for pair_set in sets], overwrite)
-    common = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
-    shared = MethodOptions(common, {"match_threshold": threshold, "precision": precision}, full_depth)
+    own = {"max_keypoints": max_keypoints, "resize": resize, "device": device, "second_pass": second_pass}
+    shared = MethodOptions(own, {"match_threshold": threshold, "precision": precision}, full_depth)
     chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
     methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)
     table = TableOptions(seed, methods[0].name if compare else None, output)
-    skipped = sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets)
-    if skipped:
+    if skipped := sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets):
         complain(f"{skipped} pairs were skipped; the tables give the reasons")
     return PARTIAL if skipped else 0
 

@@ -28,6 +28,7 @@ _DECLARED = {
     "geometry": (options.Geometry, None),
     "threshold": (options.Threshold, None),
     "ratio": (options.Ratio, None),
+    "second_pass": (options.SecondPass, None),
     "precision": (options.Precision, None),
     "device": (options.Device, "auto"),
     "no_upright": (options.NoUpright, False),
@@ -83,6 +84,7 @@ def preset_defaults() -> dict[str, object]:
         "threshold": f"{config.matcher.policy.match_threshold:g}",
         "geometry": config.estimation.kind,
         "keep": config.extractor.keep,
+        "second_pass": "second-pass" if config.second_pass else "no-second-pass",
         "precision": "auto",
     }
 

@@ -83,6 +83,13 @@ Geometry = Annotated[
     Literal["fundamental", "homography", "essential", "none"] | None,
     typer.Option("--geometry", help="Two-view model that verifies the matches; essential needs cameras."),
 ]
+SecondPass = Annotated[
+    bool | None,
+    typer.Option(
+        "--second-pass/--no-second-pass",
+        help="Where the first pass is not sure, match other features, scales and the common region too.",
+    ),
+]
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,
     typer.Option(

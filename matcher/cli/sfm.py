@@ -67,7 +67,7 @@ DryRun = Annotated[
 
 SfmOptions = Annotated[
     dict[str, Any],
-    ("geometry",),
+    ("geometry", "second_pass"),
     {"resize": RESIZE, "max_keypoints": MAX_KEYPOINTS, "keep": KEEP},
 ]
 

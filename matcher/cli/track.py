@@ -74,7 +74,7 @@ Plot = Annotated[
 Show = Annotated[bool, typer.Option("--show", help="Show the tracking live in the rerun viewer.")]
 
 # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
-TrackerOptions = Annotated[dict[str, Any], ("geometry",), {"threshold": 0.2}]
+TrackerOptions = Annotated[dict[str, Any], ("geometry", "second_pass"), {"threshold": 0.2}]
 
 
 def track(

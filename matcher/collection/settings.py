@@ -50,7 +50,13 @@ def build(setup: Setup) -> Pipeline:
             f"{setup.preset} finds new keypoints for every pair, but the pairs of a collection must share "
             f"the keypoints of an image; use one of {others}"
         )
-    return load(setup.preset, **setup.options)
+    if setup.options.get("second_pass"):
+        raise UsageError(
+            "a second pass finds new keypoints for every pair, but the pairs of a collection must share the "
+            "keypoints of an image; leave second_pass away"
+        )
+    own = {"second_pass": False} if setup.preset in PRESETS else {}
+    return load(setup.preset, **{**setup.options, **own})
 
 
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
@@ -62,7 +68,9 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "weights": None if weights is None else weights.sha256,
         "frontend_weights": _front_end(setup, pipeline),
         "precision": pipeline.matcher.precision if precise else "float32",
-        "config": _plain(to_dict(pipeline.config)),
+        "config": _plain(
+            {name: value for name, value in to_dict(pipeline.config).items() if name != "second_pass"}
+        ),
         "upright": pipeline.upright,
         "source": setup.source.settings(),
         "camera": None if setup.camera is None else encode_camera(setup.camera),

@@ -8,6 +8,7 @@ extracting features again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -79,23 +80,36 @@ def _turned(features: Features, turns: Tensor) -> Features:
 
 @torch.no_grad()
 def quarter_turns(features0: Features, features1: Features) -> Tensor:
-    """(B,) clockwise quarter turns of image 1 after which its descriptors fit those of image 0 best.
+    """(B,) clockwise quarter turns of image 1 after which its descriptors fit those of image 0 best."""
+    evidence = turn_evidence(features0, features1, certain=_CERTAIN)
+    evidence[0] += _MIN_GAIN
+    return evidence.argmax(0)
 
-    The evidence for a turn is how distinct mutually nearest descriptors are: the sum of (1 - r)², with r the
-    ratio of the distances to the nearest and to the second nearest, the larger one of both images. (The sum
-    of the similarities themselves drowns in those of wrong neighbours where views differ by more than turns.)
+
+@torch.no_grad()
+def turn_evidence(features0: Features, features1: Features, *, certain: float = math.inf) -> Tensor:
+    """(T, B) evidence that image 1 shows the same as image 0 after so many clockwise quarter turns.
+
+    It is how distinct mutually nearest descriptors are: the sum of (1 - r)², with r the ratio of the
+    distances to the nearest and to the second nearest, the larger one of both images. (The sum of the
+    similarities themselves drowns in those of wrong neighbours where views differ by more than turns.)
+
+    Args:
+        features0, features1: batches of B images; T is 1 where their descriptors do not turn.
+        certain: evidence a point of no turn, beyond which no turn is tried (T is 1).
     """
     own, others = (f.descriptors[:, :_COMPARED].float() for f in (features0, features1))
     held, there = (f.mask[:, :_COMPARED] for f in (features0, features1))
     barred = ~(held[:, :, None] & there[:, None])
+    turns = TURNS if features1.kind == STEERABLE else 1
     evidence = []
     with torch.autocast(own.device.type, enabled=False):
-        for turn in torch.arange(TURNS, device=others.device):
-            evidence.append(_evidence(own @ steered(others, turn.expand(len(own))).mT, barred))
-            if bool((evidence[0] > _CERTAIN * held.sum(1)).all()):
-                return evidence[0].new_zeros(len(own), dtype=torch.int64)
-    evidence[0] += _MIN_GAIN
-    return torch.stack(evidence).argmax(0)
+        for turn in torch.arange(turns, device=others.device):
+            turned = others if turns == 1 else steered(others, turn.expand(len(own)))
+            evidence.append(_evidence(own @ turned.mT, barred))
+            if bool((evidence[0] > certain * held.sum(1)).all()):
+                break
+    return torch.stack(evidence)
 
 
 def _evidence(similarity: Tensor, barred: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     """
     given = {name: value for name, value in options.items() if value is not None}
     _need_fundamental(given.get("geometry", "fundamental"))
+    if given.get("second_pass"):
+        raise UsageError("frames are matched by one pass each; leave second_pass away")
     if not isinstance(preset, Pipeline):
         given = {"match_threshold": MATCH_THRESHOLD, **given}
     pipeline = open_pipeline(preset, given)

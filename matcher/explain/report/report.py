@@ -58,13 +58,14 @@ def report_page(
     Args:
         pipeline: the one that matched it; it has a network.
         images: as it read them.
-        result: of the pair.
+        result: of the pair; where further passes followed the first one, that one is explained.
         point: as in `write_report`.
 
     Raises:
         UsageError: no network, or a point outside image 0.
     """
     network = network_of(pipeline)
+    result = result.first or result
     features, config = (result.features0, result.features1), pipeline.config.matcher
     chosen = None if point is None else nearest_keypoint(features[0], point)
     asked = _asked(network, result, chosen)

@@ -35,6 +35,7 @@ _COST = (
     Column("matches", "matches", digits=0),
     Column("layers", "layers", digits=2),
     Column("keypoints kept", "kept", digits=2),
+    Column("passes", "passes", digits=2),
     Column("ms", "milliseconds", median, digits=1),
 )
 _MATCHES = (

@@ -20,7 +20,8 @@ from matcher.lab.evaluate.measure import (
     oracle,
 )
 from matcher.lab.pairs.protocols import Pair, PairImage, PairSet
-from matcher.pipeline import Pipeline
+from matcher.pipeline import FURTHER_PASSES, Pipeline
+from matcher.result import Result
 from matcher.verify.estimation import RobustEstimator
 
 ORACLE = "oracle"
@@ -173,12 +174,34 @@ def _measure(
         estimators = _estimators(method.pipeline, pair_set, seeds)
         if warm_up:  # the first call of a process is slower than later ones
             method.pipeline.match_features(side0.features, side1.features)
-        matches, milliseconds = _timed(method.pipeline, side0, side1)
-        found[method.name] = measure_pair(pair, side0, side1, matches, ground_truths[front_end], estimators)
-        found[method.name]["milliseconds"] = milliseconds
+        ground_truth, passes = ground_truths[front_end], 1
+        if method.pipeline.passes is None:
+            matches, milliseconds = _timed(method.pipeline, side0, side1)
+        else:
+            result, milliseconds = _matched(method.pipeline, pair, pair_set.shorter_side)
+            matches, passes = result.matches, max(1, len(result.passes))
+            side0, side1 = (
+                replace(side0, features=result.features0),
+                replace(side1, features=result.features1),
+            )
+            if passes > 1:
+                ground_truth = find_ground_truth(pair, side0, side1)
+        found[method.name] = measure_pair(pair, side0, side1, matches, ground_truth, estimators)
+        found[method.name] |= {"milliseconds": milliseconds, "passes": float(passes)}
     if pair_set.oracle:
         found |= _oracles(pair, pair_set, methods, sides, ground_truths, seeds)
     return found
+
+
+def _matched(pipeline: Pipeline, pair: Pair, shorter_side: int | None) -> tuple[Result, float]:
+    """The pair from its images by as many passes as it needs, and the milliseconds after extraction."""
+    sources = (pair.image0, pair.image1)
+    if shorter_side is None:  # later passes may use pixels that the first one did without
+        images = [source.path if source.pixels is None else source.pixels for source in sources]
+    else:
+        images = [source.open(None, shorter_side) for source in sources]
+    result = pipeline.match(*images)
+    return result, 1e3 * (result.seconds["match"] + result.seconds.get(FURTHER_PASSES, 0.0))
 
 
 def _ground_truths(
@@ -209,7 +232,7 @@ def _oracles(
         matches = oracle(ground_truth, side0, side1)
         estimators = _estimators(method.pipeline, pair_set, seeds)
         found[name] = measure_pair(pair, side0, side1, matches, ground_truth, estimators)
-        found[name] |= {"layers": np.nan, "kept": np.nan, "milliseconds": np.nan}
+        found[name] |= dict.fromkeys(("layers", "kept", "milliseconds", "passes"), np.nan)
     return found
 
 

@@ -58,7 +58,11 @@ def _group_order(group: str) -> tuple[str | int, ...]:
 def as_markdown(found: dict[str, Any]) -> str:
     """Markdown of what `as_object` returned: all pairs, paired differences from the baseline, groups."""
     columns = COLUMNS[found["protocol"]]
-    shown = [c for c in columns if c.title != "layers" or any(row["depth"] for row in found["rows"])]
+    used = {
+        "layers": any(row["depth"] for row in found["rows"]),
+        "passes": any((row["all"]["passes"]["value"] or 1) > 1 for row in found["rows"]),
+    }
+    shown = [c for c in columns if used.get(c.title, True)]
     lines = [f"## {found['set']}", "", *_preamble(found), "", *_head(["", *(c.title for c in shown)])]
     for row in found["rows"]:
         lines.append(_line([row["name"], *(_cell(row["all"][c.title], c) for c in shown)]))

@@ -1,0 +1,1 @@
+"""Further passes over a pair whose first one was not sure: other features, crops and scales."""

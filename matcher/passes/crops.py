@@ -1,0 +1,107 @@
+"""Crops of an image at another scale, matched as images of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import cv2
+import numpy as np
+
+from matcher.data.features import Features
+from matcher.data.geometry import resize_points, stored_to_upright
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.data.protocols import Extractor, Matcher
+
+_LEAST_SIDE = 16  # pixels of a crop
+
+
+@dataclass(frozen=True, eq=False)
+class Crop:
+    """A rectangle of an image, resized."""
+
+    pixels: np.ndarray  # (h, w) or (h, w, 3) uint8
+    image: Image  # of which it is a part
+    corner: tuple[int, int]  # (x, y) of its first pixel, in pixels of the image
+    scale: tuple[float, float]  # (sx, sy) = size of the crop / size of the rectangle
+    mask: np.ndarray | None = None  # (h, w) bool, True where keypoints may lie
+
+    def as_image(self) -> Image:
+        """The crop as an image that knows of no larger one."""
+        height, width = self.pixels.shape[:2]
+        return Image(self.pixels, size=(width, height), mask=self.mask)
+
+    def to_stored(self, points: np.ndarray) -> np.ndarray:
+        """Points (…, 2) of the crop → stored pixels of its image, float64."""
+        inverse = (1 / self.scale[0], 1 / self.scale[1])
+        return self.image.to_stored(resize_points(points, inverse) + self.corner)
+
+    def inverted(self) -> Crop:
+        """The same crop as a photographic negative."""
+        return replace(self, pixels=255 - self.pixels)
+
+
+@dataclass(frozen=True, eq=False)
+class PassMatches:
+    """What one pass found; K matches in stored pixels."""
+
+    name: str
+    points0: np.ndarray  # (K, 2) float32
+    points1: np.ndarray
+    scores: np.ndarray  # (K,) float32 match probabilities
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMatcher:
+    """A front end and a matcher of its features."""
+
+    extractor: Extractor
+    matcher: Matcher
+
+    def match(self, name: str, crop0: Crop, crop1: Crop) -> PassMatches:
+        """Matches of two crops, in stored pixels of their images."""
+        features0, features1 = self.extractor([crop0.as_image(), crop1.as_image()])
+        found = self.match_features(features0, features1)
+        points0, points1 = crop0.to_stored(found.points0), crop1.to_stored(found.points1)
+        return PassMatches(name, points0.astype(np.float32), points1.astype(np.float32), found.scores)
+
+    def match_images(self, name: str, images: Sequence[Image]) -> PassMatches:
+        """Matches of two whole images as they are."""
+        found = self.match_features(*self.extractor(images))
+        return PassMatches(name, found.points0, found.points1, found.scores)
+
+    def match_features(self, features0: Features, features1: Features) -> Matches:
+        """Matches of the features of two images."""
+        return self.matcher(Features.stack([features0]), Features.stack([features1]))[0]
+
+
+def whole(image: Image, factor: float) -> Crop:
+    """The whole image, `factor` times as large."""
+    height, width = image.pixels.shape[:2]
+    return crop(image, (0, 0, width, height), factor)
+
+
+def crop(image: Image, box: tuple[int, int, int, int], factor: float) -> Crop:
+    """The pixels (x0, y0) up to, but not including, (x1, y1) of an image, `factor` times as large.
+
+    Args:
+        image: upright and resized; its mask goes with it.
+        box: x0, y0, x1, y1 within `image.pixels`.
+        factor: above 0.
+    """
+    x0, y0, x1, y1 = box
+    pixels = image.pixels[y0:y1, x0:x1]
+    mask = None if image.mask is None else image.mask[y0:y1, x0:x1]
+    size = tuple(max(_LEAST_SIDE, round(side * factor)) for side in (x1 - x0, y1 - y0))
+    scale = (size[0] / (x1 - x0), size[1] / (y1 - y0))
+    if scale != (1.0, 1.0):
+        pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC)
+        if mask is not None:
+            mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
+    return Crop(np.ascontiguousarray(pixels), image, (x0, y0), scale, mask)
+
+
+def image_points(image: Image, stored: np.ndarray) -> np.ndarray:
+    """Stored pixels (…, 2) → pixels of `image.pixels`; the inverse of `Image.to_stored`."""
+    return resize_points(stored_to_upright(stored, image.size, image.orientation), image.scale)

@@ -1,0 +1,210 @@
+"""Further passes: when they are run, what they look at, and how their matches are joined."""
+
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import matcher
+from matcher.config import SecondPassConfig
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.images import image_from_array, read_image
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.errors import UsageError
+from matcher.passes.crops import PassMatches, crop, image_points, whole
+from matcher.passes.evidence import Evidence
+from matcher.passes.regions import change_of_scale, common_region, crops_of
+from matcher.passes.union import JOINED, joined
+
+
+@pytest.fixture
+def photo(views) -> np.ndarray:
+    """One view, 768 pixels wide."""
+    return read_image(views[0], resize=768).pixels
+
+
+def found(name: str, points0, points1, scores) -> PassMatches:
+    return PassMatches(
+        name, *(np.array(p, np.float32).reshape(-1, 2) for p in (points0, points1)), np.float32(scores)
+    )
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_points_of_a_view_are_carried_back_to_the_file(rng, orientation):
+    upright = (50, 40) if orientation < 5 else (40, 50)
+    image = Image(
+        np.zeros((40, 50, 3), np.uint8),
+        size=(2 * upright[0], 4 * upright[1]) if orientation < 5 else (4 * upright[0], 2 * upright[1]),
+        scale=(0.5, 0.25),
+        orientation=orientation,
+    )
+    points = rng.uniform(0, 30, (5, 2))
+    np.testing.assert_allclose(image_points(image, image.to_stored(points)), points, atol=1e-9)
+    view = crop(image, (10, 20, 50, 40), 1.5)
+    assert view.pixels.shape == (30, 60, 3)
+    inner = (points + 0.5) / 1.5 - 0.5 + [10, 20]
+    np.testing.assert_allclose(view.to_stored(points), image.to_stored(inner), atol=1e-9)
+
+
+def test_a_mask_goes_with_a_view():
+    mask = np.zeros((40, 60), bool)
+    mask[:, 30:] = True
+    image = Image(np.zeros((40, 60), np.uint8), size=(60, 40), mask=mask)
+    view = crop(image, (20, 0, 60, 40), 0.5)
+    assert view.mask.shape == (20, 20) and not view.mask[:, :4].any() and view.mask[:, 6:].all()
+    assert whole(image, 2.0).as_image().mask.shape == (80, 120)
+
+
+def test_the_change_of_scale_survives_wrong_matches(rng):
+    points0 = rng.uniform(0, 500, (100, 2))
+    turn = np.array([[0.6, -0.8], [0.8, 0.6]])
+    points1 = 0.3 * points0 @ turn.T + [20, 300]
+    points1[:20] = rng.uniform(0, 500, (20, 2))
+    assert change_of_scale(points0, points1) == pytest.approx(0.3, rel=0.1)
+    assert change_of_scale(points0[:1], points1[:1]) == 1.0
+
+
+@pytest.mark.parametrize("change", [0.25, 1.0, 4.0])
+def test_a_common_region_is_seen_at_one_scale(rng, change):
+    sizes = (800, 600), (800, 600)
+    image0, image1 = (Image(np.zeros((h, w), np.uint8), size=(w, h)) for w, h in sizes)
+    points0 = rng.uniform([100, 200], [300, 350] if change > 1 else [700, 550], (200, 2))
+    points1 = (points0 - [100, 200]) * min(change, 2.5) + [50, 40]
+    region = common_region(image0, image1, points0, points1)
+    assert region.box0[0] < 100 < region.box0[2] and region.box0[3] <= 600
+    crop0, crop1 = crops_of(region, image0, image1, longer_side=640)
+    assert max(*crop0.pixels.shape, *crop1.pixels.shape) <= 641
+    assert max(crop0.scale + crop1.scale) < 2.1
+    assert crop0.scale[0] / crop1.scale[0] == pytest.approx(min(change, 2.5), rel=0.05)
+
+
+def test_sure_means_many_inliers_that_are_most_matches():
+    config = SecondPassConfig(sure_inliers=100, sure_share=0.5, sure_ratio=0.6)
+
+    def sure(matches: int, inliers: int, keypoints: int, status: str = "ok") -> bool:
+        agree = np.arange(matches) < inliers
+        return Evidence.of(TwoViewGeometry("fundamental", status, agree), keypoints).is_sure(config)
+
+    assert sure(150, 110, 1000) and sure(60, 50, 90)
+    assert not sure(150, 90, 1000)  # few
+    assert not sure(300, 110, 1000)  # most are wrong
+    assert not sure(150, 110, 1000, "degenerate")
+    assert not sure(0, 0, 0, "too_few")
+
+
+def test_points_of_two_passes_that_are_the_same_count_once():
+    points = np.array([[10, 10], [50, 50], [90, 90]], np.float32)
+    features = Features(points, np.eye(3, dtype=np.float32), size=(200, 200), scale=(0.5, 0.5))
+    indices = np.repeat(np.arange(3)[:, None], 2, axis=1)
+    first = Matches.from_indices(indices, points, points, [0.9, 0.8, 0.3])
+    further = found(
+        "region",
+        [[11, 11], [52, 50], [91, 90], [150, 150]],
+        [[11, 10], [180, 20], [120, 90], [160, 160]],
+        [0.5, 0.95, 0.2, 0.4],
+    )
+    features0, features1, union = joined(features, features, first, [further], radius=1.5)
+    # 3 stored pixels: the first new match repeats one, the second wins over one, the third loses to one.
+    assert union.scores.tolist() == pytest.approx([0.95, 0.9, 0.4, 0.3])
+    assert union.indices.tolist() == [[3, 3], [0, 0], [4, 4], [2, 2]]
+    for features_of, side in ((features0, 0), (features1, 1)):
+        where = (union.points0, union.points1)[side]
+        np.testing.assert_array_equal(features_of.keypoints.numpy()[union.indices[:, side]], where)
+    assert features0.kind == JOINED and len(features0) == 5
+    with pytest.raises(UsageError, match=JOINED):
+        matcher.load("hybrid-learned", device="cpu").match_features(features0, features1)
+
+
+def test_images_whose_scales_differ_four_times_are_matched(photo):
+    small = cv2.resize(photo, None, fx=0.25, fy=0.25, interpolation=cv2.INTER_AREA)
+    pipeline = matcher.load(max_keypoints=1024, device="cpu")
+    result = pipeline.match(photo, small)
+    error = np.abs((result.points0 + 0.5) / 4 - 0.5 - result.points1).max(axis=1)
+    assert (error < 1).sum() > 50 and (error < 1).mean() > 0.8
+    assert [one.name for one in result.passes][:2] == ["first", "scale 0.29"]
+    assert result.first.passes == () and len(result.first.matches) == result.passes[0].matches
+    for points, features, side in (
+        (result.points0, result.features0, 0),
+        (result.points1, result.features1, 1),
+    ):
+        np.testing.assert_array_equal(features.keypoints.numpy()[result.matches.indices[:, side]], points)
+        assert len(np.unique(result.matches.indices[:, side])) == len(points)
+    assert "passes, as the first one was not sure: first" in result.summary()
+    assert [one["name"] for one in result.to_dict()["passes"]] == [one.name for one in result.passes]
+    assert result.seconds["total"] > result.seconds["further passes"] > 0
+    alone = replace(pipeline, passes=None).match(photo, small)
+    assert len(alone.matches) == len(result.first.matches) and alone.passes == ()
+
+
+def test_a_sure_pair_is_matched_by_one_pass(photo):
+    pipeline = matcher.load(max_keypoints=512, device="cpu")
+
+    def unwanted():
+        raise AssertionError("no other features are needed")
+
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, other=unwanted))
+    moved = np.roll(photo, 20, axis=1)
+    result = pipeline.match(photo, moved)
+    assert result.passes == () and result.first is None and "further passes" not in result.seconds
+
+
+def test_a_negative_is_matched(photo):
+    """The first pass finds few matches between an image and its negative, and most of them are wrong."""
+    pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512)
+    result = pipeline.match(photo, 255 - photo)
+    error = np.abs(result.points0 - result.points1).max(axis=1)
+    assert result.passes[1].name == "negative"
+    assert (error < 2).sum() > 300 > 3 * (error > 2).sum()
+    first = np.abs(result.first.points0 - result.first.points1).max(axis=1)
+    assert (first < 2).mean() < 0.5
+
+
+def test_the_second_pass_is_switched_off():
+    assert matcher.load("hybrid-learned", device="cpu", second_pass=False).passes is None
+    assert matcher.load("nearest").passes is None
+    own = matcher.load("nearest", second_pass=True).passes
+    assert own.config.preset is None and own.other is None
+    with pytest.raises(UsageError, match="second_pass must be True or False"):
+        matcher.load("hybrid-learned", second_pass="yes")
+    with pytest.raises(UsageError, match="second_pass needs keypoints"):
+        matcher.load("loftr-outdoor", second_pass=True)
+
+
+def test_collections_and_sequences_refuse_a_second_pass(tmp_path, photo):
+    cv2.imwrite(str(tmp_path / "a.png"), photo[:64, :64])
+    run = matcher.Collection.open(tmp_path / "run", preset="nearest", second_pass=True)
+    with pytest.raises(UsageError, match="leave second_pass away"):
+        run.add_images(tmp_path)
+    with pytest.raises(UsageError, match="leave second_pass away"):
+        matcher.Tracker("nearest", second_pass=True)
+
+
+def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
+    """The first pass sees 256 pixels, the common region the 768 of the array."""
+    pipeline = matcher.load("nearest", second_pass=True, resize=256, max_keypoints=300)
+    seen = []
+    unsure = replace(pipeline.passes.config, sure_ratio=1.1)
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, config=unsure))
+    match = type(pipeline.passes.own).match
+
+    def spy(own, name, crop0, crop1):
+        seen.append((name, crop0.image.pixels.shape))
+        return match(own, name, crop0, crop1)
+
+    monkeypatch.setattr(type(pipeline.passes.own), "match", spy)
+    warped = cv2.warpAffine(photo, np.float64([[0.9, -0.3, 90], [0.3, 0.9, -40]]), photo.shape[1::-1])
+    result = pipeline.match(photo, warped)
+    assert ("common region", photo.shape) in seen
+    assert result.passes[-1].matches > result.passes[0].matches
+
+
+def test_images_read_before_keep_their_pixels(photo):
+    pipeline = matcher.load("nearest", second_pass=True, max_keypoints=200)
+    image = image_from_array(photo, resize=300)
+    blank = image_from_array(np.zeros((200, 300), np.uint8))
+    result = pipeline.match(image, blank)
+    assert len(result.matches) == 0 and result.passes == ()
+    assert isinstance(result.features0.keypoints, torch.Tensor)
