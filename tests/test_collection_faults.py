@@ -182,9 +182,9 @@ def gate(tmp_path, monkeypatch) -> Path:
     return folder / "open"
 
 
-def started(folder: Path, run: Path) -> subprocess.Popen:
-    """A run of two workers that has finished some of its pairs."""
-    process = start("collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", 2)
+def started(folder: Path, run: Path, workers: int = 2) -> subprocess.Popen:
+    """A run in workers that has finished some of its pairs."""
+    process = start("collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", workers)
     wait_for(lambda: pairs_done(run) > 0, process)
     return process
 
@@ -215,7 +215,7 @@ def test_a_signal_ends_the_run_soundly(scene, tmp_path, gate, sent, code):
 def test_a_worker_that_is_killed_is_replaced(scene, tmp_path, gate):
     folder, unbroken = scene
     run = tmp_path / "run"
-    process = started(folder, run)
+    process = started(folder, run, workers=1)
     os.kill(children(process.pid)[0], signal.SIGKILL)
     gate.touch()
     _, errors = process.communicate(timeout=120)
@@ -262,7 +262,7 @@ def test_a_pair_that_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, 
     photos(tmp_path / "photos", 4)
     deadly(tmp_path / "site", ["view 00.png+view 02.png"])
     monkeypatch.syspath_prepend(tmp_path / "site")
-    found = Collection.open(tmp_path / "run", workers=2, preset="nearest", max_keypoints=150, device="cpu")
+    found = Collection.open(tmp_path / "run", workers=1, preset="nearest", max_keypoints=150, device="cpu")
     found.add_images(tmp_path / "photos")
     found.add_pairs(exhaustive=True)
     report = found.run()
@@ -334,7 +334,7 @@ def test_a_full_disk(scene, tmp_path, gate):
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this process may not mount")
     try:
-        process = started(folder, disk / "run")
+        process = started(folder, disk / "run", workers=1)
         with suppress(OSError), (disk / "others").open("wb", buffering=0) as others:
             while True:  # until nothing is left
                 others.write(bytes(4096))

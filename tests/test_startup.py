@@ -24,11 +24,13 @@ SLOW = {
 }
 
 
-def loaded(code: str) -> list[str]:
-    """Modules that are there after the code has run, without those that `import torch` alone brings."""
-    text = f"import json, sys\n{code}\nprint('\\n' + json.dumps(sorted(sys.modules)))\n"
+def loaded(*steps: str) -> list[list[str]]:
+    """Modules that are there after each of some steps of one process."""
+    show = "print('\\nMODULES', json.dumps(sorted(sys.modules)))"
+    text = "\n".join(["import json, sys", *(line for step in steps for line in (step, show)), ""])
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("MODULES ")]
+    return [json.loads(line.removeprefix("MODULES ")) for line in lines]
 
 
 def roots(modules: list[str]) -> set[str]:
@@ -37,15 +39,20 @@ def roots(modules: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["match", "--help"], ["sfm", "-h"], ["--version"]])
 def test_help_imports_nothing_heavy(arguments):
-    found = loaded(f"from matcher.cli import main\nmain({arguments})")
+    (found,) = loaded(f"from matcher.cli import main\nmain({arguments})")
     assert not roots(found) & ({"torch", "numpy"} | SLOW | NEEDED - {"matcher", "typer"})
     assert len([name for name in found if name.startswith("matcher.")]) < 40
 
 
-def test_a_match_imports_little_beside_torch(views):
-    arguments = ["match", *map(str, views), "--preset", "hybrid-learned", "--max-keypoints", "64"]
-    alone = set(loaded("import torch"))
-    found = [name for name in loaded(f"from matcher.cli import main\nmain({arguments})") if name not in alone]
+def test_a_match_imports_little_beside_torch_and_matplotlib_only_for_a_plot(views, tmp_path):
+    match = ["match", *map(str, views), "--preset", "hybrid-learned", "--max-keypoints", "64"]
+    plot = [*match, "--plot", str(tmp_path / "m.png")]
+    alone, plain, drawn = loaded(
+        "import torch", f"from matcher.cli import main\nmain({match})", f"main({plot})"
+    )
+    assert "matplotlib" in roots(drawn)
+    assert "matplotlib.pyplot" not in drawn
+    found = [name for name in plain if name not in alone]
     assert not roots(found) & SLOW
     assert len([name for name in found if name.startswith("matcher.")]) < 100
     # Of others: OpenCV and Pillow with their formats, PoseLib, typer and what it checks values with.
@@ -53,13 +60,4 @@ def test_a_match_imports_little_beside_torch(views):
 
 
 def test_the_package_alone_costs_nothing():
-    assert not roots(loaded("import matcher")) & {"torch", "numpy", "cv2", "typer"}
-
-
-def test_matplotlib_comes_with_a_plot_only(views, tmp_path):
-    arguments = ["match", *map(str, views), "--preset", "nearest", "--max-keypoints", "64"]
-    plain = loaded(f"from matcher.cli import main\nmain({arguments})")
-    drawn = loaded(f"from matcher.cli import main\nmain({[*arguments, '--plot', str(tmp_path / 'm.png')]})")
-    assert "matplotlib" not in roots(plain)
-    assert "matplotlib" in roots(drawn)
-    assert "matplotlib.pyplot" not in drawn
+    assert not roots(*loaded("import matcher")) & {"torch", "numpy", "cv2", "typer"}

@@ -88,7 +88,9 @@ class ProgressLines:
             elapsed = time - self._start
             rate = now.done / max(elapsed, 1e-9)
             left = (now.total - now.done) / rate if rate else 0.0
-            times = f"{_duration(left)} left" if now.done < now.total else f"done in {_duration(elapsed)}"
+            times = (
+                f"{_duration(max(left, 1))} left" if now.done < now.total else f"done in {_duration(elapsed)}"
+            )
             self._say(
                 f"{_DOING[now.stage]}: {now.done} of {now.total}, {now.failed} failed, {_rate(rate)}, {times}"
             )
@@ -99,6 +101,8 @@ def _rate(each_second: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 9.95:
+        return f"{max(seconds, 0.1):.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

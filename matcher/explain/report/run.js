@@ -94,9 +94,10 @@ function histogram(title, counts) {
     ink.fillRect(x + 2, 155 - tall, wide - 4, tall);
     ink.fillStyle = DARK;
     if (count) ink.fillText(count, x + wide / 2, 150 - tall);
-    ink.fillText(data.bins[bin] + (bin ? "+" : ""), x + wide / 2, 170);
+    const lowest = data.bins[bin];
+    ink.fillText((lowest < 1000 ? lowest : lowest / 1000 + "k") + (bin ? "+" : ""), x + wide / 2, 170);
   });
-  ink.fillText("per pair, at least; the number of pairs is above each bar", 235, 187);
+  ink.fillText("number of pairs (above each bar) by their count, at least", 235, 187);
 }
 
 const STATUS = {

@@ -71,7 +71,7 @@ def write_run_report(
         folder = path.with_name(f"{path.stem}_pairs")
         links, left_out = _write_pairs(store, found.weakest[:pages], folder, path.name, overwrite)
         data = _run_data(store, found, links, left_out)
-    write_output(path, build_page(f"matcher run {run_dir.name}", ("elements.js", "run.js"), _RUN_BODY, data))
+    write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _RUN_BODY, data))
     return RunPages(path, len(links), tuple(left_out))
 
 
@@ -113,7 +113,7 @@ def _pair_page(store: Store, pair: StoredPair, images: Sequence[StoredImage], in
     origin = [
         ("run", str(store.folder)),
         ("preset", str(settings.get("preset"))),
-        ("weights", f"sha256 {settings.get('weights')}"),
+        ("weights", f"sha256 {settings['weights']}" if settings.get("weights") else "none"),
         ("image 0", str(images[0].path)),
         ("image 1", str(images[1].path)),
         ("seconds", f"{pair.seconds:.3f}"),
@@ -141,7 +141,7 @@ def _run_data(
         "origin": [
             ["images of", str(store.image_folder)],
             ["preset", str(settings.get("preset"))],
-            ["weights, sha256", str(settings.get("weights"))],
+            ["weights, sha256", settings.get("weights") or "none"],
             ["geometry", str(estimation.get("kind"))],
         ],
         "counts": [
