@@ -57,11 +57,11 @@ save_every = 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("keypoints")
-    write_photos(place / "photos", 8)
-    (place / "photos" / "broken.jpg").write_text("text")
-    (place / "small.toml").write_text(TINY_TOML)
-    return place
+    root = tmp_path_factory.mktemp("keypoints")
+    write_photos(root / "photos", 8)
+    (root / "photos" / "broken.jpg").write_text("text")
+    (root / "small.toml").write_text(TINY_TOML)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +78,21 @@ def flat(homography: np.ndarray, height: int = 60, width: int = 80) -> View:
     return View(np.zeros((height, width), np.uint8), np.zeros((height, width), np.uint8), homography[None])
 
 
-def test_places_follow_the_homographies(rng):
+def test_positions_follow_the_homographies(rng):
     first = np.eye(3)
     second = np.array([[0.9, -0.1, 7], [0.12, 1.1, -3], [1e-3, 5e-4, 1]])
-    places = plane_positions(flat(first), flat(second))
+    positions = plane_positions(flat(first), flat(second))
     corners = rng.integers(0, (80, 60), (200, 2))
     expected = warp_points(corners.astype(float), second)
     inside = ((expected >= 0) & (expected <= (79, 59))).all(1)
-    found = places[:, corners[:, 1], corners[:, 0]].T
+    found = positions[:, corners[:, 1], corners[:, 0]].T
     np.testing.assert_allclose(found[inside], expected[inside], atol=1e-3)
     assert inside.any() and not inside.all()
     assert bool((found[~inside] == HIDDEN).all())
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_turned_image_shows_the_same_elsewhere(rng, turns):
+def test_a_rotated_pair_keeps_its_correspondences(rng, turns):
     pixels = rng.integers(0, 256, (64, 64)).astype(np.uint8)
     H = np.array([[1.1, 0, 3], [0, 0.9, -2], [0, 0, 1.0]])
     view = flat(np.eye(3), 64, 64), flat(H, 64, 64)
@@ -100,8 +100,8 @@ def test_a_turned_image_shows_the_same_elsewhere(rng, turns):
     pair = quarter_turned(DensePair(pixels, pixels, *known), turns)
     assert (turns == 0) == np.array_equal(pair.pixels1, pixels)
     y, x = np.nonzero(pair.positions0[0] >= 0)
-    there = pair.positions0[:, y, x].T
-    back, state = transfer(there, pair.positions1)
+    transferred = pair.positions0[:, y, x].T
+    back, state = transfer(transferred, pair.positions1)
     certain = state == VISIBLE_STATE
     assert certain.mean() > 0.8
     np.testing.assert_allclose(back[certain], np.column_stack([x, y])[certain], atol=0.1)
@@ -117,12 +117,12 @@ def test_some_pairs_are_turned(folder):
     assert 0 < int((batch.turns[1::2] > 0).sum()) < 8
 
 
-def test_what_another_plane_covers_is_hidden():
+def test_occluded_pixels_are_hidden():
     view, other = flat(np.eye(3)), flat(np.eye(3))
     other.labels[:, :40] = NOTHING
-    places = plane_positions(view, other)
-    assert bool((places[:, :, :40] == HIDDEN).all())
-    assert bool((places[0, :, 40:] == np.arange(40, 80)).all())
+    positions = plane_positions(view, other)
+    assert bool((positions[:, :, :40] == HIDDEN).all())
+    assert bool((positions[0, :, 40:] == np.arange(40, 80)).all())
 
 
 def test_batches_repeat_and_differ(sampler):
@@ -148,25 +148,27 @@ def test_a_run_trains_on_relief_and_stored_views(folder, tmp_path):
         )
 
 
-def test_places_of_a_pair_lead_back(sampler):
+def test_positions_of_a_pair_are_inverse(sampler):
     batch = sampler.batch(0)
     points = torch.stack(torch.meshgrid(torch.arange(8.0, 88), torch.arange(8.0, 56), indexing="xy"), -1)
     points = points.reshape(1, -1, 2).repeat(len(batch.pixels), 1, 1)
-    there, seen = losses.transfer(points, batch.positions)
-    back, again = losses.transfer(losses.other_of_pair(there), batch.positions)
-    both = losses.other_of_pair(again) & seen
+    transferred, visible = losses.transfer(points, batch.positions)
+    back, again = losses.transfer(losses.other_of_pair(transferred), batch.positions)
+    both = losses.other_of_pair(again) & visible
     error = (losses.other_of_pair(back) - points).norm(dim=-1)[both]
     assert both.any()
     assert float(error.median()) < 0.05
 
 
-def test_partners_swap_the_pictures_of_each_pair():
+def test_other_of_pair_swaps_the_images_of_each_pair():
     assert losses.other_of_pair(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
 
 
-def described(own: torch.Tensor, there: torch.Tensor, spacing: float = 20.0) -> losses.Described:
+def described(
+    own: torch.Tensor, corresponding: torch.Tensor, spacing: float = 20.0
+) -> losses.DescribedKeypoints:
     points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * spacing
-    return losses.Described(own, there, points, points, torch.ones(2, 5, dtype=torch.bool))
+    return losses.DescribedKeypoints(own, corresponding, points, points, torch.ones(2, 5, dtype=torch.bool))
 
 
 def random_descriptors(seed: int) -> torch.Tensor:
@@ -176,7 +178,7 @@ def random_descriptors(seed: int) -> torch.Tensor:
 
 def test_description_loss_wants_each_descriptor_at_its_position():
     own = random_descriptors(0)
-    own = own[:1].expand(2, 5, 8)  # both images show the same
+    own = own[:1].expand(2, 5, 8)  # the same in both images
     valid, chosen = torch.ones(2, 5, dtype=torch.bool), torch.arange(5)
     scale = torch.tensor(20.0)
     right = losses.description_loss(described(own, own), chosen, valid, scale, 4.0)
@@ -190,24 +192,24 @@ def test_description_loss_wants_each_descriptor_at_its_position():
 def test_keypoints_that_are_not_supervised_are_negatives():
     own = random_descriptors(0)[:1].expand(2, 5, 8)
     chosen, valid, scale = torch.arange(2), torch.ones(2, 2, dtype=torch.bool), torch.tensor(20.0)
-    alike = torch.cat([own[:, :4], own[:, :1]], dim=1)  # the last keypoint looks like the first
+    repeated = torch.cat([own[:, :4], own[:, :1]], dim=1)  # the last keypoint has the first one's descriptor
     apart = losses.description_loss(described(own, own), chosen, valid, scale, 4.0)
-    confused = losses.description_loss(described(alike, alike), chosen, valid, scale, 4.0)
+    confused = losses.description_loss(described(repeated, repeated), chosen, valid, scale, 4.0)
     assert confused > apart + 0.5
-    absent = described(alike, alike)
-    absent.held[:, 4] = False
+    absent = described(repeated, repeated)
+    absent.valid[:, 4] = False
     assert losses.description_loss(absent, chosen, valid, scale, 4.0) < apart + 0.1
 
 
 def test_refinement_and_reliability_by_hand():
-    moved = torch.tensor([[[1.0, 2.0], [5.0, 5.0]]])
+    corresponding = torch.tensor([[[1.0, 2.0], [5.0, 5.0]]])
     others = torch.tensor([[[5.0, 8.0], [1.0, 4.0]]])
-    near, hit = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
-    assert float(losses.refinement_loss(moved, others, near, hit)) == pytest.approx(2 - 0.125)
-    found, seen = torch.tensor([[True, False, True]]), torch.tensor([[True, True, False]])
+    nearest, counted = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
+    assert float(losses.refinement_loss(corresponding, others, nearest, counted)) == pytest.approx(2 - 0.125)
+    found, visible = torch.tensor([[True, False, True]]), torch.tensor([[True, True, False]])
     expected = np.mean([np.log1p(np.exp(-2.0)), np.log1p(np.exp(-1.0))])
     logits = torch.tensor([[2.0, -1.0, 9.0]])
-    assert float(losses.reliability_loss(logits, found, seen)) == pytest.approx(expected, rel=1e-5)
+    assert float(losses.reliability_loss(logits, found, visible)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_strongest_points_are_peaks_away_from_the_edge():
@@ -221,8 +223,8 @@ def test_the_strongest_points_are_peaks_away_from_the_edge():
 def test_the_loss_falls_on_one_batch(sampler):
     trainer = FrontEndTrainer(replace(TINY, optimiser=replace(TINY.optimiser, steps=40)), CPU)
     batch = sampler.batch(0)
-    seen = [trainer.step(batch) for _ in range(40)]
-    assert np.mean(seen[-4:]) < 0.75 * np.mean(seen[:3])
+    values = [trainer.step(batch) for _ in range(40)]
+    assert np.mean(values[-4:]) < 0.75 * np.mean(values[:3])
     assert trainer.progress.pairs == 80
 
 
@@ -269,8 +271,8 @@ def test_a_run_writes_weights_that_find_points(folder, rng, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert {"repeatability", "precision", "recall", "error", "f1"} <= set(rows[-1])
     config = ExtractorConfig(kind="learned", max_keypoints=50)
-    picture = rng.integers(0, 256, (90, 120)).astype(np.uint8)
-    (features,) = build_extractor(config, weights)([Image(picture, (120, 90))])
+    pixels = rng.integers(0, 256, (90, 120)).astype(np.uint8)
+    (features,) = build_extractor(config, weights)([Image(pixels, (120, 90))])
     assert 0 < len(features) <= 50 and features.descriptors.shape[1] == DESCRIPTOR_DIM
 
 
@@ -301,7 +303,7 @@ def test_the_command_trains_a_front_end(folder, tmp_path, capsys):
     assert (tmp_path / "run" / "curve.png").exists()
 
 
-def test_recipes_of_both_kinds_are_told_apart(folder, tmp_path):
+def test_recipes_of_both_kinds_are_distinguished(folder, tmp_path):
     assert read_recipe(folder / "small.toml") == TINY
     assert isinstance(read_recipe(shipped_recipe("learned")), FrontEndRecipe)
     for change, complaint in [

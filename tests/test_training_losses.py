@@ -99,7 +99,7 @@ def test_truncated_gradient_approaches_the_exact_one():
     assert relative(gradient(scores, recipe), exact) < 0.15
 
 
-def test_loss_is_the_mean_log_likelihood_of_the_truth():
+def test_loss_is_the_mean_log_likelihood_of_the_ground_truth():
     scores = random_scores(3, 4)[:1]
     partner0 = torch.tensor([[2, UNMATCHED, IGNORED]])
     partner1 = torch.tensor([[UNMATCHED, IGNORED, 0, UNMATCHED]])
@@ -115,7 +115,7 @@ def test_ignored_points_have_no_say():
     assert matchability_loss(scores, ignored, ignored) == 0
 
 
-def test_loss_falls_on_a_toy_and_finds_the_truth():
+def test_loss_falls_on_a_toy_and_finds_the_ground_truth():
     partner0 = torch.tensor([[1, 0, UNMATCHED, 3]])
     partner1 = torch.tensor([[1, 0, UNMATCHED, 3]])
     scores = torch.zeros(1, 5, 5, requires_grad=True)
@@ -169,9 +169,9 @@ def test_matchability_loss_is_the_cross_entropy_of_known_points():
     torch.testing.assert_close(found, expected)
 
 
-def test_correspondence_loss_counts_seen_points_only_and_is_steep_near_the_truth():
-    truth = torch.zeros(1, 3, 2)
+def test_correspondence_loss_counts_visible_points_only_and_is_steep_for_small_errors():
+    target = torch.zeros(1, 3, 2)
     stated = torch.tensor([[[0.05, 0.0], [0.0, 0.15], [9.0, 9.0]]])
-    seen = torch.tensor([[True, True, False]])
+    visible = torch.tensor([[True, True, False]])
     expected = 0.25 * (torch.tensor(2.0).log() + torch.tensor(4.0).log()) / 2
-    torch.testing.assert_close(correspondence_loss(stated, truth, seen), expected)
+    torch.testing.assert_close(correspondence_loss(stated, target, visible), expected)

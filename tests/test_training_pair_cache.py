@@ -29,21 +29,21 @@ MIXED = replace(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     write_photos(folder / "photos", 8)
     return folder
 
 
 @pytest.fixture(scope="module")
-def cache(place):
-    photos = find_images(place / "photos")
-    made = PairCache(place / "cache", MIXED, photos)
+def cache(root):
+    photos = find_images(root / "photos")
+    made = PairCache(root / "cache", MIXED, photos)
     assert list(made.make(made.photo_set(photos), range(4))) == [0, 1, 2, 3]
     return made
 
 
-def view(points, moved, states, rng):
+def view(points, corresponding, states, rng):
     count = len(points)
     return CorrespondingView(
         keypoints=np.float32(points),
@@ -53,7 +53,7 @@ def view(points, moved, states, rng):
         labels=np.zeros((0, 0), np.uint8),
         homographies=np.zeros((0, 3, 3)),
         size=(160, 120),
-        corresponding=np.float32(moved),
+        corresponding=np.float32(corresponding),
         states=np.int8(states),
     )
 
@@ -72,22 +72,22 @@ def test_what_is_not_known_is_neither_matched_nor_unmatched(rng):
         [VISIBLE_STATE, UNKNOWN_STATE, HIDDEN_STATE, UNKNOWN_STATE],
         rng,
     )
-    truth = label_partners(view0, view1, PairRecipe())
+    partners = label_partners(view0, view1, PairRecipe())
     # The last pair is decided by view 0 alone.
-    assert truth.partner0.tolist() == [0, UNMATCHED, IGNORED, 3]
-    assert truth.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
-    assert np.isnan(truth.corresponding0[1:3]).all() and truth.corresponding0[0].tolist() == [12, 10]
+    assert partners.partner0.tolist() == [0, UNMATCHED, IGNORED, 3]
+    assert partners.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
+    assert np.isnan(partners.corresponding0[1:3]).all() and partners.corresponding0[0].tolist() == [12, 10]
     alone = label_partners(as_unrelated(view0), as_unrelated(view1), PairRecipe())
     assert (alone.partner0 == UNMATCHED).all() and (alone.partner1 == UNMATCHED).all()
 
 
-def test_pairs_are_kept_and_made_once(cache, place):
+def test_pairs_are_kept_and_made_once(cache, root):
     assert cache.ready() == [0, 1, 2, 3]
     view0, _ = cache.read(2)
     assert len(view0.keypoints) > 30 and view0.kind == "sift" and view0.size == (160, 120)
     assert np.isfinite(view0.corresponding).all(1).tolist() == view0.visible.tolist()
     assert 0.05 < view0.visible.mean() < 1
-    again = PairCache(place / "cache", MIXED, find_images(place / "photos"))
+    again = PairCache(root / "cache", MIXED, find_images(root / "photos"))
     assert again.folder == cache.folder and list(again.make(PhotoSet([]), range(4))) == []
     few = view0.select(np.array([3, 1]))
     assert (
@@ -95,18 +95,18 @@ def test_pairs_are_kept_and_made_once(cache, place):
         or np.isnan(few.corresponding).any()
     )
     other = replace(MIXED, sources=replace(MIXED.sources, relief=0.1))
-    assert PairCache(place / "cache", other, find_images(place / "photos")).folder != cache.folder
+    assert PairCache(root / "cache", other, find_images(root / "photos")).folder != cache.folder
 
 
-def test_truth_of_both_sides_agrees(cache):
+def test_labels_of_both_views_agree(cache):
     """A point corresponding there and back comes home."""
     for number in range(4):
         view0, view1 = cache.read(number)
-        truth = label_partners(view0, view1, PairRecipe())
-        rows = np.flatnonzero(truth.partner0 >= 0)
-        assert (truth.partner1[truth.partner0[rows]] == rows).all()
-        moved, known = correspondences(view0, view1)
-        error = np.linalg.norm(moved[rows] - view1.keypoints[truth.partner0[rows]], axis=1)
+        partners = label_partners(view0, view1, PairRecipe())
+        rows = np.flatnonzero(partners.partner0 >= 0)
+        assert (partners.partner1[partners.partner0[rows]] == rows).all()
+        corresponding, known = correspondences(view0, view1)
+        error = np.linalg.norm(corresponding[rows] - view1.keypoints[partners.partner0[rows]], axis=1)
         assert known[rows].mean() > 0.9 and np.nanmax(error) < 8
 
 
@@ -118,9 +118,9 @@ def test_damaged_pairs_are_named(cache):
     cache.path(3).write_bytes(good)
 
 
-def test_batches_mix_both_kinds(cache, place):
-    photos = find_images(place / "photos")
-    views = ViewCache(place / "cache", TINY, photos)
+def test_batches_mix_both_kinds(cache, root):
+    photos = find_images(root / "photos")
+    views = ViewCache(root / "cache", TINY, photos)
     assert len(list(views.make(PhotoSet(photos), range(6)))) == 6
     sampler = MixedSampler(views, cache, MIXED, 3)
     rng = np.random.default_rng(0)
@@ -133,9 +133,9 @@ def test_batches_mix_both_kinds(cache, place):
     assert 0 <= scores["f1"] <= 1
 
 
-def test_a_run_takes_both(place):
+def test_a_run_takes_both(root):
     lines = []
-    weights = train(MIXED, RunOptions(place / "photos", None, place / "runs" / "mixed"), lines.append)
+    weights = train(MIXED, RunOptions(root / "photos", None, root / "runs" / "mixed"), lines.append)
     assert weights.exists() and any("pairs ready" in line for line in lines)
 
 

@@ -43,9 +43,9 @@ def test_reproject_agrees_with_rays_and_depths(seed):
     rng = np.random.default_rng([3, seed])
     planes, (camera0, camera1), (view0, view1) = two_views(rng)
     points = view0.keypoints
-    label, place = look(planes, camera0, points.astype(float))
+    label, point = look(planes, camera0, points.astype(float))
     K, R, t = camera1
-    lifted = (place @ R.T + t) @ K.T
+    lifted = (point @ R.T + t) @ K.T
     expected = lifted[:, :2] / lifted[:, 2:]
     here = (label != NOTHING) & (lifted[:, 2] > 0) & ((expected > 0) & (expected < (159, 119))).all(1)
     seen, _ = look(planes, camera1, np.where(here[:, None], expected, 0))
@@ -63,9 +63,9 @@ def test_reproject_agrees_with_rays_and_depths(seed):
 
 def test_reproject_there_and_back(rng):
     _, _, (view0, view1) = two_views(rng)
-    there = reproject(view0.keypoints, view0, view1)
-    visible = np.isfinite(there[:, 0])
-    back = reproject(there[visible], view1, view0)
+    transferred = reproject(view0.keypoints, view0, view1)
+    visible = np.isfinite(transferred[:, 0])
+    back = reproject(transferred[visible], view1, view0)
     returned = np.isfinite(back[:, 0])
     assert returned.mean() > 0.9  # the others sit on a label edge
     error = np.linalg.norm(back - view0.keypoints[visible], axis=1)[returned]
@@ -90,7 +90,9 @@ def test_labels_read_at_a_stride_are_those_of_the_pixels(rng):
     assert wrong.mean() < 0.03
 
 
-def naive_truth(view0: CachedView, view1: CachedView, H: np.ndarray, recipe: PairRecipe) -> tuple[list, list]:
+def naive_partners(
+    view0: CachedView, view1: CachedView, H: np.ndarray, recipe: PairRecipe
+) -> tuple[list, list]:
     """The definition, point by point; H maps view 0 to view 1, and what falls inside is visible."""
 
     def move(point: np.ndarray, matrix: np.ndarray) -> np.ndarray | None:
@@ -98,18 +100,18 @@ def naive_truth(view0: CachedView, view1: CachedView, H: np.ndarray, recipe: Pai
         inside = -0.5 <= x / w <= 159.5 and -0.5 <= y / w <= 119.5
         return np.array([x / w, y / w]) if inside else None
 
-    def distance(moved: np.ndarray | None, other: np.ndarray) -> float:
-        return np.inf if moved is None else float(np.linalg.norm(moved - other))
+    def distance(corresponding: np.ndarray | None, other: np.ndarray) -> float:
+        return np.inf if corresponding is None else float(np.linalg.norm(corresponding - other))
 
     points0, points1 = view0.keypoints.astype(float), view1.keypoints.astype(float)
-    moved0 = [move(p, H) for p in points0]
-    moved1 = [move(p, np.linalg.inv(H)) for p in points1]
-    there = np.array([[distance(m, q) for q in points1] for m in moved0])
-    back = np.array([[distance(m, p) for m in moved1] for p in points0])
+    corresponding0 = [move(p, H) for p in points0]
+    corresponding1 = [move(p, np.linalg.inv(H)) for p in points1]
+    transferred = np.array([[distance(m, q) for q in points1] for m in corresponding0])
+    back = np.array([[distance(m, p) for m in corresponding1] for p in points0])
     roots = [
         np.sqrt(v.descriptors / v.descriptors.sum(1, keepdims=True, dtype=float)) for v in (view0, view1)
     ]
-    cost = (there + back) / 2
+    cost = (transferred + back) / 2
     error = cost.copy()
     cost[cost >= recipe.match_distance] = np.inf
     cost += 2 * (1 - roots[0] @ roots[1].T)
@@ -135,10 +137,10 @@ def test_true_assignment_is_the_naive_loop(seed):
     inside = ((near > 0) & (near < (159, 119))).all(1)
     points1 = np.concatenate([near[inside], rng.uniform(0, (159, 119), (15, 2))])
     view0, view1 = flat_view(points0, np.eye(3), rng), flat_view(points1, H, rng)
-    truth = label_partners(view0, view1, PairRecipe())
-    partner0, partner1 = naive_truth(view0, view1, H, PairRecipe())
-    assert truth.partner0.tolist() == partner0
-    assert truth.partner1.tolist() == partner1
+    partners = label_partners(view0, view1, PairRecipe())
+    partner0, partner1 = naive_partners(view0, view1, H, PairRecipe())
+    assert partners.partner0.tolist() == partner0
+    assert partners.partner1.tolist() == partner1
     assert {UNMATCHED, IGNORED} <= set(partner0)
     assert sum(p >= 0 for p in partner0) > 10
 
@@ -146,11 +148,11 @@ def test_true_assignment_is_the_naive_loop(seed):
 def test_matched_ignored_unmatched_by_distance(rng):
     points0 = np.array([[20.0, 20], [60, 20], [100, 20], [20, 80]])
     points1 = points0 + np.array([[2, 0], [3.5, 0], [4.5, 0], [0, 0]])
-    truth = label_partners(
+    partners = label_partners(
         flat_view(points0, np.eye(3), rng), flat_view(points1, np.eye(3), rng), PairRecipe()
     )
-    assert truth.partner0.tolist() == [0, IGNORED, UNMATCHED, 3]
-    assert truth.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
+    assert partners.partner0.tolist() == [0, IGNORED, UNMATCHED, 3]
+    assert partners.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
 
 
 def test_points_on_one_place_are_told_apart_by_descriptor(rng):
@@ -163,19 +165,19 @@ def test_points_on_one_place_are_told_apart_by_descriptor(rng):
 def test_unrelated_views_have_nothing_in_common(rng):
     points = rng.uniform(0, (159, 119), (30, 2))
     view = flat_view(points, np.eye(3), rng)
-    truth = label_partners(view, as_unrelated(view), PairRecipe())
-    assert (truth.partner0 == UNMATCHED).all()
-    assert (truth.partner1 == UNMATCHED).all()
+    partners = label_partners(view, as_unrelated(view), PairRecipe())
+    assert (partners.partner0 == UNMATCHED).all()
+    assert (partners.partner1 == UNMATCHED).all()
 
 
 def test_views_without_points(rng):
     some, none = (flat_view(np.zeros((n, 2)), np.eye(3), rng) for n in (3, 0))
-    truth = label_partners(some, none, PairRecipe())
-    assert truth.partner0.tolist() == [UNMATCHED] * 3
-    assert truth.partner1.tolist() == []
+    partners = label_partners(some, none, PairRecipe())
+    assert partners.partner0.tolist() == [UNMATCHED] * 3
+    assert partners.partner1.tolist() == []
 
 
-def test_collate_keeps_pairs_and_truth_together(rng):
+def test_collate_keeps_pairs_and_labels_together(rng):
     points = rng.uniform(0, (150, 110), (8, 2))
     view = flat_view(points, np.eye(3), rng)
     batch = collate([(view, view), (view, as_unrelated(view))], PairRecipe(), rng)

@@ -70,17 +70,17 @@ def test_positions_agree_with_independent_matches(surfaces):
 
 def test_there_and_back_is_the_same_point_and_covered_pixels_are_hidden(surfaces):
     first, second = views(surfaces, camera(0), camera(0.5, -9))
-    there, back = dense_positions(first, second), dense_positions(second, first)
-    seen = there[0] >= 0
-    rows, columns = np.nonzero(seen)
-    moved, state = transfer(there[:, seen].T, back)
+    transferred, back = dense_positions(first, second), dense_positions(second, first)
+    visible = transferred[0] >= 0
+    rows, columns = np.nonzero(visible)
+    corresponding, state = transfer(transferred[:, visible].T, back)
     returned = state == VISIBLE_STATE
-    error = np.hypot(*(moved - np.stack([columns, rows], 1))[returned].T)
+    error = np.hypot(*(corresponding - np.stack([columns, rows], 1))[returned].T)
     assert returned.mean() > 0.9 and np.quantile(error, 0.99) < 1.0 and np.median(error) < 0.1
-    assert (there[0] == HIDDEN).mean() > 0.03
-    assert (there[0] == UNKNOWN).mean() < 0.05
+    assert (transferred[0] == HIDDEN).mean() > 0.03
+    assert (transferred[0] == UNKNOWN).mean() < 0.05
     # Left of the near picture's left rim the wall is covered in the view from the right.
-    assert there[0, 120, 112] == HIDDEN
+    assert transferred[0, 120, 112] == HIDDEN
 
 
 def test_a_lens_and_a_new_framing_keep_positions_exact(surfaces):

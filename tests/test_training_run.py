@@ -48,7 +48,7 @@ optimiser = {steps = 6, warmup_steps = 2, confidence_steps = 4, inner_layers = 1
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def root(tmp_path_factory):
     """A folder with photos, a recipe, and the views of `TINY` made by the first run in it."""
     folder = tmp_path_factory.mktemp("training")
     write_photos(folder / "photos", 10)
@@ -58,39 +58,39 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def one_cache(place, monkeypatch):
+def one_cache(root, monkeypatch):
     """Views are rendered once for all runs."""
-    monkeypatch.setenv("MATCHER_CACHE", str(place / "cache"))
+    monkeypatch.setenv("MATCHER_CACHE", str(root / "cache"))
 
 
 @pytest.fixture(scope="module")
-def finished(place):
+def finished(root):
     """The unbroken run: its folder, its log lines and the rows that a plot would get."""
     lines, plotted = [], []
     weights = train(
         TINY,
-        options(place, "whole"),
+        options(root, "whole"),
         lines.append,
         on_validation=lambda rows: plotted.append([dict(row) for row in rows]),
     )
     return weights, lines, plotted
 
 
-def options(place: Path, name: str) -> RunOptions:
-    return RunOptions(place / "photos", None, place / "runs" / name, views=place / "cache" / "views")
+def options(root: Path, name: str) -> RunOptions:
+    return RunOptions(root / "photos", None, root / "runs" / name, views=root / "cache" / "views")
 
 
 def tensors(weights: Path) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in load_model(weights)[0].state_dict().items()}
 
 
-def arguments(place: Path, name: str, *more: str) -> list[str]:
-    given = {"--recipe": place / "tiny.toml", "--photos": place / "photos", "--run": place / "runs" / name}
+def arguments(root: Path, name: str, *more: str) -> list[str]:
+    given = {"--recipe": root / "tiny.toml", "--photos": root / "photos", "--run": root / "runs" / name}
     return ["train", *(str(part) for pair in given.items() for part in pair), *more]
 
 
-def test_the_recipe_in_toml_is_the_recipe_of_the_tests(place):
-    assert read_recipe(place / "tiny.toml") == TINY
+def test_the_recipe_in_toml_is_the_recipe_of_the_tests(root):
+    assert read_recipe(root / "tiny.toml") == TINY
 
 
 def test_a_run_writes_weights_that_load(finished):
@@ -120,16 +120,16 @@ def test_a_run_logs_loss_and_validation(finished):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_recipe_alone_decides_the_batch(place, device):
+def test_the_recipe_alone_decides_the_batch(root, device):
     workers = SimpleNamespace(cache=SimpleNamespace(ready=lambda: [0, 1]))
     sampler, _ = training_sampler(workers, None, TINY, device)
     assert sampler.recipe == TINY.pair
 
 
-def test_batch_scale_is_part_of_the_recipe(place, finished):
+def test_batch_scale_is_part_of_the_recipe(root, finished):
     """What a run trains with is in its folder and in its weights file; another scale is another run."""
-    assert main(arguments(place, "scaled", "--batch-scale", "3", "--steps", "1")) == 0
-    folder = place / "runs" / "scaled"
+    assert main(arguments(root, "scaled", "--batch-scale", "3", "--steps", "1")) == 0
+    folder = root / "runs" / "scaled"
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["pairs"] == 3 * 24 // 6
     expected = 3 * TINY.pair.points_per_batch
@@ -137,7 +137,7 @@ def test_batch_scale_is_part_of_the_recipe(place, finished):
     assert note["recipe"]["pair"]["points_per_batch"] == expected
     header = json.loads(read_header((folder / "tiny.safetensors").read_bytes())["training"])
     assert header["recipe"]["pair"]["points_per_batch"] == expected
-    assert main(arguments(place, "scaled", "--steps", "1")) == 2
+    assert main(arguments(root, "scaled", "--steps", "1")) == 2
 
 
 def test_batch_scale_of_a_front_end():
@@ -145,13 +145,13 @@ def test_batch_scale_of_a_front_end():
     assert enlarged(recipe, 4).batch.pairs == 4 * recipe.batch.pairs
 
 
-def test_unreadable_photos_are_counted_in_the_log(place, finished):
+def test_unreadable_photos_are_counted_in_the_log(root, finished):
     found = [line for line in finished[1] if "cannot be read" in line]
     assert found == ["skipped 1 photos that cannot be read: broken.jpg"]
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 8])
-def test_a_run_stopped_and_continued_gives_the_same_weights(place, finished, steps, tmp_path):
+def test_a_run_stopped_and_continued_gives_the_same_weights(root, finished, steps, tmp_path):
     """After 6 steps it stops in the second stage. All views are there already, as the cache is shared."""
     asked, lines = [], []
 
@@ -159,7 +159,7 @@ def test_a_run_stopped_and_continued_gives_the_same_weights(place, finished, ste
         asked.append(None)
         return len(asked) >= steps + 6  # the validation views ask six times
 
-    where = options(place, f"stopped{steps}")
+    where = options(root, f"stopped{steps}")
     assert train(TINY, where, lines.append, stopped=stopped) is None
     assert "the same command continues" in lines[-2]
     weights = train(TINY, where, lines.append)
@@ -172,8 +172,8 @@ def test_a_run_stopped_and_continued_gives_the_same_weights(place, finished, ste
     assert steps_logged == sorted(steps_logged)
 
 
-def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_back(place, finished):
-    where = options(place, "ahead")
+def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_back(root, finished):
+    where = options(root, "ahead")
     train(TINY, where, lambda line: None)
     with (where.folder / "log.jsonl").open("a") as lines:
         lines.write('{"step": 9}\n{"st')
@@ -181,7 +181,7 @@ def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_back(place, finished):
     assert len((where.folder / "log.jsonl").read_text().splitlines()) == 3
 
 
-def test_training_and_validation_photos_are_kept_apart(place, tmp_path):
+def test_training_and_validation_photos_are_kept_apart(root, tmp_path):
     own = write_photos(tmp_path / "photos", 4)
     write_photos(own / "val", 2, seed=1)
     both = RunOptions(own, own / "val", tmp_path / "run")
@@ -192,11 +192,11 @@ def test_training_and_validation_photos_are_kept_apart(place, tmp_path):
         split_photos(own / "val", own / "val", TINY.seed)
 
 
-def test_a_run_whose_loss_is_never_finite_ends(place, finished):
+def test_a_run_whose_loss_is_never_finite_ends(root, finished):
     broken = replace(TINY.optimiser, learning_rate=1e30, muon_rate=0.0, steps=100, warmup_steps=1)
     lines = []
     with pytest.raises(MatcherError, match=r"not finite in 51 steps; lower optimiser\.learning_rate"):
-        train(replace(TINY, optimiser=broken, validate_every=200), options(place, "nan"), lines.append)
+        train(replace(TINY, optimiser=broken, validate_every=200), options(root, "nan"), lines.append)
 
 
 def test_a_folder_belongs_to_one_recipe(tmp_path):
@@ -226,8 +226,8 @@ def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
     assert (tmp_path / "empty" / "recipe.json").is_file()
 
 
-def test_a_lost_best_network_is_named(place, finished):
-    where = options(place, "lost")
+def test_a_lost_best_network_is_named(root, finished):
+    where = options(root, "lost")
     train(TINY, where, lambda line: None)
     (where.folder / "best.pt").unlink()
     with pytest.raises(IntegrityError, match=r"best\.pt is absent"):
@@ -265,33 +265,33 @@ def test_the_shipped_recipe_is_read_and_unchanged_by_a_round_trip():
         ("a = [", "not a TOML file"),
     ],
 )
-def test_a_recipe_that_cannot_be_used_is_exit_2(place, tmp_path, capsys, text, words):
+def test_a_recipe_that_cannot_be_used_is_exit_2(root, tmp_path, capsys, text, words):
     recipe = tmp_path / "bad.toml"
     recipe.write_text(text)
     code = main(
-        ["train", "--recipe", str(recipe), "--photos", str(place / "photos"), "--run", str(tmp_path / "r")]
+        ["train", "--recipe", str(recipe), "--photos", str(root / "photos"), "--run", str(tmp_path / "r")]
     )
     assert code == 2
     assert words in capsys.readouterr().err
 
 
-def test_folders_without_photos_are_exit_2(place, tmp_path, capsys):
+def test_folders_without_photos_are_exit_2(root, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for folder, words in (("empty", "no images here"), ("absent", "no such folder")):
         photos = ["--photos", str(tmp_path / folder), "--run", str(tmp_path / "run")]
-        assert main(["train", "--recipe", str(place / "tiny.toml"), *photos]) == 2
+        assert main(["train", "--recipe", str(root / "tiny.toml"), *photos]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_photos_none_of_which_can_be_read_are_exit_2(place, tmp_path, capsys):
+def test_photos_none_of_which_can_be_read_are_exit_2(root, tmp_path, capsys):
     for number in range(3):
         (tmp_path / f"{number}.jpg").write_text("text")
     code = main(
         [
             "train",
             "--recipe",
-            str(place / "tiny.toml"),
+            str(root / "tiny.toml"),
             "--photos",
             str(tmp_path),
             "--run",
@@ -302,21 +302,21 @@ def test_photos_none_of_which_can_be_read_are_exit_2(place, tmp_path, capsys):
     assert "can be read" in capsys.readouterr().err
 
 
-def test_other_steps_in_the_same_folder_are_exit_2(place, finished, capsys):
-    assert main(arguments(place, "whole", "--steps", "9")) == 2
+def test_other_steps_in_the_same_folder_are_exit_2(root, finished, capsys):
+    assert main(arguments(root, "whole", "--steps", "9")) == 2
     assert "optimiser.steps 6 → 9" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_exit_5(place, finished, tmp_path, capsys):
-    claim_folder(place / "runs" / "damaged", TINY)
-    (place / "runs" / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 cut")
-    assert main(arguments(place, "damaged")) == 5
+def test_a_damaged_checkpoint_is_exit_5(root, finished, tmp_path, capsys):
+    claim_folder(root / "runs" / "damaged", TINY)
+    (root / "runs" / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 cut")
+    assert main(arguments(root, "damaged")) == 5
     error = capsys.readouterr().err
     assert "checkpoint.pt is damaged" in error
     assert "delete" in error
 
 
-def test_a_full_disk_is_exit_6_and_keeps_the_checkpoint(place, finished, monkeypatch, capsys):
+def test_a_full_disk_is_exit_6_and_keeps_the_checkpoint(root, finished, monkeypatch, capsys):
     written = []
 
     def fsync(number: int) -> None:
@@ -325,26 +325,26 @@ def test_a_full_disk_is_exit_6_and_keeps_the_checkpoint(place, finished, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("matcher.files.os.fsync", fsync)
-    assert main(arguments(place, "full")) == 6
+    assert main(arguments(root, "full")) == 6
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert "the last good one is kept" in error
     monkeypatch.undo()
-    monkeypatch.setenv("MATCHER_CACHE", str(place / "cache"))
-    assert main(arguments(place, "full")) == 0
+    monkeypatch.setenv("MATCHER_CACHE", str(root / "cache"))
+    assert main(arguments(root, "full")) == 0
     assert "resumed at step" in capsys.readouterr().out
 
 
-def test_the_command_draws_the_curve(place, finished, capsys):
-    assert main(arguments(place, "drawn", "--steps", "6", "--threads", "1")) == 0
-    picture = (place / "runs" / "drawn" / "curve.png").read_bytes()
+def test_the_command_draws_the_curve(root, finished, capsys):
+    assert main(arguments(root, "drawn", "--steps", "6", "--threads", "1")) == 0
+    picture = (root / "runs" / "drawn" / "curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert "wrote" in capsys.readouterr().out
 
 
-def test_steps_bound_every_stage_and_nothing_is_left_behind(place, finished, tmp_path, monkeypatch, capsys):
+def test_steps_bound_every_stage_and_nothing_is_left_behind(root, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    given = ["--recipe", place / "tiny.toml", "--photos", place / "photos", "--steps", "2"]
+    given = ["--recipe", root / "tiny.toml", "--photos", root / "photos", "--steps", "2"]
     assert main(["train", *map(str, given)]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
@@ -352,7 +352,7 @@ def test_steps_bound_every_stage_and_nothing_is_left_behind(place, finished, tmp
     recipe = json.loads((run / "recipe.json").read_text())["recipe"]
     assert (recipe["optimiser"]["steps"], recipe["optimiser"]["confidence_steps"]) == (2, 2)
     assert torch.load(run / "confidence.pt", weights_only=True)["done"] == 2
-    assert f"are kept in {place / 'cache' / 'views'} for later runs" in capsys.readouterr().out
+    assert f"are kept in {root / 'cache' / 'views'} for later runs" in capsys.readouterr().out
 
 
 def test_steps_of_a_front_end_are_its_only_ones():
@@ -360,16 +360,16 @@ def test_steps_of_a_front_end_are_its_only_ones():
     assert recipe.optimiser.steps == 3
 
 
-def started(place: Path, name: str) -> tuple[subprocess.Popen, Path]:
+def started(root: Path, name: str) -> tuple[subprocess.Popen, Path]:
     """A run of many steps as a process of its own, once it has written a checkpoint."""
     command = [
         sys.executable,
         "-m",
         "matcher",
-        *arguments(place, name, "--steps", "100000", "--threads", "1"),
+        *arguments(root, name, "--steps", "100000", "--threads", "1"),
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    checkpoint = place / "runs" / name / "checkpoint.pt"
+    checkpoint = root / "runs" / name / "checkpoint.pt"
     deadline = time.monotonic() + 60
     while not checkpoint.exists():
         assert process.poll() is None, process.stderr.read().decode()
@@ -379,8 +379,8 @@ def started(place: Path, name: str) -> tuple[subprocess.Popen, Path]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_ends_the_run(place, finished, number, code):
-    process, checkpoint = started(place, f"signal{code}")
+def test_a_signal_saves_and_ends_the_run(root, finished, number, code):
+    process, checkpoint = started(root, f"signal{code}")
     before = checkpoint.stat().st_mtime_ns
     process.send_signal(number)
     error = process.communicate(timeout=60)[1].decode()
@@ -389,8 +389,8 @@ def test_a_signal_saves_and_ends_the_run(place, finished, number, code):
     assert "Traceback" not in error
 
 
-def test_a_killed_run_leaves_a_whole_checkpoint(place, finished):
-    process, _ = started(place, "killed")
+def test_a_killed_run_leaves_a_whole_checkpoint(root, finished):
+    process, _ = started(root, "killed")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     lines: list[str] = []
@@ -400,17 +400,17 @@ def test_a_killed_run_leaves_a_whole_checkpoint(place, finished):
         asked.append(None)
         return len(asked) > 6
 
-    assert train(with_steps(TINY, 100000), options(place, "killed"), lines.append, stopped=stopped) is None
+    assert train(with_steps(TINY, 100000), options(root, "killed"), lines.append, stopped=stopped) is None
     assert any(line.startswith("resumed at step") for line in lines)
 
 
-def test_a_network_with_one_head_and_no_projection_is_trained_to_its_end(place, tmp_path):
+def test_a_network_with_one_head_and_no_projection_is_trained_to_its_end(root, tmp_path):
     """Neither has the second stage heads to train, nor the first step a projection to standardise."""
     context = replace(TINY.network.context, dim=128)
     assignment = replace(TINY.network.assignment, every_layer=False)
     network = replace(TINY.network, project=False, context=context, assignment=assignment, policy=ALL_LAYERS)
     recipe = replace(TINY, name="bare", network=network)
-    weights = train(recipe, options(place, "bare"), lambda line: None)
+    weights = train(recipe, options(root, "bare"), lambda line: None)
     model, _, _ = load_model(weights)
     assert model.config == network
     assert len(model.heads) == 1 and not len(model.confidence)
@@ -419,9 +419,9 @@ def test_a_network_with_one_head_and_no_projection_is_trained_to_its_end(place, 
 @pytest.mark.parametrize(
     "on", [{"early_exit": True, "pruning": False}, {"early_exit": False, "pruning": True}]
 )
-def test_exit_and_pruning_without_heads_are_refused_before_any_step(place, on):
+def test_exit_and_pruning_without_heads_are_refused_before_any_step(root, on):
     assignment = replace(TINY.network.assignment, every_layer=False)
     network = replace(TINY.network, assignment=assignment, policy=replace(ALL_LAYERS, **on))
     with pytest.raises(UsageError, match=r"early exit and pruning need assignment\.every_layer"):
-        train(replace(TINY, network=network), options(place, "refused"), lambda line: None)
-    assert not (place / "runs" / "refused").exists()
+        train(replace(TINY, network=network), options(root, "refused"), lambda line: None)
+    assert not (root / "runs" / "refused").exists()

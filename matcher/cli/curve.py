@@ -25,7 +25,7 @@ def write_curve(rows: Sequence[dict[str, float]], path: Path, title: str) -> Non
     figure.suptitle(title)
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     for column, (key, unit, label) in enumerate(
-        (("pairs", 1000, "pairs seen / 1000"), ("seconds", 3600, "hours of training"))
+        (("pairs", 1000, "training pairs / 1000"), ("seconds", 3600, "hours of training"))
     ):
         _lines(axes[0, column], rows, key, unit, ("loss",))
         _lines(axes[1, column], rows, key, unit, ("precision", "recall"))

@@ -29,9 +29,9 @@ class Machine:
 class PeakRates:
     """The rates that this device reaches in a large matrix product and a large copy."""
 
-    float32: float  # operations a second
+    float32: float  # operations per second
     half: float  # in the half precision that "auto" selects here, else bfloat16
-    copy: float  # bytes a second, read and written
+    copy: float  # bytes per second, read and written
 
 
 def describe_machine(device: torch.device) -> Machine:

@@ -161,7 +161,7 @@ def one_against_many(
         for name, call in calls.items():
             times[name].append(watch.once(call))
     cached, fresh = (Samples((sum(values),)) for values in times.values())
-    note = f"{fresh.median / many * 1e3:.1f} ms a pair from paths; all features extracted beforehand"
+    note = f"{fresh.median / many * 1e3:.1f} ms per pair from paths; all features extracted beforehand"
     name = f"1 image against {many}, {len(first)} keypoints, features cached"
     yield BenchmarkRow(name, f"{many} calls on paths", cached, fresh, note=note)
 

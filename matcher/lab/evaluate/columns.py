@@ -18,7 +18,7 @@ class Column:
     key: str  # of the metric in `measure_pair`
     statistic: Statistic = mean
     digits: int = 3
-    headline: bool = False  # shown with its interval, in the comparison with the baseline, and by group
+    headline: bool = False  # reported with its interval, in the comparison with the baseline, and by group
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ def as_markdown(found: dict[str, Any]) -> str:
         "layers": any(row["depth"] for row in found["rows"]),
         "passes": any((row["all"]["passes"]["value"] or 1) > 1 for row in found["rows"]),
     }
-    shown = [c for c in columns if used.get(c.title, True)]
-    lines = [f"## {found['set']}", "", *_preamble(found), "", *_head(["", *(c.title for c in shown)])]
+    visible = [c for c in columns if used.get(c.title, True)]
+    lines = [f"## {found['set']}", "", *_preamble(found), "", *_head(["", *(c.title for c in visible)])]
     for row in found["rows"]:
-        lines.append(_line([row["name"], *(_cell(row["all"][c.title], c) for c in shown)]))
+        lines.append(_line([row["name"], *(_cell(row["all"][c.title], c) for c in visible)]))
     headline = [c for c in columns if c.headline]
     compared = [row for row in found["rows"] if "minus_baseline" in row]
     if compared:

@@ -101,7 +101,7 @@ def transfer(points: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def quarter_turned(pair: DensePair, turns: int) -> DensePair:
-    """The pair with image 1 rotated clockwise by quarter turns, and the correspondences with it."""
+    """The pair with image 1 rotated clockwise by a number of 90° turns, and the correspondences with it."""
     positions0, positions1, pixels1 = pair.positions0, pair.positions1, pair.pixels1
     for _ in range(turns % 4):
         height = pixels1.shape[0]

@@ -19,7 +19,7 @@ ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrela
 
 @dataclass(frozen=True, eq=False)
 class PairImage:
-    """One image of a pair: a file, or pixels that were made from it."""
+    """One image of a pair: a file, or pixels rendered from it."""
 
     path: Path
     pixels: np.ndarray | None = None  # (H, W) or (H, W, 3) uint8; if given, these are the stored image

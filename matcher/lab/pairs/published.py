@@ -81,7 +81,7 @@ def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
     """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
 
     SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
-    The rotations (quarter turns) are not applied: K and pose are those of the stored images.
+    The rotations (multiples of 90°) are not applied: K and pose are those of the stored images.
 
     Args:
         path: the list.

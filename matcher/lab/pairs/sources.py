@@ -30,7 +30,7 @@ class SourceShares:
     planes: float = 0.0
     relief: float = 1.0
     rendered: float = 0.0  # of stored rendered views
-    real: float = 0.0  # of stored views of real places
+    real: float = 0.0  # of stored views of real scenes
 
     def shares(self) -> dict[str, float]:
         """By the names of the sources."""

@@ -66,7 +66,7 @@ class Loop:
         write_whole(self.folder / "log.jsonl", lines.encode())
 
     def run(self, batches: Iterable) -> None:
-        """One step a batch, with validations and checkpoints.
+        """One step per batch, with validations and checkpoints.
 
         Raises:
             Stopped: the caller asked for it.

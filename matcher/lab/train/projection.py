@@ -1,4 +1,4 @@
-"""The projection of descriptors, fitted to another front end, so that a trained matcher can go on with it."""
+"""Fitting a trained matcher's projection of descriptors to another front end."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ SEED = 7
 
 @torch.no_grad()
 def fit_projection(model: MatchingNetwork, before: str, now: str, photos: Sequence[Path]) -> float:
-    """Change the projection of descriptors so that those of a new front end give the tokens of the old one.
+    """Change the projection so that descriptors of a new front end give the tokens of the old one.
 
-    Least squares over the keypoints that the new front end finds in photos, described by both, in all four
-    quarter turns.
+    Least squares over keypoints of the new front end in photos, with the descriptors of both, in all four
+    rotations by 90 degrees.
 
     Args:
         model: its `project` is replaced in place.
         before: weights file of the front end that the matcher was trained for; empty: the shipped one.
-        now: that of the front end to come; empty: the shipped one.
-        photos: to find keypoints in.
+        now: weights file of the new front end; empty: the shipped one.
+        photos: in which keypoints are detected.
 
     Returns:
-        The share of the tokens' variance that the fit explains, on photos left out of it.
+        The share of the tokens' variance that the fit explains, on held-out photos.
 
     Raises:
         IntegrityError: a weights file is absent, damaged, or of another front end.
         UsageError: the network has no projection, or no photo can be read.
     """
     if not isinstance(model.project, torch.nn.Linear):
-        raise UsageError("start_front_end: this network does not project descriptors; leave it out")
+        raise UsageError("start_front_end: this network does not project descriptors; remove it")
     old, new = _network(before), _network(now)
     drawn = PhotoSet(photos).draw(min(PHOTOS, len(photos)), np.random.default_rng(SEED)).values()
-    described = [_described(old, new, photo) for photo in drawn]
-    tokens = [model.project(olds) for olds, _ in described]
-    kept = max(1, len(described) * 4 // 5)
-    inputs = torch.cat([_with_one(news) for _, news in described[:kept]])
+    descriptors = [_descriptors(old, new, photo) for photo in drawn]
+    tokens = [model.project(olds) for olds, _ in descriptors]
+    kept = max(1, len(descriptors) * 4 // 5)
+    inputs = torch.cat([_with_one(news) for _, news in descriptors[:kept]])
     solution = torch.linalg.lstsq(inputs.double(), torch.cat(tokens[:kept]).double()).solution.float()
     model.project.weight.copy_(solution[:-1].T)
     model.project.bias.copy_(solution[-1])
-    held_out = slice(kept, None) if kept < len(described) else slice(None)
-    wanted = torch.cat(tokens[held_out])
-    error = wanted - torch.cat([model.project(news) for _, news in described[held_out]])
-    return float(1 - error.square().sum() / (wanted - wanted.mean(0)).square().sum())
+    held_out = slice(kept, None) if kept < len(descriptors) else slice(None)
+    target = torch.cat(tokens[held_out])
+    error = target - torch.cat([model.project(news) for _, news in descriptors[held_out]])
+    return float(1 - error.square().sum() / (target - target.mean(0)).square().sum())
 
 
 def _network(weights: str) -> FeatureNetwork:
     return build_extractor(ExtractorConfig(kind="learned"), weights or None, precision="float32").network
 
 
-def _described(old: FeatureNetwork, new: FeatureNetwork, photo: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Descriptors (4N, 64) of the new front end's keypoints by both networks, in each quarter turn."""
+def _descriptors(old: FeatureNetwork, new: FeatureNetwork, photo: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Descriptors (4N, 64) of the new front end's keypoints by both networks, in each rotation."""
     image = Image(photo, photo.shape[1::-1])
     pixels = padded(grey(image, torch.device("cpu")), STRIDE)
     (_, olds), (logits, news) = old(pixels), new(pixels)

@@ -20,7 +20,7 @@ class ImageBatch:
 
     pixels: Tensor  # (2B, 1, H, W) float32 in [0, 1]
     positions: Tensor  # (2B, 2, H, W) float32, as in `dense.DensePair`
-    turns: Tensor  # (2B,) int64 quarter turns, clockwise, that were applied to each image
+    turns: Tensor  # (2B,) int64 clockwise rotations by 90 degrees that were applied to each image
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -36,7 +36,7 @@ class BatchSampler:
 
     Args:
         source: of the pairs.
-        recipe: image size, batch size and share of turned images.
+        recipe: image size, batch size and share of rotated images.
     """
 
     def __init__(self, source: PairSource, recipe: FrontEndRecipe) -> None:
@@ -60,7 +60,7 @@ class BatchSampler:
         return ImageBatch(grey, torch.from_numpy(np.stack(positions)), torch.tensor(turns))
 
     def _pair(self, rng: np.random.Generator) -> tuple[DensePair, int]:
-        """A pair in either order, and the quarter turns of its second image."""
+        """A pair in random order, and the number of 90-degree rotations of its second image."""
         share = self.recipe.batch.turned_share
         turn = int(rng.integers(1, 4)) if share and rng.random() < share else 0
         pair = self.source.pair(rng, (self.recipe.scene.width, self.recipe.scene.height))

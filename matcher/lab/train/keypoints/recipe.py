@@ -1,4 +1,4 @@
-"""What decides how the front end turns out."""
+"""The training recipe of a front end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class SmallScene(SceneRecipe):
 
 @dataclass(frozen=True)
 class BatchRecipe:
-    """Batches of pairs, drawn anew at every step."""
+    """Batches of pairs, drawn at random at every step."""
 
     pairs: int = 8
-    # Pairs of which one image is turned by 90, 180 or 270 degrees. Without any, descriptors do not learn to
-    # turn with the image, and matchers cannot tell by them which turn fits.
+    # Pairs of which one image is rotated by 90, 180 or 270 degrees. Without any, descriptors do not become
+    # equivariant, and matchers cannot choose the rotation between two images by them.
     turned_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class KeypointRecipe:
-    """AdamW with warm-up, a plateau, then a line to zero; weights of the losses."""
+    """AdamW with warm-up, a plateau, then a linear decay; weights of the losses."""
 
     steps: int = 6000
     learning_rate: float = 2e-3
@@ -55,19 +55,19 @@ class FrontEndRecipe:
 
     trains: Literal["front end"]
     name: str = "learned"
-    start: str = ""  # weights to continue from, the shipped "learned" or a file; none: random parameters
+    start: str = ""  # weights to start from, the shipped "learned" or a file; random parameters if empty
     seed: int = 0
     scene: SmallScene = SmallScene()  # of planes; its width and height are those of all images
     sources: SourceShares = field(default_factory=lambda: SourceShares(planes=1.0, relief=0.0))
     batch: BatchRecipe = BatchRecipe()
     optimiser: KeypointRecipe = KeypointRecipe()
     validate_every: int = 500  # steps
-    validation_pairs: int = 40  # made of other photos than those to train on
+    validation_pairs: int = 40  # made of photos that are not trained on
     validation_points: int = 1024  # of each of their images
     save_every: int = 100
 
     def rules(self) -> list[tuple[bool, str]]:
-        """What must hold, each with what to tell a user of whom it does not."""
+        """Conditions on the values, each with the message for a recipe that violates it."""
         scene, batch, optimiser = self.scene, self.batch, self.optimiser
         shares = {
             "batch.turned_share": batch.turned_share,
@@ -85,7 +85,7 @@ class FrontEndRecipe:
             ),
             (
                 scene.width == scene.height or not batch.turned_share,
-                "batch.turned_share: only square scenes can be turned, scene.width = scene.height",
+                "batch.turned_share: only square images can be rotated, scene.width = scene.height",
             ),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),

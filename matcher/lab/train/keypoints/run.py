@@ -46,13 +46,13 @@ def train_front_end(
     trainer = FrontEndTrainer(recipe, torch.device(options.device))
     validation = _validation_sampler(recipe, held_out)
     batches = [validation.batch(number) for number in range(recipe.validation_pairs)]
-    album = PhotoSet(training, colour=True)
+    photo_set = PhotoSet(training, colour=True)
     reported: set[int] = set()
 
     def log_unreadable() -> None:
-        for number in album.unreadable - reported:
-            log(f"skipped {album.photos[number]}: it cannot be read")
-        reported.update(album.unreadable)
+        for number in photo_set.unreadable - reported:
+            log(f"skipped {photo_set.photos[number]}: it cannot be read")
+        reported.update(photo_set.unreadable)
 
     loop = Loop(
         trainer,
@@ -66,7 +66,9 @@ def train_front_end(
     loop.resume()
     readers = CUDA_READERS if options.device == "cuda" else 1
     shares = recipe.sources.shares()
-    mixture = build_mixture(album, shares, rendered=options.rendered, real=options.real, scene=recipe.scene)
+    mixture = build_mixture(
+        photo_set, shares, rendered=options.rendered, real=options.real, scene=recipe.scene
+    )
     sampler = BatchSampler(mixture, recipe)
     try:
         loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
@@ -76,7 +78,7 @@ def train_front_end(
 
 
 def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> BatchSampler:
-    """Single pairs of larger images; stored views are not held out, so that relief stands for them here."""
+    """Single pairs of larger images; relief replaces stored views, none of which are held out."""
     scene = replace(
         recipe.scene,
         width=STRIDE * round(VALIDATION_ENLARGED * recipe.scene.width / STRIDE),

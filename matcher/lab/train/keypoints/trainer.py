@@ -1,4 +1,4 @@
-"""Steps of the front end's training."""
+"""Training steps of the front end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from matcher.match.mutual import mutual_best
 from matcher.match.steering import steered
 
 APART = 4.0  # pixels; descriptors of nearer points need not differ
-FIRST_SCALE = 20.0  # of the similarities, learned from there
+FIRST_SCALE = 20.0  # of the similarities, initially; it is learned
 
 
 class Describer(nn.Module):
-    """The network and the scale of its similarities, which only training needs."""
+    """The network, and the scale of the similarities, which is needed in training only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Describer(nn.Module):
 
 
 class FrontEndTrainer(Stage[Describer, ImageBatch]):
-    """Of the front end: where points lie, how likely they are found again, and what describes them.
+    """Trains the positions, scores and descriptors of keypoints.
 
     Raises:
         IntegrityError: weights to start from are absent, damaged, or of another network.
@@ -51,7 +51,7 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         super().__init__(recipe, values, model, [optimiser], device)
 
     def step(self, batch: ImageBatch) -> float:
-        """As `Stage.step`; the first one of a continued front end looks at the pictures before."""
+        """As `Stage.step`; the first one of loaded weights restores batch normalisation from the images."""
         if self.progress.step == 0 and self._trained is not None:
             network = unfolded(self._trained, batch.pixels)
             for describer in (self.model, self.average):
@@ -59,38 +59,41 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         return super().step(batch)
 
     def loss(self, batch: ImageBatch) -> Tensor:
-        """Weighted sum over the batch; what is random is drawn by the step."""
+        """The weighted sum of the losses; random choices depend on the step only."""
         recipe, network, batch = self.recipe.optimiser, self.model.network, batch.to(self.device)
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
         with mixed_precision(self.device):
             logits, maps = network(batch.pixels)
-        points, held = strongest(logits, recipe.points)
+        points, valid = strongest(logits, recipe.points)
         positions = refine(logits, points)
-        moved, seen = losses.transfer(positions, batch.positions)
-        seen &= held
-        near, distance, mutual = nearest_of_other(moved, positions, held)
+        corresponding, visible = losses.transfer(positions, batch.positions)
+        visible &= valid
+        nearest, distance, mutual = nearest_of_other(corresponding, positions, valid)
         with mixed_precision(self.device):
-            # A picture describes its own points and those that the other one's points became in it.
-            both = torch.cat([positions, losses.other_of_pair(moved)], dim=1).detach()
+            # Descriptors of an image at its own keypoints and at those transferred from the other image.
+            both = torch.cat([positions, losses.other_of_pair(corresponding)], dim=1).detach()
             own, others = steered(network.describe(maps, both), -batch.turns).chunk(2, dim=1)
-        there = losses.other_of_pair(others)
-        found = self._found(own, held, distance)
-        some = torch.randperm(recipe.points, generator=rng)[: recipe.described].to(self.device)
+        corresponding_descriptors = losses.other_of_pair(others)
+        matched = self._matched(own, valid, distance)
+        chosen = torch.randperm(recipe.points, generator=rng)[: recipe.described].to(self.device)
         at = (points[..., 1] * logits.shape[2] + points[..., 0]).long()
         parts = [
             recipe.refinement_weight
             * losses.refinement_loss(
-                moved,
+                corresponding,
                 losses.other_of_pair(positions),
-                near,
-                seen & mutual & (distance.gather(2, near[..., None])[..., 0] < 1.5 * recipe.match_distance),
+                nearest,
+                visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance),
             ),
-            recipe.reliability_weight * losses.reliability_loss(logits.flatten(1).gather(1, at), found, seen),
+            recipe.reliability_weight
+            * losses.reliability_loss(logits.flatten(1).gather(1, at), matched, visible),
             recipe.description_weight
             * losses.description_loss(
-                losses.Described(own, there, positions.detach(), moved.detach(), held),
-                some,
-                seen[:, some],
+                losses.DescribedKeypoints(
+                    own, corresponding_descriptors, positions.detach(), corresponding.detach(), valid
+                ),
+                chosen,
+                visible[:, chosen],
                 self.model.log_scale.exp(),
                 APART,
             ),
@@ -98,9 +101,9 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         return torch.stack(parts).sum()
 
     @torch.no_grad()
-    def _found(self, own: Tensor, held: Tensor, distance: Tensor) -> Tensor:
-        """(2B, K) bool: points whose mutually nearest descriptor belongs to a point of their own place."""
-        chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, held)
+    def _matched(self, own: Tensor, valid: Tensor, distance: Tensor) -> Tensor:
+        """(2B, K) bool: keypoints whose descriptor has a mutual nearest neighbour at the correct position."""
+        chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, valid)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
 
@@ -113,26 +116,26 @@ def _trained(start: str) -> FeatureNetwork:
 
 @torch.no_grad()
 def strongest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The best `count` peaks (B, K, 2) int64 xy of logits (B, H, W), and (B, K) bool which there are."""
+    """The strongest local maxima (B, K, 2) int64 xy of logits (B, H, W), and (B, K) bool which exist."""
     width, allowed = logits.shape[2], candidates(logits, NMS_RADIUS, BORDER)
     top = logits.masked_fill(~allowed, -torch.inf).flatten(1).topk(count, dim=1)
     return torch.stack([top.indices % width, top.indices // width], dim=-1), top.values.isfinite()
 
 
 @torch.no_grad()
-def nearest_of_other(moved: Tensor, points: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For points carried over (2B, K, 2): index (2B, K) of the nearest point of the other picture, all
-    distances (2B, K, K), and (2B, K) bool whether that point's nearest is this one."""
-    distance = torch.cdist(moved, losses.other_of_pair(points))
-    distance = distance.masked_fill(~losses.other_of_pair(held)[:, None], 1e4)
-    near = distance.argmin(2)
-    back = distance.argmin(1).gather(1, near)
-    return near, distance, back == torch.arange(near.shape[1], device=near.device)
+def nearest_of_other(corresponding: Tensor, points: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For transferred keypoints (2B, K, 2): index (2B, K) of the nearest keypoint of the other image, all
+    distances (2B, K, K), and (2B, K) bool whether they are mutual nearest neighbours."""
+    distance = torch.cdist(corresponding, losses.other_of_pair(points))
+    distance = distance.masked_fill(~losses.other_of_pair(valid)[:, None], 1e4)
+    nearest = distance.argmin(2)
+    backward = distance.argmin(1).gather(1, nearest)
+    return nearest, distance, backward == torch.arange(nearest.shape[1], device=nearest.device)
 
 
-def mutual_nearest(similarity: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """(2B, K, K) similarities to the other picture's points → index (2B, K) of the most alike, and whether
-    that is mutual. `held` (2B, K) bool are points that exist."""
-    similarity = similarity.masked_fill(~(held[:, :, None] & losses.other_of_pair(held)[:, None]), -2)
+def mutual_nearest(similarity: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Index (2B, K) of the nearest neighbour by similarities (2B, K, K) to the other image's keypoints, and
+    whether it is mutual. `valid` (2B, K) bool: keypoints that exist."""
+    similarity = similarity.masked_fill(~(valid[:, :, None] & losses.other_of_pair(valid)[:, None]), -2)
     _, chosen, mutual = mutual_best(similarity)
-    return chosen, mutual & held
+    return chosen, mutual & valid

@@ -1,4 +1,4 @@
-"""Repeatability, and matches by nearest neighbours, on photos that the front end never trains on."""
+"""Repeatability, and nearest-neighbour matches, on photos that are not trained on."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from matcher.lab.train.keypoints.losses import mean_of, other_of_pair, transfer
 from matcher.lab.train.keypoints.trainer import mutual_nearest, nearest_of_other, strongest
 from matcher.match.steering import steered
 
-REACH = 3.0  # pixels
+THRESHOLD = 3.0  # pixels
 
 
 @torch.no_grad()
 def validate(network: FeatureNetwork, batches: Sequence[ImageBatch], points: int) -> dict[str, float]:
-    """Means over all pictures of `batches`, with `points` points a picture, at 3 pixels.
+    """Means over all images of `batches`, with `points` keypoints per image, at 3 pixels.
 
     Returns:
-        `repeatability`: share of the points seen in the other picture that it has, too. `precision`: share of
-        mutual nearest neighbours that are right; `recall`: share of the points found again that are matched
-        rightly; `f1`: their harmonic mean. `error`: pixels, of right matches.
+        `repeatability`: share of the covisible keypoints that are detected in the other image too.
+        `precision`: share of mutual nearest neighbours that are correct; `recall`: share of the repeatable
+        keypoints that are matched correctly; `f1`: their harmonic mean. `error`: of correct matches in
+        pixels.
     """
     was_training = network.training
     network.eval()
-    rows = torch.cat([_judge(network, batch, points) for batch in batches])
+    rows = torch.cat([_measure(network, batch, points) for batch in batches])
     network.train(was_training)
     repeatability, precision, recall, error = (
         float(mean_of(column.nan_to_num(0), ~column.isnan())) for column in rows.T
@@ -37,25 +38,25 @@ def validate(network: FeatureNetwork, batches: Sequence[ImageBatch], points: int
     return {**scores, "error": error, "f1": f1}
 
 
-def _judge(network: FeatureNetwork, batch: ImageBatch, count: int) -> Tensor:
-    """(2B, 4): a row a picture; NaN where a share has no whole."""
+def _measure(network: FeatureNetwork, batch: ImageBatch, count: int) -> Tensor:
+    """(2B, 4) metrics, one row per image; NaN where the denominator is 0."""
     device = network.points.weight.device
     batch = batch.to(device)
     logits, maps = network(batch.pixels)
-    corners, held = strongest(logits, count)
-    points = refine(logits, corners)
-    moved, seen = transfer(points, batch.positions)
-    seen &= held
-    _, distance, _ = nearest_of_other(moved, points, held)
+    maxima, valid = strongest(logits, count)
+    points = refine(logits, maxima)
+    corresponding, visible = transfer(points, batch.positions)
+    visible &= valid
+    _, distance, _ = nearest_of_other(corresponding, points, valid)
     own = steered(network.describe(maps, points), -batch.turns)
-    chosen, mutual = mutual_nearest(own @ other_of_pair(own).mT, held)
+    chosen, mutual = mutual_nearest(own @ other_of_pair(own).mT, valid)
     error = distance.gather(2, chosen[..., None])[..., 0]
-    again = seen & (distance.amin(2) < REACH)
-    right = mutual & seen & (error < REACH)
+    repeatable = visible & (distance.amin(2) < THRESHOLD)
+    correct = mutual & visible & (error < THRESHOLD)
     shares = [
-        again.sum(1) / seen.sum(1),
-        right.sum(1) / mutual.sum(1),
-        right.sum(1) / again.sum(1),
-        (error * right).sum(1) / right.sum(1),
+        repeatable.sum(1) / visible.sum(1),
+        correct.sum(1) / mutual.sum(1),
+        correct.sum(1) / repeatable.sum(1),
+        (error * correct).sum(1) / correct.sum(1),
     ]
     return torch.stack(shares, dim=1).cpu()
