@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.kernels.processor import half_on_processor, whole
+from matcher.kernels.cpu import half_on_cpu, whole
 
 
 def scaled_dot_product(
@@ -51,7 +51,7 @@ def scaled_dot_product(
         # On CPUs the stock kernel's backward pass takes twice the time of these matrix products.
         return whole(q, k, v)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
-        return half_on_processor(q, k, v)
+        return half_on_cpu(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
 
 

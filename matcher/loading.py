@@ -47,7 +47,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         frontend: another front end, such as "disk"; its features must be what the matcher takes.
         variant: which of the front end's published networks, such as "aliked-n32".
         frontend_weights: file of a learned front end's parameters.
-        device: "auto" (CUDA where there is one, else the processor), "cpu", "cuda", "cuda:1" or "mps".
+        device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
         max_keypoints: at most so many in an image.
         resize: longer side in pixels; larger images are made smaller.
@@ -198,7 +198,7 @@ def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA when there is one, else the processor.
+    """The torch device of that name; "auto" is CUDA when there is one, else the CPU.
 
     Raises:
         UsageError: no such device here.

@@ -27,7 +27,7 @@ class LoadOptions(TypedDict, total=False):
     frontend: str | None  # another front end, such as "disk"; its features must be what the matcher takes
     variant: str | None  # which of the front end's published networks, such as "aliked-n32"
     frontend_weights: str | Path | None  # of a learned front end
-    device: str | None  # "auto" (CUDA when there is one, else the processor), "cpu", "cuda", "cuda:1", "mps"
+    device: str | None  # "auto" (CUDA when there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"
     precision: Precision | None  # of the network; "auto" is what the device is fast at
     max_keypoints: int | None  # an image
     resize: int | None  # longer side in pixels; larger images are made smaller

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from matcher.attention import scaled_dot_product
-from matcher.kernels import processor
+from matcher.kernels import cpu
 from matcher.match.network import packed
 from matcher.match.network.packed import Layout, attend, interleave
 
@@ -61,8 +61,8 @@ def test_half_precision_in_blocks_is_the_equation(
     monkeypatch, dtype: torch.dtype, cross: bool, weights: int
 ) -> None:
     """Blocks of two rows, the last one cut short, and everything at once."""
-    monkeypatch.setattr(processor, "BLOCK_ROWS", 2)
-    monkeypatch.setattr(processor, "BLOCK_WEIGHTS", weights)
+    monkeypatch.setattr(cpu, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(cpu, "BLOCK_WEIGHTS", weights)
     for layout in (UNIFORM, RAGGED):
         q, k, v = (x.to(dtype) for x in tokens(layout))
         found = attend(q, k, v, layout, cross=cross)

@@ -24,7 +24,7 @@ class Workers:
     engine: EngineName = "local"
     count: int | None = None  # processes; 0: this one; None: one per core or GPU
     threads: int | None = None  # of each; None: the cores divided by the processes
-    batch: int | None = None  # pairs matched together; None: 1 on a processor, 8 on a GPU
+    batch: int | None = None  # pairs matched together; None: 1 on a CPU, 8 on a GPU
 
 
 def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
@@ -53,8 +53,8 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
 
 def batch_size(setup: Setup, workers: Workers) -> int:
     """Pairs that are matched together."""
-    on_processor = resolve_device(setup.options.get("device", "auto")).type == "cpu"
-    return workers.batch or (1 if on_processor else _GPU_BATCH)
+    on_cpu = resolve_device(setup.options.get("device", "auto")).type == "cpu"
+    return workers.batch or (1 if on_cpu else _GPU_BATCH)
 
 
 def available_cores() -> int:

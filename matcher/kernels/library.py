@@ -34,7 +34,7 @@ _FLAGS = (
 
 
 def instructions() -> str | None:
-    """The instructions to compile for: those of processors with AMX, with AVX-512, or none; older vector
+    """The instructions to compile for: those of CPUs with AMX, with AVX-512, or none; older vector
     units gain nothing."""
     if torch.cpu._is_amx_tile_supported():
         return "sapphirerapids"

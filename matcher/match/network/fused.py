@@ -3,7 +3,7 @@
 `fuse_layer` makes them from trained blocks; their numbers are copies, so what happens to the trained blocks
 afterwards does not matter. The function computed does not change: the output projection of a message is
 multiplied into the map that widens it, batch normalisation into the same map, channels that rotate together
-lie side by side, and the feed-forward part goes through a processor's cache some rows at a time.
+lie side by side, and the feed-forward part goes through the CPU's cache some rows at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from matcher.match.network.packed import Layout, attend
 
 # Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
 CACHED_ROWS = 2**18
-# A processor's matrix products in half precision are compiled again for every number of rows, which takes as
+# A CPU's matrix products in half precision are compiled again for every number of rows, which takes as
 # long as a dozen of them: they only see multiples of this.
 ROW_STEP = 64
 
@@ -45,7 +45,7 @@ def rows_at_once(rows: int, channels: int, device: torch.device) -> Iterator[sli
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, inputs) weightᵀ + bias → (T, outputs), on a processor in half precision `rows_at_once`."""
+    """x (T, inputs) weightᵀ + bias → (T, outputs), on a CPU in half precision `rows_at_once`."""
     if x.device.type != "cpu" or x.dtype == torch.float32 or not len(x) % ROW_STEP:
         return F.linear(x, weight, bias)
     out = x.new_empty(len(x), len(weight))

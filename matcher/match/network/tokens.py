@@ -11,7 +11,7 @@ from torch import Tensor
 from matcher.match.network.correspondence import Side
 from matcher.match.network.packed import Layout, image_sums
 
-TOGETHER = 1024  # tokens of a batch that run at once on a processor; one pair may have more
+TOGETHER = 1024  # tokens of a batch that run at once on a CPU; one pair may have more
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ def split_sides(tokens: Tokens) -> list[tuple[Side, Side]]:
 
 
 def groups(tokens: Tokens) -> Iterator[Tokens]:
-    """Pairs that run together: on a processor as many as its caches and a few allocations hold, else all.
+    """Pairs that run together: on a CPU as many as its caches and a few allocations hold, else all.
 
     Large batches gain nothing there, and memory that is touched for the first time costs more than they save.
     """

@@ -1,4 +1,4 @@
-"""Softmax attention without masks on a processor, above all in half precision."""
+"""Softmax attention without masks on a CPU, above all in half precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from matcher.kernels import attend_compiled
 
-BLOCK_ROWS = 512  # of attention in half precision on a processor
+BLOCK_ROWS = 512  # of attention in half precision on a CPU
 EVEN = 64  # points of which the stock kernel takes multiples
 BLOCK_WEIGHTS = 2**19  # fewer weights than this, all heads together, are one block
 
@@ -20,7 +20,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2), dim=-1) @ v
 
 
-def half_on_processor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The compiled kernel if there is one, the stock kernel where it uses matrix units, else blocks."""
     if (found := attend_compiled(q, k, v)) is not None:
         return found
