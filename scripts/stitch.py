@@ -1,4 +1,4 @@
-"""A panorama of a flat scene or from one place: `python scripts/stitch.py a.jpg b.jpg c.jpg panorama.jpg`."""
+"""A panorama of a flat scene or from one viewpoint: `python scripts/stitch.py a.jpg b.jpg panorama.jpg`."""
 
 import argparse
 from pathlib import Path
