@@ -12,6 +12,7 @@ from importlib import import_module
 
 _PUBLIC = {
     "load": "matcher.loading",
+    "tiled": "matcher.tiling.tiled",
     "align": "matcher.alignment.align",
     "match_set": "matcher.collection.matched_set",
     "find": "matcher.alignment.find",

@@ -54,6 +54,7 @@ PUBLIC_NAMES = [
     "match_set",
     "plot_result",
     "read_image",
+    "tiled",
 ]
 
 GLOBAL_SWITCHES = re.compile(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.loading import Given
+
+if TYPE_CHECKING:
+    from matcher.pipeline import Pipeline
 
 First = Annotated[Path, typer.Argument(metavar="IMAGE0", show_default=False, help="First image.")]
 Second = Annotated[Path, typer.Argument(metavar="IMAGE1", show_default=False, help="Second image.")]
@@ -27,6 +30,13 @@ def match(
     camera1: CameraText = None,
     mask0: MaskFile = None,
     mask1: MaskFile = None,
+    tiles: Annotated[
+        bool,
+        typer.Option(
+            "--tiles",
+            help="For large images: find keypoints by tiles at full resolution, by default 20000 per image.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.npz|.json", help="Save keypoints, matches and geometry.")
     ] = None,
@@ -54,9 +64,18 @@ def match(
     check_outputs(output, plot, inputs=(image0, image1, mask0, mask1), overwrite=overwrite)
     texts = {"camera0": camera0, "camera1": camera1}
     cameras = {name: options.parse_camera(text, f"--{name}") for name, text in texts.items()}
-    pipeline = load(**given)
+    pipeline = _tiled(given) if tiles else load(**given)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1, **cameras)
     save(result, pipeline, output, plot)
     written = [path for path in (output, plot) if path]
     show_result(result, as_json=as_json, with_matrix="geometry" in given, written=written)
     return PARTIAL if fail_if_unmatched and is_unmatched(result) else 0
+
+
+def _tiled(given: dict[str, Any]) -> Pipeline:
+    """A pipeline for large images; the first pass and each tile have the preset's number of keypoints."""
+    from matcher.loading import load
+    from matcher.tiling.tiled import MAX_KEYPOINTS, tiled
+
+    most = given.get("max_keypoints", MAX_KEYPOINTS)
+    return tiled(load(**{name: value for name, value in given.items() if name != "max_keypoints"}), most)

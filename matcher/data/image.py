@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from matcher.data.geometry import UPRIGHT, resize_points, upright_to_stored
+from matcher.data.geometry import UPRIGHT, resize_points, stored_to_upright, upright_to_stored
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,6 +45,23 @@ class Image:
         """Points (…, 2) of `pixels` → stored pixels, float64."""
         upright = resize_points(points, (1 / self.scale[0], 1 / self.scale[1]))
         return upright_to_stored(upright, self.size, self.orientation)
+
+    def from_stored(self, points: np.ndarray) -> np.ndarray:
+        """Stored pixels (…, 2) → points of `pixels`, float64; the inverse of `to_stored`."""
+        return resize_points(stored_to_upright(points, self.size, self.orientation), self.scale)
+
+    def resized(self, factor: float) -> Image:
+        """The same image with fewer or more pixels, and its mask."""
+        import cv2
+
+        height, width = self.pixels.shape[:2]
+        size = (max(1, round(width * factor)), max(1, round(height * factor)))
+        how = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
+        mask = self.mask
+        if mask is not None:
+            mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
+        scale = (self.scale[0] * size[0] / width, self.scale[1] * size[1] / height)
+        return replace(self, pixels=cv2.resize(self.pixels, size, interpolation=how), mask=mask, scale=scale)
 
     def features_fields(self) -> dict[str, Any]:
         """What `Features` take from their image: size, scale and orientations, as keyword arguments."""

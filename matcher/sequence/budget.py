@@ -64,7 +64,7 @@ def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool =
     side, times = max(image.pixels.shape[:2]), 2 if stereo else 1
     for factor in _SIZES:
         resize = max(1, round(side * factor))
-        smaller = _shrunk(image, factor)
+        smaller = image if factor == 1.0 else image.resized(factor)
         extract_ms, features = _extraction(pipeline, smaller)
         cost = matching_cost(pipeline, features)
         found = _best(pipeline, cost, times, extract_ms, budget_ms, resize)
@@ -169,16 +169,3 @@ def _milliseconds(run: Callable[[], object]) -> float:
         run()
         times.append(1000 * (perf_counter() - start))
     return float(np.median(times))
-
-
-def _shrunk(image: Image, factor: float) -> Image:
-    import cv2
-
-    if factor == 1.0:
-        return image
-    height, width = image.pixels.shape[:2]
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
-    pixels = cv2.resize(image.pixels, size, interpolation=cv2.INTER_AREA)
-    mask = None if image.mask is None else cv2.resize(image.mask.astype(np.uint8), size) > 0
-    scale = (image.scale[0] * size[0] / width, image.scale[1] * size[1] / height)
-    return replace(image, pixels=pixels, mask=mask, scale=scale)

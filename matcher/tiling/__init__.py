@@ -1,0 +1,1 @@
+"""Images of any size: keypoints by tiles at full resolution, matched window by window."""

@@ -1,0 +1,153 @@
+"""A pipeline for images of any size: a first pass at an ordinary size, then tiles at full resolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from matcher.config import GRID_KIND
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.data.geometry import resized
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.errors import UsageError
+from matcher.pipeline import ImageInput, Mask, Pipeline
+from matcher.result import Result
+from matcher.tiling.extraction import tiled_features
+from matcher.tiling.windows import corresponding, joined_matches, window_features
+
+MAX_KEYPOINTS = 20_000
+_NEVER_SMALLER = 0.95  # a change of scale that is not worth resizing an image for
+
+
+def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeline:
+    """The pipeline for large images: panoramas, scans, aerial photos.
+
+    >>> import matcher, numpy as np
+    >>> pipeline = matcher.tiled(matcher.load("nearest", max_keypoints=500), max_keypoints=4000)
+    >>> image = np.random.default_rng(0).integers(0, 255, (1200, 1600), dtype=np.uint8)
+    >>> len(pipeline.match(image, image).matches) > 2000
+    True
+
+    Args:
+        pipeline: its image size and `max_keypoints` are those of the first pass, and `max_keypoints` also
+            that of a tile of 1024 pixels.
+        max_keypoints: of an image, all tiles together.
+
+    Raises:
+        UsageError: a pipeline without keypoints, or a number of keypoints below 1.
+    """
+    if pipeline.config.extractor.kind == GRID_KIND:
+        raise UsageError("tiles need keypoints, and this preset has only the cells of a grid; use another")
+    if max_keypoints < 1:
+        raise UsageError(f"max_keypoints must be at least 1, not {max_keypoints}")
+    return TiledPipeline(
+        **{f.name: getattr(pipeline, f.name) for f in fields(Pipeline)}, most_keypoints=max_keypoints
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TiledPipeline(Pipeline):
+    """As `Pipeline`, but `match` finds its keypoints at full resolution; see `tiled`.
+
+    Memory is that of both images as they are decoded (3 bytes a pixel, and as much again while the second is
+    read), of the keypoints, and of the networks for one tile and one window.
+    """
+
+    most_keypoints: int = MAX_KEYPOINTS
+
+    def match(
+        self,
+        image0: ImageInput,
+        image1: ImageInput,
+        *,
+        mask0: Mask | None = None,
+        mask1: Mask | None = None,
+        camera0: Camera | None = None,
+        camera1: Camera | None = None,
+        **options: Any,
+    ) -> Result:
+        """Match two images of any size.
+
+        The first pass, at the size of the pipeline, says what corresponds and at which scale. Keypoints are
+        then found there by tiles, the image that shows more detail being made smaller, and matched window by
+        window. Where the first pass finds no geometry, its result is returned.
+
+        Args:
+            image0, image1, mask0, mask1, camera0, camera1: as in `Pipeline.match`.
+            options: further ones of `Pipeline.match`, for the first pass.
+
+        Raises:
+            ImageError: an image cannot be read; the message names it.
+            UsageError: as `Pipeline.match`.
+        """
+        times = [perf_counter()]
+        full = [self._read_full(*given) for given in ((image0, mask0), (image1, mask1))]
+        times.append(perf_counter())
+        small = [self._small(image) for image in full]
+        cameras = {"camera0": camera0, "camera1": camera1}
+        first = super().match(*small, **cameras, **options)
+        times.append(perf_counter())
+        if first.geometry.status not in ("ok", "not_estimated") or not len(first.matches):
+            return first
+        found, spent = self._match_tiles(full, first, **cameras)
+        seconds = dict(zip(("read", "first_pass"), np.diff(times).tolist(), strict=True)) | spent
+        seconds["total"] = perf_counter() - times[0]
+        return replace(first, **found, seconds=seconds, passes=(), first=None)
+
+    def _match_tiles(
+        self, full: list[Image], first: Result, **cameras: Camera | None
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Features, matches and geometry at full resolution, and the seconds of each stage."""
+        times = [perf_counter()]
+        kept = first.inliers if first.geometry.status == "ok" else np.ones(len(first.matches), dtype=bool)
+        ends = first.points0[kept], first.points1[kept]
+        sides = [
+            tiled_features(_resized(image, factor), self.extractor, self.most_keypoints, near)
+            for image, factor, near in zip(full, _common_scale(*ends), ends, strict=True)
+        ]
+        times.append(perf_counter())
+        matches = self._match_windows(*sides, *ends)
+        times.append(perf_counter())
+        geometry = self.verify(*sides, matches, **cameras)
+        times.append(perf_counter())
+        found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}
+        return found, dict(zip(("extract", "match", "verify"), np.diff(times).tolist(), strict=True))
+
+    def _match_windows(self, features0: Features, features1: Features, *first: np.ndarray) -> Matches:
+        points = [features.keypoints.numpy() for features in (features0, features1)]
+        pairs = corresponding(*points, *first) if min(map(len, points)) else []
+        found = [
+            self.match_features(
+                window_features(features0, pair.index0), window_features(features1, pair.index1)
+            )
+            for pair in pairs
+        ]
+        return joined_matches(pairs, found, *points)
+
+    def _read_full(self, image: ImageInput, mask: Mask | None) -> Image:
+        extractor = replace(self.config.extractor, resize=None)
+        return replace(self, config=replace(self.config, extractor=extractor)).read(image, mask)
+
+    def _small(self, image: Image) -> Image:
+        height, width = image.pixels.shape[:2]
+        (smaller, _), _ = resized((width, height), self.config.extractor.resize)
+        return _resized(image, smaller / width)
+
+
+def _common_scale(points0: np.ndarray, points1: np.ndarray) -> tuple[float, float]:
+    """Factors for both images, at most 1, at which what they share has one scale."""
+    spread = [
+        np.median(np.linalg.norm(side - np.median(side, axis=0), axis=1)) for side in (points0, points1)
+    ]
+    ratio = float(max(spread[1], 1e-9) / max(spread[0], 1e-9))
+    factors = min(1.0, ratio), min(1.0, 1 / ratio)
+    return tuple(1.0 if factor > _NEVER_SMALLER else factor for factor in factors)
+
+
+def _resized(image: Image, factor: float) -> Image:
+    return image if factor == 1.0 else image.resized(factor)
