@@ -17,7 +17,7 @@ from matcher.data.features import Features
 
 Tensors = dict[str, Tensor]
 
-# What kornia's LightGlue is told for each preset, beside its own defaults.
+# What kornia's LightGlue is given for each preset, beside its own defaults.
 _KORNIA_LIGHTGLUE = {
     "lightglue-superpoint": {},
     "lightglue-disk": {"input_dim": 128},

@@ -70,7 +70,7 @@ def test_a_similarity_does_not_mirror(rng):
     assert estimate_planar(points, mirrored, "similarity", EstimationConfig()).status == "low_inliers"
 
 
-def test_the_aligned_picture_is_the_other_one(pair):
+def test_the_aligned_image_is_the_other_one(pair):
     (a, b), _, moved = pair
     found = matcher.align(a, b, "nearest", max_keypoints=500)
     picture = found.image()

@@ -323,7 +323,7 @@ def test_probabilities_never_exceed_one() -> None:
 
 @pytest.mark.parametrize("tolerance", [None, 1e-4])
 def test_scores_so_low_that_exponentials_vanish(tolerance: float | None) -> None:
-    """What is cut off at e⁻⁸⁰ must not be heard: neither in plans nor in dual softmax."""
+    """What is cut off at e⁻⁸⁰ must not count: neither in plans nor in dual softmax."""
     scores = scores_with_matches(40, 30, seed=1)
     scores[:, :-1, :-1] -= 300 * (torch.rand(40, 30, generator=torch.Generator().manual_seed(0)) < 0.3)
     u, v = naive_sinkhorn(scores.double(), 300)

@@ -158,15 +158,15 @@ def test_names_that_hloc_cannot_tell_apart_are_refused_by_name(store, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "names", "told"),
+    ("form", "names", "message"),
     [
         ("openmvg", ["a/1.jpg", "b/1.png", "c.jpg", "d.jpg"], r"a/1\.jpg = b/1\.png"),
         ("kapture", ["a,b.jpg", "b.jpg", "c.jpg", "d.jpg"], r"comma.*a,b\.jpg"),
         ("kapture", ["a\udce9.jpg", "b.jpg", "c.jpg", "d.jpg"], r"UTF-8.*a\\udce9\.jpg"),
     ],
 )
-def test_names_that_a_format_cannot_hold_are_refused(store, tmp_path, form, names, told):
-    with pytest.raises(UsageError, match=told):
+def test_names_that_a_format_cannot_hold_are_refused(store, tmp_path, form, names, message):
+    with pytest.raises(UsageError, match=message):
         export(renamed(store, names), form, tmp_path / "out")
 
 
@@ -229,7 +229,7 @@ def test_kapture_files(store, tmp_path):
     assert "records_data" in report.notes[-1]
 
 
-def test_without_descriptors_the_rest_is_written_and_told(store, tmp_path, monkeypatch):
+def test_without_descriptors_the_rest_is_written_and_reported(store, tmp_path, monkeypatch):
     def gone(name):
         raise IntegrityError("they were deleted after matching")
 
@@ -240,7 +240,7 @@ def test_without_descriptors_the_rest_is_written_and_told(store, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"indices": np.array([[60, 0]])}, "beyond the"),
         ({"indices": np.array([[0, -1]])}, "beyond the"),
@@ -250,19 +250,19 @@ def test_without_descriptors_the_rest_is_written_and_told(store, tmp_path, monke
     ],
 )
 @pytest.mark.parametrize("form", ["npz", "colmap"])
-def test_a_damaged_pair_is_left_out_and_told(store, tmp_path, form, change, told):
+def test_a_damaged_pair_is_left_out_and_reported(store, tmp_path, form, change, message):
     if form == "colmap":
         pytest.importorskip("pycolmap")
     good, *rest = store.pairs()
     bad = replace(good, matches=replace(good.matches, **change))
-    if told != "inliers":
+    if message != "inliers":
         inliers = np.ones(len(change["indices"]), bool)
         bad = replace(bad, geometry=replace(good.geometry, inliers=inliers))
     report = export(
         MemoryStore(list(store.images()), store._keypoints, [bad, *rest]), form, tmp_path / OUTPUTS[form]
     )
     assert report.pairs == 5
-    assert len(report.left_out) == 1 and told in report.left_out[0] and good.name0 in report.left_out[0]
+    assert len(report.left_out) == 1 and message in report.left_out[0] and good.name0 in report.left_out[0]
 
 
 def test_keypoints_that_are_not_finite_stop_an_export(store, tmp_path):
@@ -288,14 +288,14 @@ def test_failed_and_empty_images(store, tmp_path):
 def test_outputs_that_cannot_be(store, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    for form, out, told in (
+    for form, out, message in (
         ("npz", "out.txt", "must end in .npz"),
         ("npz", "none/out.npz", "no folder"),
         ("kapture", "full", "not an empty folder"),
         ("kapture", "none/out", "no folder"),
         ("abc", "out", "unknown format 'abc'. Known: colmap, hloc"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             export(store, form, tmp_path / out)
     with pytest.raises(UsageError, match="no cameras"):
         export(store, "npz", tmp_path / "out.npz", CameraChoice())

@@ -67,7 +67,7 @@ class Nursery:
         self.child = int(self.process.stdout.readline().removeprefix("child "))
         self.said, self.code = [0], None
 
-    def listen(self, target: int = 1_000_000) -> None:
+    def wait(self, target: int = 1_000_000) -> None:
         """Until it has acknowledged so many pairs, or has ended."""
         while self.code is None and self.said[-1] < target:
             line = self.process.stdout.readline()
@@ -107,11 +107,11 @@ def kill_again_and_again(scene: tuple[Path, dict], run: Path, times: int, worker
     while len(acknowledged) < times:
         nursery.begin(rng.choice([0.0, 0.02, 0.1]))
         # Machines differ in speed, so the moment is one of progress, and a little later.
-        nursery.listen(target=done + rng.choice([0, 1, 2, 5, 10]))
+        nursery.wait(target=done + rng.choice([0, 1, 2, 5, 10]))
         time.sleep(rng.uniform(0, 0.05 if done else 0.5))
         with suppress(ProcessLookupError):  # it was quicker
             os.kill(nursery.child, signal.SIGKILL)
-        nursery.listen()
+        nursery.wait()
         done = check_sound(run, unbroken, max(nursery.said))
         if nursery.code == -signal.SIGKILL:
             acknowledged.append(max(nursery.said))
@@ -121,7 +121,7 @@ def kill_again_and_again(scene: tuple[Path, dict], run: Path, times: int, worker
             shutil.rmtree(run)
             done = 0
     nursery.begin()
-    nursery.listen()
+    nursery.wait()
     nursery.close()
     assert nursery.code == 0
     assert contents(run) == unbroken

@@ -80,7 +80,7 @@ def test_a_name_of_other_bytes_is_found(read):
         ("a.jpg b\0.jpg", MISSING),
     ],
 )
-def test_a_line_that_gives_no_pair_is_told_by_its_number(read, line, kind):
+def test_a_line_that_gives_no_pair_is_reported_by_its_number(read, line, kind):
     pairs, faults = read(f"b.jpg sub/c.jpg\n{line}\na.jpg b.jpg\n")
     assert pairs == [("b.jpg", "sub/c.jpg"), ("a.jpg", "b.jpg")]
     (fault,) = faults

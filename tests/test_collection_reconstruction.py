@@ -128,28 +128,28 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("child", "told"),
+    ("child", "message"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
         ("import sys; sys.exit('its last words')", r"code 1\): its last words"),
     ],
 )
-def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, told):
+def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, message):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=100)
     monkeypatch.setattr(reconstruction, "_CHILD", ("-c", child))
-    with pytest.raises(ReconstructionError, match=told):
+    with pytest.raises(ReconstructionError, match=message):
         reconstruct(store, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_asked(tmp_path, monkeypatch):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=30)
-    for options, told in (
+    for options, message in (
         ({"mapper": "best"}, "incremental or global"),
         ({"min_images": 1}, "starts at 2"),
         ({"threads": 0}, "threads"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             reconstruct(store, tmp_path / "model", **options)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

@@ -26,7 +26,7 @@ def test_a_chain_becomes_one_track():
     assert tracks.table().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3], [1, 0, 5], [1, 1, 5]]
 
 
-def test_a_match_that_contradicts_better_ones_is_left_out_and_told():
+def test_a_match_that_contradicts_better_ones_is_left_out_and_reported():
     pairs = [
         PairMatches("a", "c", np.array([[9, 3]]), np.array([0.2])),  # the wrong one comes first, but is weak
         PairMatches("a", "b", np.array([[1, 2]]), np.array([0.9])),

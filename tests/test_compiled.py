@@ -187,7 +187,7 @@ def test_steps_between_products_are_exact(kernel) -> None:
 
 @VECTORS
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_transport_kernel_is_absorbed_alike(kernel, monkeypatch, turned: bool) -> None:
+def test_a_transport_kernel_is_absorbed_equally(kernel, monkeypatch, turned: bool) -> None:
     rng = torch.Generator().manual_seed(3)
     scores = 20 * torch.randn(301, 217, generator=rng)[:, :200]  # a view with gaps between its rows
     scores = scores.contiguous().t() if turned else scores

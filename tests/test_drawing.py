@@ -373,7 +373,7 @@ def test_plots_of_nothing_and_of_bad_values(tmp_path):
         draw_entropies(np.zeros((2, 1)), np.zeros((1, 1)), limit=1.0)
 
 
-def test_attention_joins_the_keypoint_with_what_it_hears_in_both_images():
+def test_attention_joins_the_keypoint_with_what_it_attends_to_in_both_images():
     heard = [(np.array([[300.0, 100.0]]), np.array([0.9]))]
     figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)
     segments = [c.get_segments()[0] for c in figure.axes[0].collections if hasattr(c, "get_segments")]

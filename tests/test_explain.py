@@ -56,7 +56,7 @@ def test_the_matches_are_those_of_the_normal_path(changes, counts):
         np.testing.assert_allclose(flow.sum(1), 1, atol=1e-3)
 
 
-def test_pruning_and_exit_are_told_with_their_reasons():
+def test_pruning_and_exit_are_reported_with_their_reasons():
     told = explain(matcher_with(), *pair(80, 70, 2))
     pruned = [report for report in told.layers if any(map(len, report.pruned))]
     assert pruned
@@ -68,7 +68,7 @@ def test_pruning_and_exit_are_told_with_their_reasons():
 
 
 @pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR])
-def test_recorded_attention_makes_the_message_that_the_network_hears(changes, monkeypatch):
+def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes, monkeypatch):
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)
     layer, messages = matcher.model.layers[0], []
     told = explain(matcher, *sides, [4], [7], strongest=30)
@@ -185,7 +185,7 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
         assert last.certain is None and len(told.layers) == CONFIG.context.depth
 
 
-def test_rules_are_told_for_both_ways():
+def test_rules_are_stated_for_both_ways():
     stop, drop = rules(CONFIG)
     assert "of its points" in stop and "matchability" in drop and "confident of its assignment." in drop
     predicted = replace(CONFIG, match_probability=True)

@@ -60,7 +60,7 @@ def test_the_report_holds_the_matches_and_escapes_names(report, pictures):
 
 
 @needs_browser
-def test_a_click_on_a_keypoint_shows_its_match_and_what_it_hears(report, tmp_path):
+def test_a_click_on_a_keypoint_shows_its_match_and_what_it_attends_to(report, tmp_path):
     """The page as it is, with its policy, from disk; a real click."""
     path, result = report
     i, j = result.matches.indices[3].tolist()

@@ -125,7 +125,7 @@ def test_a_run_without_pairs_makes_a_useful_page(tmp_path):
     )
 
 
-def test_images_that_are_gone_or_changed_are_told(run, tmp_path, capsys):
+def test_images_that_are_gone_or_changed_are_reported(run, tmp_path, capsys):
     out = tmp_path / "page.html"
     image = run.parent / "photos" / "noise.png"
     before = image.read_bytes()

@@ -34,7 +34,8 @@ class Features:
     """Keypoints and descriptors of one image (no leading axis) or of a padded batch (leading axis B).
 
     Arrays may be NumPy or torch when users build it; they are kept as torch tensors, positions in float32.
-    Descriptors are those the matcher was trained with: of norm 1, for SIFT as RootSIFT (`from_cv2` converts).
+    Descriptors are those the matcher was trained with: of norm 1, for SIFT as RootSIFT (`from_cv2` converts);
+    networks refuse others.
 
     >>> from matcher import Features
     >>> Features(keypoints=[[10, 20], [30, 40]], descriptors=[[1, 0], [0, 1]], size=(64, 48))
@@ -46,7 +47,7 @@ class Features:
     """
 
     keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
-    descriptors: Tensor  # (..., N, D), of norm 1 for all matchers here
+    descriptors: Tensor  # (..., N, D), of norm 1 for all matchers but those of DeDoDe and LoFTR
     scores: Tensor | None = None  # (..., N) detector score, larger is better; ones when absent
     size: Tensor | None = None  # (..., 2) stored (width, height); required
     scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
