@@ -17,6 +17,7 @@ from matcher.lab.pairs.synthetic import (
     unrelated_set,
     warp,
 )
+from matcher.lab.pairs.zooms import zoomed_set
 
 
 @pytest.fixture
@@ -121,3 +122,27 @@ def test_level_0_changes_the_light_alone(photos):
     np.testing.assert_allclose(pair.H_1_from_0, np.eye(3), atol=1e-6)
     assert pair.image0.pixels.shape == pair.image1.pixels.shape
     assert not np.array_equal(pair.image0.pixels, pair.image1.pixels)
+
+
+def test_zoomed_pairs_show_a_part_at_several_times_the_scale(photos):
+    found = zoomed_set(find_images(photos), count=6, seed=3)
+    for number, pair in enumerate(found.pairs):
+        wide, part = (pair.image0, pair.image1) if number % 2 == 0 else (pair.image1, pair.image0)
+        assert wide.pixels.shape[0] < part.pixels.shape[0]
+        homography = pair.H_1_from_0 if number % 2 == 0 else np.linalg.inv(pair.H_1_from_0)
+        height, width = part.pixels.shape[:2]
+        centre = warp_points(np.array([[width / 2, height / 2]]), np.linalg.inv(homography))
+        around = warp_points(centre + np.array([[0, 0], [1, 0], [0, 1]]), homography)
+        zoom = np.sqrt(abs(np.linalg.det(around[1:] - around[0])))
+        assert 2 < zoom < 7.5
+        back = cv2.warpPerspective(
+            part.pixels, np.linalg.inv(homography), wide.pixels.shape[1::-1], flags=cv2.INTER_AREA
+        )
+        covered = cv2.warpPerspective(
+            np.ones((height, width), np.uint8), np.linalg.inv(homography), wide.pixels.shape[1::-1]
+        )
+        alike = np.corrcoef(back[covered > 0].ravel(), wide.pixels[covered > 0].ravel())[0, 1]
+        assert alike > 0.5
+    assert found.pairs[2].name == zoomed_set(find_images(photos), count=3, seed=3).pairs[2].name
+    with pytest.raises(UsageError, match="at least 1"):
+        zoomed_set(find_images(photos), count=0)

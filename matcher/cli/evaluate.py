@@ -106,7 +106,7 @@ def evaluate(
 
     Without --compare, nearest-neighbour matching is always measured as the baseline of the other rows.
 
-    SET is one of the sets in $MATCHER_DATA: synthetic, unrelated, oxford_graf, opencv_pairs, iguazu,
+    SET is one of the sets in $MATCHER_DATA: synthetic, zoom, unrelated, oxford_graf, opencv_pairs, iguazu,
     multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore,
     multiview (the last two).
 

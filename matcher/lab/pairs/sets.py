@@ -11,6 +11,7 @@ from matcher.errors import UsageError
 from matcher.lab.pairs import folders, multiview, published
 from matcher.lab.pairs.protocols import PairSet
 from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
+from matcher.lab.pairs.zooms import zoomed_set
 
 _PHOTOS = Path("photos") / "val"
 _BENCH = (
@@ -27,16 +28,17 @@ _MULTIVIEW = {
     "kitchen": Path("multiview") / "val" / "kitchen",
     "bookstore": Path("multiview") / "val" / "bookstore_rendered",
 }
-NAMES = ("synthetic", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview")
+NAMES = ("synthetic", "zoom", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview")
 
 
 @dataclass(frozen=True)
 class SetOptions:
     """Options of the sets."""
 
-    pairs: int | None = None  # at most so many; None: 400 synthetic, 200 unrelated, all pairs of other sets
+    # At most so many; None: 400 synthetic, 100 zoom, 200 unrelated, all pairs of other sets.
+    pairs: int | None = None
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
-    seed: int = 0  # of synthetic and unrelated pairs
+    seed: int = 0  # of synthetic, zoom and unrelated pairs
     images: Path | None = None  # folder of the images that a list of pairs names
 
 
@@ -69,17 +71,15 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
     names = {"bench": _BENCH, "multiview": tuple(_MULTIVIEW)}.get(name, (name,))
     found = []
     for each in names:
-        below = _PHOTOS if each in ("synthetic", "unrelated") else Path("bench") / each
+        below = _PHOTOS if each in _MADE else Path("bench") / each
         folder = root / _MULTIVIEW.get(each, below)
         if not folder.is_dir():
             raise UsageError(
                 f"the set {each!r} is looked for in {folder}, which is absent; set {DATA_VARIABLE} to the "
                 "folder that holds photos/, bench/ and multiview/, or give a folder of your own"
             )
-        if each == "synthetic":
-            found.append(_synthetic(find_images(folder), options))
-        elif each == "unrelated":
-            found.append(_unrelated(folder, options))
+        if each in _MADE:
+            found.append(_MADE[each](find_images(folder), options))
         else:
             found += _of_folder(folder, options)
     return found
@@ -114,9 +114,17 @@ def _synthetic(photos: list[Path], options: SetOptions) -> PairSet:
     return synthetic_set(photos, count=count, levels=options.levels, seed=options.seed)
 
 
-def _unrelated(folder: Path, options: SetOptions) -> PairSet:
+def _zoom(photos: list[Path], options: SetOptions) -> PairSet:
+    count = 100 if options.pairs is None else options.pairs
+    return zoomed_set(photos, count=count, seed=options.seed)
+
+
+def _unrelated(photos: list[Path], options: SetOptions) -> PairSet:
     count = 200 if options.pairs is None else options.pairs
-    return unrelated_set(find_images(folder), count=count, seed=options.seed)
+    return unrelated_set(photos, count=count, seed=options.seed)
+
+
+_MADE = {"synthetic": _synthetic, "zoom": _zoom, "unrelated": _unrelated}  # from photos
 
 
 def _hpatches_root(folder: Path) -> Path | None:
