@@ -21,6 +21,9 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
 FIRST = "first"
+_PLENTY = 60  # inliers that say where the common region is; with fewer, other features come first
+# Inliers from which a common region is believed at all: a crop around a few wrong matches makes them more.
+_BELIEVED = 20
 _LITTLE = 0.15  # inliers a keypoint; wrong matches along edges, as of a negative, give .1
 
 
@@ -97,7 +100,6 @@ class _Pair:
 
     def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
         """Passes until one is sure."""
-        config = self.further.config
         if self.is_sure(geometry):
             return
         if self.found_little(geometry) and (change := self.change()) is not None:
@@ -107,16 +109,21 @@ class _Pair:
                 self.negative = change.negative
                 geometry = self.geometry()
             yield one
-        if self.further.other is not None and not self.is_sure(geometry):
-            yield self.add(self.further.other().match_images(config.preset, self.images))
+        steps = [self.other_features, self.region]
+        if Evidence.of(geometry, 0).inliers >= _PLENTY:
+            steps.reverse()
+        for step in steps:
+            if self.is_sure(geometry) or (one := step(geometry)) is None:
+                continue
+            self.found.append(one)
+            yield one
             geometry = self.geometry()
-        if config.region and geometry.status == "ok" and not self.is_sure(geometry):
-            yield self.add(self.region(geometry))
 
-    def add(self, one: PassMatches) -> PassMatches:
-        """Keep what a pass found."""
-        self.found.append(one)
-        return one
+    def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
+        """The same images by the other front end."""
+        if self.further.other is None:
+            return None
+        return self.further.other().match_images(self.further.config.preset, self.images)
 
     def joined(self) -> tuple[Features, Features, Matches]:
         """The features and matches of all passes; those of the first where there is no other."""
@@ -150,8 +157,10 @@ class _Pair:
         config, extractor = self.further.config, self.further.own.extractor
         return best_change(extractor, self.images, scales=config.scale_search, negative=config.negative)
 
-    def region(self, geometry: TwoViewGeometry) -> PassMatches:
-        """The common region at one scale."""
+    def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
+        """The common region at one scale, where matches say where it is."""
+        if not self.further.config.region or Evidence.of(geometry, 0).inliers < _BELIEVED:
+            return None
         matches = self.joined()[2]
         inliers = np.flatnonzero(geometry.inliers)
         originals = [original() for original in self.originals]
