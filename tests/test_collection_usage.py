@@ -9,6 +9,7 @@ import pytest
 from collection_runs import QUICK, contents, photos
 
 from matcher.cli import main
+from matcher.cli.collecting import suggestion
 from matcher.collection.collection import Collection
 from matcher.collection.pair_choice import PairChoice, default_choice
 from matcher.collection.selection import Selection
@@ -129,7 +130,8 @@ def test_many_images_are_paired_with_similar_ones():
     assert default_choice(50) == PairChoice("exhaustive", by_default=True)
     assert default_choice(51) == PairChoice("similar", 20, by_default=True)
     assert default_choice(100, exhaustive_up_to=100, neighbours=30).method == "exhaustive"
-    assert str(default_choice(101, exhaustive_up_to=100, neighbours=30)) == "--similar 30"
+    larger = default_choice(101, exhaustive_up_to=100, neighbours=30)
+    assert larger.arguments() == {"similar": 30} and "(--similar 30)" in suggestion(larger, 101)
 
 
 def test_a_default_follows_the_number_of_images(folder, tmp_path):
@@ -209,8 +211,8 @@ def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd
         assert Selection.parse(include, exclude).apply(names) == kept
     (tmp_path / "list.txt").write_text("\ufeff# best ones\nleft/a[1].png\n\nview 03.png\n", encoding="utf-8")
     assert Selection.parse([f"@{tmp_path / 'list.txt'}"]).apply(names) == [names[0], names[4]]
-    for include, told in ((["x*"], "no image is called"), (["@absent.txt"], "cannot be read")):
-        with pytest.raises(UsageError, match=told):
+    for include, message in ((["x*"], "no image is called"), (["@absent.txt"], "cannot be read")):
+        with pytest.raises(UsageError, match=message):
             Selection.parse(include).apply(names)
     with pytest.raises(UsageError, match="every image is excluded"):
         Selection.parse(exclude=["*"]).apply(names)

@@ -43,35 +43,35 @@ def test_the_matches_are_those_of_the_normal_path(changes, counts):
     sides = pair(*counts, 1)
     batch = [Features.stack([f]) for f in sides]
     before = matcher(*batch)[0]
-    told = explain(matcher, *sides, range(min(3, counts[0])), range(min(2, counts[1])))
+    record = explain(matcher, *sides, range(min(3, counts[0])), range(min(2, counts[1])))
     after = matcher(*batch)[0]
     for matches in (before, after):
-        assert np.array_equal(told.matches, matches.indices)
-        assert np.array_equal(told.scores, matches.scores)
-    assert len(told.layers) == before.layers_run
-    for fate, kept in zip(told.fates, (before.kept0, before.kept1), strict=True):
+        assert np.array_equal(record.matches, matches.indices)
+        assert np.array_equal(record.scores, matches.scores)
+    assert len(record.layers) == before.layers_run
+    for fate, kept in zip(record.fates, (before.kept0, before.kept1), strict=True):
         assert (fate <= 0).sum() == kept and (fate == MATCHED).sum() == len(before)
         assert set(fate[fate > 0]) <= set(range(1, before.layers_run + 1)) and not (fate < UNMATCHED).any()
-    for flow in told.rollout:
+    for flow in record.rollout:
         np.testing.assert_allclose(flow.sum(1), 1, atol=1e-3)
 
 
 def test_pruning_and_exit_are_reported_with_their_reasons():
-    told = explain(matcher_with(), *pair(80, 70, 2))
-    pruned = [report for report in told.layers if any(map(len, report.pruned))]
+    record = explain(matcher_with(), *pair(80, 70, 2))
+    pruned = [report for report in record.layers if any(map(len, report.pruned))]
     assert pruned
     for report in pruned:
         for reasons in report.reasons:
             assert (reasons[:, 0] <= CONFIG.policy.prune_matchability).all()
-    assert not any(report.exited for report in told.layers[:-1])
-    assert told.layers[-1].exited == (len(told.layers) < CONFIG.context.depth)
+    assert not any(report.exited for report in record.layers[:-1])
+    assert record.layers[-1].exited == (len(record.layers) < CONFIG.context.depth)
 
 
 @pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR])
 def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes, monkeypatch):
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)
     layer, messages = matcher.model.layers[0], []
-    told = explain(matcher, *sides, [4], [7], strongest=30)
+    record = explain(matcher, *sides, [4], [7], strongest=30)
     model, owner = matcher.model, inspect.getmodule(type(layer.self_block))
     attend = owner.attend
 
@@ -85,7 +85,7 @@ def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes
         layer.self_block(tokens.x, tokens.rotations, tokens.layout)
     ((message, values),) = messages
     for side, (asked, start) in enumerate(((4, 0), (7, 30))):
-        attention = told.layers[0].self_attention[side]
+        attention = record.layers[0].self_attention[side]
         points, weights = attention.points[0], attention.weights[0]
         for head in range(2):
             alive = points[head] >= 0
@@ -110,9 +110,9 @@ def test_the_marginal_error_falls_below_the_tolerance_in_as_many_iterations():
 @pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR, ADDITIVE])
 def test_rollout_is_the_product_of_the_mean_weights(changes):
     matcher, sides = other_matcher(**changes), pair(12, 9, 3)
-    told = explain(matcher, *sides, range(12), range(9), strongest=12, traced=([4], []))
+    record = explain(matcher, *sides, range(12), range(9), strongest=12, traced=([4], []))
     known = np.eye(21)
-    for layer in told.layers:
+    for layer in record.layers:
         for attended, shift in ((layer.self_attention, (0, 12)), (layer.cross_attention, (12, 0))):
             step = np.eye(21) / 2
             for side, attention in enumerate(attended):
@@ -122,9 +122,9 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
                         share = weights[heard] / 2 / len(attention.points[row])
                         np.add.at(step[row + 12 * side], points[heard] + shift[side], share)
             known = step @ known
-    assert not any(len(points) for layer in told.layers for points in layer.pruned)
-    assert told.traced[0].tolist() == [4] and len(told.traced[1]) == len(told.rollout[1]) == 0
-    np.testing.assert_allclose(told.rollout[0][0], known[4], atol=1e-4)
+    assert not any(len(points) for layer in record.layers for points in layer.pruned)
+    assert record.traced[0].tolist() == [4] and len(record.traced[1]) == len(record.rollout[1]) == 0
+    np.testing.assert_allclose(record.rollout[0][0], known[4], atol=1e-4)
 
 
 def with_match_probabilities(**changes) -> AttentionMatcher:
@@ -146,12 +146,12 @@ def with_match_probabilities(**changes) -> AttentionMatcher:
 def test_match_probabilities_decide_and_are_reported():
     sides = pair(80, 70, 2)
     matcher = with_match_probabilities(early_exit=False)
-    told = explain(matcher, *sides)
-    assert np.array_equal(told.matches, matcher(*(Features.stack([f]) for f in sides))[0].indices)
-    reasons = np.concatenate([r for layer in told.layers for r in layer.reasons])
+    record = explain(matcher, *sides)
+    assert np.array_equal(record.matches, matcher(*(Features.stack([f]) for f in sides))[0].indices)
+    reasons = np.concatenate([r for layer in record.layers for r in layer.reasons])
     assert len(reasons) > 20 and (reasons[:, 0] <= 0.3).all()
     assert (reasons[:, 1] < 0.8).any()  # dropped although unsure
-    first = told.layers[0]
+    first = record.layers[0]
     with torch.inference_mode():
         model = matcher.model
         tokens = next(model.run(model.tokens(*(Features.stack([f]) for f in sides)))).tokens
@@ -174,15 +174,15 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
     if not probabilities:
         policy = replace(CONFIG.policy, exit_share=share, pruning=False)
         matcher = AttentionMatcher(random_model().with_policy(policy), precision="float32")
-    told = explain(matcher, *pair(60, 50, 4))
-    for layer in told.layers[:-1]:
+    record = explain(matcher, *pair(60, 50, 4))
+    for layer in record.layers[:-1]:
         assert layer.certain <= share and not layer.exited
-    last = told.layers[-1]
+    last = record.layers[-1]
     if last.exited:
         slack = 0.5 / (2 * last.expected) if probabilities else 0
         assert last.certain > share - slack - 1e-6
     else:
-        assert last.certain is None and len(told.layers) == CONFIG.context.depth
+        assert last.certain is None and len(record.layers) == CONFIG.context.depth
 
 
 def test_rules_are_stated_for_both_ways():
@@ -203,15 +203,15 @@ def test_cells_of_a_grid_tell_their_linear_attention(views):
     extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
     sides = extractor([read_image(view, resize=160) for view in views])
     asked = nearest_keypoint(sides[0], (200, 150))
-    told = explain(matcher, *sides, [asked])
+    record = explain(matcher, *sides, [asked])
     found = matcher(*(Features.stack([f]) for f in sides))[0]
-    assert np.array_equal(told.matches, found.indices) and np.array_equal(told.scores, found.scores)
-    assert len(told.matches) > 10 and np.array_equal(told.layers[-1].matches, told.matches)
-    assert told.layers[-1].unmatched == (None, None)
-    assert told.rollout[0].sum() == pytest.approx(1, abs=1e-3) and len(told.rollout[0][0]) == sum(
+    assert np.array_equal(record.matches, found.indices) and np.array_equal(record.scores, found.scores)
+    assert len(record.matches) > 10 and np.array_equal(record.layers[-1].matches, record.matches)
+    assert record.layers[-1].unmatched == (None, None)
+    assert record.rollout[0].sum() == pytest.approx(1, abs=1e-3) and len(record.rollout[0][0]) == sum(
         map(len, sides)
     )
-    for layer in told.layers:
+    for layer in record.layers:
         for attention, side in ((layer.self_attention[0], sides[0]), (layer.cross_attention[0], sides[1])):
             assert attention.points.shape == (1, 8, 8) and (attention.points >= 0).all()
             assert (attention.entropy > 0).all() and (attention.entropy <= np.log(len(side)) + 1e-3).all()

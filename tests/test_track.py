@@ -183,7 +183,7 @@ def test_what_is_no_video_and_a_camera_that_is_not_there(tmp_path, capfd):
         (["--output", "t.tum"], "--camera"),
         (["--output", "t.csv"], ".npz or .tum or .rrd"),
         (["--camera", "1,2,3"], "fx,fy,cx,cy"),
-        (["--fps", "0"], "frames a second"),
+        (["--fps", "0"], "the frame rate must be"),
         (["--budget-ms", "-3"], "--budget-ms"),
     ],
 )
@@ -196,7 +196,7 @@ def test_options_that_do_not_fit_are_refused(folders, monkeypatch, tmp_path, cap
 def test_a_truth_of_another_kind_is_refused(folders, tmp_path, capfd):
     (tmp_path / "bad.txt").write_text("1 2 3\n")
     assert track(folders[0], "--camera", CAMERA, "--ground-truth", tmp_path / "bad.txt") == 2
-    assert "12 numbers a line" in capfd.readouterr().err
+    assert "12 numbers (KITTI) or 8 (TUM)" in capfd.readouterr().err
     assert track(folders[0], "--camera", CAMERA, "--ground-truth", tmp_path / "none.txt") == 2
 
 
