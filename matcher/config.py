@@ -173,6 +173,17 @@ class ExtractorConfig:
 
 
 @dataclass(frozen=True)
+class RefineConfig:
+    """Least-squares matching of every match on the images (Gruen 1985)."""
+
+    window: int = 15  # samples a side, in pixels of the image that shows the place smaller; odd
+    neighbours: int = 16  # matches that the affine map around a match is fitted to
+    reweighings: int = 2  # how often pixels that do not fit lose weight
+    min_correlation: float = 0.7  # of the windows; below it a match stays where it was
+    max_shift: float = 3.0  # pixels of the resized images
+
+
+@dataclass(frozen=True)
 class EstimationConfig:
     """Robust geometry; thresholds are pixels of the resized image."""
 
@@ -209,6 +220,7 @@ class PipelineConfig:
     matcher: NetworkConfig | NearestConfig = NetworkConfig()
     extractor: ExtractorConfig = ExtractorConfig()
     estimation: EstimationConfig = EstimationConfig()
+    refine: RefineConfig | None = RefineConfig()  # None: points stay where the front end found them
     weights: str | None = None  # name in the weights manifest
     second_pass: SecondPassConfig | None = None  # None: one pass decides
 

@@ -59,6 +59,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
         second_pass: whether a pair whose first pass was not sure is looked at again, in other ways; that of
             `hybrid-learned` is on, that of the other presets off.
+        refine: move every match to where the images look most alike; by default where there are keypoints.
         upright: apply the EXIF orientation of images; True by default.
         max_pixels: width · height above which a file is refused before it is decoded.
 

@@ -13,6 +13,7 @@ from matcher.config import (
     NearestConfig,
     PipelineConfig,
     Precision,
+    RefineConfig,
     SecondPassConfig,
     from_dict,
     to_dict,
@@ -38,6 +39,7 @@ class LoadOptions(TypedDict, total=False):
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
     second_pass: bool | None  # look again, in other ways, at a pair whose first pass was not sure
+    refine: bool | None  # refine every match on the images; presets with keypoints do
     upright: bool | None  # apply the EXIF orientation of images
     max_pixels: int | None  # larger images are refused before they are decoded
 
@@ -85,6 +87,8 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
             table[key] = given[name]
     if "second_pass" in given:
         values["second_pass"] = _second_pass(config, given["second_pass"])
+    if "refine" in given:
+        values["refine"] = to_dict(config.refine or RefineConfig()) if given["refine"] else None
     try:
         matcher = from_dict(type(config.matcher), values.pop("matcher"), "matcher")
         return replace(from_dict(PipelineConfig, values), matcher=matcher)
@@ -130,7 +134,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     ratio = given.get("ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
-    for name in ("upright", "second_pass"):
+    for name in ("upright", "second_pass", "refine"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given

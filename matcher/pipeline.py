@@ -1,4 +1,4 @@
-"""From two images to a verified result: read → extract → match → verify."""
+"""From two images to a verified result: read → extract → match → refine → verify."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from matcher.config import NearestConfig, PipelineConfig, depth
+from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
 from matcher.data.camera import Camera, as_camera
 from matcher.data.features import Features
 from matcher.data.image import Image
@@ -22,12 +22,14 @@ from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
+from matcher.refine.refinement import ImagePyramid, refine_matches
 from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 Mask = str | Path | np.ndarray
+_STAGES = ("extract", "match", "refine", "verify")
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
 # The size at which a part of an image is looked at again / that at which the image was matched, at most.
 _ENLARGED = 4
@@ -133,10 +135,14 @@ class Pipeline:
         times.append(perf_counter())
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
+        matches = self.refine(*images, matches) if self.config.refine else matches
+        times.append(perf_counter())
         geometry = self.verify(features0, features1, matches, camera0=camera0, camera1=camera1)
         times.append(perf_counter())
-        seconds = dict(zip(("extract", "match", "verify"), np.diff(times).tolist(), strict=True))
+        seconds = dict(zip(_STAGES, np.diff(times).tolist(), strict=True))
         seconds = {"read": reading, **seconds, "total": reading + times[-1] - times[0]}
+        if self.config.refine is None:
+            del seconds["refine"]
         return Result(
             features0,
             features1,
@@ -144,7 +150,7 @@ class Pipeline:
             geometry,
             path0=images[0].path,
             path1=images[1].path,
-            seconds=seconds,
+            seconds=self._seconds(times),
             preset=self.preset,
             weights=self.weights,
             layers=self.layers,
@@ -166,16 +172,15 @@ class Pipeline:
         )
         if len(joined.passes) == 1:
             return first
-        geometry = self.verify(
-            joined.features0, joined.features1, joined.matches, camera0=camera0, camera1=camera1
-        )
+        matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
+        geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         further = perf_counter() - start
         total = first.seconds["total"] + further
         return replace(
             first,
             features0=joined.features0,
             features1=joined.features1,
-            matches=joined.matches,
+            matches=matches,
             geometry=geometry,
             seconds={**first.seconds, FURTHER_PASSES: further, "total": total},
             passes=joined.passes,
@@ -204,14 +209,15 @@ class Pipeline:
                     "an Image carries its own mask; build it with one instead of passing a mask beside it"
                 )
             return image
-        return self._read(image, mask, self.config.extractor.resize)
+        return self._read(image, mask, self.config.extractor.resize, self.config.refine is not None)
 
-    def _read(self, image: ImageInput, mask: Mask | None, resize: int | None) -> Image:
+    def _read(
+        self, image: ImageInput, mask: Mask | None, resize: int | None, keep_stored: bool = False
+    ) -> Image:
+        options = {"resize": resize, "upright": self.upright, "mask": mask, "keep_stored": keep_stored}
         if isinstance(image, (str, Path)):
-            return read_image(
-                image, resize=resize, upright=self.upright, max_pixels=self.max_pixels, mask=mask
-            )
-        return image_from_array(image, resize=resize, upright=self.upright, mask=mask)
+            return read_image(image, max_pixels=self.max_pixels, **options)
+        return image_from_array(image, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""
@@ -249,6 +255,47 @@ class Pipeline:
             name = type(self.matcher).__name__
             raise UsageError(f"the matcher {name} must return a list with one Matches for every pair")
         return found
+
+    def refine(
+        self,
+        image0: ImageInput,
+        image1: ImageInput,
+        matches: Matches,
+        *,
+        mask0: Mask | None = None,
+        mask1: Mask | None = None,
+    ) -> Matches:
+        """Matches of any origin, each moved to where the images themselves look most alike.
+
+        The point of image 1 moves, that of image 0 stays; a match that cannot be refined keeps its place. The
+        pixels of the files are used, also where keypoints were found in smaller images. Least-squares
+        matching after Gruen 1985; `matcher.refine.refinement.refine_matches` tells more.
+
+        >>> import matcher, numpy as np
+        >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+        >>> pipeline = matcher.load("nearest", max_keypoints=100, refine=False)
+        >>> matches = pipeline.match(image, image).matches
+        >>> matches.points1[:] += 0.5
+        >>> refined = pipeline.refine(image, image, matches)
+        >>> bool(np.median(np.abs(refined.points1 - matches.points0)) < 0.05)
+        True
+
+        Args:
+            image0, image1, mask0, mask1: as in `match`.
+            matches: of the pair, in stored pixels.
+
+        Returns:
+            The same matches in the same order, with `refinement`: which were refined or why not, covariances
+            and correlations.
+
+        Raises:
+            ImageError: an image cannot be read.
+            UsageError: something that is no image, or a mask of another size.
+        """
+        config = self.config.refine or RefineConfig()
+        reader = self if self.config.refine else replace(self, config=replace(self.config, refine=config))
+        sides = [ImagePyramid.of(reader.read(*side)) for side in ((image0, mask0), (image1, mask1))]
+        return refine_matches(*sides, matches, config)
 
     def verify(
         self,

@@ -92,7 +92,8 @@ LOFTR_TRANSPORT = replace(
     tolerance=None,
     drop_unmatched=True,
 )
-_ON_GRID = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind=GRID_KIND, resize=640))
+# Points of a grid lie on no corner, and the network has refined them.
+_ON_GRID = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind=GRID_KIND, resize=640), refine=None)
 _ON_LEARNED = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="learned"))
 _ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="superpoint"))
 

@@ -34,7 +34,8 @@ def test_verify_alone_gives_what_match_gives(pictures):
         whole = pipeline.match(*pictures)
         features = [pipeline.extract(picture) for picture in pictures]
         assert features[0].scale.tolist() == pytest.approx([min(1, resize / 540)] * 2, rel=0.01)
-        again = pipeline.verify(*features, pipeline.match_features(*features))
+        matches = pipeline.refine(*pictures, pipeline.match_features(*features))
+        again = pipeline.verify(*features, matches)
         np.testing.assert_array_equal(again.matrix, whole.geometry.matrix)
         np.testing.assert_array_equal(again.inliers, whole.geometry.inliers)
 

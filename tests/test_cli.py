@@ -51,7 +51,7 @@ def test_json_is_one_object_and_nothing_else(views, capfd):
     assert found["geometry"]["status"] == "ok"
     assert 12 <= found["geometry"]["inliers"] <= found["matches"]
     assert np.shape(found["geometry"]["matrix"]) == (3, 3)
-    assert list(found["seconds"]) == ["read", "extract", "match", "verify", "total"]
+    assert list(found["seconds"]) == ["read", "extract", "match", "refine", "verify", "total"]
 
 
 def test_the_network_is_named(views, small_weights, capfd):

@@ -69,16 +69,20 @@ def test_the_result_is_complete(network, views):
     result = network.match(*views)
     assert (result.path0, result.path1) == views
     assert len(result.matches) > 20
-    assert list(result.seconds) == ["read", "extract", "match", "verify", "total"]
+    assert list(result.seconds) == ["read", "extract", "match", "refine", "verify", "total"]
     parts = [value for stage, value in result.seconds.items() if stage != "total"]
     assert sum(parts) == pytest.approx(result.seconds["total"])
     assert min(parts) >= 0
     assert result.points0.dtype == result.points1.dtype == result.scores.dtype == np.float32
     assert result.matches.indices.dtype == np.int64
     assert result.geometry.inliers.shape == (len(result.matches),)
-    np.testing.assert_array_equal(
-        result.points1, result.features1.keypoints.numpy()[result.matches.indices[:, 1]]
-    )
+    keypoints = [f.keypoints.numpy() for f in (result.features0, result.features1)]
+    found0, found1 = (keypoints[side][result.matches.indices[:, side]] for side in (0, 1))
+    np.testing.assert_array_equal(result.points0, found0)
+    kept = ~result.matches.refinement.accepted
+    assert 0 < kept.sum() < 0.5 * len(kept)
+    np.testing.assert_array_equal(result.points1[kept], found1[kept])
+    assert 0 < np.linalg.norm(result.points1 - found1, axis=1).max() < 6
 
 
 def test_matching_twice_gives_the_same_and_leaves_torch_alone(network, views):
@@ -164,7 +168,7 @@ def test_masks_keep_keypoints_inside(network, pair, tmp_path):
 
 
 def test_results_are_in_stored_pixels_whatever_the_resize(pair):
-    pipeline = matcher.load("nearest", resize=400, geometry="homography")
+    pipeline = matcher.load("nearest", resize=400, geometry="homography", refine=False)
     large = [cv2.resize(picture, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC) for picture in pair]
     shift = np.array([[2, 0, 0.5], [0, 2, 0.5], [0, 0, 1]])
     expected = shift @ H_0TO1 @ np.linalg.inv(shift)

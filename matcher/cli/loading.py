@@ -31,13 +31,19 @@ _DECLARED = {
     "second_pass": (options.SecondPass, None),
     "precision": (options.Precision, None),
     "device": (options.Device, "auto"),
+    "no_refine": (options.NoRefine, False),
     "no_upright": (options.NoUpright, False),
     "max_pixels": (options.MaxPixels, None),
 }
 
 
 # What the library calls an option that has another name here.
-LIBRARY_NAMES = {"threshold": "match_threshold", "no_upright": "upright", "run": "run_dir"}
+LIBRARY_NAMES = {
+    "threshold": "match_threshold",
+    "no_refine": "refine",
+    "no_upright": "upright",
+    "run": "run_dir",
+}
 
 
 def with_preset_options(command: Command) -> Command:
@@ -102,4 +108,6 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     found = {LIBRARY_NAMES.get(name, name): value for name, value in given.items()}
     if "no_upright" in given:
         found["upright"] = not given["no_upright"]
+    if "no_refine" in given:
+        found["refine"] = False if given["no_refine"] else None
     return {name: value for name, value in found.items() if value is not None}

@@ -99,6 +99,9 @@ Precision = Annotated[
 Device = Annotated[
     str, typer.Option("--device", metavar="auto|cpu|cuda|mps", help="Device to run on; auto prefers CUDA.")
 ]
+NoRefine = Annotated[
+    bool, typer.Option("--no-refine", help="Leave matches where keypoints were found; faster, less exact.")
+]
 NoUpright = Annotated[
     bool,
     typer.Option("--no-upright", help="Match images as stored, without applying their EXIF orientation."),

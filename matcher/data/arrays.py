@@ -68,3 +68,13 @@ def to_uint8(raw: np.ndarray) -> np.ndarray:
     if not (low >= -1e-3 and high <= 1 + 1e-3):  # a hair of overshoot is interpolation's rounding
         raise ValueError(f"float samples from {low:g} to {high:g}, which should lie in [0, 1]")
     return np.rint(np.clip(raw, 0, 1) * np.float32(255)).astype(np.uint8)
+
+
+def to_grey(raw: np.ndarray) -> np.ndarray:
+    """(H, W) grey of samples that `to_uint8` accepts, in their depth: uint8, uint16, float32 up to 255."""
+    raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
+    if raw.dtype == np.bool_:
+        raw = raw * np.uint8(255)
+    elif raw.dtype.kind == "f":
+        raw = np.clip(raw, 0, 1).astype(np.float32) * np.float32(255)
+    return raw if raw.ndim == 2 else cv2.cvtColor(raw, cv2.COLOR_RGB2GRAY)

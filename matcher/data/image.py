@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 
 from matcher.data.geometry import UPRIGHT, resize_points, stored_to_upright, upright_to_stored
@@ -29,6 +30,10 @@ class Image:
     path: Path | None = None
     mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
     exif_orientation: int | None = None  # of the file, if it was not applied; else `orientation`
+    # (H, W) grey, stored pixels at the file's resolution and depth: uint8, uint16 or float32 up to 255;
+    # refinement reads it. And (H, W) bool, where it may.
+    stored: np.ndarray | None = None
+    stored_mask: np.ndarray | None = None
 
     @property
     def stored_scale(self) -> np.ndarray:
@@ -40,6 +45,12 @@ class Image:
     def axes_to_stored(self) -> np.ndarray:
         """(2, 2) float64: the linear map from vectors of `pixels` to vectors of the stored image."""
         return UPRIGHT[self.orientation].T @ np.diag([1 / self.scale[0], 1 / self.scale[1]])
+
+    def grey(self) -> np.ndarray:
+        """(H, W) uint8: `pixels` without colour."""
+        if self.pixels.ndim == 2:
+            return self.pixels
+        return cv2.cvtColor(self.pixels, cv2.COLOR_RGB2GRAY)
 
     def to_stored(self, points: np.ndarray) -> np.ndarray:
         """Points (…, 2) of `pixels` → stored pixels, float64."""

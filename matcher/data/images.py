@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import cv2
 import numpy as np
 import PIL.Image
 
-from matcher.data.arrays import ACCEPTED, as_array, split_alpha, to_uint8
+from matcher.data.arrays import ACCEPTED, as_array, split_alpha, to_grey, to_uint8
 from matcher.data.decoding import Decoded, decode, from_pillow, turned_by
 from matcher.data.geometry import LONGEST_ASPECT, resized, upright_size
 from matcher.data.image import Image
@@ -28,6 +29,7 @@ def read_image(
     upright: bool = True,
     max_pixels: int = MAX_PIXELS,
     mask: PathLike | np.ndarray | None = None,
+    keep_stored: bool = False,
 ) -> Image:
     """Read an image file.
 
@@ -47,6 +49,8 @@ def read_image(
         upright: apply the EXIF orientation; False keeps the stored pixels.
         max_pixels: width · height above which the file is refused from its header, undecoded.
         mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
+        keep_stored: also keep the image without colour at the file's resolution and depth, as
+            `Image.stored`; `Pipeline.refine` reads it.
 
     Raises:
         ImageError: the file is missing, not a known image, too large, cut short or damaged.
@@ -60,7 +64,8 @@ def read_image(
     except ValueError as error:
         raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
     keep = combined(decoded.opaque, mask, pixels.shape[:2], max_pixels)
-    return _finish(pixels, keep, decoded.orientation, resize, path, upright=upright)
+    image = _finish(pixels, keep, decoded.orientation, resize, path, upright=upright)
+    return _with_stored(image, decoded.samples, keep) if keep_stored else image
 
 
 def image_from_array(
@@ -69,13 +74,14 @@ def image_from_array(
     resize: int | None = 1024,
     upright: bool = True,
     mask: PathLike | np.ndarray | None = None,
+    keep_stored: bool = False,
 ) -> Image:
     """An image in memory: a NumPy array, a torch tensor or a PIL image.
 
     Args:
         array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
             tensor may have its channels first. A PIL image may be of any mode.
-        resize, mask: as in `read_image`.
+        resize, mask, keep_stored: as in `read_image`.
         upright: apply the EXIF orientation of a PIL image.
 
     Raises:
@@ -92,7 +98,12 @@ def image_from_array(
     except ValueError as error:
         raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
     keep = combined(decoded.opaque, mask, pixels.shape[:2], MAX_PIXELS)
-    return _finish(pixels, keep, decoded.orientation, resize, None, upright=upright)
+    image = _finish(pixels, keep, decoded.orientation, resize, None, upright=upright)
+    return _with_stored(image, decoded.samples, keep) if keep_stored else image
+
+
+def _with_stored(image: Image, samples: np.ndarray, keep: np.ndarray | None) -> Image:
+    return replace(image, stored=to_grey(samples), stored_mask=keep)
 
 
 def _check_limits(resize: int | None, max_pixels: int) -> None:

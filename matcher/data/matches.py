@@ -16,6 +16,47 @@ UNMATCHED = -1  # in place of a partner's index, and for keypoints without a mat
 MATCHED = 0  # among the fates of keypoints, beside UNMATCHED and n > 0: pruned after layer n
 
 
+# What refinement did to a match: "refined", or why it was left as it was.
+REFINEMENTS = ("refined", "outside", "no_map", "flat", "moved_far", "low_correlation", "not_converged")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MatchRefinement:
+    """What least-squares matching on the images says of K matches (`Pipeline.refine`).
+
+    Status 0 means that a match was refined. Otherwise it was left where it was, because
+
+    - `outside`: half of the window around it is on no image, or masked;
+    - `no_map`: the matches around it do not tell how its surroundings are deformed;
+    - `flat`: there is no contrast around it;
+    - `moved_far`: the windows would fit best where the match cannot be;
+    - `low_correlation`: the images do not look alike there;
+    - `not_converged`: there is no clear best place.
+    """
+
+    status: np.ndarray  # (K,) uint8, an index into `matcher.data.matches.REFINEMENTS`
+    covariances: np.ndarray  # (K, 2, 2) float32 of points1, in stored pixels²; of an unrefined match a guess
+    correlations: np.ndarray  # (K,) float32 of the windows, in [-1, 1]
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """(K,) bool: matches that were refined."""
+        return self.status == 0
+
+    def select(self, index: np.ndarray) -> MatchRefinement:
+        """That of some matches, by indices or a mask."""
+        return MatchRefinement(self.status[index], self.covariances[index], self.correlations[index])
+
+    def counts(self) -> dict[str, int]:
+        """The number of matches by status, those that occur."""
+        found = np.bincount(self.status, minlength=len(REFINEMENTS)).tolist()
+        return {name: count for name, count in zip(REFINEMENTS, found, strict=True) if count}
+
+    def __repr__(self) -> str:
+        counts = [f"{count} {name}" for name, count in self.counts().items()]
+        return f"MatchRefinement({', '.join(counts) or 'none'})"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Matches:
     """Mutual matches of one pair, best first.
@@ -34,6 +75,7 @@ class Matches:
     layers_run: int = 0
     kept0: int = 0  # points not pruned
     kept1: int = 0
+    refinement: MatchRefinement | None = None  # None where the images were not looked at again
 
     @classmethod
     def from_indices(

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -152,8 +151,7 @@ def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorC
 
 def grey(image: Image, device: torch.device) -> Tensor:
     """(1, 1, H, W) float32 in [0, 1]."""
-    pixels = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
-    return torch.from_numpy(pixels).to(device)[None, None].float() / 255
+    return torch.from_numpy(image.grey()).to(device)[None, None].float() / 255
 
 
 def colour(image: Image, device: torch.device) -> Tensor:

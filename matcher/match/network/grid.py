@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import cv2
 import numpy as np
 import torch
 
@@ -37,8 +36,9 @@ class GridExtractor:
         return [self._extract(image) for image in images]
 
     def _extract(self, image: Image) -> Features:
-        grey = image.pixels if image.pixels.ndim == 2 else cv2.cvtColor(image.pixels, cv2.COLOR_RGB2GRAY)
-        pixels = torch.from_numpy(np.ascontiguousarray(grey)).to(self.backbone.stem.conv.weight.device)
+        pixels = torch.from_numpy(np.ascontiguousarray(image.grey())).to(
+            self.backbone.stem.conv.weight.device
+        )
         coarse, fine = self.backbone(pixels[None, None].float() / 255)
         (rows, columns), stride = coarse.shape[-2:], self.backbone.stride
         cells = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
