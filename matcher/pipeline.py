@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
-from matcher.data.camera import Camera, as_camera
+from matcher.data.camera import Camera, cameras_of_pair
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.data.images import MAX_PIXELS, image_from_array, read_image
+from matcher.data.images import MAX_PIXELS, ImageInput, read_input
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.errors import UsageError
@@ -27,7 +26,6 @@ from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
-ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 Mask = str | Path | np.ndarray
 _STAGES = ("extract", "match", "refine", "verify")
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -116,7 +114,7 @@ class Pipeline:
             ImageError: an image cannot be read; the message names it.
             UsageError: arguments that do not fit each other.
         """
-        cameras = self._cameras(camera0, camera1) or (None, None)
+        cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1) or (None, None)
         start = perf_counter()
         images = [self.read(image0, mask0), self.read(image1, mask1)]
         result = self._match_once(images, *cameras, reading=perf_counter() - start)
@@ -150,7 +148,7 @@ class Pipeline:
             geometry,
             path0=images[0].path,
             path1=images[1].path,
-            seconds=self._seconds(times),
+            seconds=seconds,
             preset=self.preset,
             weights=self.weights,
             layers=self.layers,
@@ -203,21 +201,13 @@ class Pipeline:
             ImageError: the image cannot be read.
             UsageError: something that is no image, or a mask of another size.
         """
-        if isinstance(image, Image):
-            if mask is not None:
-                raise UsageError(
-                    "an Image carries its own mask; build it with one instead of passing a mask beside it"
-                )
-            return image
         return self._read(image, mask, self.config.extractor.resize, self.config.refine is not None)
 
     def _read(
         self, image: ImageInput, mask: Mask | None, resize: int | None, keep_stored: bool = False
     ) -> Image:
         options = {"resize": resize, "upright": self.upright, "mask": mask, "keep_stored": keep_stored}
-        if isinstance(image, (str, Path)):
-            return read_image(image, max_pixels=self.max_pixels, **options)
-        return image_from_array(image, **options)
+        return read_input(image, max_pixels=self.max_pixels, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""
@@ -267,18 +257,7 @@ class Pipeline:
     ) -> Matches:
         """Matches of any origin, each moved to where the images themselves look most alike.
 
-        The point of image 1 moves, that of image 0 stays; a match that cannot be refined keeps its place. The
-        pixels of the files are used, also where keypoints were found in smaller images. Least-squares
-        matching after Gruen 1985; `matcher.refine.refinement.refine_matches` tells more.
-
-        >>> import matcher, numpy as np
-        >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
-        >>> pipeline = matcher.load("nearest", max_keypoints=100, refine=False)
-        >>> matches = pipeline.match(image, image).matches
-        >>> matches.points1[:] += 0.5
-        >>> refined = pipeline.refine(image, image, matches)
-        >>> bool(np.median(np.abs(refined.points1 - matches.points0)) < 0.05)
-        True
+        Points of image 1 move. Files are read at their own resolution. See `matcher.refine.refinement`.
 
         Args:
             image0, image1, mask0, mask1: as in `match`.
@@ -325,7 +304,7 @@ class Pipeline:
         Raises:
             UsageError: cameras without essential geometry, or it without them, or of another image size.
         """
-        cameras = self._cameras(camera0, camera1)
+        cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1)
         for index, features in enumerate((features0, features1) if cameras else ()):
             size = tuple(int(side) for side in features.size.tolist())
             known = cameras[index].size
@@ -339,17 +318,3 @@ class Pipeline:
             scores=matches.scores,
             thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
         )
-
-    def _cameras(self, camera0: Any, camera1: Any) -> tuple[Camera, Camera] | None:
-        kind = self.config.estimation.kind
-        if kind != "essential":
-            if camera0 is not None or camera1 is not None:
-                raise UsageError(
-                    f"cameras are for geometry 'essential' only, and this pipeline estimates {kind!r}: leave "
-                    "camera0 and camera1 out, or load it with geometry='essential'"
-                )
-            return None
-        if camera0 is None:
-            raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
-        first = as_camera(camera0, "camera0")
-        return first, first if camera1 is None else as_camera(camera1, "camera1")

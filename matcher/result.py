@@ -110,7 +110,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
         geometry = self.geometry
-        pose = geometry.cam1_from_cam0
+        pose, refinement = geometry.cam1_from_cam0, self.matches.refinement
         return {
             "preset": self.preset,
             "weights": None if self.weights is None else vars(self.weights),
@@ -121,6 +121,7 @@ class Result:
             "matches": len(self.matches),
             "layers_run": self.matches.layers_run,
             "layers": self.layers,
+            "refinement": None if refinement is None else refinement.counts(),
             "passes": [{**vars(one), "seconds": round(one.seconds, 6)} for one in self.passes],
             "kept0": self.matches.kept0,
             "kept1": self.matches.kept1,
@@ -172,12 +173,12 @@ class Result:
         return ", ".join(parts)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """What `save` writes: keypoints, indices, points, scores, inliers, sizes and the geometry.
+        """What `save` writes: keypoints, indices, points, scores, inliers, sizes, geometry and refinement.
 
         A matrix or pose that was not found has shape (0, 0).
         """
-        geometry, absent = self.geometry, np.zeros((0, 0))
-        return {
+        geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
+        return ({} if refinement is None else refinement.to_arrays()) | {
             "keypoints0": self.features0.keypoints.cpu().numpy(),
             "keypoints1": self.features1.keypoints.cpu().numpy(),
             "indices": self.matches.indices,

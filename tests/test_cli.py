@@ -21,11 +21,11 @@ from matcher.cli.messages import messages
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = [
     "preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "layers_run", "layers",
-    "kept0", "kept1", "geometry", "seconds",
+    "refinement", "passes", "kept0", "kept1", "geometry", "seconds",
 ]  # fmt: skip
 ARRAYS = {
     "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "inliers", "geometry_kind",
-    "matrix", "cam1_from_cam0", "size0", "size1",
+    "matrix", "cam1_from_cam0", "size0", "size1", "refinement", "covariances", "correlations",
 }  # fmt: skip
 
 
@@ -135,6 +135,10 @@ def test_matches_without_a_common_geometry_are_no_match(views, strangers, capfd)
     assert found["geometry"]["status"] in ("too_few", "low_inliers", "no_model", "degenerate")
 
 
+def found_refined(result: matcher.Result) -> int:
+    return result.to_dict()["refinement"]["refined"]
+
+
 def test_outputs_hold_the_result(views, tmp_path, capfd):
     assert match(views, "--output", tmp_path / "r.npz", "--geometry", "homography") == 0
     assert match(views, "--output", tmp_path / "r.json", "--geometry", "homography") == 0
@@ -144,6 +148,8 @@ def test_outputs_hold_the_result(views, tmp_path, capfd):
     np.testing.assert_array_equal(saved["points1"], result.points1)
     np.testing.assert_array_equal(saved["inliers"], result.geometry.inliers)
     np.testing.assert_array_equal(saved["matrix"], result.geometry.matrix)
+    np.testing.assert_array_equal(saved["covariances"], result.matches.refinement.covariances)
+    assert (saved["refinement"] == "refined").sum() == found_refined(result) > 20
     assert str(saved["geometry_kind"]) == "homography"
     assert saved["cam1_from_cam0"].shape == (0, 0)
     assert saved["size0"].tolist() == [800, 600]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from matcher.config import GeometryKind
 from matcher.errors import UsageError
 
 # COLMAP's name → focal lengths (1: one for both axes) and how many distortion parameters follow the principal
@@ -152,6 +153,25 @@ def as_camera(value: Any, name: str = "camera") -> Camera:
     if numbers.shape == (4,):
         return Camera(*numbers.tolist())
     raise UsageError(f"{wanted}, not {type(value).__name__} of shape {numbers.shape}")
+
+
+def cameras_of_pair(kind: GeometryKind, camera0: Any, camera1: Any) -> tuple[Camera, Camera] | None:
+    """The cameras that the geometry of a pair needs, None for a kind without; camera1 defaults to camera0.
+
+    Raises:
+        UsageError: no camera where one is needed, one where none is, or what `as_camera` refuses.
+    """
+    if kind != "essential":
+        if camera0 is not None or camera1 is not None:
+            raise UsageError(
+                f"cameras are for geometry 'essential' only, and this pipeline estimates {kind!r}: leave "
+                "camera0 and camera1 out, or load it with geometry='essential'"
+            )
+        return None
+    if camera0 is None:
+        raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
+    first = as_camera(camera0, "camera0")
+    return first, first if camera1 is None else as_camera(camera1, "camera1")
 
 
 def _number(value: Any, name: str) -> float:

@@ -20,6 +20,7 @@ from matcher.data.probe import PathLike, as_path
 from matcher.errors import ImageError, ImageWarning, UsageError
 
 MAX_PIXELS = 178_000_000
+ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 
 
 def read_image(
@@ -100,6 +101,30 @@ def image_from_array(
     keep = combined(decoded.opaque, mask, pixels.shape[:2], MAX_PIXELS)
     image = _finish(pixels, keep, decoded.orientation, resize, None, upright=upright)
     return _with_stored(image, decoded.samples, keep) if keep_stored else image
+
+
+def read_input(
+    image: ImageInput,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    mask: PathLike | np.ndarray | None = None,
+    **options: Any,
+) -> Image:
+    """Whatever a user has as an image: a file, an image in memory, or an `Image`, which is taken as it is.
+
+    Raises:
+        ImageError, UsageError: as `read_image` and `image_from_array`, which take the other options; or an
+            `Image` with a mask beside it.
+    """
+    if isinstance(image, Image):
+        if mask is not None:
+            raise UsageError(
+                "an Image carries its own mask; build it with one instead of passing a mask beside it"
+            )
+        return image
+    if isinstance(image, (str, Path)):
+        return read_image(image, max_pixels=max_pixels, mask=mask, **options)
+    return image_from_array(image, mask=mask, **options)
 
 
 def _with_stored(image: Image, samples: np.ndarray, keep: np.ndarray | None) -> Image:

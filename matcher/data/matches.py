@@ -47,6 +47,11 @@ class MatchRefinement:
         """That of some matches, by indices or a mask."""
         return MatchRefinement(self.status[index], self.covariances[index], self.correlations[index])
 
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """What `Result.save` writes: `refinement`, the status by name, `covariances` and `correlations`."""
+        names = np.array(REFINEMENTS)[self.status]
+        return {"refinement": names, "covariances": self.covariances, "correlations": self.correlations}
+
     def counts(self) -> dict[str, int]:
         """The number of matches by status, those that occur."""
         found = np.bincount(self.status, minlength=len(REFINEMENTS)).tolist()
