@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -57,6 +57,7 @@ class Pipeline:
     estimator: Estimator | None = None
     config: PipelineConfig = _CUSTOM  # size of the images and kind of geometry are read here
     passes: FurtherPasses | None = None  # that follow an unsure first one; None: one pass decides
+    costs: dict[tuple, object] = field(default_factory=dict)  # measured for time budgets; see `budget.pairs`
     preset: str = "custom"
     weights: WeightsSource | None = None
     upright: bool = True
@@ -100,6 +101,7 @@ class Pipeline:
         mask1: Mask | None = None,
         camera0: Camera | None = None,
         camera1: Camera | None = None,
+        budget_ms: float | None = None,
     ) -> Result:
         """Match two images and verify the matches; everything in the result is in stored-image pixels.
 
@@ -109,6 +111,8 @@ class Pipeline:
             mask0, mask1: a path or (H, W) array of the stored image, not zero where keypoints may lie.
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K; camera1 defaults to camera0.
+            budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
+                (`Result.budget`). The first such call also measures what they cost here: some seconds.
 
         Raises:
             ImageError: an image cannot be read; the message names it.
@@ -117,8 +121,13 @@ class Pipeline:
         cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1) or (None, None)
         start = perf_counter()
         images = [self.read(image0, mask0), self.read(image1, mask1)]
-        result = self._match_once(images, *cameras, reading=perf_counter() - start)
-        if self.passes is None:
+        reading, chosen, choice = perf_counter() - start, self, None
+        if budget_ms is not None:
+            from matcher.budget.pairs import plan
+
+            chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
+        result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
+        if chosen.passes is None:
             return result
         given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
         originals = [partial(self._original, *one) for one in given]
@@ -141,18 +150,8 @@ class Pipeline:
         seconds = {"read": reading, **seconds, "total": reading + times[-1] - times[0]}
         if self.config.refine is None:
             del seconds["refine"]
-        return Result(
-            features0,
-            features1,
-            matches,
-            geometry,
-            path0=images[0].path,
-            path1=images[1].path,
-            seconds=seconds,
-            preset=self.preset,
-            weights=self.weights,
-            layers=self.layers,
-        )
+        paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
+        return Result(features0, features1, matches, geometry, *paths, seconds, *source)
 
     def _with_further_passes(
         self,

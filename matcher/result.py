@@ -19,6 +19,7 @@ from matcher.files import check_output, write_output
 from matcher.passes.further import PassReport
 
 if TYPE_CHECKING:
+    from matcher.budget.choice import Choice
     from matcher.drawing.matches import ColourBy
 
 DATA_SUFFIXES = (".npz", ".json")
@@ -67,6 +68,7 @@ class Result:
     layers: int = 0  # depth of the network; `matches.layers_run`: how many of them ran
     # Where further passes followed the first one: all of them, and what the first one alone had found.
     passes: tuple[PassReport, ...] = ()
+    budget: Choice | None = None  # what a time budget led to
     first: Result | None = None
 
     @property
@@ -123,6 +125,7 @@ class Result:
             "layers": self.layers,
             "refinement": None if refinement is None else refinement.counts(),
             "passes": [{**vars(one), "seconds": round(one.seconds, 6)} for one in self.passes],
+            "budget": None if self.budget is None else vars(self.budget),
             "kept0": self.matches.kept0,
             "kept1": self.matches.kept1,
             "geometry": {
@@ -144,6 +147,8 @@ class Result:
             lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
         depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
         lines.append(f"{len(self.matches)} matches ({self.preset}{depth})")
+        if self.budget is not None:
+            lines.append(str(self.budget))
         if self.passes:
             found = ", ".join(f"{one.name} {one.matches}" for one in self.passes)
             lines.append(f"{len(self.passes)} passes, as the first one was not sure: {found}")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import matcher
+from matcher.budget import choice as budget
+from matcher.budget.choice import Choice, choose, limited, matching_cost
 from matcher.data.images import read_image
-from matcher.sequence import budget
-from matcher.sequence.budget import Choice, choose, limited, matching_cost
 from matcher.sequence.pipelines import for_neighbours, with_layers
 
 
@@ -72,7 +72,7 @@ def test_the_cost_is_fitted_to_what_was_measured(network, views, monkeypatch):
         measured.append((batch.keypoints.shape[1], len(matcher.model.layers)))
         return cost(*measured[-1])
 
-    monkeypatch.setattr(budget, "_milliseconds", charge)
+    monkeypatch.setattr(budget, "milliseconds", charge)
     fitted = matching_cost(network, network.extract(views[0]))
     assert {layers for _, layers in measured} == {2, 3} and len({count for count, _ in measured}) == 3
     for count, layers in ((100, 2), (400, 3), (600, 3), (1200, 3)):
@@ -82,7 +82,7 @@ def test_the_cost_is_fitted_to_what_was_measured(network, views, monkeypatch):
 def test_a_run_is_timed_by_the_median_and_the_first_is_not_counted(monkeypatch):
     ticks, runs = iter([0.0, 0.010, 1.0, 1.500, 2.0, 2.012]), []
     monkeypatch.setattr(budget, "perf_counter", lambda: next(ticks))
-    assert budget._milliseconds(lambda: runs.append(1)) == pytest.approx(12.0)
+    assert budget.milliseconds(lambda: runs.append(1)) == pytest.approx(12.0)
     assert len(runs) == 4
 
 

@@ -31,5 +31,6 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
 
 def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:
     """An image upright and at its full size, as `Pipeline.read` reads it; an `Image` is taken as it is."""
-    extractor = replace(pipeline.config.extractor, resize=None)
-    return replace(pipeline, config=replace(pipeline.config, extractor=extractor)).read(image, mask)
+    config = pipeline.config
+    config = replace(config, extractor=replace(config.extractor, resize=None), refine=None)
+    return replace(pipeline, config=config).read(image, mask)

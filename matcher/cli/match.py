@@ -20,6 +20,17 @@ MaskFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Mask image; black pixels yield no keypoints.")
 ]
 CameraText = Annotated[str | None, typer.Option(metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels.")]
+Budget = Annotated[
+    float | None,
+    typer.Option(metavar="MS", help="Choose keypoints, layers and passes to fit this time, once measured."),
+]
+Tiles = Annotated[
+    bool,
+    typer.Option(
+        "--tiles",
+        help="For large images: find keypoints by tiles at full resolution, by default 20000 per image.",
+    ),
+]
 
 
 def match(
@@ -30,13 +41,8 @@ def match(
     camera1: CameraText = None,
     mask0: MaskFile = None,
     mask1: MaskFile = None,
-    tiles: Annotated[
-        bool,
-        typer.Option(
-            "--tiles",
-            help="For large images: find keypoints by tiles at full resolution, by default 20000 per image.",
-        ),
-    ] = False,
+    budget_ms: Budget = None,
+    tiles: Tiles = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.npz|.json", help="Save keypoints, matches and geometry.")
     ] = None,
@@ -65,7 +71,7 @@ def match(
     texts = {"camera0": camera0, "camera1": camera1}
     cameras = {name: options.parse_camera(text, f"--{name}") for name, text in texts.items()}
     pipeline = _tiled(given) if tiles else load(**given)
-    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1, **cameras)
+    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1, budget_ms=budget_ms, **cameras)
     save(result, pipeline, output, plot)
     written = [path for path in (output, plot) if path]
     show_result(result, as_json=as_json, with_matrix="geometry" in given, written=written)

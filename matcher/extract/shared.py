@@ -6,6 +6,7 @@ cut to those inside the image and its mask, best first, and carried back to stor
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -100,6 +101,13 @@ class LearnedExtractor:
         if self.front_end.find_together is not None:
             network.prepare(self.dtype)
         return network.eval().requires_grad_(False).to(self.device)
+
+    def limited(self, max_keypoints: int) -> LearnedExtractor:
+        """The same with another number of keypoints; the network is shared."""
+        _ = self.network  # built once, not by each copy
+        changed = copy.copy(self)
+        changed.config = replace(self.config, max_keypoints=max_keypoints)
+        return changed
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image]) -> list[Features]:

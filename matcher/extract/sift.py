@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -20,6 +21,10 @@ class SiftExtractor:
     def __init__(self, config: ExtractorConfig) -> None:
         """Keep the configuration; `UsageError` for a setting that SIFT does not have."""
         self.config = resolve(config, {})
+
+    def limited(self, max_keypoints: int) -> SiftExtractor:
+        """The same with another number of keypoints."""
+        return SiftExtractor(replace(self.config, max_keypoints=max_keypoints))
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
         """Features of each image, strongest first; `kind` is "sift", descriptors are (N, 128) float32."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from matcher.budget.choice import Choice, choose, limited
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import ImageError
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.sequence.budget import Choice, choose, limited
 from matcher.sequence.contrast import AdaptiveContrast
 from matcher.sequence.pipelines import for_neighbours
 

@@ -9,6 +9,7 @@ from typing import Unpack
 
 import numpy as np
 
+from matcher.budget.choice import Choice
 from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
@@ -17,7 +18,6 @@ from matcher.errors import UsageError
 from matcher.options import LoadOptions
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
-from matcher.sequence.budget import Choice
 from matcher.sequence.clock import Clock
 from matcher.sequence.disparity import complete_partners
 from matcher.sequence.extraction import FrameExtractor

@@ -54,6 +54,7 @@ def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeli
 class TiledPipeline(Pipeline):
     """As `Pipeline`, but `match` finds its keypoints at full resolution; see `tiled`.
 
+    What the first pass refines, the keypoints at full resolution make up for: they are not refined again.
     Memory is that of both images as they are decoded (3 bytes a pixel, and as much again while the second is
     read), of the keypoints, and of the networks for one tile and one window.
     """
@@ -85,6 +86,8 @@ class TiledPipeline(Pipeline):
             ImageError: an image cannot be read; the message names it.
             UsageError: as `Pipeline.match`.
         """
+        if options.get("budget_ms") is not None:
+            raise UsageError("budget_ms is for one pass at an ordinary size; tiles take the time they need")
         times = [perf_counter()]
         full = [self._read_full(*given) for given in ((image0, mask0), (image1, mask1))]
         times.append(perf_counter())
@@ -130,8 +133,8 @@ class TiledPipeline(Pipeline):
         return joined_matches(pairs, found, *points)
 
     def _read_full(self, image: ImageInput, mask: Mask | None) -> Image:
-        extractor = replace(self.config.extractor, resize=None)
-        return replace(self, config=replace(self.config, extractor=extractor)).read(image, mask)
+        config = replace(self.config, extractor=replace(self.config.extractor, resize=None), refine=None)
+        return replace(self, config=config).read(image, mask)
 
     def _small(self, image: Image) -> Image:
         height, width = image.pixels.shape[:2]

@@ -1,29 +1,42 @@
-"""Points and layers that fit a time budget, from costs measured on this machine with the first frame."""
+"""Points and layers that fit a time budget, from costs measured on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from time import perf_counter
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from matcher.config import PipelineConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
+from matcher.data.protocols import Extractor
+from matcher.extract.shared import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
+from matcher.match.network.depth import can_be_cut, with_layers
 from matcher.match.network.inference import AttentionMatcher
-from matcher.pipeline import Pipeline
-from matcher.sequence.pipelines import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-_SIZES = (1.0, 0.75, 0.5)  # of the image that is searched, tried in turn
+SIZES = (1.0, 0.75, 0.5)  # of the image that is searched, tried in turn
 _LEAST_LAYERS = 2
 _LEAST_POINTS = 256  # before they are fewer, a smaller image is searched
 _REST = 6.0  # milliseconds for geometry, tracks and pose
 _SLACK = 0.85  # share of the budget that is planned; the rest is for frames that take longer
 _REPEATS = 3  # of each measurement, of which the median is taken
+
+
+class Parts(Protocol):
+    """What is read of a pipeline here."""
+
+    extractor: Any
+    matcher: Any
+    estimator: Any
+    config: PipelineConfig
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -36,18 +49,34 @@ class Choice:
     resize: int  # longer side of the image that is searched, in pixels
     predicted_ms: float  # of a frame
     fits: bool  # False: even the least is over the budget, and it was taken
+    without: tuple[str, ...] = ()  # stages that are left out: "refinement", "further passes"
 
     def __str__(self) -> str:
         """One line for a person."""
         layers = f", {self.layers} layers" if self.layers else ""
-        verdict = "" if self.fits else "; nothing smaller is offered, so frames will take longer"
+        layers += f", without {' and '.join(self.without)}" if self.without else ""
+        verdict = "" if self.fits else "; nothing smaller is offered, so this takes longer"
         return (
             f"{self.max_keypoints} points{layers}, images of at most {self.resize} pixels: about "
             f"{self.predicted_ms:.0f} ms of {self.budget_ms:.0f} ms{verdict}"
         )
 
 
-def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool = False) -> Choice:
+@dataclass(frozen=True, eq=False)
+class Strongest:
+    """An extractor of which only the keypoints of highest score are kept."""
+
+    extractor: Extractor
+    max_keypoints: int
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image."""
+        found = self.extractor(images)
+        most = self.max_keypoints
+        return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in found]
+
+
+def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = False) -> Choice:
     """The most points and layers whose cost fits the budget.
 
     Among those that fit, the one with the largest layers · √points is taken: halving the points loses fewer
@@ -62,12 +91,12 @@ def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool =
     """
     best: Choice | None = None
     side, times = max(image.pixels.shape[:2]), 2 if stereo else 1
-    for factor in _SIZES:
+    for factor in SIZES:
         resize = max(1, round(side * factor))
         smaller = image if factor == 1.0 else image.resized(factor)
         extract_ms, features = _extraction(pipeline, smaller)
         cost = matching_cost(pipeline, features)
-        found = _best(pipeline, cost, times, extract_ms, budget_ms, resize)
+        found = best_choice(pipeline, cost, times, extract_ms, budget_ms, resize)
         if best is None or found.fits or found.predicted_ms < best.predicted_ms:
             best = found
         if found.fits and found.max_keypoints >= min(_LEAST_POINTS, pipeline.config.extractor.max_keypoints):
@@ -75,34 +104,44 @@ def choose(pipeline: Pipeline, image: Image, budget_ms: float, *, stereo: bool =
     return best
 
 
-def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
+def limited(pipeline: Parts, choice: Choice) -> Any:
     """The pipeline with the choice's points, layers and image size."""
     config = pipeline.config
     extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, resize=choice.resize)
     extractor = pipeline.extractor
-    if isinstance(extractor, SiftExtractor):
-        extractor = SiftExtractor(extractor_config)
+    if isinstance(extractor, (SiftExtractor, LearnedExtractor)):
+        extractor = extractor.limited(choice.max_keypoints)
+    else:
+        extractor = Strongest(extractor, choice.max_keypoints)
     matcher = with_layers(pipeline.matcher, choice.layers)
     return replace(
         pipeline, extractor=extractor, matcher=matcher, config=replace(config, extractor=extractor_config)
     )
 
 
-def matching_cost(pipeline: Pipeline, features: Features) -> Callable[[int, int], float]:
-    """Milliseconds of matching one pair by points and layers, a plane through measurements.
+def matching_cost(
+    pipeline: Parts, features: Features, other: Features | None = None
+) -> Callable[[int, int], float]:
+    """Milliseconds of matching an image with itself, or with another, by points and layers.
+
+    A plane through measurements:
 
     c₀ + c₁n + c₂n² + L·(c₃n + c₄n²): embedding and assignment, and attention; early exit is not counted on.
     """
     depths = _depths(pipeline)
-    most = min(len(features), max(POINTS))
+    most = min(len(features), max(POINTS), *([] if other is None else [len(other)]))
     counts = sorted({max(1, most // 4), max(1, most // 2), max(1, most)})
     rows, values = [], []
     for layers in {depths[0], depths[-1]}:
         matcher = _never_early(with_layers(pipeline.matcher, layers))
         for count in counts:
-            batch = Features.stack([features.select(torch.arange(count))])
             rows.append(_terms(count, layers))
-            values.append(_milliseconds(lambda m=matcher, b=batch: m(b, b)))
+            batch = Features.stack([features.select(torch.arange(count))])
+            if other is None:
+                values.append(milliseconds(lambda m=matcher, b=batch: m(b, b)))
+            else:
+                second = Features.stack([other.select(torch.arange(count))])
+                values.append(milliseconds(lambda m=matcher, b=batch, o=second: m(b, o)))
     weights = 1 / np.maximum(values, 1e-3)
     solution = _non_negative(np.array(rows) * weights[:, None], np.array(values) * weights)
     return lambda count, layers: float(_terms(count, layers) @ solution)
@@ -122,14 +161,24 @@ def _non_negative(a: np.ndarray, b: np.ndarray, rounds: int = 300) -> np.ndarray
     return x
 
 
-def _best(
-    pipeline: Pipeline,
+def best_choice(
+    pipeline: Parts,
     cost: Callable[[int, int], float],
     times: int,
     extract_ms: float,
     budget_ms: float,
     resize: int,
 ) -> Choice:
+    """Of the points and layers that fit, those with the largest layers · √points, else the cheapest.
+
+    Args:
+        pipeline: its `max_keypoints` and depth are the most.
+        cost: milliseconds of matching by points and layers.
+        times: how often images are searched and matched.
+        extract_ms: milliseconds before matching.
+        budget_ms: for everything.
+        resize: longer side of the images, for the result.
+    """
     most = pipeline.config.extractor.max_keypoints
     counts = [n for n in POINTS if n < most] + [most]
     rows = []
@@ -142,7 +191,7 @@ def _best(
     return min(rows, key=lambda row: row.predicted_ms)
 
 
-def _depths(pipeline: Pipeline) -> list[int]:
+def _depths(pipeline: Parts) -> list[int]:
     if not can_be_cut(pipeline.matcher):
         return [pipeline.layers]
     depth = len(pipeline.matcher.model.layers)
@@ -156,12 +205,13 @@ def _never_early(matcher: object) -> object:
     return matcher.adjusted(policy=policy)
 
 
-def _extraction(pipeline: Pipeline, image: Image) -> tuple[float, Features]:
+def _extraction(pipeline: Parts, image: Image) -> tuple[float, Features]:
     features = pipeline.extractor([image])[0]
-    return _milliseconds(lambda: pipeline.extractor([image])), features
+    return milliseconds(lambda: pipeline.extractor([image])), features
 
 
-def _milliseconds(run: Callable[[], object]) -> float:
+def milliseconds(run: Callable[[], object]) -> float:
+    """The median time of a few runs, after one that is not counted."""
     run()  # the first time memory is taken and kernels are chosen
     times = []
     for _ in range(_REPEATS):

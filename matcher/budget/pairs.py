@@ -1,0 +1,184 @@
+"""How one pair is matched within a time budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from matcher.budget.choice import SIZES, Choice, Parts, best_choice, limited, matching_cost, milliseconds
+from matcher.config import GRID_KIND
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.matches import Matches
+from matcher.errors import UsageError
+from matcher.match.network.inference import AttentionMatcher
+
+_LEAST_POINTS = 256  # before they are fewer, smaller images are searched
+_POINTS_REFINED = 512  # before they are fewer, refinement is left out
+_MATCHES = (200, 1000)  # random ones, on which verification is measured: they take it longest
+_MORE = 2.5  # further passes that extract and match as the first one does; the region is read again, too
+
+
+@dataclass(frozen=True)
+class PairCosts:
+    """Milliseconds of each stage on this machine."""
+
+    extract: Callable[[float], float]  # by pixels of an image
+    match: Callable[[int, int], float]  # by points and layers, early exit not counted on
+    refine: Callable[[float], float]  # by matches
+    verify: Callable[[float], float]  # by matches, where nothing agrees
+    other: float  # of the further pass by another front end and network
+
+
+def measured_costs(pipeline: Any, images: Sequence[Image]) -> PairCosts:
+    """What was measured for these parts of a pipeline; a few seconds are taken for it the first time."""
+    key = (pipeline.extractor, pipeline.matcher, pipeline.estimator)
+    if key not in pipeline.costs:
+        pipeline.costs[key] = _measure(pipeline, images)
+    return pipeline.costs[key]
+
+
+def plan(
+    pipeline: Any, images: Sequence[Image], budget_ms: float, reading_ms: float
+) -> tuple[Any, list[Image], Choice]:
+    """The pipeline that keeps to the budget, the images as it wants them, and what was chosen.
+
+    Images are made smaller only if less than 256 keypoints would be left. Further passes follow where
+    all of them fit beside the whole first one.
+
+    Args:
+        pipeline: its `max_keypoints`, depth, `passes` and image size are the most that is chosen.
+        images: as the pipeline reads them.
+        budget_ms: for the pair, reading included.
+        reading_ms: that reading took.
+
+    Raises:
+        UsageError: a budget that is not positive, or a pipeline without keypoints.
+    """
+    if not 0 < budget_ms < float("inf"):
+        raise UsageError(f"budget_ms must be a positive number, not {budget_ms!r}")
+    if pipeline.config.extractor.kind == GRID_KIND:
+        raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
+    costs = measured_costs(pipeline, images)
+    best = _best(pipeline, images, costs, budget_ms, reading_ms, refined=pipeline.config.refine is not None)
+    if pipeline.config.refine is not None and not _enough(pipeline, best[1], _POINTS_REFINED):
+        plain = replace(pipeline, config=replace(pipeline.config, refine=None))
+        pipeline, best = plain, _best(plain, images, costs, budget_ms, reading_ms, refined=False)
+        best = best[0], replace(best[1], without=("refinement",))
+    smaller, choice = best
+    whole = (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers)
+    further = _MORE * (choice.predicted_ms + reading_ms) + costs.other
+    if pipeline.passes is None:
+        return _once(limited(pipeline, choice)), smaller, choice
+    if whole and not choice.without and choice.predicted_ms + further <= budget_ms:
+        return pipeline, smaller, choice
+    choice = replace(choice, without=(*choice.without, "further passes"))
+    return replace(_once(limited(pipeline, choice)), passes=None), smaller, choice
+
+
+def _best(
+    pipeline: Any,
+    images: Sequence[Image],
+    costs: PairCosts,
+    budget_ms: float,
+    reading_ms: float,
+    *,
+    refined: bool,
+) -> tuple[list[Image], Choice]:
+    """The largest images with which enough keypoints fit, and what fits there."""
+    best = None
+
+    def matched(points: int, layers: int) -> float:
+        refining = costs.refine(points) if refined else 0.0
+        return costs.match(points, layers) + refining + costs.verify(points)
+
+    for factor in SIZES:
+        resize = max(1, round(factor * max(max(image.pixels.shape[:2]) for image in images)))
+        smaller = [_at_most(image, resize) for image in images]
+        extract = sum(costs.extract(image.pixels.shape[0] * image.pixels.shape[1]) for image in smaller)
+        found = best_choice(pipeline, matched, 1, reading_ms + extract, budget_ms, resize)
+        if best is None or found.fits or found.predicted_ms < best[1].predicted_ms:
+            best = smaller, found
+        if _enough(pipeline, found, _LEAST_POINTS):
+            break
+    return best
+
+
+def _enough(pipeline: Parts, choice: Choice, points: int) -> bool:
+    return choice.fits and choice.max_keypoints >= min(points, _most(pipeline))
+
+
+def _most(pipeline: Parts) -> int:
+    return pipeline.config.extractor.max_keypoints
+
+
+def _at_most(image: Image, longer_side: int) -> Image:
+    factor = longer_side / max(image.pixels.shape[:2])
+    return image if factor >= 1 else image.resized(factor)
+
+
+def _once(pipeline: Any) -> Any:
+    """A matcher that does not match again upside down, which would take as long once more."""
+    if not isinstance(pipeline.matcher, AttentionMatcher):
+        return pipeline
+    policy = replace(pipeline.matcher.model.config.policy, opposite_turn_below=0.0)
+    return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
+
+
+def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
+    """Costs on the pair at hand; matching on points that have no partners too, which takes longer."""
+    sizes, times = [], []
+    for factor in (1.0, SIZES[-1]):
+        image = images[0] if factor == 1.0 else images[0].resized(factor)
+        sizes.append(image.pixels.shape[0] * image.pixels.shape[1])
+        times.append(milliseconds(lambda image=image: pipeline.extractor([image])))
+    extract = _line(sizes, times)
+    features = pipeline.extractor([images[0]])[0]
+    single = _once(pipeline)
+    easy, hard = (matching_cost(single, features, other) for other in (None, _strangers(features)))
+    counts = [min(count, max(_MATCHES)) for count in _MATCHES]
+    verify = _line(counts, [milliseconds(lambda n=n: pipeline.estimator(*_random(n))) for n in counts])
+    refine = _line(counts, [_refining(pipeline, images, count) for count in counts])
+    other = 0.0
+    if pipeline.passes is not None and pipeline.passes.other is not None:
+        second = pipeline.passes.other()
+        other = milliseconds(lambda: second.match_images("", images))
+    return PairCosts(
+        extract,
+        lambda points, layers: max(easy(points, layers), hard(points, layers)),
+        refine,
+        verify,
+        other,
+    )
+
+
+def _refining(pipeline: Any, images: Sequence[Image], count: int) -> float:
+    """Milliseconds of refining so many matches of an image with itself; 0 where nothing is refined."""
+    if pipeline.config.refine is None:
+        return 0.0
+    width, height = images[0].size
+    points = (_random(count)[0] * ([width / 1000, height / 1000])).astype(np.float32)
+    indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, points, points, np.ones(count))
+    return milliseconds(lambda: pipeline.refine(images[0], images[0], matches))
+
+
+def _line(where: Sequence[float], values: Sequence[float]) -> Callable[[float], float]:
+    """The line through two measurements, level where they would fall."""
+    slope = max(0.0, (values[0] - values[1]) / (where[0] - where[1]))
+    return lambda x: max(0.0, values[0] + slope * (x - where[0]))
+
+
+def _strangers(features: Features) -> Features:
+    """The same points with descriptors of nothing."""
+    noise = torch.randn(features.descriptors.shape, generator=torch.Generator().manual_seed(0))
+    return replace(features, descriptors=torch.nn.functional.normalize(noise, dim=-1))
+
+
+def _random(count: int) -> tuple[np.ndarray, np.ndarray]:
+    points = np.random.default_rng(0).uniform(0, 1000, (2, count, 2))
+    return points[0], points[1]

@@ -1,0 +1,115 @@
+"""A time budget for a pair: what fits is chosen, measured once, and said where nothing fits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import matcher
+from matcher.budget import pairs
+from matcher.budget.pairs import PairCosts, measured_costs, plan
+
+
+@pytest.fixture
+def network(small_weights) -> matcher.Pipeline:
+    return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[int]:
+    """Costs of a machine of known speed; the number of measurements."""
+    calls = []
+
+    def measure(pipeline, images) -> PairCosts:
+        calls.append(1)
+        return PairCosts(
+            extract=lambda pixels: 20e-6 * pixels,
+            match=lambda points, layers: max(1, layers) * points / 50,
+            refine=lambda matches: matches / 20,
+            verify=lambda matches: matches / 100,
+            other=100.0,
+        )
+
+    monkeypatch.setattr(pairs, "_measure", measure)
+    return calls
+
+
+def planned(pipeline, views, budget_ms, reading_ms=10.0):
+    images = [pipeline.read(view) for view in views]
+    return plan(pipeline, images, budget_ms, reading_ms)
+
+
+def test_a_wide_budget_takes_everything(network, views, measured):
+    chosen, images, choice = planned(network, views, 1000.0)
+    assert (choice.max_keypoints, choice.layers, choice.fits) == (600, 3, True)
+    assert choice.predicted_ms == pytest.approx(10 + 2 * 9.6 + 3 * 12 + 600 / 20 + 6 + 6)
+    assert choice.without == () and chosen.config.refine is not None
+    assert images[0].pixels.shape[:2] == (600, 800) and len(chosen.matcher.model.layers) == 3
+
+
+def test_a_narrow_one_takes_fewer_points_then_smaller_images_and_says_so(network, views, measured):
+    _, images, middle = planned(network, views, 70.0)
+    assert middle.fits and middle.predicted_ms <= 0.85 * 70 and middle.max_keypoints * middle.layers < 1800
+    assert images[0].pixels.shape[:2] == (600, 800)
+    chosen, images, narrow = planned(network, views, 45.0)
+    assert narrow.fits and max(images[0].pixels.shape) == narrow.resize < 800
+    features = chosen.extractor(images)
+    assert max(map(len, features)) <= narrow.max_keypoints + 1  # SIFT may give one place two directions
+    _, _, least = planned(network, views, 12.0)
+    assert not least.fits and "nothing smaller" in str(least)
+
+
+def test_further_passes_follow_only_where_they_fit(network, views, measured):
+    with_passes = replace(network, passes=matcher.load("hybrid-learned").passes)
+    whole = 107.2
+    enough = whole + 2.5 * (whole + 10) + 100
+    assert planned(with_passes, views, enough + 1)[0].passes is with_passes.passes
+    chosen, _, choice = planned(with_passes, views, enough - 1)
+    assert chosen.passes is None and choice.without == ("further passes",)
+
+
+def test_refinement_is_left_out_before_keypoints_are_few(network, views, measured):
+    chosen, _, choice = planned(network, views, 90.0)
+    assert choice.fits and choice.without == ("refinement",) and chosen.config.refine is None
+    assert choice.max_keypoints >= 512 and "without refinement" in str(choice)
+
+
+def test_costs_are_measured_once_and_the_result_tells_the_choice(network, views, measured):
+    result = network.match(*views, budget_ms=60.0)
+    again = network.match(*views, budget_ms=1000.0)
+    assert len(measured) == 1
+    assert result.budget.max_keypoints < again.budget.max_keypoints == 600
+    assert len(result.features0) <= result.budget.max_keypoints + 1
+    assert str(result.budget) in result.summary()
+    assert result.to_dict()["budget"]["budget_ms"] == 60.0 and network.match(*views).budget is None
+    other = matcher.load("nearest", max_keypoints=300)
+    other.match(*views, budget_ms=60.0)
+    assert len(measured) == 2
+
+
+def test_real_costs_grow_with_the_work(views):
+    pipeline = matcher.load("nearest", max_keypoints=300, resize=320)
+    images = [pipeline.read(view) for view in views]
+    costs = measured_costs(pipeline, images)
+    assert 0 < costs.extract(20_000) <= costs.extract(200_000)
+    assert 0 < costs.match(100, 0) <= costs.match(2000, 0)
+    assert 0 < costs.verify(100) <= costs.verify(2000) and costs.other == 0
+
+
+def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(measured, views):
+    class Grid:
+        def __call__(self, images):
+            points = np.stack(np.meshgrid(np.arange(40), np.arange(40)), -1).reshape(-1, 2)
+            scores = np.arange(len(points))
+            values = np.random.default_rng(0).normal(size=(len(points), 8))
+            return [matcher.Features.from_image(image, points, values, scores=scores) for image in images]
+
+    result = matcher.Pipeline(extractor=Grid()).match(*views, budget_ms=60.0)
+    assert len(result.features0) == result.budget.max_keypoints < 1600
+    assert result.features0.scores.min() == 1600 - result.budget.max_keypoints
+
+
+@pytest.mark.parametrize("value", [0.0, -5.0, float("nan"), float("inf")])
+def test_budgets_that_are_none_are_refused(network, views, value):
+    with pytest.raises(matcher.UsageError, match="budget_ms must be a positive number"):
+        network.match(*views, budget_ms=value)
