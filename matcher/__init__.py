@@ -32,7 +32,7 @@ _PUBLIC = {
     "TemplateFinder": "matcher.alignment.find",
     "TwoViewGeometry": "matcher.data.matches",
     "read_image": "matcher.data.images",
-    "plot_result": "matcher.result",
+    "plot_result": "matcher.deprecated",
     "MatcherError": "matcher.errors",
     "UsageError": "matcher.errors",
     "ImageError": "matcher.errors",

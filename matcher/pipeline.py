@@ -25,6 +25,7 @@ from matcher.refine.refinement import ImagePyramid, refine_matches
 from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
+from matcher.verify.verdict import doubted
 
 Mask = str | Path | np.ndarray
 _STAGES = ("extract", "match", "refine", "verify")
@@ -164,22 +165,21 @@ class Pipeline:
         """The result of one pass, or of several where that one was not sure."""
         start = perf_counter()
         features = (first.features0, first.features1)
-        joined = self.passes(
-            images, originals, features, first.matches, first.geometry, first.seconds["total"]
-        )
+        found = (first.matches, first.geometry, first.seconds["total"])
+        joined = self.passes(images, originals, features, *found)
         if len(joined.passes) == 1:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
-        further = perf_counter() - start
-        total = first.seconds["total"] + further
+        geometry = doubted(geometry, matches, *(tuple(f.size.tolist()) for f in features))
+        further, before = perf_counter() - start, first.seconds["total"]
         return replace(
             first,
             features0=joined.features0,
             features1=joined.features1,
             matches=matches,
             geometry=geometry,
-            seconds={**first.seconds, FURTHER_PASSES: further, "total": total},
+            seconds={**first.seconds, FURTHER_PASSES: further, "total": before + further},
             passes=joined.passes,
             first=first,
         )

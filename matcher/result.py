@@ -17,6 +17,7 @@ from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
 from matcher.passes.further import PassReport
+from matcher.verify.verdict import Verdict, judge
 
 if TYPE_CHECKING:
     from matcher.budget.choice import Choice
@@ -66,10 +67,9 @@ class Result:
     preset: str = "custom"
     weights: WeightsSource | None = None  # of the network; None without one
     layers: int = 0  # depth of the network; `matches.layers_run`: how many of them ran
-    # Where further passes followed the first one: all of them, and what the first one alone had found.
-    passes: tuple[PassReport, ...] = ()
+    passes: tuple[PassReport, ...] = ()  # all of them, where others followed the first one
+    first: Result | None = None  # of the first pass alone, where others followed it
     budget: Choice | None = None  # what a time budget led to
-    first: Result | None = None
 
     @property
     def points0(self) -> np.ndarray:
@@ -97,6 +97,11 @@ class Result:
         return self.matches.scores
 
     @property
+    def verdict(self) -> Verdict | None:
+        """Whether the images show the same place, with a probability; None without geometry."""
+        return judge(self.matches, self.geometry, _size(self.features0), _size(self.features1))
+
+    @property
     def inliers(self) -> np.ndarray:
         """(K,) bool: matches that agree with the geometry; none where there is no geometry."""
         return self.geometry.inliers
@@ -104,15 +109,14 @@ class Result:
     def __repr__(self) -> str:
         names = [path.name if path else "array" for path in (self.path0, self.path1)]
         count = "1 match" if len(self.matches) == 1 else f"{len(self.matches)} matches"
-        agree = ""
-        if self.geometry.status != "not_estimated":
-            agree = f", {int(self.inliers.sum())} inliers ({self.geometry.kind}: {self.geometry.status})"
+        geometry, verified = self.geometry, self.geometry.status != "not_estimated"
+        agree = f", {int(self.inliers.sum())} inliers ({geometry.kind}: {geometry.status})" * verified
         return f"Result({names[0]} and {names[1]}: {count}{agree})"
 
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
         geometry = self.geometry
-        pose, refinement = geometry.cam1_from_cam0, self.matches.refinement
+        pose, verdict, refinement = geometry.cam1_from_cam0, self.verdict, self.matches.refinement
         return {
             "preset": self.preset,
             "weights": None if self.weights is None else vars(self.weights),
@@ -135,14 +139,14 @@ class Result:
                 "matrix": None if geometry.matrix is None else geometry.matrix.tolist(),
                 "cam1_from_cam0": None if pose is None else pose.tolist(),
             },
+            "verdict": verdict and {"word": verdict.word, **vars(verdict)},
             "seconds": {stage: round(value, 6) for stage, value in self.seconds.items()},
         }
 
     def summary(self) -> str:
         """Some lines for a person: images, matches, inliers and times."""
-        sides = ((self.path0, self.features0), (self.path1, self.features1))
         lines = []
-        for path, features in sides:
+        for path, features in ((self.path0, self.features0), (self.path1, self.features1)):
             width, height = _size(features)
             lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
         depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
@@ -160,8 +164,9 @@ class Result:
             lines.append(f"no match: the matches fit no {model} ({_REASONS[status]})")
         elif kind != "none":
             lines.append(f"{int(self.inliers.sum())} are inliers of one {model}")
-        parts = [f"{stage} {value:.2f}" for stage, value in self.seconds.items() if stage != "total"]
-        stages = ", ".join(parts)
+        if self.verdict is not None:
+            lines.append(str(self.verdict))
+        stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
         if stages:
             lines.append(f"{self.seconds['total']:.2f} s ({stages})")
         return "\n".join(lines)
@@ -288,21 +293,6 @@ class Result:
         if image.size != (size := _size(features)):
             raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
         return image
-
-
-def plot_result(
-    result: Result,
-    image0: Image | np.ndarray | str | Path,
-    image1: Image | np.ndarray | str | Path,
-    path: str | Path,
-    title: str | None = None,
-    **drawing: Any,
-) -> Path:
-    """Old name of `Result.plot`, which replaces it; it overwrites, and will be removed."""
-    import warnings
-
-    warnings.warn("plot_result is now result.plot(path)", DeprecationWarning, stacklevel=2)
-    return result.plot(path, image0, image1, title=title, overwrite=True, **drawing)
 
 
 def _upright(points: np.ndarray, features: Features) -> np.ndarray:

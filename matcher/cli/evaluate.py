@@ -11,6 +11,7 @@ import typer
 
 import matcher
 from matcher.cli import options
+from matcher.cli.calibrating import ENDING, show_calibration
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, say, show
 from matcher.cli.progress import pair_progress
@@ -75,6 +76,12 @@ EstimatorSeeds = Annotated[
 Images = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder of the images that a list of pairs names.")
 ]
+Calibration = Annotated[
+    bool,
+    typer.Option(
+        "--calibration", help="Measure how often match probabilities hold (within 3 px), and the verdicts."
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Write the tables to this folder as SET.md and SET.json.")
 ]
@@ -96,6 +103,7 @@ def evaluate(
     seed: Seed = 0,
     estimator_seeds: EstimatorSeeds = 3,
     images: Images = None,
+    calibration: Calibration = False,
     output: Output = None,
     overwrite: options.Overwrite = False,
     precision: options.Precision = None,
@@ -120,13 +128,12 @@ def evaluate(
     from matcher.lab.pairs.sets import SetOptions, find_sets
 
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
-    _say_if_synthetic(where, sets)
-    _check_output(output, [pair_set.name for pair_set in sets], overwrite)
+    _check_and_say(where, sets, output, overwrite, calibration)
     own = {"max_keypoints": max_keypoints, "resize": resize, "device": device, "second_pass": second_pass}
     shared = MethodOptions(own, {"match_threshold": threshold, "precision": precision}, full_depth)
     chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
     methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)
-    table = TableOptions(seed, methods[0].name if compare else None, output)
+    table = TableOptions(seed, methods[0].name if compare else None, output, calibration)
     if skipped := sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets):
         complain(f"{skipped} pairs were skipped; the tables give the reasons")
     return PARTIAL if skipped else 0
@@ -148,6 +155,7 @@ class TableOptions:
     seed: int  # of the bootstrap
     baseline: str | None  # the method that the others are compared with; None for `nearest`
     folder: Path | None  # of the written files
+    calibration: bool = False  # of match probabilities, in place of accuracy
 
 
 def _measure(pair_set: PairSet, methods: list[Method], estimator_seeds: int, options: TableOptions) -> int:
@@ -155,6 +163,9 @@ def _measure(pair_set: PairSet, methods: list[Method], estimator_seeds: int, opt
     from matcher.lab.evaluate.run import evaluate as run
     from matcher.lab.evaluate.tables import BASELINE, as_markdown, as_object
 
+    if options.calibration:
+        show_calibration(pair_set, methods, options.folder)
+        return 0
     with pair_progress(pair_set.name) as progress:
         found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
     table = as_object(found, baseline=options.baseline or BASELINE, seed=options.seed)
@@ -193,7 +204,16 @@ def _levels(text: str) -> tuple[int, ...]:
         raise UsageError(f"--levels must be a list of numbers such as 1,2,3,4, not {text!r}") from error
 
 
-def _check_output(folder: Path | None, names: list[str], overwrite: bool) -> None:
+def _check_and_say(
+    where: str, sets: Sequence[PairSet], output: Path | None, overwrite: bool, calibration: bool
+) -> None:
+    """What is done before anything is measured."""
+    _say_if_synthetic(where, sets)
+    ending, suffixes = (ENDING, (*_SUFFIXES, ".png")) if calibration else ("", _SUFFIXES)
+    _check_output(output, [f"{pair_set.name}{ending}" for pair_set in sets], suffixes, overwrite)
+
+
+def _check_output(folder: Path | None, names: list[str], suffixes: Sequence[str], overwrite: bool) -> None:
     """Make the folder, and refuse at once if a file in it may not be overwritten."""
     from matcher.errors import UsageError
     from matcher.files import check_output
@@ -205,7 +225,7 @@ def _check_output(folder: Path | None, names: list[str], overwrite: bool) -> Non
     except OSError as error:
         raise UsageError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
     for name in names:
-        for suffix in _SUFFIXES:
+        for suffix in suffixes:
             check_output(folder / f"{name}{suffix}", (suffix,), overwrite=overwrite)
 
 

@@ -247,6 +247,10 @@ class Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
         return self._map(lambda name, value: value if name in self._PER_IMAGE else value[index])
 
+    def entries(self, chosen: Tensor | Sequence[int]) -> Features:
+        """Some images of a batch, as a batch."""
+        return self._map(lambda _, value: value[chosen])
+
     def unstack(self) -> list[Features]:
         """A padded batch taken apart into single images without their padding."""
         singles = [self._map(lambda _, value, b=b: value[b]) for b in range(self.keypoints.shape[0])]

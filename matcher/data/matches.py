@@ -143,7 +143,8 @@ class TwoViewGeometry:
     `status` is whether to use the model:
 
     - `ok`: use it.
-    - `low_inliers`: a model with fewer inliers than required, or no more than chance gives.
+    - `low_inliers`: a model with fewer inliers than required, or no more than chance gives, also among the
+      matches of several passes.
     - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line or (for
       essential) views that only rotate, or nothing that fits.
     - `not_estimated`: no geometry was requested.

@@ -196,3 +196,30 @@ def _beside(axes: Axes) -> None:
     axes.set_axisbelow(True)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=10)
+
+
+def draw_reliability(
+    curves: Mapping[str, tuple[Sequence[float | None], Sequence[float | None], Sequence[int]]],
+    *,
+    title: str = "reliability of match probabilities",
+) -> Figure:
+    """How often predictions are right, against the probability that they state.
+
+    Args:
+        curves: by name: mean probability, share that is right and number of predictions, of each bin; None
+            where a bin is empty.
+        title: one line above.
+    """
+    figure = _figure(title, 640)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot([0, 1], [0, 1], color="0.6", linewidth=1, label="calibrated")
+    for (name, (said, right, count)), colour, marker in zip(curves.items(), _COLOURS, _MARKERS, strict=False):
+        known = [(p, r, n) for p, r, n in zip(said, right, count, strict=True) if None not in (p, r)]
+        if known:
+            probability, share, number = zip(*known, strict=True)
+            above.plot(probability, share, color=colour, marker=marker, label=name)
+            below.plot(probability, number, color=colour, marker=marker)
+    above.set(ylabel="share that is right", ylim=(0, 1.02))
+    above.legend()
+    below.set(xlabel="probability", ylabel="matches", xlim=(0, 1), yscale="symlog")
+    return figure

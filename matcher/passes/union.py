@@ -97,6 +97,7 @@ def joined(
         points0=points[0][order],
         points1=points[1][order],
         scores=score[order],
+        refinement=None,
     )
     return (
         with_points(features0, points[0][len(indices) - count :]),

@@ -188,6 +188,8 @@ def _measure(
                 ground_truth = find_ground_truth(pair, side0, side1)
         found[method.name] = measure_pair(pair, side0, side1, matches, ground_truth, estimators)
         found[method.name] |= {"milliseconds": milliseconds, "passes": float(passes)}
+        if passes > 1 and pair_set.protocol == "unrelated":
+            found[method.name]["accepted"] = float(result.geometry.status == "ok")
     if pair_set.oracle:
         found |= _oracles(pair, pair_set, methods, sides, ground_truths, seeds)
     return found

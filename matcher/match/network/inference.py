@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -141,9 +140,9 @@ class AttentionMatcher:
             return features1, found
         # Seen from the other side of a table an image is upside down, and the descriptors alone show it less
         # clearly than the network's matches do.
-        opposite = turned_by(_entries(features1, few), TURNS // 2)
+        opposite = turned_by(features1.entries(few), TURNS // 2)
         turned = torch.zeros(len(found), dtype=torch.int64, device=self.device)
-        for b, other in zip(few, self._matches(_entries(features0, few), opposite), strict=True):
+        for b, other in zip(few, self._matches(features0.entries(few), opposite), strict=True):
             if len(other) > max(MIN_PART * enough[b], MIN_GAIN * len(found[b])):
                 found[b], turned[b] = other, TURNS // 2
         return turned_by(features1, turned) if bool(turned.any()) else features1, found
@@ -178,12 +177,6 @@ class AttentionMatcher:
             kept0=len(pair.index0),
             kept1=len(pair.index1),
         )
-
-
-def _entries(features: Features, chosen: list[int]) -> Features:
-    """Some images of a batch."""
-    values = {f.name: getattr(features, f.name) for f in fields(features) if f.name != "kind"}
-    return replace(features, **{name: value[chosen] for name, value in values.items() if value is not None})
 
 
 def off_border(features: Features, border: int) -> Tensor:

@@ -1,0 +1,104 @@
+"""Whether two images show the same place, with a probability: a logistic model of what matching found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from matcher.data.matches import Matches, TwoViewGeometry
+
+VerdictWord = Literal["same", "unsure", "not"]
+
+# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see scripts/README.md.
+COEFFICIENTS = (-13.458, 0.841, 5.238, 7.327, 4.631, 0.021)
+EVIDENCE = ("inliers", "inlier ratio", "probability", "coverage", "outliers")
+SAME, NOT = 0.9, 0.1  # probabilities above and below which the word is not "unsure"
+_LEAST = 0.5  # probability with which several passes may be believed
+_TAIL = 5.0  # percent of the inliers on each side that do not count for the coverage
+_SENTENCES: dict[VerdictWord, str] = {
+    "same": "the images show the same place",
+    "unsure": "the images may show the same place",
+    "not": "the images show different places, or too little of one",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether two images show the same place.
+
+    >>> Verdict(0.97)
+    Verdict(same, probability 0.97)
+    """
+
+    probability: float  # that they do
+
+    @property
+    def word(self) -> VerdictWord:
+        """ "same" from a probability of 0.9, "not" up to 0.1, else "unsure"."""
+        if self.probability >= SAME:
+            return "same"
+        return "not" if self.probability <= NOT else "unsure"
+
+    def __str__(self) -> str:
+        return f"{_SENTENCES[self.word]} (probability of the same place {self.probability:.2f})"
+
+    def __repr__(self) -> str:
+        return f"Verdict({self.word}, probability {self.probability:.2f})"
+
+
+def judge(
+    matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
+) -> Verdict | None:
+    """The verdict on a pair; None where no geometry was asked for.
+
+    Args:
+        matches: of the pair.
+        geometry: that was estimated from them.
+        size0, size1: stored (width, height) of the images.
+    """
+    if geometry.status == "not_estimated":
+        return None
+    values = evidence(matches, geometry, size0, size1)
+    logit = COEFFICIENTS[0] + float(np.dot(COEFFICIENTS[1:], values))
+    return Verdict(float(1 / (1 + np.exp(-np.clip(logit, -50, 50)))))
+
+
+def doubted(
+    geometry: TwoViewGeometry, matches: Matches, size0: tuple[float, float], size1: tuple[float, float]
+) -> TwoViewGeometry:
+    """The geometry of several passes: it is not accepted if the images more probably show different places.
+
+    Every pass is another chance for wrong matches to agree. Arguments are those of `judge`.
+    """
+    if geometry.status != "ok" or judge(matches, geometry, size0, size1).probability >= _LEAST:
+        return geometry
+    return replace(geometry, status="low_inliers")
+
+
+def evidence(
+    matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
+) -> np.ndarray:
+    """What the verdict depends on, in the order of `EVIDENCE`.
+
+    Returns:
+        (5,) log(1 + inliers); the share of inliers; their mean match probability; the share of the image's
+        sides that they span, in the image where that is less; log(1 + outliers).
+    """
+    inliers = geometry.inliers
+    count = int(np.count_nonzero(inliers))
+    outliers = np.log1p(len(inliers) - count)
+    if not count:
+        return np.array([0.0, 0.0, 0.0, 0.0, outliers])
+    sides = ((matches.points0, size0), (matches.points1, size1))
+    coverage = min(_span(points[inliers], size) for points, size in sides)
+    return np.array(
+        [np.log1p(count), count / len(inliers), float(matches.scores[inliers].mean()), coverage, outliers]
+    )
+
+
+def _span(points: np.ndarray, size: tuple[float, float]) -> float:
+    """Root of the share of an image's area that a box around most of the points covers."""
+    low, high = np.percentile(points, [_TAIL, 100 - _TAIL], axis=0)
+    return float(np.sqrt(np.prod((high - low) / np.asarray(size))))

@@ -1,0 +1,139 @@
+"""Verdicts on pairs, how well match probabilities hold, and the fit and the diagrams of both."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.data.images import read_image
+from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.drawing.plots import draw_reliability
+from matcher.errors import UsageError
+from matcher.lab.evaluate.calibration import calibration_error, match_errors, predictions, reliability
+from matcher.lab.evaluate.run import Method
+from matcher.lab.evaluate.verdicts import fit, report, training_pairs
+from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
+from matcher.verify.verdict import EVIDENCE, Verdict, evidence, judge
+
+SIZE = (640, 480)
+
+
+def pair_of(inliers: int, outliers: int, probability: float, width: float = 600) -> tuple:
+    """Matches and geometry; the inliers span `width` pixels."""
+    rng = np.random.default_rng(0)
+    count = inliers + outliers
+    points = rng.uniform([0, 0], [width, width * 0.75], (count, 2))
+    indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, points, points, np.full(count, probability))
+    return matches, TwoViewGeometry("fundamental", "ok", np.arange(count) < inliers), SIZE, SIZE
+
+
+def test_the_verdict_follows_the_evidence():
+    assert judge(*pair_of(400, 50, 0.9)).word == "same"
+    assert judge(*pair_of(0, 3, 0.3)).word == "not"
+    assert judge(*pair_of(12, 20, 0.3, width=100)).word == "not"
+    probabilities = [judge(*pair_of(count, 20, 0.6)).probability for count in (10, 40, 160)]
+    assert probabilities == sorted(probabilities) and probabilities[0] < probabilities[2] - 0.05
+    spread = [judge(*pair_of(40, 20, 0.6, width=width)).probability for width in (60, 600)]
+    assert spread[0] < spread[1]
+
+
+def test_the_evidence_in_numbers():
+    values = dict(zip(EVIDENCE, evidence(*pair_of(30, 10, 0.7)), strict=True))
+    assert values["inliers"] == pytest.approx(np.log(31)) and values["outliers"] == pytest.approx(np.log(11))
+    assert values["inlier ratio"] == 0.75 and values["probability"] == pytest.approx(0.7)
+    assert 0.7 < values["coverage"] < 0.95
+    assert evidence(*pair_of(0, 4, 0.5)).tolist() == [0, 0, 0, 0, pytest.approx(np.log(5))]
+
+
+def test_without_geometry_there_is_no_verdict():
+    matches, _, *sizes = pair_of(4, 0, 0.5)
+    assert judge(matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)), *sizes) is None
+    assert [Verdict(p).word for p in (0.05, 0.5, 0.95)] == ["not", "unsure", "same"]
+
+
+def test_results_have_a_verdict(views):
+    pipeline = matcher.load(max_keypoints=512, resize=480, device="cpu", second_pass=False)
+    same = pipeline.match(*views)
+    assert same.verdict.word == "same" and "the images show the same place" in same.summary()
+    assert same.to_dict()["verdict"]["word"] == "same"
+    noise = np.random.default_rng(0).integers(0, 256, (240, 320), dtype=np.uint8)
+    other = pipeline.match(views[0], cv2.GaussianBlur(noise, (0, 0), 2))
+    assert other.verdict.word == "not"
+    assert matcher.load("nearest", geometry="none", max_keypoints=50).match(noise, noise).verdict is None
+
+
+def test_calibrated_predictions_have_no_error():
+    rng = np.random.default_rng(1)
+    said = rng.uniform(size=20_000)
+    right = rng.uniform(size=20_000) < said
+    assert calibration_error(said, right) < 0.02
+    assert calibration_error(said, right & (said < 0)) == pytest.approx(0.5, abs=0.01)
+    found = reliability(np.array([0.05, 0.95, 1.0]), np.array([False, True, False]))
+    assert found.count.tolist() == [1, *[0] * 8, 2] and found.accuracy[-1] == 0.5
+    assert np.isnan(reliability(np.zeros(0), np.zeros(0, bool)).error)
+
+
+def test_errors_of_matches_are_pixels_of_the_resized_images():
+    matches, *_ = pair_of(5, 0, 0.5)
+    shifted = np.array([[1, 0, 8.0], [0, 1, 0], [0, 0, 1]])
+    image = PairImage(Path("a.png"))
+    pair = HomographyPair("a", "", image, image, shifted)
+    np.testing.assert_allclose(match_errors(pair, matches, 0.5, 0.5), 4.0, atol=1e-4)
+    assert np.isinf(match_errors(UnrelatedPair("a", "", image, image), matches, 1, 1)).all()
+
+
+def test_poses_say_nothing_of_single_matches():
+    image = PairImage(Path("a.png"))
+    pair = PosePair("a", "", image, image, np.eye(3), np.eye(3), np.eye(4))
+    with pytest.raises(UsageError, match="calibration needs homographies"):
+        predictions(PairSet("castle", "pose", [pair]), [Method("nearest", matcher.load("nearest"))])
+
+
+def test_the_fit_finds_what_made_the_classes():
+    rng = np.random.default_rng(2)
+    values = rng.normal(size=(2000, 5)) * [1, 2, 1, 1, 3]
+    logit = 1.5 * values[:, 0] - values[:, 1]
+    same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
+    found = fit(values, same)
+    np.testing.assert_allclose(found, [0, 1.5, -1, 0, 0, 0], atol=0.25)
+    assert "COEFFICIENTS = (" in report(values, same, found)
+
+
+@pytest.fixture
+def photos(views, tmp_path) -> Path:
+    """Small photos of two sources."""
+    for number in range(4):
+        folder = tmp_path / "photos" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = read_image(views[number // 2], resize=320).pixels[:, number * 10 :]
+        cv2.imwrite(str(folder / f"{number}.png"), picture)
+    return tmp_path / "photos"
+
+
+def test_training_pairs_of_the_verdict(photos):
+    found = list(training_pairs(photos, 4, multiview=photos))
+    kinds = [(type(pair).__name__, same) for pair, same in found]
+    assert kinds.count(("HomographyPair", True)) == 5 and kinds.count(("UnrelatedPair", False)) == 7
+    assert kinds.count(("UnrelatedPair", True)) == 1
+
+
+def test_calibration_on_the_command_line(photos, tmp_path, capfd):
+    arguments = ["evaluate", photos, "--compare", "nearest", "--compare", "nearest-learned", "--pairs", 2]
+    out = tmp_path / "out"
+    assert main([str(a) for a in [*arguments, "--calibration", "--max-keypoints", 200, "--output", out]]) == 0
+    printed = capfd.readouterr().out
+    assert "expected calibration error" in printed and "| nearest |" in printed
+    table = json.loads((out / "synthetic-calibration.json").read_text())
+    assert len(table["rows"]) == 2 and sum(table["rows"][0]["verdicts"].values()) == 2
+    assert (out / "synthetic-calibration.png").stat().st_size > 5000
+    assert printed.strip() in (out / "synthetic-calibration.md").read_text()
+
+
+def test_a_diagram_leaves_empty_bins_out():
+    figure = draw_reliability({"a": ([None, 0.5], [None, 0.4], [0, 9])})
+    assert figure.axes[0].lines[1].get_xdata().tolist() == [0.5]
