@@ -34,6 +34,9 @@ class MemoryStore:
     def keypoints(self, name):
         return self._keypoints[name]
 
+    def refined_keypoints(self, name):
+        return None
+
     def features(self, name):
         points = self._keypoints[name]
         size = next(image.size for image in self._images if image.name == name)

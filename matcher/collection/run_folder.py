@@ -8,6 +8,7 @@ from pathlib import Path
 from matcher.collection import schema
 from matcher.collection.descriptors import file_path
 from matcher.collection.locking import StoreLock
+from matcher.collection.refined_keypoints import delete_refined
 from matcher.errors import UsageError
 
 
@@ -40,6 +41,7 @@ def delete_store(run_dir: Path) -> None:
     try:
         for suffix in ("-wal", "-shm", "-journal", ""):
             (run_dir / f"{schema.DATABASE}{suffix}").unlink(missing_ok=True)
+        delete_refined(run_dir)
         for path in run_dir.glob(file_path(run_dir, 0).name.replace("00000", "[0-9]*")):
             path.unlink()
     finally:

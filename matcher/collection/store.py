@@ -23,6 +23,7 @@ from matcher.collection.encoding import DamagedError, check, decode_camera, deco
 from matcher.collection.locking import StoreLock
 from matcher.collection.pair_choice import PairChoice
 from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
+from matcher.collection.refined_keypoints import RefinedKeypoints, read_refined
 from matcher.collection.run_folder import check_writable
 from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
@@ -40,6 +41,7 @@ class Store:
         self.folder = folder
         self._connection = connection
         self._path = folder / schema.DATABASE
+        self._refined: dict[str, RefinedKeypoints] | None = None
         self._keypoints = lru_cache(_CACHED_KEYPOINTS)(self._read_keypoints)
 
     @classmethod
@@ -154,6 +156,16 @@ class Store:
         """
         return self._keypoints(self._done(name)[0])
 
+    def refined_keypoints(self, name: str) -> RefinedKeypoints | None:
+        """Keypoints with their positions refined track by track, None where the run was not refined."""
+        if self._refined is None:
+            self._refined = read_refined(self.folder)
+        return self._refined.get(name)
+
+    def scale(self, name: str) -> tuple[float, float]:
+        """(sx, sy), the size in which keypoints were found / stored size, along the stored axes."""
+        return self._done(name)[1]["scale"]
+
     def features(self, name: str) -> Features:
         """Keypoints and descriptors, as the matcher was given them.
 
@@ -220,6 +232,7 @@ class Store:
     def drop_cache(self) -> None:
         """Forget cached keypoints, because they have changed."""
         self._keypoints.cache_clear()
+        self._refined = None
 
     def counts(self) -> Counts:
         """Progress of the run."""

@@ -18,6 +18,7 @@ from matcher.collection.descriptors import MAX_BYTES, DescriptorWriter, file_pat
 from matcher.collection.encoding import checksum, encode_camera, encode_keypoints
 from matcher.collection.locking import StoreLock
 from matcher.collection.pair_choice import PairChoice
+from matcher.collection.refined_keypoints import delete_refined
 from matcher.collection.run_folder import check_writable
 from matcher.collection.store import Store
 from matcher.data.camera import Camera
@@ -161,6 +162,7 @@ class Writer:
 
     def put_pairs(self, pairs: Iterable[EncodedPair]) -> None:
         """Finished pairs; they no longer wait."""
+        delete_refined(self.store.folder)
         pairs = list(pairs)
         sql = "REPLACE INTO pairs (image0, image1, seconds, crc, data) VALUES (?, ?, ?, ?, ?)"
         self.execute_many(sql, pairs)
@@ -189,6 +191,7 @@ class Writer:
 
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
+        delete_refined(self.store.folder)
         self.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
         self.execute_many("INSERT INTO gone SELECT id FROM images WHERE name = ?", ((n,) for n in names))
         for table in ("pairs", "failed"):

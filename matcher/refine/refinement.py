@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -53,7 +53,11 @@ class ImagePyramid(NamedTuple):
 
 
 def refine_matches(
-    image0: ImagePyramid, image1: ImagePyramid, matches: Matches, config: RefineConfig
+    image0: ImagePyramid,
+    image1: ImagePyramid,
+    matches: Matches,
+    config: RefineConfig,
+    maps: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Matches:
     """The matches with the points of image 1 where least-squares matching finds those of image 0.
 
@@ -66,6 +70,8 @@ def refine_matches(
         image0, image1: of the images.
         matches: of any origin.
         config: window, and what is accepted.
+        maps: (K, 2, 2) affine maps of the surroundings, image 1 from image 0, and (K,) whether each is known;
+            without them they are fitted to the matches.
 
     Returns:
         The same matches with `refinement`: its covariances are pixels² of the stored image 1.
@@ -81,7 +87,7 @@ def refine_matches(
     points0, points1 = image0.own(matches.points0), image1.own(matches.points1)
     usable = np.isfinite(points0).all(axis=1) & np.isfinite(points1).all(axis=1)
     points0[~usable], points1[~usable] = 0.0, 0.0
-    maps, fitted = _maps(points0, points1, usable, image0, image1, config)
+    maps, fitted = _maps(points0, points1, usable, config) if maps is None else maps
     frames = middle_frames(maps)
     deviation = _deviation(image0, image1, *frames)
     places = (points0, points1)
@@ -98,7 +104,7 @@ def refine_matches(
     return _moved(matches, found, status, np.linalg.inv(image1.linear) @ frames[1], deviation)
 
 
-def _each(work, blocks: list[slice]) -> Iterator[Fit]:
+def _each(work: Callable[[slice], Fit], blocks: list[slice]) -> Iterator[Fit]:
     """The blocks on as many threads as torch may use; NumPy and OpenCV let go of the interpreter."""
     threads = min(torch.get_num_threads(), len(blocks), os.cpu_count() or 1)
     if threads < 2:
@@ -112,14 +118,9 @@ def _affine(points: np.ndarray, maps: np.ndarray) -> np.ndarray:
 
 
 def _maps(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    usable: np.ndarray,
-    image0: ImagePyramid,
-    image1: ImagePyramid,
-    config: RefineConfig,
+    points0: np.ndarray, points1: np.ndarray, usable: np.ndarray, config: RefineConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Affine maps (K, 2, 2) around the matches and whether each is known; too few matches: upright images."""
+    """Affine maps (K, 2, 2) around the matches and whether each is known."""
     maps, fitted = np.tile(np.eye(2), (len(points0), 1, 1)), np.zeros(len(points0), dtype=bool)
     maps[usable], fitted[usable] = fit_affine_maps(points0[usable], points1[usable], config.neighbours)
     return maps, fitted

@@ -26,10 +26,11 @@ def write_npz(store: Store, out: Path) -> ExportReport:
     """An `.npz` to be opened with `np.load`; image i has the rows offsets[i] … offsets[i + 1].
 
     Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with
-    `keypoint_offsets` (I + 1,). Pairs: `pairs` (P, 2) into names, `match_offsets` (P + 1,), `matches` (ΣK, 2)
-    int32 into the keypoints of either image, `scores` (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and
-    `statuses` (P,) of the geometries, `matrices` (P, 3, 3) F, H or E, NaN where there is none, and
-    `cam1_from_cam0` (P, 4, 4), NaN but for essential geometry.
+    `keypoint_offsets` (I + 1,), and of a run that was refined their `covariances` (ΣN, 3), xx, xy and yy.
+    Pairs: `pairs` (P, 2) into names, `match_offsets` (P + 1,), `matches` (ΣK, 2) int32 into the keypoints of
+    either image, `scores` (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries,
+    `matrices` (P, 3, 3) F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for
+    essential geometry.
 
     Raises:
         UsageError: nothing to write, or a place that cannot be written.
@@ -39,8 +40,11 @@ def write_npz(store: Store, out: Path) -> ExportReport:
     number = {image.name: index for index, image in enumerate(images)}
     with whole_file(out) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
         keypoints = _Rows(Path(spool) / "keypoints", np.float32, 2)
+        covariances = _Rows(Path(spool) / "covariances", np.float32, 3)
         for image in images:
             keypoints.append(valid_keypoints(store, image))
+            if (refined := store.refined_keypoints(image.name)) is not None:
+                covariances.append(refined.covariances.reshape(-1, 4)[:, [0, 1, 3]])
         pairs = _Pairs(Path(spool))
         for pair in valid_pairs(store, images, report):
             pairs.append(pair, number)
@@ -52,7 +56,10 @@ def write_npz(store: Store, out: Path) -> ExportReport:
         }
         with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             archive.comment = MARK
-            for name, rows in {"keypoints": keypoints, **pairs.columns}.items():
+            image_rows = {"keypoints": keypoints}
+            if covariances.offsets()[-1] == keypoints.offsets()[-1]:
+                image_rows["covariances"] = covariances
+            for name, rows in {**image_rows, **pairs.columns}.items():
                 rows.write(archive, name)
             for name, array in small.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

@@ -54,12 +54,14 @@ def begin_export(
 
 
 def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
-    """(N, 2) float32 keypoints in stored pixels, all finite.
+    """(N, 2) float32 keypoints in stored pixels, all finite; refined ones if the run was refined.
 
     Raises:
         UsageError: their number differs from the store's, or they are not finite.
     """
-    points = np.ascontiguousarray(store.keypoints(image.name), dtype=np.float32)
+    refined = store.refined_keypoints(image.name)
+    points = store.keypoints(image.name) if refined is None else refined.keypoints
+    points = np.ascontiguousarray(points, dtype=np.float32)
     if points.shape != (image.count, 2) or not np.isfinite(points).all():
         raise UsageError(
             f"{image.name}: its {image.count} keypoints are damaged; restore the run from a copy, or "

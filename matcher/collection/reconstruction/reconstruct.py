@@ -19,6 +19,7 @@ from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.reconstruction.mapping import CLOUD, RESULT
 from matcher.collection.reconstruction.plot import draw_model
+from matcher.collection.track_refinement import refine_run
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
 
@@ -92,7 +93,7 @@ def reconstruct(
     only: Collection[str] | None = None,
     **options: Unpack[MappingOptions],
 ) -> Reconstruction:
-    """Cameras and points from a run's verified matches.
+    """Cameras and points from a run's verified matches, whose tracks are refined on the images first.
 
     `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
     points of the largest as PLY, a plot of it, and the numbers as JSON.
@@ -113,7 +114,9 @@ def reconstruct(
     import_pycolmap()
     out = Path(out)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
+        unrefined = refine_run(store)
         report = write_colmap(store, part / DATABASE, choice, only)
+        report.notes.extend([unrefined] * bool(unrefined))
         _check_enough(report)
         _run_child({**job, **_paths(store, report, part)})
         models = _described_models(part, report)

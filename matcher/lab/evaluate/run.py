@@ -10,6 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from matcher.config import ExtractorConfig, GeometryKind
+from matcher.data.images import ImageInput
 from matcher.data.matches import Matches
 from matcher.errors import ImageError
 from matcher.lab.evaluate.measure import (
@@ -177,6 +178,8 @@ def _measure(
         ground_truth, passes = ground_truths[front_end], 1
         if method.pipeline.passes is None:
             matches, milliseconds = _timed(method.pipeline, side0, side1)
+            if method.pipeline.config.refine is not None:
+                matches = method.pipeline.refine(*_sources(pair, pair_set.shorter_side), matches)
         else:
             result, milliseconds = _matched(method.pipeline, pair, pair_set.shorter_side)
             matches, passes = result.matches, max(1, len(result.passes))
@@ -197,13 +200,16 @@ def _measure(
 
 def _matched(pipeline: Pipeline, pair: Pair, shorter_side: int | None) -> tuple[Result, float]:
     """The pair from its images by as many passes as it needs, and the milliseconds after extraction."""
-    sources = (pair.image0, pair.image1)
-    if shorter_side is None:  # later passes may use pixels that the first one did without
-        images = [source.path if source.pixels is None else source.pixels for source in sources]
-    else:
-        images = [source.open(None, shorter_side) for source in sources]
-    result = pipeline.match(*images)
+    result = pipeline.match(*_sources(pair, shorter_side))
     return result, 1e3 * (result.seconds["match"] + result.seconds.get(FURTHER_PASSES, 0.0))
+
+
+def _sources(pair: Pair, shorter_side: int | None) -> list[ImageInput]:
+    """Both images, with all their pixels unless a set prescribes a size."""
+    sources = (pair.image0, pair.image1)
+    if shorter_side is not None:
+        return [source.open(None, shorter_side) for source in sources]
+    return [source.path if source.pixels is None else source.pixels for source in sources]
 
 
 def _ground_truths(

@@ -1,0 +1,241 @@
+"""Tracks made exact: every observation of a track is refined against one view of it.
+
+A match refined for itself would give a keypoint another position in each of its pairs. Here each track has a
+reference, the keypoint with the most matches in it; those matched to it are refined against it on the images,
+those matched only to these against these, and so on. So each keypoint has one position for all its pairs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from matcher.collection.refined_keypoints import RefinedKeypoints, write_refined
+from matcher.collection.tracks import tracks_of
+from matcher.config import RefineConfig, from_dict
+from matcher.data.images import read_image
+from matcher.data.matches import Matches
+from matcher.errors import IntegrityError
+from matcher.refine.local_maps import fit_affine_maps
+from matcher.refine.refinement import DEVIATION, ImagePyramid, refine_matches
+
+if TYPE_CHECKING:
+    from matcher.collection.records import StoredImage
+    from matcher.collection.store import Store
+
+_CACHE_BYTES = 1 << 30  # of images held
+_GREY_BYTES = 4 * 4 / 3  # per pixel, with all levels
+
+
+class _Pair(NamedTuple):
+    """What tracks are made of: the matches of one pair that its geometry agrees with."""
+
+    first: int  # image
+    second: int
+    indices: np.ndarray  # (K, 2) of keypoints
+    scores: np.ndarray  # (K,)
+
+
+class _Edges(NamedTuple):
+    """Matches between keypoints of one track, best first; a node is a keypoint of the collection."""
+
+    nodes: np.ndarray  # (E, 2) int64
+    tracks: np.ndarray  # (E,)
+    pairs: np.ndarray  # (E,) int64, which pair
+    rows: np.ndarray  # (E,) int64, which of its matches
+
+
+class _Step(NamedTuple):
+    """Keypoints that are refined together: those of one image against those of another."""
+
+    pair: int
+    reverse: bool  # from image 1 of the pair to image 0
+    rows: np.ndarray  # (k,) of the pair's inliers
+    parents: np.ndarray  # (k,) nodes
+    children: np.ndarray  # (k,) nodes
+
+
+def refine_tracks(
+    store: Store, config: RefineConfig, on_progress: Callable[[int, int], None] | None = None
+) -> dict[str, RefinedKeypoints]:
+    """The keypoints of all images, those of tracks where their reference view says.
+
+    Args:
+        store: a run with its verified pairs; the images are read again.
+        config: window, and what is accepted.
+        on_progress: called with the number of steps done and their total; a step is a pair of images.
+
+    Returns:
+        By name of image. A keypoint that is in no track, is its reference, or was not accepted keeps its
+        position.
+
+    Raises:
+        ImageError: an image cannot be read.
+        IntegrityError: an image is not what it was when its keypoints were found; the store is damaged.
+    """
+    images = [image for image in store.images() if image.status == "done"]
+    scales = np.array([store.scale(image.name) for image in images]).reshape(-1, 2)
+    counts = np.array([image.count for image in images], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    points = np.concatenate([np.zeros((0, 2)), *(store.keypoints(image.name) for image in images)])
+    found = _Positions(points, np.repeat(DEVIATION**2 / scales.prod(axis=1), counts))
+    pairs = _pairs(store, {image.name: index for index, image in enumerate(images)})
+    read = _Images([(image.path, image.size) for image in images], scales)
+    steps = list(_steps(_edges_of_tracks(store, pairs, images, starts), len(points)))
+    for done, step in enumerate(steps):
+        pair = pairs[step.pair]
+        order = (pair.second, pair.first) if step.reverse else (pair.first, pair.second)
+        columns = pair.indices[:, ::-1] if step.reverse else pair.indices
+        ends = (points[starts[image] + column] for image, column in zip(order, columns.T, strict=True))
+        maps, known = fit_affine_maps(*ends, config.neighbours)
+        given = (maps[step.rows], known[step.rows])
+        found.take(step, refine_matches(*map(read, order), found.matches(step), config, given))
+        if on_progress is not None:
+            on_progress(done + 1, len(steps))
+    return {image.name: found.part(slice(*starts[i : i + 2])) for i, image in enumerate(images)}
+
+
+class _Positions:
+    """Positions, covariances and whether they are refined, of all keypoints."""
+
+    def __init__(self, points: np.ndarray, variances: np.ndarray) -> None:
+        self.points = points.copy()
+        self.covariances = (variances[:, None, None] * np.eye(2)).astype(np.float32)
+        self.refined = np.zeros(len(points), dtype=bool)
+
+    def matches(self, step: _Step) -> Matches:
+        """Those of a step, where they are now."""
+        indices = np.stack([step.parents, step.children], axis=1)
+        ends = (self.points[nodes].astype(np.float32) for nodes in indices.T)
+        return Matches(indices, *ends, np.ones(len(indices), np.float32))
+
+    def take(self, step: _Step, matches: Matches) -> None:
+        """Positions of children where they were accepted; what their parents are unsure of is added."""
+        accepted = matches.refinement.accepted
+        children, parents = step.children[accepted], step.parents[accepted]
+        self.points[children] = matches.points1[accepted]
+        inherited = self.covariances[parents] * self.refined[parents, None, None]
+        self.covariances[children] = matches.refinement.covariances[accepted] + inherited
+        self.refined[children] = True
+
+    def part(self, rows: slice) -> RefinedKeypoints:
+        return RefinedKeypoints(
+            self.points[rows].astype(np.float32), self.covariances[rows], self.refined[rows]
+        )
+
+
+class _Images:
+    """Images for refinement, those used last kept in memory."""
+
+    def __init__(self, files: list[tuple[Path, tuple[int, int]]], scales: np.ndarray) -> None:
+        self._files, self._scales = files, scales
+        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+
+    def __call__(self, index: int) -> ImagePyramid:
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        path, size = self._files[index]
+        image = read_image(path, resize=None, upright=False, keep_stored=True)
+        if image.size != size:
+            raise IntegrityError(
+                f"{path} is {image.size[0]} x {image.size[1]} pixels now, and was {size[0]} x {size[1]} when "
+                "its keypoints were found: put the old file back, or match again"
+            )
+        zoom = 1 / float(np.sqrt(self._scales[index].prod()))
+        self._kept[index] = ImagePyramid.of(image)._replace(zoom=zoom)
+        bytes_of = sum(np.prod(self._files[i][1]) * _GREY_BYTES for i in self._kept)
+        while bytes_of > _CACHE_BYTES and len(self._kept) > 2:
+            gone, _ = self._kept.popitem(last=False)
+            bytes_of -= np.prod(self._files[gone][1]) * _GREY_BYTES
+        return self._kept[index]
+
+
+def _pairs(store: Store, number: dict[str, int]) -> list[_Pair]:
+    """The pairs that tracks are made of."""
+    found = []
+    for pair in store.pairs():
+        if pair.geometry.status in ("ok", "not_estimated"):
+            kept = pair.geometry.inliers if pair.geometry.status == "ok" else slice(None)
+            ends = number[pair.name0], number[pair.name1]
+            found.append(_Pair(*ends, pair.matches.indices[kept], pair.matches.scores[kept]))
+    return found
+
+
+def _edges_of_tracks(
+    store: Store, pairs: list[_Pair], images: Sequence[StoredImage], starts: np.ndarray
+) -> _Edges:
+    """The matches whose keypoints are in one track."""
+    tracks = tracks_of(store)
+    number = {image.name: index for index, image in enumerate(images)}
+    image_of = np.array([number.get(name, -1) for name in tracks.names], dtype=np.int64)
+    track, image, keypoint = tracks.table().T
+    track_of = np.full(starts[-1], -1, dtype=np.int64)
+    track_of[starts[image_of[image]] + keypoint] = track
+    columns = [(np.zeros((0, 2), np.int64), *(np.zeros(0, np.int64) for _ in range(4)))]
+    for index, pair in enumerate(pairs):
+        nodes = pair.indices + starts[[pair.first, pair.second]]
+        tracks_of_ends = track_of[nodes]
+        rows = np.flatnonzero((tracks_of_ends[:, 0] >= 0) & (tracks_of_ends[:, 0] == tracks_of_ends[:, 1]))
+        numbers = np.full(len(rows), index)
+        columns.append((nodes[rows], tracks_of_ends[rows, 0], numbers, rows, pair.scores[rows]))
+    *edges, scores = map(np.concatenate, zip(*columns, strict=True))
+    order = np.argsort(-scores, kind="stable")
+    return _Edges(*(column[order] for column in edges))
+
+
+def _steps(edges: _Edges, count: int) -> Iterator[_Step]:
+    """From the references outwards, every keypoint once, by its best match to those that are done."""
+    depth = np.full(count, -1, dtype=np.int64)
+    depth[_references(edges, count)] = 0
+    parents, children = (np.concatenate(edges.nodes.T[order]) for order in ([0, 1], [1, 0]))
+    places = np.tile(np.arange(len(edges.rows)), 2)
+    level = 0
+    while True:
+        next_ones = np.flatnonzero((depth[parents] == level) & (depth[children] < 0))
+        if not len(next_ones):
+            return
+        next_ones = next_ones[np.argsort(places[next_ones], kind="stable")]
+        next_ones = next_ones[np.unique(children[next_ones], return_index=True)[1]]
+        level += 1
+        depth[children[next_ones]] = level
+        reverse = next_ones >= len(edges.rows)
+        keys = 2 * edges.pairs[places[next_ones]] + reverse
+        for key in np.unique(keys).tolist():
+            chosen = next_ones[keys == key]
+            rows = edges.rows[places[chosen]]
+            yield _Step(key // 2, bool(key % 2), rows, parents[chosen], children[chosen])
+
+
+def _references(edges: _Edges, count: int) -> np.ndarray:
+    """Of every track the keypoint with the most matches in it."""
+    degree = np.bincount(edges.nodes.ravel(), minlength=count)
+    nodes, tracks = edges.nodes.ravel(), np.repeat(edges.tracks, 2)
+    order = np.lexsort((nodes, -degree[nodes], tracks))
+    return nodes[order][np.unique(tracks[order], return_index=True)[1]]
+
+
+def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
+    """Refine a run's tracks and keep them beside its store, once and if its configuration says so.
+
+    Returns:
+        Why nothing was done although the configuration asks for it; empty otherwise.
+
+    Raises:
+        ImageError, IntegrityError: as `refine_tracks`.
+        OSError: the disk is full.
+    """
+    values = store.settings.get("config", {}).get("refine")
+    images = [image for image in store.images() if image.status == "done"]
+    if values is None or not images or store.refined_keypoints(images[0].name) is not None:
+        return ""
+    absent = [image.name for image in images if not image.path.is_file()]
+    if absent:
+        return f"keypoints are not refined: {len(absent)} images are not in their folder, such as {absent[0]}"
+    write_refined(store.folder, refine_tracks(store, from_dict(RefineConfig, values), on_progress))
+    store.drop_cache()
+    return ""

@@ -1,0 +1,114 @@
+"""Tracks of a run, refined on images whose truth is known."""
+
+import numpy as np
+import PIL.Image
+import pytest
+from rendered_texture import SIZE, Texture
+
+import matcher
+from matcher.collection.exporting.npz import write_npz
+from matcher.collection.refined_keypoints import FILE
+from matcher.collection.store import Store
+from matcher.collection.track_refinement import refine_run
+from matcher.collection.tracks import tracks_of
+from matcher.errors import IntegrityError
+
+VIEWS = [  # image from texture
+    np.eye(2, 3),
+    np.array([[1.04, 0.12, -6.0], [-0.1, 0.97, 9.0]]),
+    np.array([[0.93, -0.16, 18.0], [0.14, 0.95, -7.0]]),
+    np.array([[1.1, 0.05, -14.0], [0.06, 1.02, -9.0]]),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder, texture = tmp_path / "photos", Texture(seed=3, shortest=6.0)
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for index, view in enumerate(VIEWS):
+        values = texture.image(view) + noise.normal(0, 3, (SIZE, SIZE))
+        PIL.Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8)).save(folder / f"{index}.png")
+    collection = matcher.Collection.open(tmp_path / "run", preset="nearest", max_keypoints=300, workers=0)
+    collection.add_images(folder)
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    return collection
+
+
+def spread(tracks, keypoints):
+    """(T,) how far the observations of a track are apart on the texture, pixels."""
+    found = []
+    for index in range(len(tracks)):
+        places = []
+        for name, keypoint in tracks.track(index):
+            view = VIEWS[int(name[0])]
+            places.append(np.linalg.solve(view[:, :2], keypoints[name][keypoint] - view[:, 2]))
+        places = np.array(places)
+        found.append(np.linalg.norm(places - places.mean(axis=0), axis=1).max())
+    return np.array(found)
+
+
+def test_the_observations_of_a_track_show_one_point(run):
+    with Store.open(run.run_dir) as store:
+        tracks = tracks_of(store)
+        assert refine_run(store) == ""
+        before = {name: store.keypoints(name) for name in tracks.names}
+        after = {name: store.refined_keypoints(name) for name in tracks.names}
+    places = {name: each.keypoints for name, each in after.items()}
+    right = spread(tracks, before) < 3
+    assert right.mean() > 0.9 and tracks.mean_length > 2.5
+    assert np.median(spread(tracks, places)[right]) < 0.5 * np.median(spread(tracks, before)[right])
+    for name, each in after.items():
+        moved = (each.keypoints != before[name]).any(axis=1)
+        assert np.array_equal(moved, each.refined)
+        assert np.median(each.covariances[each.refined, 0, 0]) < 0.25
+    assert 0.2 < np.mean([each.refined.mean() for each in after.values()]) < 0.9  # references stay
+    observed = np.zeros(len(tracks), int)
+    for index in range(len(tracks)):
+        observed[index] = sum(not after[name].refined[keypoint] for name, keypoint in tracks.track(index))
+    assert observed.min() >= 1  # the reference
+    assert np.mean(observed == 1) > 0.7
+
+
+def test_exports_hold_refined_keypoints_until_pairs_change(run, tmp_path):
+    with Store.open(run.run_dir) as store:
+        write_npz(store, tmp_path / "before.npz")
+        refine_run(store)
+        write_npz(store, tmp_path / "after.npz")
+        refined = np.concatenate([store.refined_keypoints(image.name).refined for image in store.images()])
+    before, after = (np.load(tmp_path / f"{name}.npz") for name in ("before", "after"))
+    moved = (before["keypoints"] != after["keypoints"]).any(axis=1)
+    assert np.array_equal(moved, refined)
+    assert "covariances" not in before
+    assert after["covariances"].shape == (len(refined), 3)
+    assert (after["covariances"][:, [0, 2]] > 0).all()
+    PIL.Image.open(tmp_path / "photos" / "0.png").save(tmp_path / "photos" / "4.png")
+    run.add_images(tmp_path / "photos")
+    run.add_pairs(exhaustive=True)
+    run.run()
+    assert not (run.run_dir / FILE).exists()
+    with Store.open(run.run_dir) as store:
+        assert store.refined_keypoints("0.png") is None
+
+
+def test_what_cannot_be_refined_is_said(run, tmp_path):
+    with Store.open(run.run_dir) as store:
+        (tmp_path / "photos" / "2.png").rename(tmp_path / "2.png")
+        assert "2.png" in refine_run(store)
+        PIL.Image.new("L", (50, 60)).save(tmp_path / "photos" / "2.png")
+        with pytest.raises(IntegrityError, match="50 x 60"):
+            refine_run(store)
+        (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
+        assert refine_run(store) == ""
+        (run.run_dir / FILE).write_bytes(b"damaged")
+        store.drop_cache()
+        with pytest.raises(IntegrityError, match=FILE):
+            store.refined_keypoints("0.png")
+    plain = matcher.Collection.open(
+        tmp_path / "plain", preset="nearest", max_keypoints=100, workers=0, refine=False
+    )
+    plain.add_images(tmp_path / "photos")
+    with Store.open(plain.run_dir) as store:
+        assert refine_run(store) == ""
+        assert not (plain.run_dir / FILE).exists()
