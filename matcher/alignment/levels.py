@@ -12,7 +12,7 @@ import torch
 from matcher.data.features import Features
 from matcher.data.geometry import warp_points
 from matcher.data.image import Image
-from matcher.drawing.composites import resizing, stored_to_pixels
+from matcher.drawing.composites import stored_to_pixels
 from matcher.pipeline import Pipeline
 
 WINDOW, OVERLAP = 1024, 256  # pixels
@@ -54,15 +54,8 @@ def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]
 
 def resized_by(image: Image, factor: float) -> tuple[Image, np.ndarray]:
     """An image of its own, upright and resized, and the (3, 3) map from stored pixels to its pixels."""
-    height, width = image.pixels.shape[:2]
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
-    scale = (size[0] / width, size[1] / height)
-    pixels, mask = image.pixels, image.mask
-    if size != (width, height):
-        how = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
-        pixels = cv2.resize(pixels, size, interpolation=how)
-        mask = None if mask is None else cv2.resize(mask.astype(np.uint8), size) > 0
-    return as_it_is(pixels, mask), resizing(scale) @ stored_to_pixels(image)
+    shown = image.resized(factor)
+    return as_it_is(shown.pixels, shown.mask), stored_to_pixels(shown)
 
 
 def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
