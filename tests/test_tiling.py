@@ -96,8 +96,9 @@ def test_matches_are_many_exact_and_verified(scene, small_tiles, pipeline):
     for side, points in enumerate((result.points0, result.points1)):
         assert len(np.unique(result.matches.indices[:, side])) == len(result.matches), "each at most once"
         keypoints = (result.features0, result.features1)[side].keypoints.numpy()
-        np.testing.assert_array_equal(keypoints[result.matches.indices[:, side]], points)
-    assert {"read", "first_pass", "extract", "match", "verify", "total"} == set(result.seconds)
+        away = np.linalg.norm(keypoints[result.matches.indices[:, side]] - points, axis=1)
+        assert away.max() == 0 if side == 0 else np.median(away) < 0.5, "refinement moves those of image 1"
+    assert {"read", "first_pass", "extract", "match", "refine", "verify", "total"} == set(result.seconds)
 
 
 def test_the_image_with_more_detail_is_made_smaller(scene, small_tiles, pipeline):

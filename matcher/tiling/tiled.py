@@ -54,9 +54,9 @@ def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeli
 class TiledPipeline(Pipeline):
     """As `Pipeline`, but `match` finds its keypoints at full resolution; see `tiled`.
 
-    What the first pass refines, the keypoints at full resolution make up for: they are not refined again.
     Memory is that of both images as they are decoded (3 bytes a pixel, and as much again while the second is
-    read), of the keypoints, and of the networks for one tile and one window.
+    read), of their grey levels where matches are refined, of the keypoints, and of the networks for one tile
+    and one window.
     """
 
     most_keypoints: int = MAX_KEYPOINTS
@@ -116,10 +116,16 @@ class TiledPipeline(Pipeline):
         times.append(perf_counter())
         matches = self._match_windows(*sides, *ends)
         times.append(perf_counter())
+        matches = self.refine(*full, matches) if self.config.refine else matches
+        times.append(perf_counter())
         geometry = self.verify(*sides, matches, **cameras)
         times.append(perf_counter())
         found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}
-        return found, dict(zip(("extract", "match", "verify"), np.diff(times).tolist(), strict=True))
+        stages = ("extract", "match", "refine", "verify")
+        seconds = dict(zip(stages, np.diff(times).tolist(), strict=True))
+        if self.config.refine is None:
+            del seconds["refine"]
+        return found, seconds
 
     def _match_windows(self, features0: Features, features1: Features, *first: np.ndarray) -> Matches:
         points = [features.keypoints.numpy() for features in (features0, features1)]
