@@ -2,13 +2,14 @@
 
 A match refined for itself would give a keypoint another position in each of its pairs. Here each track has a
 reference, the keypoint with the most matches in it; those matched to it are refined against it on the images,
-those matched only to these against these, and so on. So each keypoint has one position for all its pairs.
+and those that this leaves against these, and so on. So each keypoint has one position for all its pairs.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
     from matcher.collection.store import Store
 
+_WINDOW = 21  # at least; a track is refined once for all its pairs
+_TRIES = 3  # other observations of its track that a keypoint is refined against, until one is accepted
 _CACHE_BYTES = 1 << 30  # of images held
 _GREY_BYTES = 4 * 4 / 3  # per pixel, with all levels
 
@@ -67,7 +70,7 @@ def refine_tracks(
     Args:
         store: a run with its verified pairs; the images are read again.
         config: window, and what is accepted.
-        on_progress: called with the number of steps done and their total; a step is a pair of images.
+        on_progress: called with the number of keypoints of tracks that are refined, and of all that may be.
 
     Returns:
         By name of image. A keypoint that is in no track, is its reference, or was not accepted keeps its
@@ -85,17 +88,20 @@ def refine_tracks(
     found = _Positions(points, np.repeat(DEVIATION**2 / scales.prod(axis=1), counts))
     pairs = _pairs(store, {image.name: index for index, image in enumerate(images)})
     read = _Images([(image.path, image.size) for image in images], scales)
-    steps = list(_steps(_edges_of_tracks(store, pairs, images, starts), len(points)))
-    for done, step in enumerate(steps):
+    config = replace(config, window=max(config.window, _WINDOW))
+    frontier = _Frontier(_edges_of_tracks(store, pairs, images, starts), len(points))
+    for step in frontier.steps():
         pair = pairs[step.pair]
         order = (pair.second, pair.first) if step.reverse else (pair.first, pair.second)
         columns = pair.indices[:, ::-1] if step.reverse else pair.indices
         ends = (points[starts[image] + column] for image, column in zip(order, columns.T, strict=True))
         maps, known = fit_affine_maps(*ends, config.neighbours)
         given = (maps[step.rows], known[step.rows])
-        found.take(step, refine_matches(*map(read, order), found.matches(step), config, given))
+        refined = refine_matches(*map(read, order), found.matches(step), config, given)
+        found.take(step, refined)
+        frontier.reach(step.children[refined.refinement.accepted])
         if on_progress is not None:
-            on_progress(done + 1, len(steps))
+            on_progress(frontier.reached, frontier.total)
     return {image.name: found.part(slice(*starts[i : i + 2])) for i, image in enumerate(images)}
 
 
@@ -188,27 +194,41 @@ def _edges_of_tracks(
     return _Edges(*(column[order] for column in edges))
 
 
-def _steps(edges: _Edges, count: int) -> Iterator[_Step]:
-    """From the references outwards, every keypoint once, by its best match to those that are done."""
-    depth = np.full(count, -1, dtype=np.int64)
-    depth[_references(edges, count)] = 0
-    parents, children = (np.concatenate(edges.nodes.T[order]) for order in ([0, 1], [1, 0]))
-    places = np.tile(np.arange(len(edges.rows)), 2)
-    level = 0
-    while True:
-        next_ones = np.flatnonzero((depth[parents] == level) & (depth[children] < 0))
-        if not len(next_ones):
-            return
-        next_ones = next_ones[np.argsort(places[next_ones], kind="stable")]
-        next_ones = next_ones[np.unique(children[next_ones], return_index=True)[1]]
-        level += 1
-        depth[children[next_ones]] = level
-        reverse = next_ones >= len(edges.rows)
-        keys = 2 * edges.pairs[places[next_ones]] + reverse
-        for key in np.unique(keys).tolist():
-            chosen = next_ones[keys == key]
-            rows = edges.rows[places[chosen]]
-            yield _Step(key // 2, bool(key % 2), rows, parents[chosen], children[chosen])
+class _Frontier:
+    """What is refined next: from the references outwards, by the best match to what is done."""
+
+    def __init__(self, edges: _Edges, count: int) -> None:
+        self._edges = edges
+        self._done = np.zeros(count, dtype=bool)
+        self._done[_references(edges, count)] = True
+        self._tries = np.zeros(count, dtype=np.int64)
+        self.reached = 0
+        self.total = len(np.unique(edges.nodes)) - int(self._done.sum())
+
+    def reach(self, nodes: np.ndarray) -> None:
+        """These were refined, and others may be refined against them."""
+        self._done[nodes] = True
+        self.reached += len(nodes)
+
+    def steps(self) -> Iterator[_Step]:
+        """Steps until every keypoint is done, or its best matches have not helped."""
+        edges, count = self._edges, len(self._edges.rows)
+        parents, children = (np.concatenate(edges.nodes.T[order]) for order in ([0, 1], [1, 0]))
+        best_first = np.arange(2 * count).reshape(2, count).T.ravel()
+        untried = np.ones(2 * count, dtype=bool)
+        while True:
+            usable = untried & self._done[parents] & ~self._done[children] & (self._tries[children] < _TRIES)
+            chosen = best_first[usable[best_first]]
+            chosen = chosen[np.unique(children[chosen], return_index=True)[1]]
+            if not len(chosen):
+                return
+            untried[chosen] = False
+            self._tries[children[chosen]] += 1
+            keys = 2 * edges.pairs[chosen % count] + (chosen >= count)
+            for key in np.unique(keys).tolist():
+                one = chosen[keys == key]
+                rows = edges.rows[one % count]
+                yield _Step(key // 2, bool(key % 2), rows, parents[one], children[one])
 
 
 def _references(edges: _Edges, count: int) -> np.ndarray:

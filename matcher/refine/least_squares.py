@@ -38,7 +38,7 @@ class Windows(NamedTuple):
     pyramid1: Pyramid
     affine0: np.ndarray  # (K, 2, 3) from 1, x and y of a place in the frame to pixels
     affine1: np.ndarray
-    deviation: np.ndarray  # (K,) of the match before it is refined, along an axis, in steps of the frame
+    deviation: np.ndarray  # (K,) of the place that is expected, along an axis, in steps of the frame
 
 
 class Fit(NamedTuple):
@@ -112,7 +112,10 @@ class _Equations(NamedTuple):
         return rest
 
     def step(self, values: np.ndarray, change: np.ndarray, linear: np.ndarray) -> np.ndarray:
-        """(K, 6) the next step for windows (K, n) of image 1, no longer than a pixel of the frame."""
+        """(K, 6) the next step for windows (K, n) of image 1 that lie `change` (K, 6) from what is expected.
+
+        No longer than a pixel of the frame.
+        """
         z, _ = self.light.normalised(values)
         rest = self.without_blur(np.subtract(self.z, z, out=z))
         sides = np.empty((len(values), 3, 2), np.float32)
@@ -130,8 +133,9 @@ class Fitting:
     """Least-squares matching of K windows."""
 
     def __init__(self, windows: Windows, grid: Grid, change: np.ndarray) -> None:
-        """`change` (K, 6) is where to start; all that follows changes it in place."""
-        self.windows, self.grid, self.change = windows, grid, change
+        """`change` (K, 6), as of `Fit`, is where to start and what is expected."""
+        self.windows, self.grid, self.change = windows, grid, change.copy()
+        self.expected = change
         self.linear = np.ascontiguousarray(grid.places.T)
         self.level0 = windows.pyramid0.level_of(windows.affine0[:, :, 1:])
         self.level1 = windows.pyramid1.level_of(windows.affine1[:, :, 1:])
@@ -150,7 +154,7 @@ class Fitting:
             if not len(rows):
                 break
             values = self._sample1(self.grid.places, rows)
-            step = equations.step(values, self.change[rows], self.linear)
+            step = equations.step(values, self.change[rows] - self.expected[rows], self.linear)
             self.change[rows] += step
             length = np.hypot(step[:, 0], step[:, 1])
             self.last_step[rows] = length

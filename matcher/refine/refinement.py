@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from matcher.refine.least_squares import Fit, Fitting, Windows
 from matcher.refine.local_maps import fit_affine_maps
 from matcher.refine.windows import Grid, Pyramid, middle_frames, zoom_of
 
+T = TypeVar("T")
 DEVIATION = 1.0  # of a match before it is refined, along an axis, in pixels of the resized images
 _BLOCK = 256  # matches that are worked on together: their windows fit a core's cache
 _AT_REST = 0.25  # a longer last step, in pixels of the frame, means that no minimum was found
@@ -77,13 +78,9 @@ def refine_matches(
         The same matches with `refinement`: its covariances are pixels² of the stored image 1.
     """
     if not len(matches):
-        nothing = np.zeros(0, np.float32)
-        return replace(
-            matches,
-            refinement=MatchRefinement(
-                nothing.astype(np.uint8), nothing[:, None, None] * np.eye(2, dtype=np.float32), nothing
-            ),
-        )
+        none = np.zeros(0, np.float32)
+        nothing = MatchRefinement(none.astype(np.uint8), np.zeros((0, 2, 2), np.float32), none)
+        return replace(matches, refinement=nothing)
     points0, points1 = image0.own(matches.points0), image1.own(matches.points1)
     usable = np.isfinite(points0).all(axis=1) & np.isfinite(points1).all(axis=1)
     points0[~usable], points1[~usable] = 0.0, 0.0
@@ -93,18 +90,18 @@ def refine_matches(
     places = (points0, points1)
     blocks = [slice(i, i + _BLOCK) for i in range(0, len(matches), _BLOCK)]
 
-    def fit(block: slice) -> Fit:
+    def fit(block: slice) -> tuple[Fit, np.ndarray]:
         sides = [_affine(points[block], frame[block]) for points, frame in zip(places, frames, strict=True)]
         return _fit(image0.pyramid, image1.pyramid, *sides, deviation[block], config)
 
-    found = Fit(*map(np.concatenate, zip(*_each(fit, blocks), strict=True)))
-    status = _judge(found, deviation, config)
+    fits, statuses = zip(*_each(fit, blocks), strict=True)
+    found, status = Fit(*map(np.concatenate, zip(*fits, strict=True))), np.concatenate(statuses)
     status[~fitted] = REFINEMENTS.index("no_map")
     status[~usable] = REFINEMENTS.index("outside")
     return _moved(matches, found, status, np.linalg.inv(image1.linear) @ frames[1], deviation)
 
 
-def _each(work: Callable[[slice], Fit], blocks: list[slice]) -> Iterator[Fit]:
+def _each(work: Callable[[slice], T], blocks: list[slice]) -> Iterator[T]:
     """The blocks on as many threads as torch may use; NumPy and OpenCV let go of the interpreter."""
     threads = min(torch.get_num_threads(), len(blocks), os.cpu_count() or 1)
     if threads < 2:
@@ -141,26 +138,36 @@ def _fit(
     affine1: np.ndarray,
     deviation: np.ndarray,
     config: RefineConfig,
-) -> Fit:
-    """From the resolution in which the keypoints were found to that of the images, by halves."""
-    grid, change = Grid.of(config.window), np.zeros((len(affine0), 6))
-    halvings = int(np.rint(np.log2(np.median(deviation).clip(1)))) if len(deviation) else 0
-    for level in range(min(halvings, _MOST_HALVINGS), -1, -1):
+) -> tuple[Fit, np.ndarray]:
+    """From the resolution in which the keypoints were found to that of the images, by halves; (K,) statuses.
+
+    What one level finds, the next one expects. A match that a level refuses stays with the one before.
+    """
+    grid, expected, spread = Grid.of(config.window), np.zeros((len(affine0), 6)), deviation
+    halvings = min(int(np.rint(np.log2(np.median(deviation).clip(1)))), _MOST_HALVINGS)
+    best, status = None, None
+    for level in range(halvings, -1, -1):
         step = 2.0**level
-        wide = np.array([1, step, step])
-        windows = Windows(pyramid0, pyramid1, affine0 * wide, affine1 * wide, deviation / step)
-        change[:, :2] /= step
-        fitting = Fitting(windows, grid, change)
+        wide, unit = np.array([1, step, step]), np.array([step, step, 1, 1, 1, 1])
+        windows = Windows(pyramid0, pyramid1, affine0 * wide, affine1 * wide, spread / step)
+        fitting = Fitting(windows, grid, expected / unit)
         fitting.iterate(_FIRST_STEPS)
-        if level == 0:
-            for _ in range(config.reweighings):
-                fitting.reweigh()
-                fitting.iterate(_STEPS)
-            return fitting.finish()
-        change[:, :2] *= step
-        far = np.hypot(change[:, 0], change[:, 1]) > config.max_shift * deviation
-        change[far] = 0
-    raise AssertionError("the last level is 0")
+        for _ in range(config.reweighings):
+            fitting.reweigh()
+            fitting.iterate(_STEPS)
+        found = fitting.finish()
+        found = found._replace(change=found.change * unit, covariance=found.covariance * step**2)
+        now = _judge(found, deviation, config)
+        if best is not None:
+            kept = np.flatnonzero((now > 0) & (status == 0))
+            now[kept] = 0
+            for ours, theirs in zip(found, best, strict=True):
+                ours[kept] = theirs[kept]
+        best, status = found, now
+        expected = np.where(status[:, None] == 0, best.change, 0)
+        known = np.sqrt(np.linalg.eigvalsh(best.covariance)[:, 1]).clip(step / 2, deviation)
+        spread = np.where(status == 0, known, deviation)
+    return best, status
 
 
 def _judge(found: Fit, deviation: np.ndarray, config: RefineConfig) -> np.ndarray:
