@@ -115,6 +115,16 @@ def _second_pass(config: PipelineConfig, wanted: bool) -> dict[str, Any] | None:
     return to_dict(config.second_pass or SecondPassConfig(preset=None))
 
 
+def refuse_second_pass(options: Mapping[str, Any], reason: str) -> None:
+    """Refuse `second_pass=True` where pairs are matched by one pass, for a reason.
+
+    Raises:
+        UsageError: it is among the options.
+    """
+    if options.get("second_pass"):
+        raise UsageError(f"{reason}; leave second_pass away")
+
+
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are not None.
 

@@ -181,8 +181,14 @@ def test_collections_and_sequences_refuse_a_second_pass(tmp_path, photo):
     run = matcher.Collection.open(tmp_path / "run", preset="nearest", second_pass=True)
     with pytest.raises(UsageError, match="leave second_pass away"):
         run.add_images(tmp_path)
-    with pytest.raises(UsageError, match="leave second_pass away"):
-        matcher.Tracker("nearest", second_pass=True)
+    refusing = (
+        lambda: matcher.Tracker("nearest", second_pass=True),
+        lambda: matcher.match_set([photo, photo], "nearest", second_pass=True),
+        lambda: matcher.TemplateFinder(photo, "nearest", second_pass=True),
+    )
+    for refused in refusing:
+        with pytest.raises(UsageError, match="leave second_pass away"):
+            refused()
 
 
 def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):

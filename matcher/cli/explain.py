@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from matcher.cli import options
-from matcher.cli.loading import Given
 from matcher.cli.match import First, MaskFile, Second
 from matcher.cli.messages import show
+
+ExplainOptions = Annotated[dict[str, Any], ("second_pass",), {}]  # one pass is explained
 
 
 def explain(
     image0: First,
     image1: Second,
     output: Annotated[Path, typer.Option(metavar="FILE.html", help="Report to create.", show_default=False)],
-    given: Given,
+    given: ExplainOptions,
     point: Annotated[
         str | None,
         typer.Option(metavar="x,y", help="Show the keypoint nearest to this pixel of IMAGE0 first."),

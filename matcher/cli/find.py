@@ -33,7 +33,7 @@ Plot = Annotated[
     Path | None,
     typer.Option(metavar="FILE.png|.svg|…|DIR", help="Save a drawing; of several images, to a folder."),
 ]
-FindOptions = Annotated[dict[str, Any], ("geometry",), {"resize": 4096}]
+FindOptions = Annotated[dict[str, Any], ("geometry", "second_pass"), {"resize": 4096}]
 
 
 def find(

@@ -16,7 +16,7 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.loading import open_pipeline
-from matcher.options import LoadOptions
+from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
 
@@ -105,6 +105,7 @@ def match_set(
         raise UsageError(f"a set has at least two images, not {count}")
     if masks is not None and len(masks) != count:
         raise UsageError(f"masks must be one for each of the {count} images, not {len(masks)}")
+    refuse_second_pass(options, "the pairs of a set share the keypoints of an image")
     chosen = _checked(pairs, count)
     pipeline = open_pipeline(preset, options)
     if pipeline.config.estimation.kind == "essential":

@@ -16,7 +16,7 @@ from matcher.errors import UsageError
 from matcher.extract.registry import find_front_end
 from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
-from matcher.options import option_at
+from matcher.options import option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.weights.published.catalogue import locate_front_end
@@ -50,11 +50,11 @@ def build(setup: Setup) -> Pipeline:
             f"{setup.preset} finds new keypoints for every pair, but the pairs of a collection must share "
             f"the keypoints of an image; use one of {others}"
         )
-    if setup.options.get("second_pass"):
-        raise UsageError(
-            "a second pass finds new keypoints for every pair, but the pairs of a collection must share the "
-            "keypoints of an image; leave second_pass away"
-        )
+    refuse_second_pass(
+        setup.options,
+        "a second pass finds new keypoints for every pair, but the pairs of a collection must share the "
+        "keypoints of an image",
+    )
     own = {"second_pass": False} if setup.preset in PRESETS else {}
     return load(setup.preset, **{**setup.options, **own})
 

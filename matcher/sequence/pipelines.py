@@ -8,7 +8,7 @@ from matcher.config import GRID_KIND
 from matcher.errors import UsageError
 from matcher.loading import open_pipeline
 from matcher.match.network.depth import with_layers
-from matcher.options import LoadOptions
+from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import Pipeline
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
@@ -25,8 +25,7 @@ def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     """
     given = {name: value for name, value in options.items() if value is not None}
     _need_fundamental(given.get("geometry", "fundamental"))
-    if given.get("second_pass"):
-        raise UsageError("frames are matched by one pass each; leave second_pass away")
+    refuse_second_pass(given, "frames are matched by one pass each")
     if not isinstance(preset, Pipeline):
         given = {"match_threshold": MATCH_THRESHOLD, **given}
     pipeline = open_pipeline(preset, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from matcher.config import to_dict
@@ -32,7 +33,7 @@ def write_report(
     """Match two images and write the report; the file appears whole or not at all.
 
     Args:
-        pipeline: one with a network.
+        pipeline: one with a network; its first pass alone is run and explained.
         image0, image1: images.
         path: .html.
         point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
@@ -45,7 +46,7 @@ def write_report(
     """
     path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
-    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
+    result = replace(pipeline, passes=None).match(image0, image1, mask0=mask0, mask1=mask1)
     write_output(path, report_page(pipeline, images, result, point))
     return result
 
