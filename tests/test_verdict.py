@@ -17,41 +17,48 @@ from matcher.lab.evaluate.calibration import calibration_error, match_errors, pr
 from matcher.lab.evaluate.run import Method
 from matcher.lab.evaluate.verdicts import fit, report, training_pairs
 from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
-from matcher.verify.verdict import EVIDENCE, Verdict, evidence, judge
+from matcher.verify.verdict import EVIDENCE, Verdict, doubted, evidence, judge
 
 SIZE = (640, 480)
 
 
-def pair_of(inliers: int, outliers: int, probability: float, width: float = 600) -> tuple:
+def pair_of(inliers: int, outliers: int, width: float = 600) -> tuple:
     """Matches and geometry; the inliers span `width` pixels."""
     rng = np.random.default_rng(0)
     count = inliers + outliers
     points = rng.uniform([0, 0], [width, width * 0.75], (count, 2))
     indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
-    matches = Matches.from_indices(indices, points, points, np.full(count, probability))
+    matches = Matches.from_indices(indices, points, points, np.full(count, 0.7))
     return matches, TwoViewGeometry("fundamental", "ok", np.arange(count) < inliers), SIZE, SIZE
 
 
 def test_the_verdict_follows_the_evidence():
-    assert judge(*pair_of(400, 50, 0.9)).word == "same"
-    assert judge(*pair_of(0, 3, 0.3)).word == "not"
-    assert judge(*pair_of(12, 20, 0.3, width=100)).word == "not"
-    probabilities = [judge(*pair_of(count, 20, 0.6)).probability for count in (10, 40, 160)]
-    assert probabilities == sorted(probabilities) and probabilities[0] < probabilities[2] - 0.05
-    spread = [judge(*pair_of(40, 20, 0.6, width=width)).probability for width in (60, 600)]
-    assert spread[0] < spread[1]
+    assert judge(*pair_of(400, 50)).word == "same"
+    assert judge(*pair_of(0, 3)).word == "not"
+    assert judge(*pair_of(12, 20, width=100)).word == "not"
+    probabilities = [judge(*pair_of(count, 40)).probability for count in (10, 40, 160)]
+    assert probabilities == sorted(probabilities) and probabilities[0] < probabilities[2] - 0.5
+    spread = [judge(*pair_of(40, 20, width=width)).probability for width in (60, 600)]
+    assert spread[0] < spread[1] - 0.1
 
 
 def test_the_evidence_in_numbers():
-    values = dict(zip(EVIDENCE, evidence(*pair_of(30, 10, 0.7)), strict=True))
-    assert values["inliers"] == pytest.approx(np.log(31)) and values["outliers"] == pytest.approx(np.log(11))
-    assert values["inlier ratio"] == 0.75 and values["probability"] == pytest.approx(0.7)
+    values = dict(zip(EVIDENCE, evidence(*pair_of(30, 10)), strict=True))
+    assert values["inliers"] == pytest.approx(np.log(31)) and values["inlier ratio"] == 0.75
     assert 0.7 < values["coverage"] < 0.95
-    assert evidence(*pair_of(0, 4, 0.5)).tolist() == [0, 0, 0, 0, pytest.approx(np.log(5))]
+    assert evidence(*pair_of(0, 4)).tolist() == [0, 0, 0]
+
+
+def test_a_doubted_geometry_is_not_accepted():
+    matches, geometry, *sizes = pair_of(14, 14, width=300)
+    assert doubted(geometry, matches, *sizes).status == "low_inliers"
+    assert doubted(geometry, matches, *sizes, least=0.0) is geometry
+    matches, geometry, *sizes = pair_of(300, 14)
+    assert doubted(geometry, matches, *sizes) is geometry
 
 
 def test_without_geometry_there_is_no_verdict():
-    matches, _, *sizes = pair_of(4, 0, 0.5)
+    matches, _, *sizes = pair_of(4, 0)
     assert judge(matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)), *sizes) is None
     assert [Verdict(p).word for p in (0.05, 0.5, 0.95)] == ["not", "unsure", "same"]
 
@@ -79,7 +86,7 @@ def test_calibrated_predictions_have_no_error():
 
 
 def test_errors_of_matches_are_pixels_of_the_resized_images():
-    matches, *_ = pair_of(5, 0, 0.5)
+    matches, *_ = pair_of(5, 0)
     shifted = np.array([[1, 0, 8.0], [0, 1, 0], [0, 0, 1]])
     image = PairImage(Path("a.png"))
     pair = HomographyPair("a", "", image, image, shifted)
@@ -96,11 +103,11 @@ def test_poses_say_nothing_of_single_matches():
 
 def test_the_fit_finds_what_made_the_classes():
     rng = np.random.default_rng(2)
-    values = rng.normal(size=(2000, 5)) * [1, 2, 1, 1, 3]
+    values = rng.normal(size=(2000, 3)) * [1, 2, 3]
     logit = 1.5 * values[:, 0] - values[:, 1]
     same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
     found = fit(values, same)
-    np.testing.assert_allclose(found, [0, 1.5, -1, 0, 0, 0], atol=0.25)
+    np.testing.assert_allclose(found, [0, 1.5, -1, 0], atol=0.25)
     assert "COEFFICIENTS = (" in report(values, same, found)
 
 

@@ -12,10 +12,9 @@ from matcher.data.matches import Matches, TwoViewGeometry
 VerdictWord = Literal["same", "unsure", "not"]
 
 # Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see scripts/README.md.
-COEFFICIENTS = (-13.458, 0.841, 5.238, 7.327, 4.631, 0.021)
-EVIDENCE = ("inliers", "inlier ratio", "probability", "coverage", "outliers")
+COEFFICIENTS = (-12.585, 1.292, 7.122, 5.551)
+EVIDENCE = ("inliers", "inlier ratio", "coverage")
 SAME, NOT = 0.9, 0.1  # probabilities above and below which the word is not "unsure"
-_LEAST = 0.5  # probability with which several passes may be believed
 _TAIL = 5.0  # percent of the inliers on each side that do not count for the coverage
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
@@ -66,13 +65,18 @@ def judge(
 
 
 def doubted(
-    geometry: TwoViewGeometry, matches: Matches, size0: tuple[float, float], size1: tuple[float, float]
+    geometry: TwoViewGeometry,
+    matches: Matches,
+    size0: tuple[float, float],
+    size1: tuple[float, float],
+    least: float = 0.5,
 ) -> TwoViewGeometry:
-    """The geometry of several passes: it is not accepted if the images more probably show different places.
+    """The geometry, not accepted if the probability that the images show the same place is below `least`.
 
-    Every pass is another chance for wrong matches to agree. Arguments are those of `judge`.
+    With one half that is for several passes, as every pass is another chance for wrong matches to agree; the
+    other arguments are those of `judge`.
     """
-    if geometry.status != "ok" or judge(matches, geometry, size0, size1).probability >= _LEAST:
+    if geometry.status != "ok" or judge(matches, geometry, size0, size1).probability >= least:
         return geometry
     return replace(geometry, status="low_inliers")
 
@@ -82,20 +86,19 @@ def evidence(
 ) -> np.ndarray:
     """What the verdict depends on, in the order of `EVIDENCE`.
 
+    Match probabilities are not among it: each matcher has its own, and they add nothing to these.
+
     Returns:
-        (5,) log(1 + inliers); the share of inliers; their mean match probability; the share of the image's
-        sides that they span, in the image where that is less; log(1 + outliers).
+        (3,) log(1 + inliers); the share of inliers; the share of the image's sides that they span, in the
+        image where that is less.
     """
     inliers = geometry.inliers
     count = int(np.count_nonzero(inliers))
-    outliers = np.log1p(len(inliers) - count)
     if not count:
-        return np.array([0.0, 0.0, 0.0, 0.0, outliers])
+        return np.zeros(3)
     sides = ((matches.points0, size0), (matches.points1, size1))
     coverage = min(_span(points[inliers], size) for points, size in sides)
-    return np.array(
-        [np.log1p(count), count / len(inliers), float(matches.scores[inliers].mean()), coverage, outliers]
-    )
+    return np.array([np.log1p(count), count / len(inliers), coverage])
 
 
 def _span(points: np.ndarray, size: tuple[float, float]) -> float:
