@@ -54,7 +54,7 @@ class Result:
     >>> result.points0.shape == result.points1.shape == (len(result.matches), 2)
     True
     >>> sorted(result.to_dict())[:3]
-    ['geometry', 'image0', 'image1']
+    ['budget', 'geometry', 'image0']
     """
 
     features0: Features

@@ -78,7 +78,14 @@ def align(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alignment:
-    """How image 0 lies on image 1, and images of it."""
+    """How image 0 lies on image 1, and images of both that show it; `align` makes one.
+
+    >>> import matcher, numpy as np
+    >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    >>> found = matcher.align(image, np.roll(image, 20, axis=1), "nearest", max_keypoints=300)
+    >>> found.found, found.image("difference").shape, int(found.image()[0, 0, 3])
+    (True, (240, 320, 3), 0)
+    """
 
     result: Result  # the matches that the map was estimated from
     model: PlanarModel

@@ -44,6 +44,12 @@ def find(
 ) -> Detections:
     """Find a flat template, such as a sign, a label or a cut-out, in an image; `TemplateFinder` for many.
 
+    >>> import matcher, numpy as np
+    >>> image = np.random.default_rng(0).integers(0, 255, (300, 400), dtype=np.uint8)
+    >>> found = matcher.find(image[50:250, 100:300], image, "nearest", max_keypoints=300)
+    >>> len(found), bool(abs(found.instances[0].corners[0] - [99.5, 49.5]).max() < 1)
+    (1, True)
+
     Args:
         template, image: as `Pipeline.match` takes them.
         template_mask, mask: of either, not zero where keypoints may lie.
@@ -66,6 +72,12 @@ class TemplateFinder:
     each window the template is matched; what lies within an instance is taken away and it is matched again,
     until no homography is found. Every instance is then brought to the template's scale and turn and matched
     once more, which makes it exact and discards what only looked alike.
+
+    >>> import matcher, numpy as np
+    >>> images = np.random.default_rng(0).integers(0, 255, (2, 300, 400), dtype=np.uint8)
+    >>> finder = matcher.TemplateFinder(images[0, 50:250, 100:300], "nearest", max_keypoints=300)
+    >>> [len(finder.find(image)) for image in images]
+    [1, 0]
     """
 
     def __init__(

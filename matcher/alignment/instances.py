@@ -59,7 +59,14 @@ class Instance:
 
 @dataclass(frozen=True, eq=False)
 class Detections:
-    """The instances of a template in one image, the one with most inliers first."""
+    """The instances of a template in one image, the one with most inliers first; `find` makes them.
+
+    >>> import matcher, numpy as np
+    >>> image = np.random.default_rng(0).integers(0, 255, (300, 400), dtype=np.uint8)
+    >>> found = matcher.find(image[50:250, 100:300], image, "nearest", max_keypoints=300)
+    >>> len(found), found.size, [round(one.scale, 1) for one in found]
+    (1, (400, 300), [1.0])
+    """
 
     instances: tuple[Instance, ...]
     size: tuple[int, int]  # (width, height) of the image, stored pixels

@@ -23,7 +23,14 @@ from matcher.presets import DEFAULT_PRESET
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MatchedSet:
-    """Images matched with each other; images are numbered as they were given."""
+    """Images matched with each other, numbered as they were given; `match_set` makes one.
+
+    >>> import matcher, numpy as np
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
+    >>> found = matcher.match_set([scene[:, :320], scene[:, 40:360]], "nearest", max_keypoints=300)
+    >>> found.groups(), found.matches(0, 1).shape == (len(found.tracks), 2)
+    ([[0, 1]], True)
+    """
 
     names: tuple[str, ...]  # paths, or "image 3" for the array at index 3
     features: tuple[Features, ...]  # of each image
