@@ -12,6 +12,7 @@ from matcher.config import EstimationConfig, from_dict
 from matcher.data.camera import Camera
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
+from matcher.verify.verdict import NOT, doubted
 
 _PAIRS = "SELECT image0, image1 FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
 
@@ -55,7 +56,8 @@ class _Verification:
     def pair(self, image0: int, image1: int) -> EncodedPair:
         """The pair as it is to be written."""
         found = self._store.pair(self._names[image0], self._names[image1])
-        cameras = [self._store.image(name).camera or self._camera for name in (found.name0, found.name1)]
+        images = [self._store.image(name) for name in (found.name0, found.name1)]
+        cameras = [image.camera or self._camera for image in images]
         matches = found.matches
         geometry = self._estimator(
             matches.points0,
@@ -66,6 +68,7 @@ class _Verification:
                 self._scales[image0], self._scales[image1], self._estimator.config.kind
             ),
         )
+        geometry = doubted(geometry, matches, *(image.size for image in images), least=NOT)
         keypoints = (self._store.keypoints(found.name0), self._store.keypoints(found.name1))
         data = encode_pair(matches, geometry, *keypoints)
         return EncodedPair(image0, image1, found.seconds, checksum(data), data)
