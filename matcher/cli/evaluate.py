@@ -98,6 +98,7 @@ def evaluate(
     resize: options.Resize = None,
     threshold: options.Threshold = None,
     second_pass: options.SecondPass = None,
+    no_refine: options.NoRefine = False,
     pairs: Pairs = None,
     levels: Levels = "1,2,3,4",
     seed: Seed = 0,
@@ -130,6 +131,7 @@ def evaluate(
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     _check_and_say(where, sets, output, overwrite, calibration)
     own = {"max_keypoints": max_keypoints, "resize": resize, "device": device, "second_pass": second_pass}
+    own["refine"] = False if no_refine else None
     shared = MethodOptions(own, {"match_threshold": threshold, "precision": precision}, full_depth)
     chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
     methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)

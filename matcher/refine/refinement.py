@@ -25,7 +25,7 @@ _AT_REST = 0.25  # a longer last step, in pixels of the frame, means that no min
 _LEAST_CONTRAST = 1.0  # grey values of 255; what is flatter is compression and noise
 _LEAST_SEEN = 0.5  # share of a window that must be on both images
 _MOST_HALVINGS = 4
-_FIRST_STEPS, _STEPS = 4, 4  # of Gauss and Newton, before weights are set and after each time
+_FIRST_STEPS, _STEPS = 3, 3  # of Gauss and Newton, before weights are set and after each time
 
 
 class ImagePyramid(NamedTuple):
