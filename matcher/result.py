@@ -241,6 +241,7 @@ class Result:
         colour_by: ColourBy = "confidence",
         errors: np.ndarray | None = None,
         stacked: bool = False,
+        ellipses: bool = False,
         max_lines: int = 200,
         overwrite: bool = False,
     ) -> Path:
@@ -251,14 +252,15 @@ class Result:
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
             title: one line above the images; counts of matches and inliers when absent.
             colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
+            ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
 
         Returns:
             The path written.
 
         Raises:
-            UsageError: another suffix, an absent folder, an existing foreign file, images of other
-                sizes than the result's, or no image where the result has no path.
+            UsageError: another suffix, an absent folder, an existing foreign file, images of other sizes than
+                the result's, no image where the result has no path, or ellipses of matches without any.
             ImageError: an image cannot be read.
         """
         from matcher.drawing.canvas import PLOT_SUFFIXES, save_figure
@@ -277,10 +279,16 @@ class Result:
             stacked=stacked,
             keypoints0=self.features0.keypoints.detach().cpu().numpy(),
             keypoints1=self.features1.keypoints.detach().cpu().numpy(),
+            covariances=self._covariances() if ellipses else None,
             title=title,
             max_lines=max_lines,
         )
         return save_figure(figure, path)
+
+    def _covariances(self) -> np.ndarray:
+        if self.matches.refinement is None:
+            raise UsageError("ellipses=True draws refined matches, and these were not refined (refine=False)")
+        return self.matches.refinement.covariances
 
     def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
         """The image that was given for a drawing, or that of the path, checked against the size matched."""

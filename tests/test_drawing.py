@@ -381,3 +381,19 @@ def test_attention_joins_the_keypoint_with_what_it_attends_to_in_both_images():
     np.testing.assert_allclose([s[1] for s in segments], [[600.5, 200.5], [812 + 600.5, 200.5]])
     with pytest.raises(UsageError, match="weights"):
         draw_attention(grey(), grey(), (1, 1), [(MISSING, np.ones(1))], [])
+
+
+def test_ellipses_show_the_uncertainty_of_points_enlarged():
+    points = np.array([[100.0, 150.0], [300.0, 150.0]])
+    covariances = np.array([[[0.25, 0], [0, 0.01]], [[4.0, 0], [0, 4.0]]])
+    plain, drawn = (
+        body(draw_matches(grey(), grey(), points, points, covariances=given)) for given in (None, covariances)
+    )
+    differs = (plain.astype(int) - drawn).any(axis=2)
+    half = differs.shape[1] // 2
+    assert not differs[:, : half - 20].any()  # they are those of image 1
+    first = differs[:, half : half + half // 2]
+    rows, columns = np.nonzero(first)
+    assert np.ptp(columns) > 3 * np.ptp(rows) > 0
+    with pytest.raises(UsageError, match="covariances"):
+        draw_matches(grey(), grey(), points, points, covariances=covariances[:1])

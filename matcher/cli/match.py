@@ -49,6 +49,10 @@ def match(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|.svg|…", help="Save a plot of the matches.")
     ] = None,
+    ellipses: Annotated[
+        bool,
+        typer.Option("--ellipses", help="Draw the uncertainty of points in the plot, enlarged."),
+    ] = False,
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     fail_if_unmatched: Annotated[
@@ -68,11 +72,13 @@ def match(
     from matcher.loading import load
 
     check_outputs(output, plot, inputs=(image0, image1, mask0, mask1), overwrite=overwrite)
+    if ellipses and plot is None:
+        raise typer.BadParameter("--ellipses draws into a plot: add --plot FILE")
     texts = {"camera0": camera0, "camera1": camera1}
     cameras = {name: options.parse_camera(text, f"--{name}") for name, text in texts.items()}
     pipeline = _tiled(given) if tiles else load(**given)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1, budget_ms=budget_ms, **cameras)
-    save(result, pipeline, output, plot)
+    save(result, pipeline, output, plot, ellipses=ellipses)
     written = [path for path in (output, plot) if path]
     show_result(result, as_json=as_json, with_matrix="geometry" in given, written=written)
     return PARTIAL if fail_if_unmatched and is_unmatched(result) else 0

@@ -42,13 +42,15 @@ def check_each(
         check_output(path, suffixes, overwrite=overwrite)
 
 
-def save(result: Result, pipeline: Pipeline, output: Path | None, plot: Path | None) -> None:
+def save(
+    result: Result, pipeline: Pipeline, output: Path | None, plot: Path | None, *, ellipses: bool = False
+) -> None:
     """Write the requested files, each completely or not at all; images are read again for the plot."""
     if output is not None:
         result.save(output, overwrite=True)  # check_outputs has refused files of others
     if plot is not None:
         images = pipeline.read(result.path0), pipeline.read(result.path1)
-        result.plot(plot, *images, title=result.heading(), overwrite=True)
+        result.plot(plot, *images, title=result.heading(), ellipses=ellipses, overwrite=True)
 
 
 def show_result(

@@ -30,6 +30,7 @@ from matcher.drawing.canvas import (
     draw_header,
     two_images,
 )
+from matcher.drawing.ellipses import draw_ellipses
 from matcher.errors import UsageError
 from matcher.verify.distances import epipolar_distance
 
@@ -52,6 +53,7 @@ def draw_matches(
     stacked: bool = False,
     keypoints0: np.ndarray | None = None,
     keypoints1: np.ndarray | None = None,
+    covariances: np.ndarray | None = None,
     title: str | None = None,
     max_lines: int = 200,
 ) -> Figure:
@@ -66,6 +68,7 @@ def draw_matches(
         colour_by, error_limit: what colours show; errors above the limit, in pixels, have one colour.
         stacked: one image above the other instead of side by side.
         keypoints0, keypoints1: (N, 2) and (M, 2) all keypoints, drawn as small dots.
+        covariances: (K, 2, 2) of points1, drawn as ellipses of one sigma, enlarged twenty times.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
 
     Raises:
@@ -86,6 +89,8 @@ def draw_matches(
     ends = np.stack([placed[0].points(points0), placed[1].points(points1)], axis=1)
     scale, judged = _scale(colour_by), None if inliers is None else good
     drawn = _draw_lines(axes, ends, scores, good, scale(np.clip(share, 0, 1)), max_lines)
+    if covariances is not None:
+        draw_ellipses(axes, placed[1], points1, covariances)
     draw_header(figure, title, _legend(colour_by, scale, error_limit, judged, drawn))
     return figure
 
