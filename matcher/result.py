@@ -245,29 +245,25 @@ class Result:
         max_lines: int = 200,
         overwrite: bool = False,
     ) -> Path:
-        """Draw the matches on both images and save the drawing; the file appears whole or not at all.
+        """Draw the matches on both images, save the drawing whole or not at all, and return its path.
 
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
-            title: one line above the images; counts of matches and inliers when absent.
-            colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
+            title, colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
 
-        Returns:
-            The path written.
-
         Raises:
-            UsageError: another suffix, an absent folder, an existing foreign file, images of other sizes than
-                the result's, no image where the result has no path, or ellipses of matches without any.
+            UsageError: a file that cannot be written, no image or one of another size, or no refined matches
+                for ellipses.
             ImageError: an image cannot be read.
         """
         from matcher.drawing.canvas import PLOT_SUFFIXES, save_figure
         from matcher.drawing.matches import draw_matches
 
         path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
-        images = [self._image(index, given) for index, given in enumerate((image0, image1))]
+        images = [self._image(*each) for each in enumerate((image0, image1))]
         figure = draw_matches(
             *images,
             self.points0,

@@ -120,9 +120,8 @@ def evaluate(
     multiview (the last two).
 
     DIR is a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above,
-    or any folder of photos, from which synthetic pairs are made.
-
-    FILE is a list of image pairs with intrinsics and poses, in the format of SuperGlue and glue-factory.
+    or any folder of photos, from which synthetic pairs are made. FILE is a list of image pairs with
+    intrinsics and poses, in the format of SuperGlue and glue-factory.
     """
     options.limit_threads(threads)
     from matcher.lab.evaluate.methods import MethodOptions, build_methods
@@ -131,14 +130,20 @@ def evaluate(
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     _check_and_say(where, sets, output, overwrite, calibration)
     own = {"max_keypoints": max_keypoints, "resize": resize, "device": device, "second_pass": second_pass}
-    own["refine"] = False if no_refine else None
+    own |= {"refine": False} if no_refine else {}
     shared = MethodOptions(own, {"match_threshold": threshold, "precision": precision}, full_depth)
     chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
     methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)
     table = TableOptions(seed, methods[0].name if compare else None, output, calibration)
-    if skipped := sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets):
-        complain(f"{skipped} pairs were skipped; the tables give the reasons")
-    return PARTIAL if skipped else 0
+    skipped = sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets)
+    return _skipped(skipped)
+
+
+def _skipped(count: int) -> int:
+    """Tell of pairs that were skipped; the exit code."""
+    if count:
+        complain(f"{count} pairs were skipped; the tables give the reasons")
+    return PARTIAL if count else 0
 
 
 def _say_if_synthetic(where: str, sets: Sequence[PairSet]) -> None:

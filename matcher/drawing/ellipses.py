@@ -13,18 +13,20 @@ ENLARGED = 20  # a tenth of a pixel could not be seen
 _CORNERS = 33
 
 
-def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: np.ndarray) -> None:
+def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: np.ndarray | None) -> None:
     """The one-sigma ellipses of points, `ENLARGED` times their size.
 
     Args:
         axes: of a drawing that `placed` lies on.
         placed: the image of the points.
         points: (K, 2) stored pixels.
-        covariances: (K, 2, 2) stored pixels².
+        covariances: (K, 2, 2) stored pixels²; None draws nothing.
 
     Raises:
         UsageError: arrays whose shapes do not fit.
     """
+    if covariances is None:
+        return
     points, covariances = as_points(points, "points"), np.asarray(covariances, dtype=np.float64)
     if covariances.shape != (len(points), 2, 2):
         raise UsageError(f"covariances must be ({len(points)}, 2, 2), not {covariances.shape}")

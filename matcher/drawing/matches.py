@@ -61,14 +61,13 @@ def draw_matches(
 
     Args:
         image0, image1: an Image, or an array as `images.image_from_array` takes it.
-        points0, points1: (K, 2) matched points in stored-image pixels.
+        points0, points1: (K, 2) stored pixels.
         scores: (K,) in [0, 1], the confidence of a match; 1 when absent.
         inliers: (K,) bool; None where no geometry was estimated, then no match counts as an outlier.
-        errors: (K,) pixels, from `match_errors`.
-        colour_by, error_limit: what colours show; errors above the limit, in pixels, have one colour.
-        stacked: one image above the other instead of side by side.
-        keypoints0, keypoints1: (N, 2) and (M, 2) all keypoints, drawn as small dots.
-        covariances: (K, 2, 2) of points1, drawn as ellipses of one sigma, enlarged twenty times.
+        errors, colour_by, error_limit: (K,) pixels; what colours show; larger errors have one colour.
+        stacked: one image above the other.
+        keypoints0, keypoints1, covariances: (N, 2), (M, 2) all keypoints, as dots; (K, 2, 2) of points1, as
+            ellipses of one sigma, enlarged twenty times.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
 
     Raises:
@@ -80,19 +79,21 @@ def draw_matches(
     good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
     _check(len(points1), count, colour_by, errors, error_limit, max_lines)
     title = title or f"{count} matches" + ("" if inliers is None else f", {int(good.sum())} inliers")
-    share = scores
+    share, judged = scores, None if inliers is None else good
     if colour_by == "error":
-        share = np.nan_to_num(as_column(errors, count, "errors", scores) / error_limit, nan=1.0)
-        inliers, good = None, np.ones(count, bool)
+        share, judged, good = _error_shares(errors, count, error_limit), None, np.ones(count, bool)
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
     _draw_keypoints(axes, placed, (keypoints0, keypoints1))
-    ends = np.stack([placed[0].points(points0), placed[1].points(points1)], axis=1)
-    scale, judged = _scale(colour_by), None if inliers is None else good
-    drawn = _draw_lines(axes, ends, scores, good, scale(np.clip(share, 0, 1)), max_lines)
-    if covariances is not None:
-        draw_ellipses(axes, placed[1], points1, covariances)
-    draw_header(figure, title, _legend(colour_by, scale, error_limit, judged, drawn))
+    ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
+    drawn = _draw_lines(axes, ends, scores, good, _scale(colour_by)(np.clip(share, 0, 1)), max_lines)
+    draw_ellipses(axes, placed[1], points1, covariances)
+    draw_header(figure, title, _legend(colour_by, _scale(colour_by), error_limit, judged, drawn))
     return figure
+
+
+def _error_shares(errors: np.ndarray, count: int, limit: float) -> np.ndarray:
+    """(K,) errors as shares of the limit; unknown ones are at the limit."""
+    return np.nan_to_num(as_column(errors, count, "errors", np.zeros(count)) / limit, nan=1.0)
 
 
 def _draw_keypoints(
