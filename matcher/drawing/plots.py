@@ -221,5 +221,6 @@ def draw_reliability(
             below.plot(probability, number, color=colour, marker=marker)
     above.set(ylabel="share that is right", ylim=(0, 1.02))
     above.legend()
-    below.set(xlabel="probability", ylabel="matches", xlim=(0, 1), yscale="symlog")
+    below.set(xlabel="probability", ylabel="matches", xlim=(0, 1), yscale="log")
+    below.set_ylim(bottom=0.7)
     return figure
