@@ -21,7 +21,7 @@ from matcher.cli.messages import messages
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = [
     "preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "layers_run", "layers",
-    "refinement", "passes", "kept0", "kept1", "geometry", "seconds",
+    "refinement", "passes", "budget", "kept0", "kept1", "geometry", "verdict", "seconds",
 ]  # fmt: skip
 ARRAYS = {
     "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "inliers", "geometry_kind",
