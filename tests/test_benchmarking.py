@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
 from matcher.config import ContextConfig, NetworkConfig
@@ -86,7 +87,7 @@ def test_operations_are_those_that_torch_counts(shared: bool) -> None:
         model = MatchingNetwork(NetworkConfig(descriptor_dim=32, project=False, context=context)).eval()
     model = model.with_policy(replace(model.config.policy, **OFF))
     sides = [replace(random_batch(n, 1, CPU), kind="any") for n in (50, 70)]
-    sides = [replace(f, descriptors=f.descriptors[..., :32]) for f in sides]
+    sides = [replace(f, descriptors=normalize(f.descriptors[..., :32], dim=-1)) for f in sides]
     with FlopCounterMode(display=False) as counter:  # with gradients attention is plain matrix products
         model(*sides)
     # Beside the layers and the similarity: upright positions (twice) and directions, phases, matchabilities.
