@@ -47,6 +47,7 @@ def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd)
     assert "images: 4 done, 0 failed, 0 waiting" in out
     assert "pairs: 6 done, 0 failed, 0 waiting" in out
     assert "extracting images: 4 of 4, 0 failed" in err and "matching pairs: 6 of 6" in err
+    # A keypoint has one position in all pairs of a run: refinement comes later, track by track.
     pipe = matcher.load("nearest", max_keypoints=150, device="cpu", refine=False)
     pairs = list(opened(tmp_path / "run"))
     assert len(pairs) == 6
