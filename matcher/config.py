@@ -196,20 +196,20 @@ class EstimationConfig:
 
 @dataclass(frozen=True)
 class SecondPassConfig:
-    """Further passes over a pair whose first one was not sure; each stops those after it if it is.
+    """Further passes over a pair whose first pass was not confident; none follows once one is.
 
-    A pass is sure with enough inliers that are most of its matches. What is found once it is not: `preset`
-    matches other features of the same images; where nothing agrees yet, other changes of scale and a negative
-    are tried; then the common region of both images is matched at one scale, with all its keypoints there.
+    Matches are confident if there are enough inliers and these are most of the matches. Otherwise, with few
+    inliers, changes of scale and an inversion of grey values are tried; `preset` matches other features of
+    the same images; and the common region of both images is matched at equal scale, with more keypoints.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
     scale_search: bool = True
     negative: bool = True
     region: bool = True
-    sure_inliers: int = 200
-    sure_share: float = 0.3  # or so many of the keypoints of the image with fewer
-    sure_ratio: float = 0.6  # inliers / matches
+    confident_inliers: int = 200
+    confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer
+    confident_inlier_ratio: float = 0.6  # and inliers / matches
     same_point: float = 1.5  # pixels of the resized image within which points of two passes are one
 
 

@@ -57,8 +57,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         early_exit: stop a pair at the layer where it is confident.
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
-        second_pass: whether a pair whose first pass was not sure is looked at again, in other ways; that of
-            `hybrid-learned` is on, that of the other presets off.
+        second_pass: run further passes if the first was not confident; on for `hybrid-learned`,
+            off for the other presets.
         refine: move every match to where the images look most alike; by default where there are keypoints.
         upright: apply the EXIF orientation of images; True by default.
         max_pixels: width · height above which a file is refused before it is decoded.

@@ -81,18 +81,18 @@ def test_a_common_region_is_seen_at_one_scale(rng, change):
     assert crop0.scale[0] / crop1.scale[0] == pytest.approx(min(change, 2.5), rel=0.05)
 
 
-def test_sure_means_many_inliers_that_are_most_matches():
-    config = SecondPassConfig(sure_inliers=100, sure_share=0.5, sure_ratio=0.6)
+def test_confident_means_many_inliers_that_are_most_matches():
+    config = SecondPassConfig(confident_inliers=100, confident_keypoint_share=0.5, confident_inlier_ratio=0.6)
 
-    def sure(matches: int, inliers: int, keypoints: int, status: str = "ok") -> bool:
+    def confident(matches: int, inliers: int, keypoints: int, status: str = "ok") -> bool:
         agree = np.arange(matches) < inliers
-        return Evidence.of(TwoViewGeometry("fundamental", status, agree), keypoints).is_sure(config)
+        return Evidence.of(TwoViewGeometry("fundamental", status, agree), keypoints).is_confident(config)
 
-    assert sure(150, 110, 1000) and sure(60, 50, 90)
-    assert not sure(150, 90, 1000)  # few
-    assert not sure(300, 110, 1000)  # most are wrong
-    assert not sure(150, 110, 1000, "degenerate")
-    assert not sure(0, 0, 0, "too_few")
+    assert confident(150, 110, 1000) and confident(60, 50, 90)
+    assert not confident(150, 90, 1000)  # few
+    assert not confident(300, 110, 1000)  # most are wrong
+    assert not confident(150, 110, 1000, "degenerate")
+    assert not confident(0, 0, 0, "too_few")
 
 
 def test_points_of_two_passes_that_are_the_same_count_once():
@@ -142,7 +142,7 @@ def test_images_whose_scales_differ_four_times_are_matched(photo):
     assert len(alone.matches) == len(result.first.matches) and alone.passes == ()
 
 
-def test_a_sure_pair_is_matched_by_one_pass(photo):
+def test_a_confident_pair_is_matched_by_one_pass(photo):
     pipeline = matcher.load(max_keypoints=512, device="cpu")
 
     def unwanted():
@@ -195,7 +195,7 @@ def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
     """The first pass sees 256 pixels, the common region the 768 of the array."""
     pipeline = matcher.load("nearest", second_pass=True, resize=256, max_keypoints=300)
     seen = []
-    unsure = replace(pipeline.passes.config, sure_ratio=1.1)
+    unsure = replace(pipeline.passes.config, confident_inlier_ratio=1.1)
     pipeline = replace(pipeline, passes=replace(pipeline.passes, config=unsure))
     match = type(pipeline.passes.own).match
 

@@ -1,9 +1,9 @@
 """Steerable descriptors: which quarter turn brings one image to the orientation of the other.
 
 A descriptor of the front end `learned` is trained to have four groups of values that are permuted cyclically
-when its image is rotated by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the angle
-between two images, rotating one's descriptors by the right quarter turn leaves 45 degrees or less, without
-extracting features again.
+when its image is rotated by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the
+rotation between two images, the right quarter turn of one's descriptors leaves at most 45 degrees of it, and
+no features are extracted again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from torch import Tensor
 from matcher.data.features import Features
 
 TURNS = 4  # quarter turns of a full one; a descriptor has a group of values for each
-STEERABLE = "learned"  # the front end whose descriptors these are
-# Clockwise quarter turns that EXIF orientations without a mirror ask for.
+STEERABLE = "learned"  # the front end with steerable descriptors
+# Clockwise quarter turns of the EXIF orientations without reflection.
 EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}
 
-_COMPARED = 1024  # points of each image, the best ones when they come from their front end
-_FEW = 384  # that are compared first
-# Evidence of the best turn / of the second best from which a few keypoints decide: on hard indoor pairs they
-# decide two thirds so, and always as all of them do.
+_COMPARED = 1024  # keypoints of each image, the strongest when they come from a front end
+_FEW = 384  # keypoints that are compared first
+# Least ratio of the evidence of the best turn to that of the second best at which a few keypoints decide. On
+# hard indoor pairs that is so for two thirds, and the decision was always that of all keypoints.
 _DECISIVE = 1.5
-_MIN_DISTANCE = 1e-6  # between different descriptors, 1 - their similarity
-_CERTAIN = 0.04  # evidence per point of no turn, beyond which no other is tried; unrelated points have 0.002
-_MIN_GAIN = 0.2  # a turn must have so much more evidence than no turn
-# What EXIF calls an image that needs one turn more than orientation 1 … 8; 0 is unused.
+_MIN_DISTANCE = 1e-6  # cosine distance below which descriptors count as equal
+_CERTAIN = (
+    0.04  # evidence per keypoint for no turn above which no other is tried; unrelated images have 0.002
+)
+_MIN_GAIN = 0.2  # margin of evidence by which a turn must exceed no turn
+# The EXIF orientation with one more clockwise turn than orientation 1 … 8; index 0 is unused.
 _TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
 
@@ -42,8 +44,7 @@ def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
 
 
 def rotated_descriptors(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
-    """Descriptors (N, D) of an image as it is and, where the front end's can be turned, after each quarter
-    turn."""
+    """Descriptors (N, D) of an image as it is and, if they are steerable, after each quarter turn."""
     count, size = descriptors.shape
     turns = TURNS if kind == STEERABLE else 1
     groups = descriptors.reshape(count, turns, size // turns)
@@ -57,7 +58,7 @@ def aligned(features0: Features, features1: Features, kind: str) -> Features:
 
     Args:
         features0, features1: batches.
-        kind: the front end that made them; features of one whose descriptors do not turn are returned as
+        kind: the front end that made them; features whose descriptors are not steerable are returned as
             they are.
     """
     if kind != STEERABLE or 0 in (len(features0), len(features1)):
@@ -86,7 +87,7 @@ def _turned(features: Features, turns: Tensor) -> Features:
 def quarter_turns(features0: Features, features1: Features) -> Tensor:
     """(B,) clockwise quarter turns of image 1 after which its descriptors fit those of image 0 best.
 
-    A few of the strongest keypoints decide most pairs; of the others more keypoints are compared.
+    A few of the strongest keypoints decide most pairs; for the others more keypoints are compared.
     """
     few = turn_evidence(features0, features1, strongest=_FEW, certain=_CERTAIN)
     few[0] += _MIN_GAIN
@@ -94,11 +95,11 @@ def quarter_turns(features0: Features, features1: Features) -> Tensor:
     if len(few) < 2 or max(len(features0), len(features1)) <= _FEW:
         return turns
     best, second = few.topk(2, dim=0).values
-    open_ = (best <= _DECISIVE * second).nonzero()[:, 0]
-    if len(open_):
-        many = turn_evidence(*(f.entries(open_) for f in (features0, features1)))
+    undecided = (best <= _DECISIVE * second).nonzero()[:, 0]
+    if len(undecided):
+        many = turn_evidence(*(f.entries(undecided) for f in (features0, features1)))
         many[0] += _MIN_GAIN
-        turns[open_] = many.argmax(0)
+        turns[undecided] = many.argmax(0)
     return turns
 
 
@@ -106,41 +107,41 @@ def quarter_turns(features0: Features, features1: Features) -> Tensor:
 def turn_evidence(
     features0: Features, features1: Features, *, strongest: int = _COMPARED, certain: float = math.inf
 ) -> Tensor:
-    """(T, B) evidence that image 1 shows the same as image 0 after so many clockwise quarter turns.
+    """(T, B) evidence that image 1 matches image 0 after 0 … T - 1 clockwise quarter turns.
 
-    It is how distinct mutually nearest descriptors are: the sum of (1 - r)², with r the ratio of the
-    distances to the nearest and to the second nearest, the larger one of both images. (The sum of the
-    similarities themselves drowns in those of wrong neighbours where views differ by more than turns.)
+    It measures how distinctive mutual nearest neighbours are: the sum of (1 - r)², with r the ratio of the
+    distances to the nearest and to the second nearest descriptor, the larger one of both images. (A sum of
+    similarities is dominated by wrong neighbours where views differ by more than a rotation.)
 
     Args:
-        features0, features1: batches of B images; T is 1 where their descriptors do not turn.
+        features0, features1: batches of B images; T is 1 if their descriptors are not steerable.
         strongest: how many keypoints of each image are compared.
-        certain: evidence a point of no turn, beyond which no turn is tried (T is 1).
+        certain: evidence per keypoint for no turn above which no other turn is tried (T is 1).
     """
     own, others = (f.descriptors[:, :strongest].float() for f in (features0, features1))
-    held, there = (f.mask[:, :strongest] for f in (features0, features1))
-    barred = ~(held[:, :, None] & there[:, None])
+    valid0, valid1 = (f.mask[:, :strongest] for f in (features0, features1))
+    padding = ~(valid0[:, :, None] & valid1[:, None])
     turns = TURNS if features1.kind == STEERABLE else 1
     evidence = []
     with torch.autocast(own.device.type, enabled=False):
         for turn in torch.arange(turns, device=others.device):
             turned = others if turns == 1 else steered(others, turn.expand(len(own)))
-            evidence.append(_evidence(own @ turned.mT, barred))
-            if bool((evidence[0] > certain * held.sum(1)).all()):
+            evidence.append(_evidence(own @ turned.mT, padding))
+            if bool((evidence[0] > certain * valid0.sum(1)).all()):
                 break
     return torch.stack(evidence)
 
 
-def _evidence(similarity: Tensor, barred: Tensor) -> Tensor:
-    """(B,) of similarities (B, N, M), of which those barred do not count."""
-    similarity = similarity.masked_fill(barred, -1.0)
+def _evidence(similarity: Tensor, padding: Tensor) -> Tensor:
+    """(B,) evidence from similarities (B, N, M); those of padding do not count."""
+    similarity = similarity.masked_fill(padding, -1.0)
     best0, best1 = similarity.amax(2, keepdim=True), similarity.amax(1, keepdim=True)
-    # Reductions over values alone are several times as fast as those that look for the index, too.
+    # Reductions over values alone are several times as fast as those that return indices too.
     top0, top1 = similarity == best0, similarity == best1
-    pair, row, column = (top0 & top1 & ~barred).nonzero(as_tuple=True)
+    pair, row, column = (top0 & top1 & ~padding).nonzero(as_tuple=True)
     second0 = similarity.masked_fill(top0, -1.0).amax(2)[pair, row]
     second1 = similarity.masked_fill(top1, -1.0).amax(1)[pair, column]
-    apart = 1 - torch.maximum(second0, second1)  # the larger ratio is that of the smaller distance
-    ratio = (1 - best0[pair, row, 0]) / apart.clamp(min=_MIN_DISTANCE)
+    second_distance = 1 - torch.maximum(second0, second1)  # the larger ratio is that of the smaller distance
+    ratio = (1 - best0[pair, row, 0]) / second_distance.clamp(min=_MIN_DISTANCE)
     evidence = similarity.new_zeros(len(similarity))
     return evidence.index_add_(0, pair, (1 - ratio).clamp(min=0) ** 2)

@@ -1,1 +1,1 @@
-"""Further passes over a pair whose first one was not sure: other features, crops and scales."""
+"""Further passes over a pair whose first pass was not confident: other features, crops and scales."""

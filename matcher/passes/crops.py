@@ -14,21 +14,21 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.data.protocols import Extractor, Matcher
 
-_LEAST_SIDE = 16  # pixels of a crop
+_LEAST_SIDE = 16  # pixels, of a crop
 
 
 @dataclass(frozen=True, eq=False)
 class Crop:
-    """A rectangle of an image, resized."""
+    """A rectangular part of an image, resized."""
 
     pixels: np.ndarray  # (h, w) or (h, w, 3) uint8
-    image: Image  # of which it is a part
+    image: Image  # that it was cut from
     corner: tuple[int, int]  # (x, y) of its first pixel, in pixels of the image
     scale: tuple[float, float]  # (sx, sy) = size of the crop / size of the rectangle
     mask: np.ndarray | None = None  # (h, w) bool, True where keypoints may lie
 
     def as_image(self) -> Image:
-        """The crop as an image that knows of no larger one."""
+        """The crop as an independent image."""
         height, width = self.pixels.shape[:2]
         return Image(self.pixels, size=(width, height), mask=self.mask)
 
@@ -44,7 +44,7 @@ class Crop:
 
 @dataclass(frozen=True, eq=False)
 class PassMatches:
-    """What one pass found; K matches in stored pixels."""
+    """The K matches of one pass, in stored pixels."""
 
     name: str
     points0: np.ndarray  # (K, 2) float32
@@ -54,7 +54,7 @@ class PassMatches:
 
 @dataclass(frozen=True, eq=False)
 class LocalMatcher:
-    """A front end and a matcher of its features."""
+    """A front end and the matcher for its features."""
 
     extractor: Extractor
     matcher: Matcher

@@ -1,4 +1,4 @@
-"""Whether a pass was sure: what its matches and the geometry that they agree with say."""
+"""Whether the matches of a pair so far are confident, by the inliers of their geometry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matcher.data.matches import TwoViewGeometry
 
 @dataclass(frozen=True)
 class Evidence:
-    """What speaks for a pair after a pass."""
+    """Support of a pair after a pass."""
 
     matches: int
     inliers: int  # of the geometry
@@ -20,11 +20,11 @@ class Evidence:
 
     @staticmethod
     def of(geometry: TwoViewGeometry, keypoints: int) -> Evidence:
-        """The evidence of a geometry, estimated from matches of images with so many keypoints at least."""
+        """The evidence of a geometry; `keypoints` is their number in the image with fewer."""
         inliers = int(np.count_nonzero(geometry.inliers)) if geometry.status == "ok" else 0
         return Evidence(len(geometry.inliers), inliers, keypoints)
 
-    def is_sure(self, config: SecondPassConfig) -> bool:
-        """Whether another pass would find little more: many matches, of which most agree."""
-        enough = min(config.sure_inliers, config.sure_share * self.keypoints)
-        return self.inliers >= enough and self.inliers >= config.sure_ratio * self.matches > 0
+    def is_confident(self, config: SecondPassConfig) -> bool:
+        """Whether no further pass is needed: enough inliers, which are most of the matches."""
+        enough = min(config.confident_inliers, config.confident_keypoint_share * self.keypoints)
+        return self.inliers >= enough and self.inliers >= config.confident_inlier_ratio * self.matches > 0

@@ -1,4 +1,4 @@
-"""Which passes follow the first one: each is chosen by the evidence so far, until one is sure."""
+"""Further passes after the first: each is chosen by the evidence so far, until that is confident."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 
 FIRST = "first"
-_PLENTY = 60  # inliers that say where the common region is; with fewer, other features come first
-# Inliers from which a common region is believed at all: a crop around a few wrong matches makes them more.
-_BELIEVED = 20
-_LITTLE = 0.15  # inliers a keypoint; wrong matches along edges, as of a negative, give .1
+_RELIABLE_REGION = 60  # inliers with which the common region comes before other features
+# Least inliers for a common region: a crop around a few wrong matches would only add to them.
+_MIN_REGION_INLIERS = 20
+_LOW_INLIERS = 0.15  # inliers per keypoint; wrong matches along edges, as of a negative, give .1
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Joined:
 
 @dataclass(frozen=True, eq=False)
 class FurtherPasses:
-    """What is done about a pair that one pass left unsure."""
+    """Further passes over a pair whose first pass was not confident."""
 
     config: SecondPassConfig
-    own: LocalMatcher  # of the first pass
-    other: Callable[[], LocalMatcher] | None = None  # another front end and matcher, made at first use
+    own: LocalMatcher  # front end and matcher of the first pass
+    other: Callable[[], LocalMatcher] | None = None  # another front end and matcher, loaded on first use
     estimation: EstimationConfig = field(default_factory=EstimationConfig)
     longer_side: int = 1024  # of a crop, pixels
 
@@ -65,15 +65,15 @@ class FurtherPasses:
         geometry: TwoViewGeometry,
         seconds: float = 0.0,
     ) -> Joined:
-        """All matches of a pair, by as many passes as it needs.
+        """Run as many further passes as the pair needs, and join all matches.
 
         Args:
-            images: both, as the first pass saw them.
-            originals: both, with as many pixels as there are; called only where a part of them is looked at.
+            images: both, as matched in the first pass.
+            originals: each reads an image at full resolution; called only if the common region is matched.
             features: of the first pass.
             matches: of the first pass.
-            geometry: that these agree with, of whatever kind.
-            seconds: that the first pass took.
+            geometry: estimated from these matches, of any kind.
+            seconds: duration of the first pass.
         """
         pair = _Pair(self, images, originals, features, matches)
         reports = [PassReport(FIRST, len(matches), seconds)]
@@ -99,10 +99,10 @@ class _Pair:
     negative: bool = False  # image 1 is matched inverted from here on
 
     def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
-        """Passes until one is sure."""
-        if self.is_sure(geometry):
+        """Run passes until the evidence is confident."""
+        if self.is_confident(geometry):
             return
-        if self.found_little(geometry) and (change := self.change()) is not None:
+        if self.has_few_inliers(geometry) and (change := self.change()) is not None:
             one = self.further.own.match(change.name, *change.applied(self.images, self.further.longer_side))
             if self.verified(one).status == "ok":
                 self.found.append(one)
@@ -110,56 +110,56 @@ class _Pair:
                 geometry = self.geometry()
             yield one
         steps = [self.other_features, self.region]
-        if Evidence.of(geometry, 0).inliers >= _PLENTY:
+        if Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION:
             steps.reverse()
         for step in steps:
-            if self.is_sure(geometry) or (one := step(geometry)) is None:
+            if self.is_confident(geometry) or (one := step(geometry)) is None:
                 continue
             self.found.append(one)
             yield one
             geometry = self.geometry()
 
     def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
-        """The same images by the other front end."""
+        """Match the same images by the other front end."""
         if self.further.other is None:
             return None
         return self.further.other().match_images(self.further.config.preset, self.images)
 
     def joined(self) -> tuple[Features, Features, Matches]:
-        """The features and matches of all passes; those of the first where there is no other."""
+        """The features and matches of all passes; those of the first if there is no other."""
         if not self.found:
             return *self.features, self.first
         return joined(*self.features, self.first, self.found, self.further.config.same_point)
 
     def geometry(self) -> TwoViewGeometry:
-        """The fundamental matrix that the matches so far agree with."""
+        """The fundamental matrix estimated from all matches so far."""
         matches = self.joined()[2]
         return self.verified(PassMatches("", matches.points0, matches.points1, matches.scores))
 
     def verified(self, one: PassMatches) -> TwoViewGeometry:
-        """The fundamental matrix that the matches of one pass agree with."""
+        """The fundamental matrix estimated from the matches of one pass."""
         estimate = RobustEstimator(replace(self.further.estimation, kind="fundamental"))
         scale = threshold_scale(*(f.scale.tolist() for f in self.features), "fundamental")
         return estimate(one.points0, one.points1, thresholds_scale=scale)
 
-    def is_sure(self, geometry: TwoViewGeometry) -> bool:
-        """Whether the matches that `geometry` was estimated from need no other pass."""
+    def is_confident(self, geometry: TwoViewGeometry) -> bool:
+        """Whether the matches that `geometry` was estimated from need no further pass."""
         keypoints = min(map(len, self.features))
-        return Evidence.of(geometry, keypoints).is_sure(self.further.config)
+        return Evidence.of(geometry, keypoints).is_confident(self.further.config)
 
-    def found_little(self, geometry: TwoViewGeometry) -> bool:
-        """Whether so few matches agree that the images may differ in more than the viewpoint."""
+    def has_few_inliers(self, geometry: TwoViewGeometry) -> bool:
+        """Whether there are so few inliers that the images may differ by more than the viewpoint."""
         inliers = np.count_nonzero(geometry.inliers) if geometry.status == "ok" else 0
-        return inliers < _LITTLE * min(map(len, self.features))
+        return inliers < _LOW_INLIERS * min(map(len, self.features))
 
     def change(self) -> Change | None:
-        """What might bring the images closer."""
+        """The change of scale or inversion that the descriptors suggest, if any."""
         config, extractor = self.further.config, self.further.own.extractor
         return best_change(extractor, self.images, scales=config.scale_search, negative=config.negative)
 
     def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
-        """The common region at one scale, where matches say where it is."""
-        if not self.further.config.region or Evidence.of(geometry, 0).inliers < _BELIEVED:
+        """Match the common region at equal scale, if there are enough inliers to locate it."""
+        if not self.further.config.region or Evidence.of(geometry, 0).inliers < _MIN_REGION_INLIERS:
             return None
         matches = self.joined()[2]
         inliers = np.flatnonzero(geometry.inliers)

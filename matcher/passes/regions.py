@@ -1,4 +1,4 @@
-"""The common region of two images and its change of scale, from the matches that agree with a geometry."""
+"""The common region of two images and its change of scale, from the inliers of a geometry."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from matcher.data.image import Image
 from matcher.passes.crops import Crop, crop, image_points
 
-MARGIN = 0.15  # of the longer side of the box of the matched points, added on every side
-_MARGIN_PIXELS = 8  # and so many pixels, because matches are rare along edges
-_TAIL = 0.02  # share of the points that may lie beyond the box on each side: some are wrong
-_DRAWN = 2000  # pairs of matches whose distances are compared
-_LEAST_DISTANCE = 8.0  # pixels; shorter ones say little of the scale
-_LARGEST_ENLARGEMENT = 2.0  # beyond it there is nothing more to see
+MARGIN = 0.15  # added on every side, as a share of the longer side of the matched points' bounding box
+_MARGIN_PIXELS = 8  # added too, because matches are rare near image borders
+_TAIL = 0.02  # share of the points left outside the box on each side: some are outliers
+_DRAWN = 2000  # random pairs of matches whose distances are compared
+_LEAST_DISTANCE = 8.0  # pixels; shorter ones are too noisy
+_LARGEST_ENLARGEMENT = 2.0  # beyond it there is no more detail
 
 
 @dataclass(frozen=True, eq=False)
 class CommonRegion:
-    """Where the images show the same, in pixels of `Image.pixels`."""
+    """The part of the scene that both images show, in pixels of `Image.pixels`."""
 
     box0: tuple[int, int, int, int]  # x0, y0, x1, y1
     box1: tuple[int, int, int, int]
@@ -29,7 +29,7 @@ class CommonRegion:
 def change_of_scale(points0: np.ndarray, points1: np.ndarray) -> float:
     """The median ratio of distances between matched points (K, 2), image 1 to image 0; 1 without evidence.
 
-    Pairs of matches are drawn at random, with a fixed seed, so that a few wrong matches do not count.
+    Pairs of matches are drawn at random, with a fixed seed; the median is robust to a few wrong matches.
     """
     if len(points0) < 2:
         return 1.0
@@ -48,13 +48,13 @@ def common_region(image0: Image, image1: Image, points0: np.ndarray, points1: np
 
 
 def crops_of(region: CommonRegion, image0: Image, image1: Image, longer_side: int) -> tuple[Crop, Crop]:
-    """Both parts of the region at one scale: as large as `longer_side` allows, enlarged twice at most.
+    """Both crops of the region at equal scale: as large as `longer_side` allows, enlarged twice at most.
 
-    The finer part is made smaller where the coarser one would have to be enlarged more than that.
+    The crop of higher resolution is reduced where the other would have to be enlarged by more.
     """
     side0, side1 = (max(x1 - x0, y1 - y0) for x0, y0, x1, y1 in (region.box0, region.box1))
     change = region.scale_change
-    # factor0 = change · factor1 brings both to one scale.
+    # factor0 = change · factor1 gives both the same scale.
     fitting = min(longer_side / side1, longer_side / (side0 * change))
     factor1 = min(fitting, _LARGEST_ENLARGEMENT, _LARGEST_ENLARGEMENT / change)
     return crop(image0, region.box0, factor1 * change), crop(image1, region.box1, factor1)

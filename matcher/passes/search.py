@@ -1,4 +1,4 @@
-"""What brings two images closer where one pass found little: another change of scale, or a negative."""
+"""Search for a change of scale or an inversion of grey values, for pairs with few inliers in one pass."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from matcher.match.steering import turn_evidence
 from matcher.passes.crops import Crop
 from matcher.passes.regions import CommonRegion, crops_of
 
-# Changes of scale that are tried: a network finds matches up to a change of about two either way.
+# Changes of scale that are tried: a matcher tolerates changes of up to about two either way.
 _CHANGES = (3.5, 1 / 3.5)
 _COMPARED_SIDE = 512  # pixels of the crops that are compared
-# Evidence a keypoint from which a change is believed. On warps of training photos the right change had .023
-# or more, every other one and unrelated images less than .009; a zoom in by four had .016 for the wrong side.
-_CONVINCING = 0.018
+# Evidence per keypoint above which a change is accepted. On warps of training photos the right change had
+# .023 or more, all others and unrelated images less than .009; for a zoom by four the wrong one had .016.
+_MIN_EVIDENCE = 0.018
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to whole images before they are matched."""
+    """A transformation of whole images before they are matched."""
 
     name: str
-    scale: float = 1.0  # image 1 / image 0, which is undone
+    scale: float = 1.0  # of image 1 relative to image 0, which is compensated
     negative: bool = False  # image 1 is inverted
 
     def applied(self, images: Sequence[Image], longer_side: int) -> tuple[Crop, Crop]:
-        """Both images as they are matched then."""
+        """Both images with the change applied, ready to be matched."""
         boxes = [(0, 0, image.pixels.shape[1], image.pixels.shape[0]) for image in images]
         crop0, crop1 = crops_of(CommonRegion(*boxes, self.scale), *images, longer_side)
         return crop0, crop1.inverted() if self.negative else crop1
@@ -38,16 +38,16 @@ class Change:
 def best_change(
     extractor: Extractor, images: Sequence[Image], *, scales: bool = True, negative: bool = True
 ) -> Change | None:
-    """The change after which the descriptors of two images are most alike; None if all leave them unlike.
+    """The change with the most descriptor evidence; None if none has enough.
 
-    Only descriptors are compared (`turn_evidence`); no network but that of the front end runs.
+    Only descriptors are compared (`turn_evidence`); no matching network runs.
 
     Args:
         extractor: the front end.
-        images: both.
+        images: the two images.
         scales, negative: which changes are tried.
     """
-    best, most = None, _CONVINCING
+    best, most = None, _MIN_EVIDENCE
     for change in _changes(scales=scales, negative=negative):
         crops = change.applied(images, _COMPARED_SIDE)
         found = evidence(*extractor([crop.as_image() for crop in crops]))
@@ -57,7 +57,7 @@ def best_change(
 
 
 def evidence(features0: Features, features1: Features) -> float:
-    """How distinct mutually nearest descriptors are in the best quarter turn, a keypoint."""
+    """The evidence of `turn_evidence` for the best quarter turn, per keypoint."""
     fewer = min(len(features0), len(features1))
     if not fewer:
         return 0.0

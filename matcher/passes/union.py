@@ -1,4 +1,4 @@
-"""The matches of several passes as one set, and the keypoints that they belong to."""
+"""The union of the matches of several passes, and of their keypoints."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.passes.crops import PassMatches
 
-JOINED = "joined"  # the kind of features that come from several front ends
+JOINED = "joined"  # kind of features from several front ends
 
 
 def joined_matches(passes: Sequence[PassMatches], radius: tuple[float, float]) -> list[np.ndarray]:
-    """Which matches of each pass (K,) bool stay when those that use the same point count once.
+    """Which matches of each pass (K,) bool are kept after duplicates across passes are removed.
 
     Points of different passes are the same if they are less than `radius` apart, stored pixels in image 0 and
-    1. Of two matches that share a point in either image, the one of higher probability stays; of equals, that
-    of the earlier pass.
+    1. Of two matches that share a point in either image, the one of higher probability is kept; among
+    equals, that of the earlier pass.
     """
     kept = [np.ones(len(one.scores), dtype=bool) for one in passes]
     for later in range(1, len(passes)):
@@ -46,7 +46,7 @@ def _shared(first: PassMatches, second: PassMatches, radius: tuple[float, float]
 
 
 def with_points(features: Features, points: np.ndarray) -> Features:
-    """Keypoints of one image and after them `points` (K, 2), stored pixels, which have no descriptor.
+    """The keypoints of an image followed by `points` (K, 2), stored pixels, which have no descriptors.
 
     As nothing can be matched to them, the result has descriptors of size 0 and the kind `JOINED`, which
     matchers refuse.
@@ -67,17 +67,17 @@ def with_points(features: Features, points: np.ndarray) -> Features:
 def joined(
     features0: Features, features1: Features, first: Matches, further: Sequence[PassMatches], radius: float
 ) -> tuple[Features, Features, Matches]:
-    """The first pass and further ones as one pass.
+    """Join the first pass and further ones.
 
     Args:
-        features0, features1: that were matched first.
-        first: their matches.
-        further: what other passes found.
+        features0, features1: of the first pass.
+        first: matches of the first pass.
+        further: matches of the other passes.
         radius: pixels of the resized images within which points are the same.
 
     Returns:
-        The keypoints of the first pass and, after them, those matched by further ones; and the matches that
-        stay, best first, each with the probability that its pass gave it.
+        The keypoints of the first pass and, after them, those matched by further ones; and the matches
+        kept, best first, each with the probability that its pass gave it.
     """
     passes = [PassMatches("first", first.points0, first.points1, first.scores), *further]
     reach = tuple(radius / float(f.scale.prod().sqrt()) for f in (features0, features1))

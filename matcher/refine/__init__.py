@@ -1,1 +1,1 @@
-"""Matches in, matches exact to a fraction of a pixel out: least-squares matching on the images themselves."""
+"""Subpixel refinement of matches by least-squares matching on the images."""

@@ -1,10 +1,11 @@
-"""Least-squares matching of windows: where in image 1 does a window look as it does in image 0?
+"""Least-squares matching: the affine warp under which a window of image 1 best fits one of image 0.
 
-The window of image 1 is shifted and deformed until the weighted squares of the differences are least, both
-windows taken without a linear gradient of light and at the same contrast (Gruen 1985, "Adaptive least squares
-correlation"). Derivatives are the mean of both windows' (Benhimane and Malis 2004), so the images are treated
-alike. Shift and deformation have priors: the uncertainty of the match, and what neighbouring matches leave
-open of the affine map. So along an edge a match stays where it was, and its covariance says so.
+Shift and affine deformation of the window in image 1 minimise the weighted sum of squared differences, after
+a linear illumination gradient is removed from both windows and their contrast is normalised (Gruen 1985,
+"Adaptive least squares correlation"). The derivatives are the mean of those of both windows (Benhimane and
+Malis 2004), so neither image is preferred. Shift and deformation have Gaussian priors: the uncertainty of the
+match, and that of the affine map fitted to its neighbours. Along an edge (the aperture problem) a match
+therefore stays at its prior, and its covariance says so.
 """
 
 from __future__ import annotations
@@ -15,59 +16,61 @@ import numpy as np
 
 from matcher.refine.windows import Grid, Pyramid
 
-TOLERANCE = 0.02  # the step, in pixels of the frame, after which a match is at rest
-_DEFORMATION = 0.05  # deviation of the affine maps' entries
-_ROBUST = 2.0  # times the mean residual at which Geman and McClure's weight has fallen to a quarter
-# Variance of a shift over that of independent samples: they are not. Chosen so that half of the refined
-# matches of warped training photos lie within the ellipse that should hold half of them.
-_NOISE = 3.0
-_LEAST_RESIDUAL = 1e-3  # mean square of the difference of windows of variance 1; compression leaves as much
-# Of the residual's variance: energy of derivatives that noise alone makes. Of white noise it is 1/8, less
-# where the images are interpolated; chosen on warped training photos.
-_BLIND = 0.08
-_STIFFEST = 1e3  # holds a match where a window shows no more than that
-_AT_START = 0.3  # share of the first difference of the windows that is taken for noise
-_DARK = 1e-12
-_WORTH_LEAVING = 0.7  # share of matches still moving below which those at rest are taken out
+TOLERANCE = 0.02  # step length, in pixels of the frame, below which a match has converged
+_DEFORMATION = 0.05  # prior standard deviation of the entries of the affine map
+_ROBUST_SCALE = 2.0  # mean absolute residuals at which the Geman-McClure weight is a quarter
+# Inflation of the variance of a shift, because neighbouring samples are correlated. Chosen so that half of
+# the refined matches of warped training photos lie within the 50 % confidence ellipse.
+_VARIANCE_INFLATION = 3.0
+_MIN_RESIDUAL = 1e-3  # mean squared residual of windows of variance 1 that compression alone causes
+# Gradient energy due to noise alone, as a share of the residual variance. It is 1/8 for white noise and less
+# for interpolated images; chosen on warped training photos.
+_NOISE_ENERGY = 0.08
+_MAX_DAMPING = 1e3  # fixes a match along a direction in which the gradient is no more than noise
+_INITIAL_NOISE = 0.3  # share of the initial residual that is attributed to noise
+_EPSILON = 1e-12
+_COMPACT_BELOW = 0.7  # converged matches leave the active set once the others are less than this share of it
 
 
 class Windows(NamedTuple):
-    """Where K windows lie in both images, from one frame between them."""
+    """Where K windows lie in both images, as maps from a common intermediate frame."""
 
     pyramid0: Pyramid
     pyramid1: Pyramid
-    affine0: np.ndarray  # (K, 2, 3) from 1, x and y of a place in the frame to pixels
+    affine0: np.ndarray  # (K, 2, 3) from (1, x, y) in the frame to pixels
     affine1: np.ndarray
-    deviation: np.ndarray  # (K,) of the place that is expected, along an axis, in steps of the frame
+    deviation: np.ndarray  # (K,) prior standard deviation of the shift along an axis, frame pixels
 
 
 class Fit(NamedTuple):
-    """What least squares say of K matches, in steps of the frame between the images."""
+    """Least-squares estimates for K matches, in pixels of the intermediate frame."""
 
     change: np.ndarray  # (K, 6) shift x, y of the window in image 1 and its deformation xx, yx, xy, yy
     covariance: np.ndarray  # (K, 2, 2) of the shift
-    correlation: np.ndarray  # (K,) of the two windows, robustly weighted
+    correlation: np.ndarray  # (K,) robustly weighted correlation coefficient of the windows
     contrast: np.ndarray  # (K,) the smaller of both windows' standard deviations, grey values of 255
     last_step: np.ndarray  # (K,) length of the last change of the shift
-    seen: np.ndarray  # (K,) share of the window that is on both images and in their masks
+    visible: np.ndarray  # (K,) share of the window inside both images and their masks
 
 
-class _Light(NamedTuple):
-    """Removes a linear gradient of light under weights, and brings the rest to norm 1."""
+class _Illumination(NamedTuple):
+    """Removes a linear illumination gradient by weighted least squares, and normalises to unit variance."""
 
     basis: np.ndarray  # (n, 3)
     weights: np.ndarray  # (n,) or (K, n), sum 1
     inverse: np.ndarray  # (3, 3) or (K, 3, 3), of the weighted basis
 
     @staticmethod
-    def of(grid: Grid, weights: np.ndarray) -> _Light:
-        basis = np.ascontiguousarray(grid.places.T) / np.array([1, grid.side / 2, grid.side / 2], np.float32)
+    def of(grid: Grid, weights: np.ndarray) -> _Illumination:
+        basis = np.ascontiguousarray(grid.offsets.T) / np.array([1, grid.side / 2, grid.side / 2], np.float32)
         products = (basis[:, :, None] * basis[:, None]).reshape(len(basis), 9)
-        return _Light(basis, weights, np.linalg.inv((weights @ products).reshape(*weights.shape[:-1], 3, 3)))
+        return _Illumination(
+            basis, weights, np.linalg.inv((weights @ products).reshape(*weights.shape[:-1], 3, 3))
+        )
 
-    def chosen(self, rows: np.ndarray) -> _Light:
+    def select(self, rows: np.ndarray) -> _Illumination:
         shared = self.weights.ndim == 1
-        return self if shared else _Light(self.basis, self.weights[rows], self.inverse[rows])
+        return self if shared else _Illumination(self.basis, self.weights[rows], self.inverse[rows])
 
     def moments(self, values: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """(K, c) weighted sums of values (K, n) times columns (n, c)."""
@@ -82,48 +85,48 @@ class _Light(NamedTuple):
         return np.einsum("kn,kn->k", values, self.weights)
 
     def normalised(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values (K, n) without the gradient and of norm 1, and (K, 1) their norm."""
+        """Values (K, n) without the gradient and of unit norm, and (K, 1) the norm that they had."""
         gradient = (self.moments(values, self.basis)[:, None] @ self.inverse)[:, 0]
-        rest = values - gradient @ self.basis.T
-        norm = np.sqrt(self.mean(rest * rest) + _DARK)[:, None]
-        rest /= norm
-        return rest, norm
+        centred = values - gradient @ self.basis.T
+        norm = np.sqrt(self.mean(centred * centred) + _EPSILON)[:, None]
+        centred /= norm
+        return centred, norm
 
 
 class _Equations(NamedTuple):
     """Normal equations of K windows, linearised once."""
 
-    light: _Light
+    illumination: _Illumination
     z: np.ndarray  # (K, n) normalised window of image 0
     dx: np.ndarray  # (K, n) derivatives
     dy: np.ndarray
-    blur: np.ndarray  # (K, n) what blur takes from the windows, of norm 1
-    blind: np.ndarray  # (K, 2) direction in which the window shows least
-    stiff: np.ndarray  # (K,) what a step along it costs
+    blur: np.ndarray  # (K, n) Laplacian, normalised: the effect of a little blur
+    weakest: np.ndarray  # (K, 2) eigenvector of the least eigenvalue of the structure tensor
+    damping: np.ndarray  # (K,) added along that direction, against the aperture problem
     inverse: np.ndarray  # (K, 6, 6)
-    prior: np.ndarray  # (K, 6) what a deviation from the match as it was costs
+    prior: np.ndarray  # (K, 6) diagonal of the prior's precision, scaled by the noise
 
-    def chosen(self, rows: np.ndarray) -> _Equations:
-        return _Equations(self.light.chosen(rows), *(each[rows] for each in self[1:]))
+    def select(self, rows: np.ndarray) -> _Equations:
+        return _Equations(self.illumination.select(rows), *(each[rows] for each in self[1:]))
 
-    def without_blur(self, rest: np.ndarray) -> np.ndarray:
-        """Differences (K, n) of windows without what a different blur of the images explains."""
-        rest -= self.blur * self.light.mean(rest * self.blur)[:, None]
-        return rest
+    def without_blur(self, residual: np.ndarray) -> np.ndarray:
+        """Residuals (K, n) with their projection on a difference of blur removed, in place."""
+        residual -= self.blur * self.illumination.mean(residual * self.blur)[:, None]
+        return residual
 
     def step(self, values: np.ndarray, change: np.ndarray, linear: np.ndarray) -> np.ndarray:
-        """(K, 6) the next step for windows (K, n) of image 1 that lie `change` (K, 6) from what is expected.
+        """(K, 6) Gauss-Newton step for windows (K, n) of image 1 that are `change` (K, 6) from their prior.
 
-        No longer than a pixel of the frame.
+        The shift is limited to one pixel of the frame.
         """
-        z, _ = self.light.normalised(values)
-        rest = self.without_blur(np.subtract(self.z, z, out=z))
+        z, _ = self.illumination.normalised(values)
+        residual = self.without_blur(np.subtract(self.z, z, out=z))
         sides = np.empty((len(values), 3, 2), np.float32)
         for axis, derivative in enumerate((self.dx, self.dy)):
-            sides[:, :, axis] = self.light.moments(derivative * rest, linear)
+            sides[:, :, axis] = self.illumination.moments(derivative * residual, linear)
         sides = sides.reshape(-1, 6) - self.prior * change
-        along = self.stiff * np.einsum("ki,ki->k", self.blind, change[:, :2])
-        sides[:, :2] -= along[:, None] * self.blind
+        along = self.damping * np.einsum("ki,ki->k", self.weakest, change[:, :2])
+        sides[:, :2] -= along[:, None] * self.weakest
         step = (self.inverse @ sides[:, :, None])[:, :, 0]
         length = np.hypot(step[:, 0], step[:, 1])
         return step / np.maximum(length, 1)[:, None]
@@ -133,62 +136,66 @@ class Fitting:
     """Least-squares matching of K windows."""
 
     def __init__(self, windows: Windows, grid: Grid, change: np.ndarray) -> None:
-        """`change` (K, 6), as of `Fit`, is where to start and what is expected."""
+        """`change` (K, 6), as in `Fit`, is both the initial value and the mean of the prior."""
         self.windows, self.grid, self.change = windows, grid, change.copy()
         self.expected = change
-        self.linear = np.ascontiguousarray(grid.places.T)
+        self.linear = np.ascontiguousarray(grid.offsets.T)
         self.level0 = windows.pyramid0.level_of(windows.affine0[:, :, 1:])
         self.level1 = windows.pyramid1.level_of(windows.affine1[:, :, 1:])
         self.last_step = np.full(len(change), np.inf)
-        light = _Light.of(grid, grid.weights)
+        illumination = _Illumination.of(grid, grid.weights)
         self.outer0 = windows.pyramid0.sample(windows.affine0, self.level0, grid.outer)
-        z, norm = light.normalised(_inner(self.outer0, grid.side))
-        here, _ = light.normalised(self._sample1(grid.places))
-        # At the start the difference is mostly the error of the match, which is no noise.
-        self.equations = self._linearised(light, z, self.outer0 / norm, _AT_START * (z - here))
+        z, norm = illumination.normalised(_inner(self.outer0, grid.side))
+        z1, _ = illumination.normalised(self._sample1(grid.offsets))
+        # The initial residual is mostly due to the error of the match, not to noise.
+        self.equations = self._linearised(illumination, z, self.outer0 / norm, _INITIAL_NOISE * (z - z1))
 
     def iterate(self, steps: int, tolerance: float = TOLERANCE) -> None:
-        """Gauss and Newton's steps, until they are shorter than the tolerance."""
+        """Gauss-Newton steps, until they are shorter than the tolerance."""
         rows, equations = np.arange(len(self.change)), self.equations
         for _ in range(steps):
             if not len(rows):
                 break
-            values = self._sample1(self.grid.places, rows)
+            values = self._sample1(self.grid.offsets, rows)
             step = equations.step(values, self.change[rows] - self.expected[rows], self.linear)
             self.change[rows] += step
             length = np.hypot(step[:, 0], step[:, 1])
             self.last_step[rows] = length
             moving = length > tolerance
-            if moving.mean() < _WORTH_LEAVING:
-                rows, equations = rows[moving], equations.chosen(moving)
+            if moving.mean() < _COMPACT_BELOW:
+                rows, equations = rows[moving], equations.select(moving)
 
     def finish(self) -> Fit:
-        """What is known of the matches where the windows lie now, after at least one `reweigh`."""
-        equations, light = self.equations, self.equations.light
-        z, norm = light.normalised(self._sample1(self.grid.places))
-        correlation = light.mean(equations.z * z)
-        rest = equations.without_blur(np.subtract(equations.z, z, out=z))
-        blind, inverse = equations.blind, equations.inverse[:, :2, :2]
-        variance = self._noise(rest)[:, None, None] * inverse
-        held = equations.stiff * np.einsum("ki,kij,kj->k", blind, inverse, blind)  # share of a shift, to 1
-        along = blind[:, :, None] * blind[:, None]
-        variance += along * ((held * self.windows.deviation) ** 2)[:, None, None]
+        """The estimates and their covariances; call `reweigh` at least once before."""
+        equations, illumination = self.equations, self.equations.illumination
+        z, norm = illumination.normalised(self._sample1(self.grid.offsets))
+        correlation = illumination.mean(equations.z * z)
+        residual = equations.without_blur(np.subtract(equations.z, z, out=z))
+        weakest, inverse = equations.weakest, equations.inverse[:, :2, :2]
+        variance = self._noise(residual)[:, None, None] * inverse
+        # Share of the prior in the estimate along the weakest direction, 0 to 1.
+        prior_share = equations.damping * np.einsum("ki,kij,kj->k", weakest, inverse, weakest)
+        along = weakest[:, :, None] * weakest[:, None]
+        variance += along * ((prior_share * self.windows.deviation) ** 2)[:, None, None]
         variance += (self.last_step**2)[:, None, None] * np.eye(2)
         contrast = np.minimum(self.norm0, norm)[:, 0]
-        return Fit(self.change, variance, correlation, contrast, self.last_step, self.seen)
+        return Fit(self.change, variance, correlation, contrast, self.last_step, self.visible)
 
     def reweigh(self) -> None:
-        """Set robust weights by what is left, and linearise by the derivatives of both windows."""
-        outer0, outer1, light = self.outer0, self._sample1(self.grid.outer), self.equations.light
+        """Update the robust weights from the residuals, and relinearise about both windows."""
+        outer0, outer1 = self.outer0, self._sample1(self.grid.outer)
+        illumination = self.equations.illumination
         inner0, inner1 = (_inner(outer, self.grid.side) for outer in (outer0, outer1))
-        weights, self.seen = self._weights(np.abs(light.normalised(inner0)[0] - light.normalised(inner1)[0]))
-        light = _Light.of(self.grid, weights)
-        (z0, self.norm0), (z1, norm1) = (light.normalised(inner) for inner in (inner0, inner1))
+        weights, self.visible = self._weights(
+            np.abs(illumination.normalised(inner0)[0] - illumination.normalised(inner1)[0])
+        )
+        illumination = _Illumination.of(self.grid, weights)
+        (z0, self.norm0), (z1, norm1) = (illumination.normalised(inner) for inner in (inner0, inner1))
         mean = 0.5 * (outer0 / self.norm0 + outer1 / norm1)
-        self.equations = self._linearised(light, z0, mean, z0 - z1)
+        self.equations = self._linearised(illumination, z0, mean, z0 - z1)
 
     def _affine1(self, rows: np.ndarray | slice) -> np.ndarray:
-        """(k, 2, 3) from places to pixels of image 1 as the windows lie now."""
+        """(k, 2, 3) current maps from the frame to pixels of image 1."""
         affine = self.windows.affine1[rows]
         moved = self.change[rows].reshape(-1, 3, 2).transpose(0, 2, 1).copy()
         moved[:, 0, 1] += 1
@@ -197,44 +204,50 @@ class Fitting:
         found[:, :, 0] += affine[:, :, 0]
         return found
 
-    def _sample1(self, places: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+    def _sample1(self, offsets: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         rows = slice(None) if rows is None else rows
-        return self.windows.pyramid1.sample(self._affine1(rows), self.level1[rows], places)
+        return self.windows.pyramid1.sample(self._affine1(rows), self.level1[rows], offsets)
 
-    def _noise(self, rest: np.ndarray) -> np.ndarray:
-        """(K,) variance of a shift for a unit of the normal equations' inverse."""
-        square = np.maximum(rest * rest @ self.grid.weights, _LEAST_RESIDUAL)
-        return _NOISE * square * np.square(self.grid.weights).sum()
+    def _noise(self, residual: np.ndarray) -> np.ndarray:
+        """(K,) factor from the inverse normal matrix to a covariance."""
+        square = np.maximum(residual * residual @ self.grid.weights, _MIN_RESIDUAL)
+        return _VARIANCE_INFLATION * square * np.square(self.grid.weights).sum()
 
-    def _weights(self, rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(K, n) weights by absolute residuals, 0 for what an image or mask hides; (K,) share seen."""
+    def _weights(self, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(K, n) weights from absolute residuals, 0 where not visible; (K,) visible share."""
         grid, windows, affine1 = self.grid, self.windows, self._affine1(slice(None))
         sides = ((windows.pyramid0, windows.affine0), (windows.pyramid1, affine1))
-        cut = ~np.logical_and(*(pyramid.holds(affine, grid.side / 2) for pyramid, affine in sides))
-        weights = np.tile(grid.weights, (len(rest), 1))
-        if cut.any():
-            weights[cut] *= np.multiply(*(pyramid.usable(a[cut], grid.places) for pyramid, a in sides))
-        seen = weights.sum(axis=1)
-        mean = np.einsum("kn,kn->k", rest, weights) / np.maximum(seen, _DARK)
-        scale = np.maximum(_ROBUST * 1.25 * mean, 0.05)[:, None]
-        weights /= (1 + (rest / scale) ** 2) ** 2
-        weights[seen < 0.1] = grid.weights  # these are refused; their equations must have a solution
-        return weights / weights.sum(axis=1, keepdims=True), seen
+        partial = ~np.logical_and(*(pyramid.contains(affine, grid.side / 2) for pyramid, affine in sides))
+        weights = np.tile(grid.weights, (len(residual), 1))
+        if partial.any():
+            weights[partial] *= np.multiply(
+                *(pyramid.usable(a[partial], grid.offsets) for pyramid, a in sides)
+            )
+        visible = weights.sum(axis=1)
+        mean = np.einsum("kn,kn->k", residual, weights) / np.maximum(visible, _EPSILON)
+        scale = np.maximum(_ROBUST_SCALE * 1.25 * mean, 0.05)[:, None]
+        weights /= (1 + (residual / scale) ** 2) ** 2
+        weights[visible < 0.1] = grid.weights  # these are rejected, but their equations must stay regular
+        return weights / weights.sum(axis=1, keepdims=True), visible
 
-    def _linearised(self, light: _Light, z: np.ndarray, outer: np.ndarray, rest: np.ndarray) -> _Equations:
-        """Equations of windows `z` (K, n), their derivatives being those of `outer` (K, m), for `rest`."""
+    def _linearised(
+        self, illumination: _Illumination, z: np.ndarray, outer: np.ndarray, residual: np.ndarray
+    ) -> _Equations:
+        """Normal equations of windows `z` (K, n): derivatives from `outer` (K, m), noise from `residual`."""
         dx, dy, blur = _derivatives(outer, self.grid.side)
-        blur, _ = light.normalised(blur)
-        rest = rest - blur * light.mean(rest * blur)[:, None]
-        noise = self._noise(rest)
+        blur, _ = illumination.normalised(blur)
+        residual = residual - blur * illumination.mean(residual * blur)[:, None]
+        noise = self._noise(residual)
         prior = np.empty((len(z), 6), np.float32)
         prior[:, :2] = (noise / self.windows.deviation**2)[:, None]
         prior[:, 2:] = noise[:, None] / _DEFORMATION**2
-        matrix = _normal_matrix(light, dx, dy, blur, self.linear)
-        blind, stiff = _blind_direction(matrix[:, :2, :2], _BLIND * (rest * rest @ self.grid.weights))
+        matrix = _normal_matrix(illumination, dx, dy, blur, self.linear)
+        weakest, damping = _weakest_direction(
+            matrix[:, :2, :2], _NOISE_ENERGY * (residual * residual @ self.grid.weights)
+        )
         matrix[:, range(6), range(6)] += prior
-        matrix[:, :2, :2] += stiff[:, None, None] * blind[:, :, None] * blind[:, None]
-        return _Equations(light, z, dx, dy, blur, blind, stiff, np.linalg.inv(matrix), prior)
+        matrix[:, :2, :2] += damping[:, None, None] * weakest[:, :, None] * weakest[:, None]
+        return _Equations(illumination, z, dx, dy, blur, weakest, damping, np.linalg.inv(matrix), prior)
 
 
 def _inner(outer: np.ndarray, side: int) -> np.ndarray:
@@ -243,7 +256,7 @@ def _inner(outer: np.ndarray, side: int) -> np.ndarray:
 
 
 def _derivatives(outer: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(K, n) derivatives along x and y, by central differences, and the Laplacian, what blur takes away."""
+    """(K, n) derivatives along x and y, by central differences, and the Laplacian."""
     square = outer.reshape(-1, side + 2, side + 2)
     left, right, above, below = (
         square[:, 1:-1, :-2],
@@ -259,33 +272,34 @@ def _derivatives(outer: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, 
     return tuple(each.reshape(len(outer), -1) for each in found)
 
 
-def _blind_direction(matrix: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The direction (K, 2) in which windows of matrix (K, 2, 2) show least, and (K,) how stiff it is held.
+def _weakest_direction(matrix: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weakest eigenvectors (K, 2) of structure tensors (K, 2, 2), and (K,) the damping along them.
 
-    `noise` (K,) is what noise alone adds to the matrix. A direction with many times that is free, one with
-    twice that is held by as much as it shows, and one with no more, as along an edge, is not left.
+    `noise` (K,) is the eigenvalue that noise alone causes. Damping is negligible where the eigenvalue is many
+    times that, equals the eigenvalue where it is twice that, and fixes the match where it is no more, as
+    along an edge.
     """
     xx, xy, yy = matrix[:, 0, 0], matrix[:, 0, 1], matrix[:, 1, 1]
     angle = 0.5 * np.arctan2(2 * xy, xx - yy) + np.pi / 2
-    shown = 0.5 * (xx + yy) - np.hypot(0.5 * (xx - yy), xy)
-    stiff = shown * (noise / np.maximum(shown - noise, _DARK)) ** 2
-    return np.stack([np.cos(angle), np.sin(angle)], axis=1), stiff.clip(0, _STIFFEST)
+    eigenvalue = 0.5 * (xx + yy) - np.hypot(0.5 * (xx - yy), xy)
+    damping = eigenvalue * (noise / np.maximum(eigenvalue - noise, _EPSILON)) ** 2
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1), damping.clip(0, _MAX_DAMPING)
 
 
 def _normal_matrix(
-    light: _Light, dx: np.ndarray, dy: np.ndarray, blur: np.ndarray, linear: np.ndarray
+    illumination: _Illumination, dx: np.ndarray, dy: np.ndarray, blur: np.ndarray, linear: np.ndarray
 ) -> np.ndarray:
-    """(K, 6, 6) for derivatives times 1, x and y, x before y in each; without what light and blur explain."""
+    """(K, 6, 6) for derivatives times 1, x and y, x before y in each; illumination and blur eliminated."""
     count = len(dx)
     products = (linear[:, :, None] * linear[:, None]).reshape(len(linear), 9)
-    crossed = (linear[:, :, None] * light.basis[:, None]).reshape(len(linear), 9)
-    xx, xy, yy = (light.moments(d, products).reshape(count, 3, 3) for d in (dx * dx, dx * dy, dy * dy))
+    cross_products = (linear[:, :, None] * illumination.basis[:, None]).reshape(len(linear), 9)
+    xx, xy, yy = (illumination.moments(d, products).reshape(count, 3, 3) for d in (dx * dx, dx * dy, dy * dy))
     matrix, shading = np.empty((count, 6, 6), np.float32), np.empty((count, 6, 3), np.float32)
     blurred = np.empty((count, 6, 1), np.float32)
     matrix[:, 0::2, 0::2], matrix[:, 1::2, 1::2] = xx, yy
     matrix[:, 0::2, 1::2] = matrix[:, 1::2, 0::2] = xy  # symmetric blocks
     for axis, derivative in enumerate((dx, dy)):
-        shading[:, axis::2] = light.moments(derivative, crossed).reshape(count, 3, 3)
-        blurred[:, axis::2, 0] = light.moments(derivative * blur, linear)
-    matrix -= shading @ light.inverse @ shading.transpose(0, 2, 1)
+        shading[:, axis::2] = illumination.moments(derivative, cross_products).reshape(count, 3, 3)
+        blurred[:, axis::2, 0] = illumination.moments(derivative * blur, linear)
+    matrix -= shading @ illumination.inverse @ shading.transpose(0, 2, 1)
     return matrix - blurred @ blurred.transpose(0, 2, 1)

@@ -1,4 +1,4 @@
-"""The stage between matching and verification: every match refined on the images themselves."""
+"""The stage between matching and verification: subpixel refinement of every match on the images."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from matcher.refine.local_maps import fit_affine_maps
 from matcher.refine.windows import Grid, Pyramid, middle_frames, zoom_of
 
 T = TypeVar("T")
-DEVIATION = 1.0  # of a match before it is refined, along an axis, in pixels of the resized images
-_BLOCK = 256  # matches that are worked on together: their windows fit a core's cache
-_AT_REST = 0.25  # a longer last step, in pixels of the frame, means that no minimum was found
-_LEAST_CONTRAST = 1.0  # grey values of 255; what is flatter is compression and noise
-_LEAST_SEEN = 0.5  # share of a window that must be on both images
-_MOST_HALVINGS = 4
-_FIRST_STEPS, _STEPS = 3, 3  # of Gauss and Newton, before weights are set and after each time
+DEVIATION = 1.0  # prior standard deviation of a match along an axis, in pixels of the resized images
+_BLOCK = 256  # matches processed together, so that their windows fit a core's cache
+_MAX_LAST_STEP = 0.25  # pixels of the frame; after a longer last step a match has not converged
+_MIN_CONTRAST = 1.0  # grey values of 255; below it there is only compression and noise
+_MIN_VISIBLE = 0.5  # share of a window that must be inside both images
+_MAX_HALVINGS = 4
+_FIRST_STEPS, _STEPS = 3, 3  # Gauss-Newton steps before the first reweighting, and after each
 
 
 class ImagePyramid(NamedTuple):
-    """An image as refinement reads it: at the file's resolution where that is at hand."""
+    """The pyramid of an image, at the file's resolution where that is available."""
 
     pyramid: Pyramid
     linear: np.ndarray  # (2, 2) pixels of the pyramid from stored pixels
     offset: np.ndarray  # (2,)
-    zoom: float  # pixels of the pyramid for one of the resized image, in which keypoints were found
+    zoom: float  # pixels of the pyramid per pixel of the resized image, in which keypoints were found
 
     @staticmethod
     def of(image: Image) -> ImagePyramid:
-        """That of an image: `Image.stored` if it was kept, else the resized pixels."""
+        """The pyramid of `Image.stored` if it was kept, else of the resized pixels."""
         if image.stored is not None:
             zoom = 1 / float(np.sqrt(image.scale[0] * image.scale[1]))
             pyramid = Pyramid(image.stored, image.stored_mask)
@@ -48,7 +48,7 @@ class ImagePyramid(NamedTuple):
             Pyramid(image.grey(), image.mask), linear, -linear @ image.to_stored(np.zeros(2)), 1.0
         )
 
-    def own(self, points: np.ndarray) -> np.ndarray:
+    def from_stored(self, points: np.ndarray) -> np.ndarray:
         """Stored pixels (K, 2) → float64 pixels of the pyramid."""
         return points.astype(np.float64) @ self.linear.T + self.offset
 
@@ -60,19 +60,19 @@ def refine_matches(
     config: RefineConfig,
     maps: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Matches:
-    """The matches with the points of image 1 where least-squares matching finds those of image 0.
+    """The matches with their points of image 1 refined by least-squares matching against image 0.
 
-    Each match is moved where the windows around it, under the affine map that the matches around it suggest,
-    look most alike (Gruen 1985); see `matcher.refine.least_squares`. Points of image 0 stay. A match that
-    is not accepted keeps its place, whatever the reason: so matches between different sensors, which are
-    right but do not look alike, are as they were.
+    The windows around a match, related at first by the affine map fitted to its neighbours, are aligned by
+    least squares (Gruen 1985); see `matcher.refine.least_squares`. Points of image 0 stay. A match that is
+    not accepted, for whatever reason, keeps its position: correct matches between different sensors, whose
+    windows do not correlate, are unchanged.
 
     Args:
-        image0, image1: of the images.
-        matches: of any origin.
-        config: window, and what is accepted.
-        maps: (K, 2, 2) affine maps of the surroundings, image 1 from image 0, and (K,) whether each is known;
-            without them they are fitted to the matches.
+        image0, image1: the pyramids of both images.
+        matches: from any matcher.
+        config: window size and acceptance thresholds.
+        maps: (K, 2, 2) local affine maps, image 1 from image 0, and (K,) whether each is known; None fits
+            them to the matches.
 
     Returns:
         The same matches with `refinement`: its covariances are pixels² of the stored image 1.
@@ -81,28 +81,28 @@ def refine_matches(
         none = np.zeros(0, np.float32)
         nothing = MatchRefinement(none.astype(np.uint8), np.zeros((0, 2, 2), np.float32), none)
         return replace(matches, refinement=nothing)
-    points0, points1 = image0.own(matches.points0), image1.own(matches.points1)
+    points0, points1 = image0.from_stored(matches.points0), image1.from_stored(matches.points1)
     usable = np.isfinite(points0).all(axis=1) & np.isfinite(points1).all(axis=1)
     points0[~usable], points1[~usable] = 0.0, 0.0
-    maps, fitted = _maps(points0, points1, usable, config) if maps is None else maps
+    maps, known = _maps(points0, points1, usable, config) if maps is None else maps
     frames = middle_frames(maps)
     deviation = _deviation(image0, image1, *frames)
-    places = (points0, points1)
+    points = (points0, points1)
     blocks = [slice(i, i + _BLOCK) for i in range(0, len(matches), _BLOCK)]
 
     def fit(block: slice) -> tuple[Fit, np.ndarray]:
-        sides = [_affine(points[block], frame[block]) for points, frame in zip(places, frames, strict=True)]
+        sides = [_affine(centres[block], frame[block]) for centres, frame in zip(points, frames, strict=True)]
         return _fit(image0.pyramid, image1.pyramid, *sides, deviation[block], config)
 
     fits, statuses = zip(*_each(fit, blocks), strict=True)
     found, status = Fit(*map(np.concatenate, zip(*fits, strict=True))), np.concatenate(statuses)
-    status[~fitted] = REFINEMENTS.index("no_map")
+    status[~known] = REFINEMENTS.index("no_map")
     status[~usable] = REFINEMENTS.index("outside")
     return _moved(matches, found, status, np.linalg.inv(image1.linear) @ frames[1], deviation)
 
 
 def _each(work: Callable[[slice], T], blocks: list[slice]) -> Iterator[T]:
-    """The blocks on as many threads as torch may use; NumPy and OpenCV let go of the interpreter."""
+    """Process blocks on as many threads as torch may use; NumPy and OpenCV release the interpreter lock."""
     threads = min(torch.get_num_threads(), len(blocks), os.cpu_count() or 1)
     if threads < 2:
         return map(work, blocks)
@@ -117,16 +117,16 @@ def _affine(points: np.ndarray, maps: np.ndarray) -> np.ndarray:
 def _maps(
     points0: np.ndarray, points1: np.ndarray, usable: np.ndarray, config: RefineConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Affine maps (K, 2, 2) around the matches and whether each is known."""
-    maps, fitted = np.tile(np.eye(2), (len(points0), 1, 1)), np.zeros(len(points0), dtype=bool)
-    maps[usable], fitted[usable] = fit_affine_maps(points0[usable], points1[usable], config.neighbours)
-    return maps, fitted
+    """Local affine maps (K, 2, 2) at the matches and whether each is known."""
+    maps, known = np.tile(np.eye(2), (len(points0), 1, 1)), np.zeros(len(points0), dtype=bool)
+    maps[usable], known[usable] = fit_affine_maps(points0[usable], points1[usable], config.neighbours)
+    return maps, known
 
 
 def _deviation(
     image0: ImagePyramid, image1: ImagePyramid, frame0: np.ndarray, frame1: np.ndarray
 ) -> np.ndarray:
-    """(K,) deviation of the matches along an axis, in steps of the frame: both keypoints are inexact."""
+    """(K,) prior standard deviation along an axis, in frame pixels; both keypoints are uncertain."""
     sides = ((image0, frame0), (image1, frame1))
     return DEVIATION * np.sqrt(sum((image.zoom / zoom_of(frame)) ** 2 for image, frame in sides) / 2)
 
@@ -139,18 +139,19 @@ def _fit(
     deviation: np.ndarray,
     config: RefineConfig,
 ) -> tuple[Fit, np.ndarray]:
-    """From the resolution in which the keypoints were found to that of the images, by halves; (K,) statuses.
+    """Coarse to fine, from the resolution at which keypoints were found to the images' own; (K,) statuses.
 
-    What one level finds, the next one expects. A match that a level refuses stays with the one before.
+    The estimate of one level is the prior of the next. A match that a level rejects keeps that of the level
+    before.
     """
-    grid, expected, spread = Grid.of(config.window), np.zeros((len(affine0), 6)), deviation
-    halvings = min(int(np.rint(np.log2(np.median(deviation).clip(1)))), _MOST_HALVINGS)
+    grid, prior, spread = Grid.of(config.window), np.zeros((len(affine0), 6)), deviation
+    halvings = min(int(np.rint(np.log2(np.median(deviation).clip(1)))), _MAX_HALVINGS)
     best, status = None, None
     for level in range(halvings, -1, -1):
         step = 2.0**level
         wide, unit = np.array([1, step, step]), np.array([step, step, 1, 1, 1, 1])
         windows = Windows(pyramid0, pyramid1, affine0 * wide, affine1 * wide, spread / step)
-        fitting = Fitting(windows, grid, expected / unit)
+        fitting = Fitting(windows, grid, prior / unit)
         fitting.iterate(_FIRST_STEPS)
         for _ in range(config.reweighings):
             fitting.reweigh()
@@ -164,25 +165,25 @@ def _fit(
             for ours, theirs in zip(found, best, strict=True):
                 ours[kept] = theirs[kept]
         best, status = found, now
-        expected = np.where(status[:, None] == 0, best.change, 0)
+        prior = np.where(status[:, None] == 0, best.change, 0)
         known = np.sqrt(np.linalg.eigvalsh(best.covariance)[:, 1]).clip(step / 2, deviation)
         spread = np.where(status == 0, known, deviation)
     return best, status
 
 
 def _judge(found: Fit, deviation: np.ndarray, config: RefineConfig) -> np.ndarray:
-    """(K,) uint8 codes of `REFINEMENTS`; the first reason that applies."""
+    """(K,) uint8 codes of `REFINEMENTS`; the first reason for rejection that applies."""
     shift = np.hypot(found.change[:, 0], found.change[:, 1])
-    refusals = [
-        ("outside", found.seen < _LEAST_SEEN),
-        ("flat", ~(found.contrast >= _LEAST_CONTRAST)),
+    rejections = [
+        ("outside", found.visible < _MIN_VISIBLE),
+        ("flat", ~(found.contrast >= _MIN_CONTRAST)),
         ("moved_far", ~(shift <= config.max_shift * deviation)),
         ("low_correlation", ~(found.correlation >= config.min_correlation)),
-        ("not_converged", ~(found.last_step <= _AT_REST)),
+        ("not_converged", ~(found.last_step <= _MAX_LAST_STEP)),
     ]
     status = np.full(len(shift), REFINEMENTS.index("refined"), dtype=np.uint8)
-    for name, refused in reversed(refusals):
-        status[refused] = REFINEMENTS.index(name)
+    for name, rejected in reversed(rejections):
+        status[rejected] = REFINEMENTS.index(name)
     return status
 
 
