@@ -26,7 +26,7 @@ DEPTHS = (2, 2, 3, 3)  # convolutions of each
 STRIDE = 16  # pixels from one sample of the coarsest map to the next
 DESCRIPTOR_DIM = 64
 NMS_RADIUS = 3  # pixels within which a point scores highest
-SCORE_THRESHOLD = 0.01  # less probable points are what noise and plain surfaces have
+SCORE_THRESHOLD = 0.004  # below it lie noise and plain surfaces; rooms with few keypoints need those above
 BORDER = 4  # pixels along the edge without points
 WINDOW = 5  # pixels a side, in which a point's position is refined
 
