@@ -2,9 +2,8 @@
 
     python scripts/odometry.py LEFT_DIR --camera fx,fy,cx,cy [--right DIR --baseline METRES] > trajectory.tum
 
-LEFT_DIR holds PNG frames. Landmarks come from stereo depth or, with one camera, from the first and last view
-of a track; those not observed for a window of frames are dropped. No bundle adjustment.
-Prints `frame x y z qx qy qz qw`, camera to world.
+Landmarks come from stereo depth or, with one camera, from the first and last view of a track; old ones are
+dropped. No bundle adjustment. Prints `frame x y z qx qy qz qw`, camera to world.
 """
 
 import argparse

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("*.py", "*.md", "*.toml", "*.txt", "*.js", "*.html")
 # `matcher` on the package index is somebody else's project.
 FOREIGN = re.compile(
-    r"(pip3?|uv|pipx|uvx|poetry)\s+(install|add|run)\b[^\n`]*?[\s'\"=]matcher(?=[\s'\"\[`,;)]|$)"
+    r"(pip3?|uv|pipx|uvx|poetry)\s+(install|add|run)\b[^\n`]*?[ \t'\"=]matcher(?=[\s'\"\[`,;)]|$)"
 )
 
 

@@ -74,7 +74,8 @@ def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
     features = [pipeline.extract(picture) for picture in shifted]
     again = pipeline.match_features(*features)
     np.testing.assert_array_equal(again.indices, result.matches.indices)
-    np.testing.assert_array_equal(pipeline.verify(*features, again).inliers, result.inliers)
+    refined = pipeline.refine(*shifted, again)
+    np.testing.assert_array_equal(pipeline.verify(*features, refined).inliers, result.inliers)
     assert len(pipeline.match(np.zeros((50, 60), np.uint8), shifted[0]).matches) == 0
     assert "custom" not in repr(pipeline) and "Pipeline(extractor=" in repr(pipeline)
 
