@@ -1,6 +1,7 @@
 """Images of any size: tiles leave no seams, keypoints are spread, windows correspond."""
 
 import json
+import weakref
 
 import cv2
 import numpy as np
@@ -99,6 +100,29 @@ def test_matches_are_many_exact_and_verified(scene, small_tiles, pipeline):
         away = np.linalg.norm(keypoints[result.matches.indices[:, side]] - points, axis=1)
         assert away.max() == 0 if side == 0 else np.median(away) < 0.5, "refinement moves those of image 1"
     assert {"read", "first_pass", "extract", "match", "refine", "verify", "total"} == set(result.seconds)
+
+
+def test_colours_are_freed_before_matches_are_refined(scene, small_tiles, pipeline, tmp_path, monkeypatch):
+    for name in ("a.png", "b.png"):
+        PIL.Image.fromarray(np.dstack([scene] * 3)).save(tmp_path / name)
+    colours, left = [], []
+    read, refine = tiled.TiledPipeline._read_full, tiled.TiledPipeline.refine
+
+    def reading(self, *given):
+        image = read(self, *given)
+        assert image.pixels.ndim == 3
+        colours.append(weakref.ref(image.pixels if image.pixels.base is None else image.pixels.base))
+        return image
+
+    def refining(self, image0, image1, matches):
+        if image0.pixels.shape == scene.shape:  # not in the first pass
+            left.append([colour() is not None for colour in colours])
+        return refine(self, image0, image1, matches)
+
+    monkeypatch.setattr(tiled.TiledPipeline, "_read_full", reading)
+    monkeypatch.setattr(tiled.TiledPipeline, "refine", refining)
+    result = matcher.tiled(pipeline, 2000).match(tmp_path / "a.png", tmp_path / "b.png")
+    assert left == [[False, False]] and result.matches.refinement is not None
 
 
 def test_the_image_with_more_detail_is_made_smaller(scene, small_tiles, pipeline):

@@ -54,9 +54,9 @@ def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeli
 class TiledPipeline(Pipeline):
     """As `Pipeline`, but `match` finds its keypoints at full resolution; see `tiled`.
 
-    Memory is that of both images as they are decoded (3 bytes a pixel, and as much again while the second is
-    read), of their grey levels where matches are refined, of the keypoints, and of the networks for one tile
-    and one window.
+    Memory is that of both images, of the keypoints, and of the networks for one tile and one window. Images
+    take 3 bytes a pixel as they are decoded, and as much again while one is read. Once its keypoints are
+    found, an image is kept in grey, and refinement takes 5 to 7 bytes a pixel for that and its pyramid.
     """
 
     most_keypoints: int = MAX_KEYPOINTS
@@ -105,14 +105,20 @@ class TiledPipeline(Pipeline):
     def _match_tiles(
         self, full: list[Image], first: Result, **cameras: Camera | None
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Features, matches and geometry at full resolution, and the seconds of each stage."""
+        """Features, matches and geometry at full resolution, and the seconds of each stage.
+
+        Images become grey in the list `full` as soon as their keypoints are found: two large images in colour
+        beside the pyramids of refinement would be the most memory of all.
+        """
         times = [perf_counter()]
         kept = first.inliers if first.geometry.status == "ok" else np.ones(len(first.matches), dtype=bool)
         ends = first.points0[kept], first.points1[kept]
-        sides = [
-            tiled_features(_resized(image, factor), self.extractor, self.most_keypoints, near)
-            for image, factor, near in zip(full, _common_scale(*ends), ends, strict=True)
-        ]
+        sides = []
+        for side, (factor, near) in enumerate(zip(_common_scale(*ends), ends, strict=True)):
+            shown = _resized(full[side], factor)
+            sides.append(tiled_features(shown, self.extractor, self.most_keypoints, near))
+            del shown  # with `full`, it holds the colours, which nothing needs from here on
+            full[side] = replace(full[side], pixels=full[side].grey())
         times.append(perf_counter())
         matches = self._match_windows(*sides, *ends)
         times.append(perf_counter())
