@@ -170,6 +170,8 @@ def test_every_row_runs(views, shipped_weights) -> None:
     data = json.loads(json.dumps(to_json(report)))
     assert [row["work"] for row in data["rows"]] == [row.work for row in report.rows]
     assert data["rows"][0]["ours"]["median"] == pytest.approx(report.rows[0].ours.median)
+    refining = next(row for row in report.rows if "refining" in row.work)
+    assert refining.work == "refining 50 matches" and 25 < int(refining.note.split()[0]) <= 50
     ragged = next(row for row in report.rows if "in one batch" in row.work)
     assert ragged.note.startswith("3 of 3")
 

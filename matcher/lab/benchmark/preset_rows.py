@@ -141,6 +141,31 @@ def extraction(watch: Stopwatch, path: Path, size: tuple[int, int], points: int)
         )
 
 
+def refinement(
+    watch: Stopwatch, pipe: Pipeline, paths: tuple[Path, Path], most: int
+) -> Iterator[BenchmarkRow]:
+    """Refining at most so many matches of two images, pyramids included, beside the stage before it."""
+    images = tuple(pipe.read(path) for path in paths)
+    features = tuple(pipe.extract(image) for image in images)
+    points = [found.keypoints.numpy() for found in features]
+    matches = pipe.match_features(*features)
+    matches = Matches.from_indices(matches.indices[:most], *points, matches.scores[:most])
+    refined = pipe.refine(*images, matches).refinement.accepted
+    times = watch.alternate(
+        {
+            "refine": lambda: pipe.refine(*images, matches),
+            "match": lambda: pipe.match_features(*features),
+        }
+    )
+    yield BenchmarkRow(
+        f"refining {len(matches)} matches",
+        f"matching {'×'.join(str(len(found)) for found in features)}, the stage before",
+        times["refine"],
+        times["match"],
+        note=f"{int(refined.sum())} refined",
+    )
+
+
 def one_against_many(
     watch: Stopwatch, pipe: Pipeline, paths: tuple[Path, Path], many: int
 ) -> Iterator[BenchmarkRow]:

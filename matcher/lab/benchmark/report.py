@@ -100,6 +100,12 @@ def _plan(
     yield "extraction", lambda: preset_rows.extraction(watch, images[0], frame, limit // 2)
     yield "sinkhorn", lambda: on_features(lambda pipe, found: preset_rows.sinkhorn(watch, pipe, found))
     yield "adaptivity", lambda: on_features(lambda _, found: preset_rows.adaptivity(watch, found))
+    yield (
+        "refinement",
+        lambda: preset_rows.refinement(
+            watch, load(device=str(watch.device), max_keypoints=limit), images, 50 if quick else 1000
+        ),
+    )
     for points in (limit // 4, limit // 2, limit):
         yield (
             f"one against many {points}",
