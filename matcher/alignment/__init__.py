@@ -1,1 +1,1 @@
-"""One image brought onto another, and a template found in images."""
+"""Planar alignment of two images, and detection of a template in images."""

@@ -1,4 +1,4 @@
-"""One image brought onto another by a map of the plane."""
+"""Planar alignment: one image warped onto another by a homography, affine map or similarity."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def align(
     mask1: Mask | None = None,
     **options: Unpack[LoadOptions],
 ) -> Alignment:
-    """Match two images and find the map of the plane that brings image 0 onto image 1.
+    """Match two images and estimate the planar transformation from image 0 to image 1.
 
-    It is exact where the scene is flat or far away, or the camera only turned.
+    It is exact if the scene is planar or distant, or the camera only rotated.
 
     >>> import matcher, numpy as np
     >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
@@ -78,7 +78,7 @@ def align(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alignment:
-    """How image 0 lies on image 1, and images of both that show it; `align` makes one.
+    """The planar transformation from image 0 to image 1, and pictures of it; returned by `align`.
 
     >>> import matcher, numpy as np
     >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
@@ -111,7 +111,7 @@ class Alignment:
 
     @property
     def error(self) -> float | None:
-        """Median distance of the inliers of image 1 from those of image 0 moved there, stored pixels."""
+        """Median transfer error of the inliers in image 1, stored pixels."""
         if self.matrix is None or not self.inliers.any():
             return None
         moved = warp_points(self.result.points0[self.inliers].astype(np.float64), self.matrix)
@@ -145,7 +145,7 @@ class Alignment:
         return checkerboard(laid, squares) if view == "checkerboard" else _VIEWS[view](laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
-        """Write such an image to a file, which appears whole or not at all.
+        """Write the picture of a view to a file, atomically.
 
         Args:
             path: .png or .tif keep the transparency of "warped"; in a .jpg it is black.
@@ -184,7 +184,7 @@ class Alignment:
         }
 
     def summary(self) -> str:
-        """Some lines for a person: images, matches, and what was found."""
+        """A readable summary: images, matches and the transformation."""
         result = self.result
         lines = []
         for path, features in ((result.path0, result.features0), (result.path1, result.features1)):

@@ -1,4 +1,4 @@
-"""A template found in images: several instances, at any scale and turn."""
+"""Detection of a template in images: several instances, at any scale and rotation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
 
-RESIZE = 4096  # longer side at which larger images are searched, unless the caller says otherwise
-_SIDES = (512, 170)  # longer side of the template as it is looked for, pixels
+RESIZE = 4096  # default longer side that larger images are reduced to
+_SIDES = (512, 170)  # longer sides of the template that are searched for, pixels
 _LEAST_SIDE = 256  # smaller templates are enlarged, four times at most
-_STEP = 3.0  # from one size of the image to the next: with two sides of the template, 1.7 either way
-_LEAST_LEVEL = 320  # pixels, longer side of the smallest size of an image
-_BENT = 5.0  # times that one corner of an instance may be larger than another
+_STEP = 3.0  # between pyramid levels; with two template sizes the scale is within 1.7 either way
+_LEAST_LEVEL = 320  # pixels, longer side of the coarsest level
+_BENT = 5.0  # most ratio between the areas of the triangles at an instance's corners
 _LEAST_AREA = 16.0**2  # stored pixels
-_SAME = 0.3  # intersection over union, above which two instances are one
-_CONFIRMED = 0.1  # share of the template's keypoints that are found again when an instance is looked at
+_SAME = 0.3  # intersection over union above which two instances are duplicates
+_CONFIRMED = 0.1  # least share of the template's keypoints that are inliers when an instance is verified
 
 
 def find(
@@ -69,9 +69,9 @@ class TemplateFinder:
     """Finds one template in many images.
 
     An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels. In
-    each window the template is matched; what lies within an instance is taken away and it is matched again,
-    until no homography is found. Every instance is then brought to the template's scale and turn and matched
-    once more, which makes it exact and discards what only looked alike.
+    each window the template is matched; keypoints within an instance are removed and it is matched again,
+    until no homography is found. Every instance is then rectified to the template's scale and rotation and
+    matched once more, which refines it and rejects false detections.
 
     >>> import matcher, numpy as np
     >>> images = np.random.default_rng(0).integers(0, 255, (2, 300, 400), dtype=np.uint8)
@@ -170,13 +170,13 @@ class TemplateFinder:
             found.append(instance)
 
     def _homography(self, features0: Features, features1: Features) -> tuple[np.ndarray | None, int]:
-        """The homography that brings the template there, None without one, and its inliers."""
+        """The homography from image 0 to 1, None without one, and its number of inliers."""
         matches = self.pipeline.match_features(features0, features1)
         geometry = self.pipeline.verify(features0, features1, matches)
         return (geometry.matrix if geometry.status == "ok" else None), int(geometry.inliers.sum())
 
     def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
-        """The instance at its exact place, None where a second look does not see the template."""
+        """The instance refined after rectification; None if the template is not matched there again."""
         corners = self._corners(matrix)
         if corners is None:
             return None
@@ -206,7 +206,7 @@ class TemplateFinder:
         return self.pipeline.extract(shown), from_stored
 
     def _corners(self, matrix: np.ndarray) -> np.ndarray | None:
-        """(4, 2) where the template's corners fall; None where no camera would show it like that."""
+        """(4, 2) the template's corners in the image; None if they are implausible for a camera."""
         width, height = self.template.size
         stored = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
         corners = warp_points(stored, matrix)

@@ -1,4 +1,4 @@
-"""Where a template was found in an image."""
+"""Detected instances of a template."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from matcher.files import check_output
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Instance:
-    """One place in an image where the template was found."""
+    """One detected instance of the template in an image."""
 
     matrix: np.ndarray  # (3, 3) float64, stored pixels of the template → stored pixels of the image
     corners: np.ndarray  # (4, 2) float64 stored pixels: the template's corners, clockwise from its (0, 0)
-    inliers: int  # matches that agree, when the instance was brought to the template's scale and turn
+    inliers: int  # of the matches after rectification to the template's scale and rotation
     share: float  # of the template's keypoints there that are inliers, 0 to 1
 
     @property
     def scale(self) -> float:
-        """Pixels of the image for one pixel of the template, at its middle."""
+        """Pixels of the image per pixel of the template, at its centre."""
         return float(np.sqrt(abs(np.linalg.det(self._jacobian()))))
 
     @property
     def angle(self) -> float:
-        """Degrees from −180 to 180 by which it is turned, from x towards y (clockwise)."""
+        """Rotation in degrees, −180 to 180, from x towards y (clockwise)."""
         linear = self._jacobian()
         return float(np.degrees(np.arctan2(linear[1, 0] - linear[0, 1], linear[0, 0] + linear[1, 1])))
 

@@ -1,4 +1,4 @@
-"""An image at several sizes, each cut into overlapping windows whose features are found apart."""
+"""An image at several sizes, each cut into overlapping windows whose features are extracted separately."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def resized_by(image: Image, factor: float) -> tuple[Image, np.ndarray]:
 
 
 def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
-    """Pixels as an image that is neither turned nor resized."""
+    """Pixels as an image that is neither rotated nor resized."""
     return Image(pixels, size=(pixels.shape[1], pixels.shape[0]), mask=mask)
 
 

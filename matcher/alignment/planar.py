@@ -1,4 +1,4 @@
-"""The pipeline with which planes are matched, and images at full size."""
+"""The pipeline for planar scenes, and reading of images at full size."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Points, layers and passes that fit a time budget."""
+"""Keypoints, layers and passes that fit a time budget."""

@@ -1,4 +1,4 @@
-"""Points and layers that fit a time budget, from costs measured on this machine."""
+"""Keypoints and layers that fit a time budget, from costs measured on this machine."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from matcher.match.network.depth import can_be_cut, with_layers
 from matcher.match.network.inference import AttentionMatcher
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-SIZES = (1.0, 0.75, 0.5)  # of the image that is searched, tried in turn
+SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extracted from, tried in turn
 _LEAST_LAYERS = 2
-_LEAST_POINTS = 256  # before they are fewer, a smaller image is searched
+_LEAST_POINTS = 256  # rather than fewer, a smaller image is used
 _REST = 6.0  # milliseconds for geometry, tracks and pose
-_SLACK = 0.85  # share of the budget that is planned; the rest is for frames that take longer
-_REPEATS = 3  # of each measurement, of which the median is taken
+_SLACK = 0.85  # share of the budget that is planned; the rest is a margin for slower frames
+_REPEATS = 3  # runs of each measurement; the median counts
 
 
 class Parts(Protocol):
-    """What is read of a pipeline here."""
+    """The parts of a pipeline that are needed here."""
 
     extractor: Any
     matcher: Any
@@ -41,15 +41,15 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a budget led to."""
+    """The settings chosen for a budget."""
 
     budget_ms: float
     max_keypoints: int
-    layers: int  # 0: a matcher without any
-    resize: int  # longer side of the image that is searched, in pixels
-    predicted_ms: float  # of a frame
-    fits: bool  # False: even the least is over the budget, and it was taken
-    without: tuple[str, ...] = ()  # stages that are left out: "refinement", "further passes"
+    layers: int  # 0: a matcher without layers
+    resize: int  # longer side of the image that features are extracted from, pixels
+    predicted_ms: float  # per frame
+    fits: bool  # False: even the cheapest settings, which were chosen, exceed the budget
+    without: tuple[str, ...] = ()  # stages left out: "refinement", "further passes"
 
     def __str__(self) -> str:
         """One line for a person."""
@@ -64,7 +64,7 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Strongest:
-    """An extractor of which only the keypoints of highest score are kept."""
+    """An extractor limited to its keypoints of highest score."""
 
     extractor: Extractor
     max_keypoints: int
@@ -77,16 +77,16 @@ class Strongest:
 
 
 def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = False) -> Choice:
-    """The most points and layers whose cost fits the budget.
+    """The best combination of keypoints and layers that fits the budget.
 
-    Among those that fit, the one with the largest layers · √points is taken: halving the points loses fewer
-    tracks than halving the layers. The image is searched at a smaller size only if less than
-    `_LEAST_POINTS` points would be left.
+    Among those that fit, the one with the largest layers · √keypoints is chosen: halving the keypoints loses
+    fewer tracks than halving the layers. Smaller images are used only if fewer than `_LEAST_POINTS`
+    keypoints would be left.
 
     Args:
-        pipeline: its `max_keypoints`, depth and `resize` are the most that is chosen.
+        pipeline: its `max_keypoints`, depth and `resize` are upper limits.
         image: a frame as it comes, on which the costs are measured (a second or two).
-        budget_ms: for a frame, extraction included.
+        budget_ms: milliseconds per frame, extraction included.
         stereo: a frame is two images, and two pairs are matched.
     """
     best: Choice | None = None
@@ -105,7 +105,7 @@ def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = Fa
 
 
 def limited(pipeline: Parts, choice: Choice) -> Any:
-    """The pipeline with the choice's points, layers and image size."""
+    """The pipeline with the chosen keypoints, layers and image size."""
     config = pipeline.config
     extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, resize=choice.resize)
     extractor = pipeline.extractor
@@ -122,11 +122,10 @@ def limited(pipeline: Parts, choice: Choice) -> Any:
 def matching_cost(
     pipeline: Parts, features: Features, other: Features | None = None
 ) -> Callable[[int, int], float]:
-    """Milliseconds of matching an image with itself, or with another, by points and layers.
+    """Milliseconds of matching an image with itself, or with another, by keypoints n and layers L.
 
-    A plane through measurements:
-
-    c₀ + c₁n + c₂n² + L·(c₃n + c₄n²): embedding and assignment, and attention; early exit is not counted on.
+    A non-negative least-squares fit of c₀ + c₁n + c₂n² (embedding and assignment) + L·(c₃n + c₄n²)
+    (attention) to measurements without early exit.
     """
     depths = _depths(pipeline)
     most = min(len(features), max(POINTS), *([] if other is None else [len(other)]))
@@ -153,7 +152,7 @@ def _terms(count: int, layers: int) -> np.ndarray:
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray, rounds: int = 300) -> np.ndarray:
-    """Least squares with no negative coefficient: no cost falls with more points (coordinate descent)."""
+    """Non-negative least squares by coordinate descent: no cost may fall with more keypoints."""
     x, gram, target = np.zeros(a.shape[1]), a.T @ a, a.T @ b
     for _ in range(rounds):
         for i in range(len(x)):
@@ -169,12 +168,12 @@ def best_choice(
     budget_ms: float,
     resize: int,
 ) -> Choice:
-    """Of the points and layers that fit, those with the largest layers · √points, else the cheapest.
+    """The keypoints and layers that fit with the largest layers · √keypoints, else the cheapest.
 
     Args:
-        pipeline: its `max_keypoints` and depth are the most.
-        cost: milliseconds of matching by points and layers.
-        times: how often images are searched and matched.
+        pipeline: its `max_keypoints` and depth are upper limits.
+        cost: milliseconds of matching by keypoints and layers.
+        times: how often extraction and matching run.
         extract_ms: milliseconds before matching.
         budget_ms: for everything.
         resize: longer side of the images, for the result.
@@ -211,8 +210,8 @@ def _extraction(pipeline: Parts, image: Image) -> tuple[float, Features]:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """The median time of a few runs, after one that is not counted."""
-    run()  # the first time memory is taken and kernels are chosen
+    """The median time of a few runs, after a warm-up."""
+    run()  # warm-up: the first run allocates memory and selects kernels
     times = []
     for _ in range(_REPEATS):
         start = perf_counter()

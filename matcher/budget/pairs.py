@@ -1,4 +1,4 @@
-"""How one pair is matched within a time budget."""
+"""Settings that match one pair within a time budget."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.network.inference import AttentionMatcher
 
-_LEAST_POINTS = 256  # before they are fewer, smaller images are searched
-_POINTS_REFINED = 512  # before they are fewer, refinement is left out
-_MATCHES = (200, 1000)  # random ones, on which verification is measured: they take it longest
-_MORE = 2.5  # further passes that extract and match as the first one does; the region is read again, too
+_LEAST_POINTS = 256  # rather than fewer, smaller images are used
+_POINTS_REFINED = 512  # rather than fewer, refinement is left out
+_MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
+_MORE = 2.5  # cost of further passes in first passes: they extract and match again, and reread the region
 
 
 @dataclass(frozen=True)
 class PairCosts:
     """Milliseconds of each stage on this machine."""
 
-    extract: Callable[[float], float]  # by pixels of an image
-    match: Callable[[int, int], float]  # by points and layers, early exit not counted on
+    extract: Callable[[float], float]  # by number of pixels
+    match: Callable[[int, int], float]  # by keypoints and layers, without early exit
     refine: Callable[[float], float]  # by matches
-    verify: Callable[[float], float]  # by matches, where nothing agrees
-    other: float  # of the further pass by another front end and network
+    verify: Callable[[float], float]  # by matches, all of them wrong
+    other: float  # of the further pass with another front end and matcher
 
 
 def measured_costs(pipeline: Any, images: Sequence[Image]) -> PairCosts:
-    """What was measured for these parts of a pipeline; a few seconds are taken for it the first time."""
+    """The measured costs of a pipeline's parts; the first call takes a few seconds."""
     key = (pipeline.extractor, pipeline.matcher, pipeline.estimator)
     if key not in pipeline.costs:
         pipeline.costs[key] = _measure(pipeline, images)
@@ -45,16 +45,16 @@ def measured_costs(pipeline: Any, images: Sequence[Image]) -> PairCosts:
 def plan(
     pipeline: Any, images: Sequence[Image], budget_ms: float, reading_ms: float
 ) -> tuple[Any, list[Image], Choice]:
-    """The pipeline that keeps to the budget, the images as it wants them, and what was chosen.
+    """The pipeline that fits the budget, the images resized for it, and the choice.
 
-    Images are made smaller only if less than 256 keypoints would be left. Further passes follow where
-    all of them fit beside the whole first one.
+    Images are made smaller only if less than 256 keypoints would be left. Further passes are kept
+    only if all of them fit together with an unreduced first pass.
 
     Args:
-        pipeline: its `max_keypoints`, depth, `passes` and image size are the most that is chosen.
-        images: as the pipeline reads them.
-        budget_ms: for the pair, reading included.
-        reading_ms: that reading took.
+        pipeline: its `max_keypoints`, depth, `passes` and image size are upper limits.
+        images: as read by the pipeline.
+        budget_ms: milliseconds for the pair, reading included.
+        reading_ms: milliseconds spent on reading.
 
     Raises:
         UsageError: a budget that is not positive, or a pipeline without keypoints.
@@ -89,7 +89,7 @@ def _best(
     *,
     refined: bool,
 ) -> tuple[list[Image], Choice]:
-    """The largest images with which enough keypoints fit, and what fits there."""
+    """The largest images at which enough keypoints fit, and the choice for them."""
     best = None
 
     def matched(points: int, layers: int) -> float:
@@ -122,7 +122,7 @@ def _at_most(image: Image, longer_side: int) -> Image:
 
 
 def _once(pipeline: Any) -> Any:
-    """A matcher that does not match again upside down, which would take as long once more."""
+    """The pipeline without the second attempt at the opposite turn, which would double the time."""
     if not isinstance(pipeline.matcher, AttentionMatcher):
         return pipeline
     policy = replace(pipeline.matcher.model.config.policy, opposite_turn_below=0.0)
@@ -130,7 +130,7 @@ def _once(pipeline: Any) -> Any:
 
 
 def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
-    """Costs on the pair at hand; matching on points that have no partners too, which takes longer."""
+    """Measure costs on the given pair; matching also without any correspondence, which takes longer."""
     sizes, times = [], []
     for factor in (1.0, SIZES[-1]):
         image = images[0] if factor == 1.0 else images[0].resized(factor)
@@ -139,7 +139,9 @@ def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
     extract = _line(sizes, times)
     features = pipeline.extractor([images[0]])[0]
     single = _once(pipeline)
-    easy, hard = (matching_cost(single, features, other) for other in (None, _strangers(features)))
+    easy, hard = (
+        matching_cost(single, features, other) for other in (None, _with_random_descriptors(features))
+    )
     counts = [min(count, max(_MATCHES)) for count in _MATCHES]
     verify = _line(counts, [milliseconds(lambda n=n: pipeline.estimator(*_random(n))) for n in counts])
     refine = _line(counts, [_refining(pipeline, images, count) for count in counts])
@@ -168,13 +170,13 @@ def _refining(pipeline: Any, images: Sequence[Image], count: int) -> float:
 
 
 def _line(where: Sequence[float], values: Sequence[float]) -> Callable[[float], float]:
-    """The line through two measurements, level where they would fall."""
+    """The line through two measurements, constant if it would fall."""
     slope = max(0.0, (values[0] - values[1]) / (where[0] - where[1]))
     return lambda x: max(0.0, values[0] + slope * (x - where[0]))
 
 
-def _strangers(features: Features) -> Features:
-    """The same points with descriptors of nothing."""
+def _with_random_descriptors(features: Features) -> Features:
+    """The same keypoints with random descriptors."""
     noise = torch.randn(features.descriptors.shape, generator=torch.Generator().manual_seed(0))
     return replace(features, descriptors=torch.nn.functional.normalize(noise, dim=-1))
 

@@ -1,4 +1,4 @@
-"""Refined keypoints of a run: one file beside its store, gone as soon as the run's pairs change."""
+"""Refined keypoints of a run: one file beside its store, deleted as soon as the run's pairs change."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FILE = "refined.npz"
 
 
 class RefinedKeypoints(NamedTuple):
-    """The keypoints of one image, those that are observations of tracks where their reference view says."""
+    """The keypoints of one image; track observations are refined against their track's reference."""
 
     keypoints: np.ndarray  # (N, 2) float32 stored pixels
-    covariances: np.ndarray  # (N, 2, 2) float32 stored pixels²; of a keypoint that was not refined a guess
+    covariances: np.ndarray  # (N, 2, 2) float32 stored pixels²; the prior for keypoints not refined
     refined: np.ndarray  # (N,) bool
 
 
 def write_refined(run_dir: Path, found: Mapping[str, RefinedKeypoints]) -> Path:
-    """Write the refined keypoints of all images of a run; they replace earlier ones."""
+    """Write the refined keypoints of all images of a run; this replaces earlier ones."""
     names = list(found)
     columns = [np.concatenate(column) for column in zip(*found.values(), strict=True)]
     arrays = dict(zip(RefinedKeypoints._fields, columns, strict=True))
@@ -37,7 +37,7 @@ def write_refined(run_dir: Path, found: Mapping[str, RefinedKeypoints]) -> Path:
 
 
 def read_refined(run_dir: Path) -> dict[str, RefinedKeypoints]:
-    """The refined keypoints of a run by name of image; empty where it has none.
+    """The refined keypoints of a run by name of image; empty if it has none.
 
     Raises:
         IntegrityError: the file is damaged.
@@ -58,5 +58,5 @@ def read_refined(run_dir: Path) -> dict[str, RefinedKeypoints]:
 
 
 def delete_refined(run_dir: Path) -> None:
-    """Forget refined keypoints, because the pairs that they came from have changed."""
+    """Delete refined keypoints, because the pairs that they came from have changed."""
     (run_dir / FILE).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Tracks made exact: every observation of a track is refined against one view of it.
+"""Refinement of tracks: every observation of a track is refined against a common reference.
 
-A match refined for itself would give a keypoint another position in each of its pairs. Here each track has a
-reference, the keypoint with the most matches in it; those matched to it are refined against it on the images,
-and those that this leaves against these, and so on. So each keypoint has one position for all its pairs.
+Refining each match on its own would give a keypoint a different position in each of its pairs. Here the
+reference of a track is its keypoint with the most matches. Keypoints matched to it are refined against it on
+the images, the remaining ones against those, and so on, so each keypoint has one position for all its pairs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
     from matcher.collection.store import Store
 
-_WINDOW = 21  # at least; a track is refined once for all its pairs
-_TRIES = 3  # other observations of its track that a keypoint is refined against, until one is accepted
-_CACHE_BYTES = 1 << 30  # of images held
-_GREY_BYTES = 4 * 4 / 3  # per pixel, with all levels
+_WINDOW = 21  # least window side; larger is affordable, as a track is refined once for all its pairs
+_TRIES = 3  # observations of its track that a keypoint is refined against at most, until one is accepted
+_CACHE_BYTES = 1 << 30  # of images kept in memory
+_GREY_BYTES = 4 * 4 / 3  # per pixel, all pyramid levels included
 
 
 class _Pair(NamedTuple):
-    """What tracks are made of: the matches of one pair that its geometry agrees with."""
+    """The verified matches of one pair, from which tracks are built."""
 
     first: int  # image
     second: int
@@ -53,7 +53,7 @@ class _Edges(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Keypoints that are refined together: those of one image against those of another."""
+    """A batch: keypoints of one image refined against those of another."""
 
     pair: int
     reverse: bool  # from image 1 of the pair to image 0
@@ -65,16 +65,16 @@ class _Step(NamedTuple):
 def refine_tracks(
     store: Store, config: RefineConfig, on_progress: Callable[[int, int], None] | None = None
 ) -> dict[str, RefinedKeypoints]:
-    """The keypoints of all images, those of tracks where their reference view says.
+    """The keypoints of all images; observations of tracks are refined against their references.
 
     Args:
         store: a run with its verified pairs; the images are read again.
-        config: window, and what is accepted.
-        on_progress: called with the number of keypoints of tracks that are refined, and of all that may be.
+        config: window size and acceptance thresholds.
+        on_progress: called with the number of track keypoints refined so far, and that of all candidates.
 
     Returns:
-        By name of image. A keypoint that is in no track, is its reference, or was not accepted keeps its
-        position.
+        By name of image. A keypoint that is in no track, is the reference of its track, or was not accepted
+        keeps its position.
 
     Raises:
         ImageError: an image cannot be read.
@@ -106,7 +106,7 @@ def refine_tracks(
 
 
 class _Positions:
-    """Positions, covariances and whether they are refined, of all keypoints."""
+    """Positions and covariances of all keypoints, and which of them are refined."""
 
     def __init__(self, points: np.ndarray, variances: np.ndarray) -> None:
         self.points = points.copy()
@@ -114,13 +114,13 @@ class _Positions:
         self.refined = np.zeros(len(points), dtype=bool)
 
     def matches(self, step: _Step) -> Matches:
-        """Those of a step, where they are now."""
+        """The matches of a step at the current positions."""
         indices = np.stack([step.parents, step.children], axis=1)
         ends = (self.points[nodes].astype(np.float32) for nodes in indices.T)
         return Matches(indices, *ends, np.ones(len(indices), np.float32))
 
     def take(self, step: _Step, matches: Matches) -> None:
-        """Positions of children where they were accepted; what their parents are unsure of is added."""
+        """Update accepted children; the covariances of their parents are added to theirs."""
         accepted = matches.refinement.accepted
         children, parents = step.children[accepted], step.parents[accepted]
         self.points[children] = matches.points1[accepted]
@@ -135,7 +135,7 @@ class _Positions:
 
 
 class _Images:
-    """Images for refinement, those used last kept in memory."""
+    """Image pyramids for refinement, in a least-recently-used cache."""
 
     def __init__(self, files: list[tuple[Path, tuple[int, int]]], scales: np.ndarray) -> None:
         self._files, self._scales = files, scales
@@ -162,7 +162,7 @@ class _Images:
 
 
 def _pairs(store: Store, number: dict[str, int]) -> list[_Pair]:
-    """The pairs that tracks are made of."""
+    """The verified pairs of a run."""
     found = []
     for pair in store.pairs():
         if pair.geometry.status in ("ok", "not_estimated"):
@@ -175,7 +175,7 @@ def _pairs(store: Store, number: dict[str, int]) -> list[_Pair]:
 def _edges_of_tracks(
     store: Store, pairs: list[_Pair], images: Sequence[StoredImage], starts: np.ndarray
 ) -> _Edges:
-    """The matches whose keypoints are in one track."""
+    """The matches whose two keypoints are in the same track."""
     tracks = tracks_of(store)
     number = {image.name: index for index, image in enumerate(images)}
     image_of = np.array([number.get(name, -1) for name in tracks.names], dtype=np.int64)
@@ -195,7 +195,7 @@ def _edges_of_tracks(
 
 
 class _Frontier:
-    """What is refined next: from the references outwards, by the best match to what is done."""
+    """Best-first traversal of the match graph, from the references outwards."""
 
     def __init__(self, edges: _Edges, count: int) -> None:
         self._edges = edges
@@ -206,12 +206,12 @@ class _Frontier:
         self.total = len(np.unique(edges.nodes)) - int(self._done.sum())
 
     def reach(self, nodes: np.ndarray) -> None:
-        """These were refined, and others may be refined against them."""
+        """Mark keypoints as refined; others may now be refined against them."""
         self._done[nodes] = True
         self.reached += len(nodes)
 
     def steps(self) -> Iterator[_Step]:
-        """Steps until every keypoint is done, or its best matches have not helped."""
+        """Steps until every keypoint is refined or its best matches were tried in vain."""
         edges, count = self._edges, len(self._edges.rows)
         parents, children = (np.concatenate(edges.nodes.T[order]) for order in ([0, 1], [1, 0]))
         best_first = np.arange(2 * count).reshape(2, count).T.ravel()
@@ -232,7 +232,7 @@ class _Frontier:
 
 
 def _references(edges: _Edges, count: int) -> np.ndarray:
-    """Of every track the keypoint with the most matches in it."""
+    """The keypoint of highest degree in every track."""
     degree = np.bincount(edges.nodes.ravel(), minlength=count)
     nodes, tracks = edges.nodes.ravel(), np.repeat(edges.tracks, 2)
     order = np.lexsort((nodes, -degree[nodes], tracks))
@@ -240,7 +240,7 @@ def _references(edges: _Edges, count: int) -> np.ndarray:
 
 
 def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
-    """Refine a run's tracks and keep them beside its store, once and if its configuration says so.
+    """Refine a run's tracks and store the result beside its store, once, if its configuration asks for it.
 
     Returns:
         Why nothing was done although the configuration asks for it; empty otherwise.

@@ -1,4 +1,4 @@
-"""Keypoints of a large image, tile by tile, with one ranking that is spread over the image."""
+"""Keypoints of a large image, tile by tile, ranked together and spread over the image."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from matcher.data.image import Image
 from matcher.data.protocols import Extractor
 
 TILE = 1024  # pixels a side, without the margin
-MARGIN = 64  # pixels around a tile that the front end sees, too; keypoints there are the neighbour's
-_GRID = 32  # pixels; from multiples on, coarse maps and octaves have their samples where the whole image has
-_TOGETHER = 4  # tiles given to the front end at once
-_IN_A_CELL = 8  # keypoints that a cell of the quota's grid has, if they are spread evenly
+MARGIN = 64  # pixels of context around a tile; keypoints there belong to the neighbouring tile
+_GRID = (
+    32  # pixels; tiles start at multiples, so that coarse maps and octaves are sampled as in the whole image
+)
+_TOGETHER = 4  # tiles per batch
+_IN_A_CELL = 8  # keypoints per cell of the quota's grid, if they are spread evenly
 
 
 def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarray | None = None) -> Features:
     """The features of an image of any size, in stored pixels, best first.
 
     A front end's scores are compared over the whole image. Each cell of a grid first keeps its share of the
-    keypoints, and what empty cells leave goes to the best of the others, so that none clump.
+    keypoints, and the quota that sparse cells leave goes to the best of the rest, which avoids clusters.
 
     Args:
         image: upright, at the resolution at which keypoints are to be found.
-        extractor: a front end; as many keypoints as it gives for one tile are ranked.
-        most: keypoints of the image.
-        near: (K, 2) stored pixels; tiles without such a point in them or their neighbours are left out.
+        extractor: a front end; all keypoints that it returns for a tile are ranked.
+        most: keypoints of the image, at most.
+        near: (K, 2) stored pixels; tiles without such a point in themselves or a neighbour are skipped.
     """
     parts, tiles = [], list(_tiles(image, near))
     for start in range(0, len(tiles), _TOGETHER):
         some = tiles[start : start + _TOGETHER]
         found = extractor([_cut(image, tile) for tile in some])
         parts += [_own(features, tile, image) for features, tile in zip(found, some, strict=True)]
-    if not parts:  # nothing is near: an image without features of the same kind
+    if not parts:  # no tile is near: empty features of the right kind
         parts = [_own(extractor([_cut(image, (0, 0, 1, 1))])[0], (0, 0, 0, 0), image)]
     whole = _joined(parts)
     return whole.select(torch.from_numpy(spread(whole.keypoints.numpy(), whole.scores.numpy(), most)))
@@ -79,7 +81,7 @@ def _tiles(image: Image, near: np.ndarray | None) -> Iterator[tuple[int, int, in
         at = [
             np.searchsorted(edges[1:-1], side) for edges, side in zip((columns, rows), place.T, strict=True)
         ]
-        wanted = np.zeros((len(rows) + 1, len(columns) + 1), dtype=bool)  # with a frame, for neighbours
+        wanted = np.zeros((len(rows) + 1, len(columns) + 1), dtype=bool)  # padded by one, for neighbours
         for down in range(3):
             for across in range(3):
                 wanted[at[1] + down, at[0] + across] = True

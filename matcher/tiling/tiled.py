@@ -21,7 +21,7 @@ from matcher.tiling.extraction import tiled_features
 from matcher.tiling.windows import corresponding, joined_matches, window_features
 
 MAX_KEYPOINTS = 20_000
-_NEVER_SMALLER = 0.95  # a change of scale that is not worth resizing an image for
+_NEVER_SMALLER = 0.95  # a factor closer to 1 is not worth resizing an image
 
 
 def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeline:
@@ -34,8 +34,8 @@ def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeli
     True
 
     Args:
-        pipeline: its image size and `max_keypoints` are those of the first pass, and `max_keypoints` also
-            that of a tile of 1024 pixels.
+        pipeline: its image size and `max_keypoints` apply to the first pass, and `max_keypoints` also to
+            each tile of 1024 pixels.
         max_keypoints: of an image, all tiles together.
 
     Raises:
@@ -74,13 +74,14 @@ class TiledPipeline(Pipeline):
     ) -> Result:
         """Match two images of any size.
 
-        The first pass, at the size of the pipeline, says what corresponds and at which scale. Keypoints are
-        then found there by tiles, the image that shows more detail being made smaller, and matched window by
-        window. Where the first pass finds no geometry, its result is returned.
+        The first pass, at the pipeline's image size, finds which regions correspond and at which scale.
+        Keypoints are then extracted there tile by tile, after the image of higher resolution is reduced to
+        the scale of the other, and matched window by window. If the first pass finds no geometry, its result
+        is returned.
 
         Args:
             image0, image1, mask0, mask1, camera0, camera1: as in `Pipeline.match`.
-            options: further ones of `Pipeline.match`, for the first pass.
+            options: other options of `Pipeline.match`, for the first pass.
 
         Raises:
             ImageError: an image cannot be read; the message names it.
@@ -155,7 +156,7 @@ class TiledPipeline(Pipeline):
 
 
 def _common_scale(points0: np.ndarray, points1: np.ndarray) -> tuple[float, float]:
-    """Factors for both images, at most 1, at which what they share has one scale."""
+    """Factors for both images, at most 1, that give their common region the same scale."""
     spread = [
         np.median(np.linalg.norm(side - np.median(side, axis=0), axis=1)) for side in (points0, points1)
     ]

@@ -1,4 +1,4 @@
-"""Which keypoints are matched with which: windows that a first pass at an ordinary size says correspond."""
+"""Which keypoints are matched with which: windows that correspond by a first pass at an ordinary size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 
-_OWN = 750  # keypoints of a window that are matched there
-_SEEN = 2048  # keypoints of either image that a window has, those around it included
-_AROUND = 0.2  # of the window's side, added on each side for context
-_ASTRAY = 0.05  # of the window's side, by which the first pass may be wrong in the other image, and
-_SPREAD = 2.0  # times what it differs there from one map of the window (depth, distortion), at most
+_OWN = 750  # keypoints of image 0 that a window matches
+_SEEN = 2048  # keypoints of either image in a window, context included
+_AROUND = 0.2  # of the window's side, added on each side as context
+_ASTRAY = 0.05  # of the window's side: error of the first pass in the other image, and
+_SPREAD = 2.0  # residuals of the window's affine map (depth, distortion) added to it, up to
 _FARTHEST = 0.5  # of the window's side
-_LEAST = 6  # matches of the first pass that place a window
-_AFFINE = 12  # matches from which an affine map is fitted, and not a similarity
+_LEAST = 6  # least matches of the first pass that locate a window
+_AFFINE = 12  # matches from which an affine map is fitted instead of a similarity
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +26,13 @@ class WindowPair:
 
     index0: np.ndarray  # (N,) int64 into the features of image 0
     index1: np.ndarray  # (M,)
-    own: np.ndarray  # (N,) bool: those that are matched here and nowhere else
+    own: np.ndarray  # (N,) bool: keypoints whose matches are kept from this window only
 
 
 def corresponding(
     points0: np.ndarray, points1: np.ndarray, first0: np.ndarray, first1: np.ndarray
 ) -> list[WindowPair]:
-    """Windows of image 0 and what lies in the same place of image 1.
+    """Windows of image 0 and the corresponding keypoints of image 1.
 
     Args:
         points0, points1: (N, 2) and (M, 2) keypoints, stored pixels, best first.
@@ -48,7 +48,7 @@ def corresponding(
         near = _inside(points0, low - _AROUND * side, high + _AROUND * side)
         near[own] = False
         index0 = np.concatenate([own, np.flatnonzero(near)[: max(0, _SEEN - len(own))]])
-        # Image 1 is looked at through the map, so that turned windows are as tight as upright ones.
+        # Keypoints of image 1 are mapped to image 0, so that rotated windows are as tight as upright ones.
         back = np.linalg.inv(np.vstack([linear, [0, 0, 1]]))
         moved = points1 @ back[:2, :2].T + back[:2, 2]
         astray = np.minimum(_ASTRAY * side + _SPREAD * residual, _FARTHEST * side)
@@ -60,7 +60,7 @@ def corresponding(
 
 
 def window_features(features: Features, index: np.ndarray) -> Features:
-    """Some keypoints as those of an image of their own, so that a network sees ordinary positions."""
+    """Keypoints as if of an image of their own, so that their positions are in the range of training."""
     chosen = features.select(torch.from_numpy(index))
     low, high = chosen.keypoints.amin(0), chosen.keypoints.amax(0)
     return replace(chosen, keypoints=chosen.keypoints - low, size=(high - low).clamp(min=1.0) + 1.0)
@@ -69,7 +69,7 @@ def window_features(features: Features, index: np.ndarray) -> Features:
 def joined_matches(
     pairs: list[WindowPair], found: list[Matches], points0: np.ndarray, points1: np.ndarray
 ) -> Matches:
-    """The matches of all windows in indices of the whole images, one for a keypoint, the most probable."""
+    """The matches of all windows, indexed in the whole images; one per keypoint, the most probable."""
     rows, scores = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)]
     for pair, matches in zip(pairs, found, strict=True):
         own = pair.own[matches.indices[:, 0]]
@@ -85,7 +85,7 @@ def joined_matches(
 
 
 def _split(points: np.ndarray, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Groups of at most `_OWN` points by halving the longer side, each with its least and largest xy."""
+    """Groups of at most `_OWN` points by recursive median splits, each with its bounding box."""
     low, high = points[index].min(axis=0), points[index].max(axis=0)
     if len(index) <= _OWN or np.array_equal(low, high):
         return [(index, low, high)]
@@ -98,8 +98,8 @@ def _split(points: np.ndarray, index: np.ndarray) -> list[tuple[np.ndarray, np.n
 def _local_map(
     first0: np.ndarray, first1: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, float] | None:
-    """The (2, 3) map of a window to image 1, from the matches in and next to it, and how far those are from
-    it (90th percentile, pixels of image 0); None where there are none."""
+    """The (2, 3) map of a window to image 1, from the matches in and next to it, and its 90th
+    percentile residual in pixels of image 0; None if there are too few."""
     side = np.maximum(high - low, 1.0)
     beyond = np.maximum(np.maximum(low - first0, first0 - high) / side, 0).max(axis=1)
     near = np.flatnonzero(beyond <= _AROUND)

@@ -1,6 +1,6 @@
-"""Matched points of a plane → homography, affine map or similarity, with a status as of other geometries.
+"""Matched points of a plane → homography, affine map or similarity, with a status as for other geometries.
 
-A map with fewer numbers needs fewer matches and cannot bend where there are none: scans, aerial photos and
+A model with fewer parameters needs fewer matches and extrapolates better: scans, aerial photos and
 pictures of a screen are related by a similarity, a distant plane by an affine map.
 """
 
@@ -16,7 +16,7 @@ from matcher.data.geometry import warp_points
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line
 from matcher.verify.estimation import RobustEstimator
 
-_MINIMUM = {"affine": 3, "similarity": 2}  # points that fix the model
+_MINIMUM = {"affine": 3, "similarity": 2}  # size of the minimal sample
 _MAX_ITERATIONS = 10_000
 _CONFIDENCE = 0.9999
 _LOSS_SCALE = 0.5  # pixels of the resized image, as of the other models
@@ -114,12 +114,12 @@ def _errors(points0: np.ndarray, points1: np.ndarray, linear: np.ndarray) -> np.
 def _refined(
     points0: np.ndarray, points1: np.ndarray, linear: np.ndarray, model: PlanarModel, threshold: float
 ) -> np.ndarray:
-    """The map of least Cauchy loss over the inliers, by reweighted least squares."""
+    """Minimise the Cauchy loss over the inliers by iteratively reweighted least squares."""
     near = _errors(points0, points1, linear) <= threshold
     if np.count_nonzero(near) <= _MINIMUM[model]:
         return linear
     points0, points1 = points0[near], points1[near]
-    centre = points0.mean(axis=0)  # the columns of the system are then of one size
+    centre = points0.mean(axis=0)  # conditions the system
     x, y = (points0 - centre).T
     one, zero = np.ones_like(x), np.zeros_like(x)
     if model == "affine":

@@ -1,4 +1,4 @@
-"""Whether two images show the same place, with a probability: a logistic model of what matching found."""
+"""Whether two images show the same place, as a probability: logistic regression on the inliers of a pair."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VerdictWord = Literal["same", "unsure", "not"]
 # Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see scripts/README.md.
 COEFFICIENTS = (-12.585, 1.292, 7.122, 5.551)
 EVIDENCE = ("inliers", "inlier ratio", "coverage")
-SAME, NOT = 0.9, 0.1  # probabilities above and below which the word is not "unsure"
-_TAIL = 5.0  # percent of the inliers on each side that do not count for the coverage
+SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
+_TAIL = 5.0  # percent of the inliers on each side that are ignored in the coverage
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
     "unsure": "the images may show the same place",
@@ -50,7 +50,7 @@ class Verdict:
 def judge(
     matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
 ) -> Verdict | None:
-    """The verdict on a pair; None where no geometry was asked for.
+    """The verdict on a pair; None if no geometry was estimated.
 
     Args:
         matches: of the pair.
@@ -71,10 +71,10 @@ def doubted(
     size1: tuple[float, float],
     least: float = 0.5,
 ) -> TwoViewGeometry:
-    """The geometry, not accepted if the probability that the images show the same place is below `least`.
+    """The geometry, with status `low_inliers` if the probability of the same place is below `least`.
 
-    With one half that is for several passes, as every pass is another chance for wrong matches to agree; the
-    other arguments are those of `judge`.
+    The default of one half is meant for several passes, because each is another chance for wrong matches to
+    agree. The other arguments are those of `judge`.
     """
     if geometry.status != "ok" or judge(matches, geometry, size0, size1).probability >= least:
         return geometry
@@ -86,11 +86,11 @@ def evidence(
 ) -> np.ndarray:
     """What the verdict depends on, in the order of `EVIDENCE`.
 
-    Match probabilities are not among it: each matcher has its own, and they add nothing to these.
+    Match probabilities are left out: their calibration depends on the matcher, and they add nothing here.
 
     Returns:
-        (3,) log(1 + inliers); the share of inliers; the share of the image's sides that they span, in the
-        image where that is less.
+        (3,) log(1 + inliers); the inlier ratio; the square root of the share of the image area that the
+        inliers span, the smaller one of both images.
     """
     inliers = geometry.inliers
     count = int(np.count_nonzero(inliers))
