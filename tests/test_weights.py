@@ -204,7 +204,7 @@ def test_shipped_weights_are_what_the_manifest_says(shipped_weights):
 
 
 MEASURED_IN = {  # which part of the model card holds a file's figures
-    "hybrid": "Measured: `hybrid`",
+    "hybrid": "All presets side by side",
     "learned": "`learned.safetensors`",
     "hybrid-learned": "All presets side by side",
 }
