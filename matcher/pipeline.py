@@ -25,7 +25,7 @@ from matcher.refine.refinement import ImagePyramid, refine_matches
 from matcher.result import Result, WeightsSource
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
-from matcher.verify.verdict import doubted
+from matcher.verify.verdict import reject_improbable
 
 Mask = str | Path | np.ndarray
 _STAGES = ("extract", "match", "refine", "verify")
@@ -171,7 +171,7 @@ class Pipeline:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
-        geometry = doubted(geometry, matches, *(tuple(f.size.tolist()) for f in features))
+        geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         further, before = perf_counter() - start, first.seconds["total"]
         return replace(
             first,
@@ -305,7 +305,7 @@ class Pipeline:
         """
         cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1)
         for index, features in enumerate((features0, features1) if cameras else ()):
-            size = tuple(int(side) for side in features.size.tolist())
+            size = features.image_size
             known = cameras[index].size
             if known not in (None, size):
                 raise UsageError(f"camera{index} is of images of {known}, but its image is {size}")

@@ -17,7 +17,7 @@ from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
 from matcher.passes.further import PassReport
-from matcher.verify.verdict import Verdict, judge
+from matcher.verify.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
     from matcher.budget.choice import Choice
@@ -99,7 +99,7 @@ class Result:
     @property
     def verdict(self) -> Verdict | None:
         """Whether the images show the same place, with a probability; None without geometry."""
-        return judge(self.matches, self.geometry, _size(self.features0), _size(self.features1))
+        return verdict_of(self.matches, self.geometry, self.features0.image_size, self.features1.image_size)
 
     @property
     def inliers(self) -> np.ndarray:
@@ -145,10 +145,7 @@ class Result:
 
     def summary(self) -> str:
         """Some lines for a person: images, matches, inliers and times."""
-        lines = []
-        for path, features in ((self.path0, self.features0), (self.path1, self.features1)):
-            width, height = _size(features)
-            lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
+        lines = self.image_lines()
         depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
         lines.append(f"{len(self.matches)} matches ({self.preset}{depth})")
         if self.budget is not None:
@@ -170,6 +167,15 @@ class Result:
         if stages:
             lines.append(f"{self.seconds['total']:.2f} s ({stages})")
         return "\n".join(lines)
+
+    def image_lines(self) -> list[str]:
+        """A line for each image: path, size, number of keypoints."""
+        sides = ((self.path0, self.features0), (self.path1, self.features1))
+        sizes = ("{} x {}".format(*features.image_size) for _, features in sides)
+        return [
+            f"{path or 'array'}  {size}  {len(features)} keypoints"
+            for (path, features), size in zip(sides, sizes, strict=True)
+        ]
 
     def heading(self) -> str:
         """One line over a drawing: preset, counts, layers, time."""
@@ -199,8 +205,8 @@ class Result:
             "geometry_kind": np.array(geometry.kind),
             "matrix": absent if geometry.matrix is None else geometry.matrix,
             "cam1_from_cam0": absent if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0,
-            "size0": np.array(_size(self.features0)),
-            "size1": np.array(_size(self.features1)),
+            "size0": np.array(self.features0.image_size),
+            "size1": np.array(self.features1.image_size),
         }
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -294,21 +300,16 @@ class Result:
         if given is None and path is None:
             raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
         image = as_image(path if given is None else given)
-        if image.size != (size := _size(features)):
+        if image.size != (size := features.image_size):
             raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
         return image
 
 
 def _upright(points: np.ndarray, features: Features) -> np.ndarray:
     orientation = int(features.exif_orientation)
-    return stored_to_upright(points, _size(features), orientation).astype(np.float32)
+    return stored_to_upright(points, features.image_size, orientation).astype(np.float32)
 
 
 def _image_entry(path: Path | None, features: Features) -> dict[str, Any]:
-    width, height = _size(features)
+    width, height = features.image_size
     return {"path": None if path is None else str(path), "width": width, "height": height}
-
-
-def _size(features: Features) -> tuple[int, int]:
-    width, height = (round(value) for value in features.size.tolist())
-    return width, height

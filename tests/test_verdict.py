@@ -17,7 +17,7 @@ from matcher.lab.evaluate.calibration import calibration_error, match_errors, pr
 from matcher.lab.evaluate.run import Method
 from matcher.lab.evaluate.verdicts import fit, report, training_pairs
 from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
-from matcher.verify.verdict import EVIDENCE, Verdict, doubted, evidence, judge
+from matcher.verify.verdict import EVIDENCE, Verdict, evidence, reject_improbable, verdict_of
 
 SIZE = (640, 480)
 
@@ -33,12 +33,12 @@ def pair_of(inliers: int, outliers: int, width: float = 600) -> tuple:
 
 
 def test_the_verdict_follows_the_evidence():
-    assert judge(*pair_of(400, 50)).word == "same"
-    assert judge(*pair_of(0, 3)).word == "not"
-    assert judge(*pair_of(12, 20, width=100)).word == "not"
-    probabilities = [judge(*pair_of(count, 40)).probability for count in (10, 40, 160)]
+    assert verdict_of(*pair_of(400, 50)).word == "same"
+    assert verdict_of(*pair_of(0, 3)).word == "not"
+    assert verdict_of(*pair_of(12, 20, width=100)).word == "not"
+    probabilities = [verdict_of(*pair_of(count, 40)).probability for count in (10, 40, 160)]
     assert probabilities == sorted(probabilities) and probabilities[0] < probabilities[2] - 0.5
-    spread = [judge(*pair_of(40, 20, width=width)).probability for width in (60, 600)]
+    spread = [verdict_of(*pair_of(40, 20, width=width)).probability for width in (60, 600)]
     assert spread[0] < spread[1] - 0.1
 
 
@@ -51,15 +51,15 @@ def test_the_evidence_in_numbers():
 
 def test_a_doubted_geometry_is_not_accepted():
     matches, geometry, *sizes = pair_of(14, 14, width=300)
-    assert doubted(geometry, matches, *sizes).status == "low_inliers"
-    assert doubted(geometry, matches, *sizes, least=0.0) is geometry
+    assert reject_improbable(geometry, matches, *sizes).status == "low_inliers"
+    assert reject_improbable(geometry, matches, *sizes, least=0.0) is geometry
     matches, geometry, *sizes = pair_of(300, 14)
-    assert doubted(geometry, matches, *sizes) is geometry
+    assert reject_improbable(geometry, matches, *sizes) is geometry
 
 
 def test_without_geometry_there_is_no_verdict():
     matches, _, *sizes = pair_of(4, 0)
-    assert judge(matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)), *sizes) is None
+    assert verdict_of(matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)), *sizes) is None
     assert [Verdict(p).word for p in (0.05, 0.5, 0.95)] == ["not", "unsure", "same"]
 
 

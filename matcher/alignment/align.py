@@ -106,7 +106,7 @@ class Alignment:
         if self.matrix is None:
             return None
         sides = (self.result.features0, self.result.features1)
-        turns = [upright_matrix(_size(f), int(f.exif_orientation)) for f in sides]
+        turns = [upright_matrix(f.image_size, int(f.exif_orientation)) for f in sides]
         return turns[1] @ self.matrix @ np.linalg.inv(turns[0])
 
     @property
@@ -186,11 +186,7 @@ class Alignment:
     def summary(self) -> str:
         """A readable summary: images, matches and the transformation."""
         result = self.result
-        lines = []
-        for path, features in ((result.path0, result.features0), (result.path1, result.features1)):
-            width, height = _size(features)
-            lines.append(f"{path or 'array'}  {width} x {height}  {len(features)} keypoints")
-        lines.append(f"{len(result.matches)} matches ({result.preset})")
+        lines = [*result.image_lines(), f"{len(result.matches)} matches ({result.preset})"]
         if not self.found:
             return "\n".join([*lines, f"not aligned: {self._reason()}"])
         count = f"{int(self.inliers.sum())} are inliers of one {self.model}" + " map" * (
@@ -202,8 +198,3 @@ class Alignment:
         if not len(self.result.matches):
             return "the images share nothing that was recognised"
         return f"{_SUPPORT.get(self.status, 'the matches do not determine it')} for a {self.model}"
-
-
-def _size(features: Any) -> tuple[int, int]:
-    width, height = (round(value) for value in features.size.tolist())
-    return width, height

@@ -20,7 +20,7 @@ from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import IntegrityError, MatcherError
 from matcher.pipeline import Pipeline
-from matcher.verify.verdict import NOT, doubted
+from matcher.verify.verdict import NOT, reject_improbable
 
 _CACHE_BYTES = 512 << 20  # of features held
 
@@ -148,7 +148,7 @@ class JobRunner:
             camera0, camera1 = self._cameras(side0, side1)
             geometry = self.pipeline.verify(f0, f1, matches, camera0=camera0, camera1=camera1)
             # A false edge does more harm to a reconstruction than an absent one.
-            geometry = doubted(geometry, matches, f0.size.tolist(), f1.size.tolist(), least=NOT)
+            geometry = reject_improbable(geometry, matches, f0.image_size, f1.image_size, least=NOT)
             data = encode_pair(matches, geometry, f0.keypoints.numpy(), f1.keypoints.numpy())
         except Exception as error:
             return PairFailure(side0.number, side1.number, reason_of(error))

@@ -12,7 +12,7 @@ from matcher.config import EstimationConfig, from_dict
 from matcher.data.camera import Camera
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
-from matcher.verify.verdict import NOT, doubted
+from matcher.verify.verdict import NOT, reject_improbable
 
 _PAIRS = "SELECT image0, image1 FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
 
@@ -68,7 +68,7 @@ class _Verification:
                 self._scales[image0], self._scales[image1], self._estimator.config.kind
             ),
         )
-        geometry = doubted(geometry, matches, *(image.size for image in images), least=NOT)
+        geometry = reject_improbable(geometry, matches, *(image.size for image in images), least=NOT)
         keypoints = (self._store.keypoints(found.name0), self._store.keypoints(found.name1))
         data = encode_pair(matches, geometry, *keypoints)
         return EncodedPair(image0, image1, found.seconds, checksum(data), data)

@@ -139,7 +139,7 @@ class Writer:
         self.add_images([name])
         number = self.number(name)
         data = encode_keypoints(features.keypoints.numpy())
-        width, height = (int(side) for side in features.size.tolist())
+        width, height = features.image_size
         row = (DONE, facts.sha256, facts.stamp, width, height, len(features), *facts.scale)
         self.execute(
             "UPDATE images SET status = ?, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"

@@ -121,6 +121,12 @@ class Features:
         """
         return self.exif_orientation if self.view_orientation is None else self.view_orientation
 
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(width, height) of the stored image, of features of one image."""
+        width, height = (round(value) for value in self.size.tolist())
+        return width, height
+
     def __len__(self) -> int:
         """Points per image, padding included."""
         return self.keypoints.shape[-2]

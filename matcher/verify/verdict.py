@@ -47,7 +47,7 @@ class Verdict:
         return f"Verdict({self.word}, probability {self.probability:.2f})"
 
 
-def judge(
+def verdict_of(
     matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
 ) -> Verdict | None:
     """The verdict on a pair; None if no geometry was estimated.
@@ -64,7 +64,7 @@ def judge(
     return Verdict(float(1 / (1 + np.exp(-np.clip(logit, -50, 50)))))
 
 
-def doubted(
+def reject_improbable(
     geometry: TwoViewGeometry,
     matches: Matches,
     size0: tuple[float, float],
@@ -74,9 +74,9 @@ def doubted(
     """The geometry, with status `low_inliers` if the probability of the same place is below `least`.
 
     The default of one half is meant for several passes, because each is another chance for wrong matches to
-    agree. The other arguments are those of `judge`.
+    agree. The other arguments are those of `verdict_of`.
     """
-    if geometry.status != "ok" or judge(matches, geometry, size0, size1).probability >= least:
+    if geometry.status != "ok" or verdict_of(matches, geometry, size0, size1).probability >= least:
         return geometry
     return replace(geometry, status="low_inliers")
 

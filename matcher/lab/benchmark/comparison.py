@@ -123,7 +123,5 @@ def _match(
     result.layers.append(matches.layers_run)
     result.kept.append((matches.kept0 + matches.kept1) / max(sum(map(len, features)), 1))
     geometry = result.pipeline.estimator(matches.points0, matches.points1, scores=matches.scores)
-    result.errors.append(
-        corner_error(geometry.matrix, pair.H_1_from_0, tuple(int(n) for n in features[0].size.tolist()))
-    )
+    result.errors.append(corner_error(geometry.matrix, pair.H_1_from_0, features[0].image_size))
     return set(map(tuple, matches.indices.tolist()))

@@ -72,7 +72,7 @@ def pair_evidence(pipeline: Pipeline, pair: Pair) -> np.ndarray:
     """The evidence of one pair."""
     sources = (pair.image0, pair.image1)
     result = pipeline.match(*(s.path if s.pixels is None else s.pixels for s in sources))
-    sizes = (tuple(features.size.tolist()) for features in (result.features0, result.features1))
+    sizes = (features.image_size for features in (result.features0, result.features1))
     return evidence(result.matches, result.geometry, *sizes)
 
 

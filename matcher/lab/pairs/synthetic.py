@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import cv2
 import numpy as np
@@ -18,6 +19,8 @@ from matcher.data.images import read_image
 from matcher.errors import ImageError, UsageError
 from matcher.lab.pairs.photometric import degrade
 from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, UnrelatedPair
+
+P = TypeVar("P", HomographyPair, UnrelatedPair)
 
 LONGER_SIDE = 640  # of photos, so that a level means the same for all folders
 _MIN_OVERLAP = 0.4  # share of the photo that is visible in the view
@@ -45,20 +48,34 @@ LEVELS = {
 
 
 @dataclass(frozen=True, eq=False)
-class SyntheticPairs(Sequence[HomographyPair]):
-    """Warped pairs, rendered on access; pair i has level i modulo the number of levels."""
+class PairsOnAccess(Sequence[P]):
+    """Pairs made of photos when they are asked for; a pair depends on the seed and its own number only."""
 
     photos: tuple[Path, ...]
-    levels: tuple[int, ...]
     total: int
     seed: int
 
     def __len__(self) -> int:
         return self.total
 
-    def __getitem__(self, position: int) -> HomographyPair:
+    def __getitem__(self, position: int) -> P:
         if not 0 <= position < self.total:
             raise IndexError(position)
+        return self.make(position)
+
+    def make(self, position: int) -> P:
+        """The pair of that number."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class SyntheticPairs(PairsOnAccess[HomographyPair]):
+    """Warped pairs; pair i has level i modulo the number of levels."""
+
+    levels: tuple[int, ...]
+
+    def make(self, position: int) -> HomographyPair:
+        """A photo and a warped view of it."""
         turn, index = divmod(position, len(self.levels))
         level = self.levels[index]
         # All levels use the same photos, in an order that depends on the seed.
@@ -97,7 +114,7 @@ def synthetic_set(
     return PairSet(
         name="synthetic",
         protocol="homography",
-        pairs=SyntheticPairs(tuple(photos), tuple(levels), count, seed),
+        pairs=SyntheticPairs(tuple(photos), count, seed, tuple(levels)),
         oracle=True,
         note=f"{len(photos)} photos, resized to at most {LONGER_SIDE} pixels. Image 0 is the photo, image 1 "
         f"a warped view of the same size with a black border. Seed {seed}",
@@ -148,19 +165,11 @@ def warp(pixels: np.ndarray, H_1_from_0: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class UnrelatedPairs(Sequence[UnrelatedPair]):
+class UnrelatedPairs(PairsOnAccess[UnrelatedPair]):
     """Pairs of different photos, from different folders if there are several."""
 
-    photos: tuple[Path, ...]
-    total: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, position: int) -> UnrelatedPair:
-        if not 0 <= position < self.total:
-            raise IndexError(position)
+    def make(self, position: int) -> UnrelatedPair:
+        """Two photos."""
         rng = np.random.default_rng([self.seed, position])
         path0 = self.photos[rng.integers(len(self.photos))]
         others = [path for path in self.photos if path.parent != path0.parent]

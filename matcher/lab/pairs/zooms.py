@@ -17,7 +17,7 @@ from matcher.data.images import read_image
 from matcher.errors import UsageError
 from matcher.lab.pairs.photometric import degrade
 from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet
-from matcher.lab.pairs.synthetic import LONGER_SIDE, Level, draw_homography, warp
+from matcher.lab.pairs.synthetic import LONGER_SIDE, Level, PairsOnAccess, draw_homography, warp
 
 ZOOM = (2.5, 6.0)  # resolution of the part / that of the whole photo
 SHARE = (0.5, 0.9)  # side of the part / side of the photo
@@ -25,19 +25,11 @@ _TILT = Level(rotation=20, perspective=0.06, scale=1, shift=0, light=0.5)
 
 
 @dataclass(frozen=True, eq=False)
-class ZoomedPairs(Sequence[HomographyPair]):
-    """Pairs rendered on access; a pair depends on the seed and its own number only."""
+class ZoomedPairs(PairsOnAccess[HomographyPair]):
+    """A photo made smaller, and a part of it at its own resolution."""
 
-    photos: tuple[Path, ...]
-    total: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, position: int) -> HomographyPair:
-        if not 0 <= position < self.total:
-            raise IndexError(position)
+    def make(self, position: int) -> HomographyPair:
+        """The wide image first in pairs of even number, the part first in the others."""
         turn, index = divmod(position, len(self.photos))
         path = self.photos[np.random.default_rng([self.seed, turn]).permutation(len(self.photos))[index]]
         photo = read_image(path, resize=LONGER_SIDE, upright=False).pixels
