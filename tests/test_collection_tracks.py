@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from collection_scene import synthetic_store
 
-from matcher.collection.tracks import Conflict, PairMatches, build_tracks, tracks_of
+from matcher.collection.tracks import PairMatches, build_tracks, tracks_of
 from matcher.errors import UsageError
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
@@ -26,7 +26,7 @@ def test_a_chain_becomes_one_track():
     assert tracks.table().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3], [1, 0, 5], [1, 1, 5]]
 
 
-def test_a_match_that_contradicts_better_ones_is_left_out_and_reported():
+def test_a_match_that_contradicts_better_ones_is_left_out_and_counted():
     pairs = [
         PairMatches("a", "c", np.array([[9, 3]]), np.array([0.2])),  # the wrong one comes first, but is weak
         PairMatches("a", "b", np.array([[1, 2]]), np.array([0.9])),
@@ -35,9 +35,6 @@ def test_a_match_that_contradicts_better_ones_is_left_out_and_reported():
     tracks = build_tracks(pairs, COUNTS)
     assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})}
     assert tracks.conflicts == 1
-    (conflict,) = tracks.first_conflicts
-    assert conflict.image == "a" and {conflict.keypoint0, conflict.keypoint1} == {1, 9}
-    assert isinstance(conflict, Conflict)
 
 
 def test_short_tracks_and_no_tracks():

@@ -23,14 +23,6 @@ class PairMatches(NamedTuple):
     scores: np.ndarray | None = None  # (K,), best first joined; all equal when absent
 
 
-class Conflict(NamedTuple):
-    """A match that was left out, because it would have put two keypoints of one image into one track."""
-
-    image: str
-    keypoint0: int
-    keypoint1: int
-
-
 @dataclass(frozen=True, eq=False)
 class Tracks:
     """Tracks of two keypoints or more, longest first; no track has two keypoints of one image."""
@@ -39,8 +31,7 @@ class Tracks:
     offsets: np.ndarray  # (T + 1,) int64: observations offsets[t] … offsets[t + 1] are track t
     images: np.ndarray  # (O,) int32 into names, ascending within a track
     keypoints: np.ndarray  # (O,) int32
-    conflicts: int  # matches left out
-    first_conflicts: tuple[Conflict, ...]
+    conflicts: int  # matches left out, as they would put two keypoints of one image into one track
 
     def __len__(self) -> int:
         """The number of tracks T."""
@@ -90,9 +81,7 @@ def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
     return build_tracks(pairs, {image.name: image.count for image in store.images()}, min_length=min_length)
 
 
-def build_tracks(
-    pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2, conflicts_kept: int = 100
-) -> Tracks:
+def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2) -> Tracks:
     """Join matches to tracks, the best first, and leave out those that contradict what is joined already.
 
     Union-find (Galler and Fischer 1964) with the images of each set kept beside it: two sets that share an
@@ -104,7 +93,6 @@ def build_tracks(
         pairs: verified matches; equal scores keep the order given.
         counts: images and how many keypoints each has.
         min_length: shorter tracks are left out; at least 2.
-        conflicts_kept: number of conflicts that are kept.
 
     Raises:
         UsageError: an image that is not in `counts`, an index beyond its keypoints, or a pair of one image.
@@ -114,14 +102,8 @@ def build_tracks(
     ends0, ends1, scores = _gathered(pairs, names, starts)
     forest = _Forest(np.repeat(np.arange(len(names)), np.diff(starts)))
     order = np.argsort(-scores, kind="stable")
-    conflicts, first = 0, []
-    for node0, node1 in zip(ends0[order].tolist(), ends1[order].tolist(), strict=True):
-        shared = forest.join(node0, node1)
-        if shared is not None:
-            conflicts += 1
-            if len(first) < conflicts_kept:
-                image, keypoints = shared[0], [int(node - starts[shared[0]]) for node in shared[1:]]
-                first.append(Conflict(names[image], *keypoints))
+    matches = zip(ends0[order].tolist(), ends1[order].tolist(), strict=True)
+    conflicts = sum(not forest.join(node0, node1) for node0, node1 in matches)
     sets = [s for s in forest.sets() if len(s) >= max(2, min_length)]
     sets.sort(key=lambda s: -len(s))  # stable: equal ones in the order of their first images
     nodes = np.array([node for s in sets for node in s], dtype=np.int64)
@@ -132,7 +114,6 @@ def build_tracks(
         images=images.astype(np.int32),
         keypoints=(nodes - starts[images]).astype(np.int32),
         conflicts=conflicts,
-        first_conflicts=tuple(first),
     )
 
 
@@ -180,21 +161,20 @@ class _Forest:
             parent[node] = node = parent[parent[node]]  # halves the path on the way up
         return node
 
-    def join(self, node0: int, node1: int) -> tuple[int, int, int] | None:
-        """Join the sets of two keypoints, or return the image that they share and its two keypoints."""
+    def join(self, node0: int, node1: int) -> bool:
+        """Join the sets of two keypoints; False, and nothing joined, if both have a keypoint of one image."""
         root0, root1 = self._root(node0), self._root(node1)
         if root0 == root1:
-            return None
+            return True
         if len(self._members[root0]) < len(self._members[root1]):
             root0, root1 = root1, root0
         large, small = self._members[root0], self._members[root1]
-        for image, node in small.items():
-            if image in large:
-                return image, large[image], node
+        if not large.keys().isdisjoint(small):
+            return False
         large.update(small)
         del self._members[root1]
         self._parent[root1] = root0
-        return None
+        return True
 
     def sets(self) -> Iterator[list[int]]:
         """Every set as its sorted keypoints, in the order of their first."""
