@@ -11,7 +11,7 @@ from matcher import kernels as compiled
 from matcher.attention import scaled_dot_product
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
-from matcher.kernels import library
+from matcher.kernels import library, trusted
 from matcher.match.network.consensus import fit_local_maps
 from matcher.match.network.context import build_layer
 from matcher.match.network.fused import fuse_layer
@@ -228,7 +228,9 @@ def test_a_library_that_does_not_load_is_left_alone(tmp_path, monkeypatch) -> No
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     path = library.library_path()
-    path.write_bytes(b"no library")
+    trusted.make_private(path.parent)
+    (tmp_path / "made").write_bytes(b"no library")
+    trusted.keep(tmp_path / "made", path)
     forget()
     q = random_heads(1, 8, 32)
     assert compiled.attend_compiled(q, q, q) is None and not compiled.have_kernels(q[0])

@@ -12,7 +12,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from matcher.collection.jobs import Job, JobRunner, Outcome
 from matcher.collection.settings import Setup
 from matcher.collection.store import Store
 from matcher.errors import MatcherError, UsageError
-from matcher.threads import thread_environment
+from matcher.processes import child_command, child_environment
 
 _PROGRAM = "matcher.collection.worker"
 _QUEUED = 2  # jobs queued for a worker, so that it never waits for the next
@@ -164,15 +163,12 @@ class LocalWorkers:
 
     def _start(self, device: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        threads = thread_environment(self._threads)
-        # The child finds the package where this process found it.
-        paths = {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
         number = theirs.fileno()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM, str(number)],
+                child_command(_PROGRAM, str(number)),
                 pass_fds=[number],
-                env={**os.environ, **threads, **paths},
+                env=child_environment(self._threads),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which decides
             )

@@ -1,7 +1,8 @@
 """Building and loading the compiled kernels.
 
 `build()` compiles the sources beside this file with the machine's own compiler and keeps the library in the
-user's cache folder, under a name that changes with the sources and with the processor's instructions.
+user's cache folder, under a name that changes with the sources and with the processor's instructions,
+together with its checksum; `trusted.py` says which libraries are loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from matcher.errors import UsageError
 from matcher.files import cache_folder
+from matcher.kernels import trusted
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp"))
 SWITCH = "MATCHER_COMPILED"
@@ -44,7 +46,8 @@ def instructions() -> str | None:
 def library_path() -> Path:
     """Where the library of these sources lies, or would lie."""
     parts = [" ".join(_FLAGS).encode(), *(source.read_bytes() for source in SOURCES)]
-    return cache_folder() / f"kernels-{instructions()}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    name = f"{instructions()}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    return cache_folder() / "kernels" / name
 
 
 def build() -> Path:
@@ -63,14 +66,14 @@ def build() -> Path:
     if _load() is not None:
         return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        trusted.make_private(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             command = [compiler, f"-march={instructions()}", *_FLAGS, "-o", str(made), *map(str, SOURCES)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise UsageError(f"{compiler} cannot compile the kernels:\n{done.stderr.strip()[-2000:]}")
-            made.replace(path)
+            trusted.keep(made, path)
     except OSError as error:
         raise UsageError(f"the kernels cannot be kept in {path.parent} ({error.strerror})") from error
     _load.cache_clear()
@@ -94,10 +97,9 @@ def _load() -> ctypes.CDLL | None:
         "nearest": [place, number, *[place] * 4, number, number, place, place, small],
     }
     try:
-        path = library_path()
-        if not path.is_file():
+        library = trusted.load(library_path())
+        if library is None:
             return None
-        library = ctypes.CDLL(str(path))
         for name, types in takes.items():
             getattr(library, f"matcher_{name}").argtypes = types
     except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged

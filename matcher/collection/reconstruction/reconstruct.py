@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from matcher.collection.reconstruction.plot import draw_model
 from matcher.collection.track_refinement import refine_run
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
+from matcher.processes import child_command, child_environment
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, POINTS, PLOT, SUMMARY = "database.db", "points.ply", "reconstruction.png", "summary.json"
-_CHILD = ("-m", "matcher.collection.reconstruction.mapping")
+_CHILD = "matcher.collection.reconstruction.mapping"
 _SHOWN = 1500  # characters of COLMAP's last words
 
 
@@ -212,7 +212,8 @@ def _no_model(report: ExportReport) -> str:
 def _run_child(job: dict[str, Any]) -> None:
     """Run the mapping in a child process that ends with this one."""
     child = subprocess.Popen(
-        [sys.executable, *_CHILD],
+        child_command(_CHILD),
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from matcher.collection.exporting.colmap import import_pycolmap
 from matcher.collection.exporting.hloc import FEATURES, MATCHES, PAIRS, import_h5py, pair_key
 from matcher.collection.reconstruction.reconstruct import DATABASE, reconstruct
 from matcher.errors import UsageError
-from matcher.threads import thread_environment
+from matcher.processes import child_command, child_environment
 
 
 def measure_reconstruction(
@@ -186,10 +184,10 @@ def measure_workers(
         run = work / "timed"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(work / "features", run)
-        environment = {**os.environ, **thread_environment(threads)}
         arguments = [str(folder), str(run), str(count), str(threads), json.dumps(dict(options))]
-        command = [sys.executable, "-m", "matcher.lab.benchmark.timed_run", *arguments]
-        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        command = child_command("matcher.lab.benchmark.timed_run", *arguments)
+        pipes = {"stdout": subprocess.PIPE, "text": True}
+        ended = subprocess.run(command, env=child_environment(threads), **pipes, check=True)
         pairs, seconds, steady = map(float, ended.stdout.split())
         yield (
             title,

@@ -14,6 +14,7 @@ import cv2
 from matcher.errors import MatcherError
 from matcher.lab.train.pair_cache import PairCache
 from matcher.lab.train.views import ViewCache
+from matcher.processes import safe_path
 
 
 class ViewWorkers:
@@ -26,7 +27,8 @@ class ViewWorkers:
         self.wanted = cache.wanted
         self._unreadable: set[Path] = set()
         spawn = multiprocessing.get_context("spawn")
-        self._reports: SimpleQueue = spawn.SimpleQueue()
+        with safe_path():  # its locks start a process, too
+            self._reports: SimpleQueue = spawn.SimpleQueue()
         missing = len(cache.ready()) < self.wanted
         self._processes = [
             spawn.Process(
@@ -40,7 +42,8 @@ class ViewWorkers:
     def __enter__(self) -> ViewWorkers:
         self.cache.remove_unfinished()
         for process in self._processes:
-            process.start()
+            with safe_path():
+                process.start()
         return self
 
     def __exit__(

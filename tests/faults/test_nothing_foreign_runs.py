@@ -1,0 +1,177 @@
+"""Promise 5: no code runs that is not ours or was not asked for."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from collection_runs import QUICK, ROOT, photos
+
+from matcher.kernels import library, trusted
+
+pytestmark = pytest.mark.promise(5)
+
+# Modules that some command imports, installed or not, and some that Python itself does.
+PLANTED = (
+    *("pycolmap", "h5py", "gradio", "ray", "rerun", "pillow_heif", "poselib", "kornia", "numpy", "torch"),
+    *("json", "typing", "pathlib", "pickle", "multiprocessing", "sitecustomize", "usercustomize"),
+)
+OURS = os.environ.get("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def planted(tmp_path) -> Path:
+    """A folder with a file for each of them, that leaves a trace when it is run."""
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    for name in PLANTED:
+        trace = f"open({str(tmp_path / 'ran')!r}, 'a').write({name + chr(10)!r})\n"
+        (folder / f"{name}.py").write_text(trace + "raise ImportError('planted')\n")
+    return folder
+
+
+def ran(tmp_path: Path) -> list[str]:
+    found = tmp_path / "ran"
+    return sorted(set(found.read_text().split())) if found.exists() else []
+
+
+def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried):
+    """By the command, by its worker, and by COLMAP's process."""
+    pytest.importorskip("pycolmap")
+    photos(tmp_path / "photos", 3)
+    command = [sys.executable, "-m", "matcher", "sfm", tmp_path / "photos", "--out", tmp_path / "model"]
+    environment = {**os.environ, "PYTHONPATH": OURS, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*map(str, command), *QUICK, "--workers", "1"],
+        cwd=planted,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran(tmp_path) == []
+    assert done.returncode in (0, 4), done.stderr  # a flat scene may give no model, but COLMAP has run
+    assert "Traceback" not in done.stderr and "planted" not in done.stderr
+    tried(3 * len(PLANTED))
+
+
+SPAWNING = """
+import multiprocessing, sys
+sys.path.append({tests!r})
+from matcher.lab.train.workers import ViewWorkers
+from faulty_cache import Cache
+if __name__ == "__main__":
+    with ViewWorkers(Cache(), [], 1, print) as workers:
+        workers._processes[0].join()
+        workers.log_unreadable()
+"""
+
+
+def test_training_workers_import_nothing_from_the_working_folder(planted, tmp_path, tried):
+    (tmp_path / "script.py").write_text(SPAWNING.format(tests=str(tmp_path)))
+    (tmp_path / "faulty_cache.py").write_text(
+        "class Cache:\n    wanted = 1\n"
+        "    def ready(self): return []\n    def remove_unfinished(self): pass\n"
+        "    def photo_set(self, photos): return None\n"
+        f"    def make(self, photos, scenes): open({str(tmp_path / 'made')!r}, 'w'); return []\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": OURS}
+    subprocess.run([sys.executable, tmp_path / "script.py"], cwd=planted, env=environment, check=True)
+    assert (tmp_path / "made").exists() and ran(tmp_path) == []
+    tried(len(PLANTED))
+
+
+def test_a_checkout_runs_its_own_package_last_on_the_path():
+    """`python -m matcher` in the checkout itself, where the package is not installed."""
+    code = "import runpy, sys; sys.argv = ['matcher', '--version']; runpy.run_module('matcher', run_name='x')"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for command in (["-m", "matcher", "--version"], ["-c", code]):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False)
+        assert done.returncode == 0
+
+
+PLANT = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """The place of the kernel library, and a library that leaves a trace when it is loaded."""
+    if library.instructions() is None or shutil.which("cc") is None:
+        pytest.skip("needs AVX-512 and a compiler")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
+    path = library.library_path()
+    trusted.make_private(path.parent)
+    (tmp_path / "plant.c").write_text(PLANT % (tmp_path / "ran"))
+    made = tmp_path / "made.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, tmp_path / "plant.c"], check=True)
+    return path, made
+
+
+def plant_without_checksum(path: Path, made: Path) -> None:
+    shutil.copy(made, path)
+
+
+def plant_over_another(path: Path, made: Path) -> None:
+    other = made.with_name("other.so")
+    other.write_bytes(b"what was compiled")
+    trusted.keep(other, path)
+    shutil.copy(made, path)
+
+
+def plant_and_let_others_write(path: Path, made: Path) -> None:
+    trusted.keep(made, path)
+    path.chmod(0o666)
+
+
+def plant_in_an_open_folder(path: Path, made: Path) -> None:
+    trusted.keep(made, path)
+    path.parent.chmod(0o777)
+
+
+def plant_a_link(path: Path, made: Path) -> None:
+    trusted.keep(made, path)
+    path.rename(path.with_name("elsewhere.so"))
+    path.symlink_to("elsewhere.so")
+
+
+def plant_a_link_to_a_folder(path: Path, made: Path) -> None:
+    trusted.keep(made, path)
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    path.parent.symlink_to("elsewhere")
+
+
+def plant_as_somebody_else(path: Path, made: Path) -> None:
+    trusted.keep(made, path)
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        plant_without_checksum,
+        plant_over_another,
+        plant_and_let_others_write,
+        plant_in_an_open_folder,
+        plant_a_link,
+        plant_a_link_to_a_folder,
+        plant_as_somebody_else,
+    ],
+)
+def test_a_planted_kernel_library_is_not_loaded(kernels, tmp_path, plant):
+    plant(*kernels)
+    with pytest.warns(UserWarning, match=r"compiled kernels are not used: .*"):
+        assert trusted.load(kernels[0]) is None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_library_that_was_kept_is_loaded(kernels, tmp_path):
+    """The same library: what keeps the planted ones out is how they came there."""
+    trusted.keep(kernels[1], kernels[0])
+    assert trusted.load(kernels[0]) is not None and (tmp_path / "ran").exists()
