@@ -22,7 +22,9 @@ from matcher.errors import UsageError
 from matcher.files import cache_folder
 from matcher.kernels import trusted
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp", "fit_windows.cpp")
+)
 SWITCH = "MATCHER_COMPILED"
 _FLAGS = (
     "-O3",
@@ -94,6 +96,7 @@ def _load() -> ctypes.CDLL | None:
         "add": [place, place, small, number, number, place, place, small],
         "turn": [place, small, *[number] * 4, place, place, small],
         "absorb": [place, *[number] * 3, place, place, real, place, small],
+        "fit_windows": [*[place] * 5, number, place, small],
         "nearest": [place, number, *[place] * 4, number, number, place, place, small],
     }
     try:

@@ -17,17 +17,17 @@ import numpy as np
 from matcher.refine.windows import Grid, Pyramid
 
 TOLERANCE = 0.02  # step length, in pixels of the frame, below which a match has converged
-_DEFORMATION = 0.05  # prior standard deviation of the entries of the affine map
-_ROBUST_SCALE = 2.0  # mean absolute residuals at which the Geman-McClure weight is a quarter
+DEFORMATION = 0.05  # prior standard deviation of the entries of the affine map
+ROBUST_SCALE = 2.0  # mean absolute residuals at which the Geman-McClure weight is a quarter
 # Inflation of the variance of a shift, because neighbouring samples are correlated. Chosen so that half of
 # the refined matches of warped training photos lie within the 50 % confidence ellipse.
-_VARIANCE_INFLATION = 3.0
-_MIN_RESIDUAL = 1e-3  # mean squared residual of windows of variance 1 that compression alone causes
+VARIANCE_INFLATION = 3.0
+MIN_RESIDUAL = 1e-3  # mean squared residual of windows of variance 1 that compression alone causes
 # Gradient energy due to noise alone, as a share of the residual variance. It is 1/8 for white noise and less
 # for interpolated images; chosen on warped training photos.
-_NOISE_ENERGY = 0.08
-_MAX_DAMPING = 1e3  # fixes a match along a direction in which the gradient is no more than noise
-_INITIAL_NOISE = 0.3  # share of the initial residual that is attributed to noise
+NOISE_ENERGY = 0.08
+MAX_DAMPING = 1e3  # fixes a match along a direction in which the gradient is no more than noise
+INITIAL_NOISE = 0.3  # share of the initial residual that is attributed to noise
 _EPSILON = 1e-12
 _COMPACT_BELOW = 0.7  # converged matches leave the active set once the others are less than this share of it
 
@@ -40,6 +40,10 @@ class Windows(NamedTuple):
     affine0: np.ndarray  # (K, 2, 3) from (1, x, y) in the frame to pixels
     affine1: np.ndarray
     deviation: np.ndarray  # (K,) prior standard deviation of the shift along an axis, frame pixels
+
+    def select(self, rows: slice) -> Windows:
+        """Some of the windows."""
+        return Windows(self.pyramid0, self.pyramid1, *(each[rows] for each in self[2:]))
 
 
 class Fit(NamedTuple):
@@ -148,7 +152,7 @@ class Fitting:
         z, norm = illumination.normalised(_inner(self.outer0, grid.side))
         z1, _ = illumination.normalised(self._sample1(grid.offsets))
         # The initial residual is mostly due to the error of the match, not to noise.
-        self.equations = self._linearised(illumination, z, self.outer0 / norm, _INITIAL_NOISE * (z - z1))
+        self.equations = self._linearised(illumination, z, self.outer0 / norm, INITIAL_NOISE * (z - z1))
 
     def iterate(self, steps: int, tolerance: float = TOLERANCE) -> None:
         """Gauss-Newton steps, until they are shorter than the tolerance."""
@@ -210,8 +214,8 @@ class Fitting:
 
     def _noise(self, residual: np.ndarray) -> np.ndarray:
         """(K,) factor from the inverse normal matrix to a covariance."""
-        square = np.maximum(residual * residual @ self.grid.weights, _MIN_RESIDUAL)
-        return _VARIANCE_INFLATION * square * np.square(self.grid.weights).sum()
+        square = np.maximum(residual * residual @ self.grid.weights, MIN_RESIDUAL)
+        return VARIANCE_INFLATION * square * np.square(self.grid.weights).sum()
 
     def _weights(self, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(K, n) weights from absolute residuals, 0 where not visible; (K,) visible share."""
@@ -225,7 +229,7 @@ class Fitting:
             )
         visible = weights.sum(axis=1)
         mean = np.einsum("kn,kn->k", residual, weights) / np.maximum(visible, _EPSILON)
-        scale = np.maximum(_ROBUST_SCALE * 1.25 * mean, 0.05)[:, None]
+        scale = np.maximum(ROBUST_SCALE * 1.25 * mean, 0.05)[:, None]
         weights /= (1 + (residual / scale) ** 2) ** 2
         weights[visible < 0.1] = grid.weights  # these are rejected, but their equations must stay regular
         return weights / weights.sum(axis=1, keepdims=True), visible
@@ -240,10 +244,10 @@ class Fitting:
         noise = self._noise(residual)
         prior = np.empty((len(z), 6), np.float32)
         prior[:, :2] = (noise / self.windows.deviation**2)[:, None]
-        prior[:, 2:] = noise[:, None] / _DEFORMATION**2
+        prior[:, 2:] = noise[:, None] / DEFORMATION**2
         matrix = _normal_matrix(illumination, dx, dy, blur, self.linear)
         weakest, damping = _weakest_direction(
-            matrix[:, :2, :2], _NOISE_ENERGY * (residual * residual @ self.grid.weights)
+            matrix[:, :2, :2], NOISE_ENERGY * (residual * residual @ self.grid.weights)
         )
         matrix[:, range(6), range(6)] += prior
         matrix[:, :2, :2] += damping[:, None, None] * weakest[:, :, None] * weakest[:, None]
@@ -283,7 +287,7 @@ def _weakest_direction(matrix: np.ndarray, noise: np.ndarray) -> tuple[np.ndarra
     angle = 0.5 * np.arctan2(2 * xy, xx - yy) + np.pi / 2
     eigenvalue = 0.5 * (xx + yy) - np.hypot(0.5 * (xx - yy), xy)
     damping = eigenvalue * (noise / np.maximum(eigenvalue - noise, _EPSILON)) ** 2
-    return np.stack([np.cos(angle), np.sin(angle)], axis=1), damping.clip(0, _MAX_DAMPING)
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1), damping.clip(0, MAX_DAMPING)
 
 
 def _normal_matrix(

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from matcher.config import RefineConfig
 from matcher.data.image import Image
 from matcher.data.matches import REFINEMENTS, Matches, MatchRefinement
-from matcher.refine.least_squares import Fit, Fitting, Windows
+from matcher.refine.fitting import fit_windows
+from matcher.refine.least_squares import Fit, Windows
 from matcher.refine.local_maps import fit_affine_maps
 from matcher.refine.windows import Grid, Pyramid, middle_frames, zoom_of
 
-T = TypeVar("T")
 DEVIATION = 1.0  # prior standard deviation of a match along an axis, in pixels of the resized images
-_BLOCK = 256  # matches processed together, so that their windows fit a core's cache
 _MAX_LAST_STEP = 0.25  # pixels of the frame; after a longer last step a match has not converged
 _MIN_CONTRAST = 1.0  # grey values of 255; below it there is only compression and noise
 _MIN_VISIBLE = 0.5  # share of a window that must be inside both images
 _MAX_HALVINGS = 4
-_FIRST_STEPS, _STEPS = 3, 3  # Gauss-Newton steps before the first reweighting, and after each
 
 
 class ImagePyramid(NamedTuple):
@@ -87,27 +81,11 @@ def refine_matches(
     maps, known = _maps(points0, points1, usable, config) if maps is None else maps
     frames = middle_frames(maps)
     deviation = _deviation(image0, image1, *frames)
-    points = (points0, points1)
-    blocks = [slice(i, i + _BLOCK) for i in range(0, len(matches), _BLOCK)]
-
-    def fit(block: slice) -> tuple[Fit, np.ndarray]:
-        sides = [_affine(centres[block], frame[block]) for centres, frame in zip(points, frames, strict=True)]
-        return _fit(image0.pyramid, image1.pyramid, *sides, deviation[block], config)
-
-    fits, statuses = zip(*_each(fit, blocks), strict=True)
-    found, status = Fit(*map(np.concatenate, zip(*fits, strict=True))), np.concatenate(statuses)
+    sides = (_affine(*side) for side in zip((points0, points1), frames, strict=True))
+    found, status = _coarse_to_fine(image0.pyramid, image1.pyramid, *sides, deviation, config)
     status[~known] = REFINEMENTS.index("no_map")
     status[~usable] = REFINEMENTS.index("outside")
     return _moved(matches, found, status, np.linalg.inv(image1.linear) @ frames[1], deviation)
-
-
-def _each(work: Callable[[slice], T], blocks: list[slice]) -> Iterator[T]:
-    """Process blocks on as many threads as torch may use; NumPy and OpenCV release the interpreter lock."""
-    threads = min(torch.get_num_threads(), len(blocks), os.cpu_count() or 1)
-    if threads < 2:
-        return map(work, blocks)
-    with ThreadPoolExecutor(threads) as pool:
-        return iter(list(pool.map(work, blocks)))
 
 
 def _affine(points: np.ndarray, maps: np.ndarray) -> np.ndarray:
@@ -131,7 +109,7 @@ def _deviation(
     return DEVIATION * np.sqrt(sum((image.zoom / zoom_of(frame)) ** 2 for image, frame in sides) / 2)
 
 
-def _fit(
+def _coarse_to_fine(
     pyramid0: Pyramid,
     pyramid1: Pyramid,
     affine0: np.ndarray,
@@ -151,14 +129,9 @@ def _fit(
         step = 2.0**level
         wide, unit = np.array([1, step, step]), np.array([step, step, 1, 1, 1, 1])
         windows = Windows(pyramid0, pyramid1, affine0 * wide, affine1 * wide, spread / step)
-        fitting = Fitting(windows, grid, prior / unit)
-        fitting.iterate(_FIRST_STEPS)
-        for _ in range(config.reweighings):
-            fitting.reweigh()
-            fitting.iterate(_STEPS)
-        found = fitting.finish()
+        found = fit_windows(windows, grid, prior / unit, config.reweighings)
         found = found._replace(change=found.change * unit, covariance=found.covariance * step**2)
-        now = _judge(found, deviation, config)
+        now = _statuses(found, deviation, config)
         if best is not None:
             kept = np.flatnonzero((now > 0) & (status == 0))
             now[kept] = 0
@@ -171,7 +144,7 @@ def _fit(
     return best, status
 
 
-def _judge(found: Fit, deviation: np.ndarray, config: RefineConfig) -> np.ndarray:
+def _statuses(found: Fit, deviation: np.ndarray, config: RefineConfig) -> np.ndarray:
     """(K,) uint8 codes of `REFINEMENTS`; the first reason for rejection that applies."""
     shift = np.hypot(found.change[:, 0], found.change[:, 1])
     rejections = [

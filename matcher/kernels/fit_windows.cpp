@@ -1,0 +1,459 @@
+// Least-squares matching of windows of two images, one match after the other; `matcher/refine/least_squares.py` does the
+// same by NumPy and explains it. Plain loops over the samples of a window, which the compiler turns into vector instructions.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kMostSide = 31;  // samples along a side of a window
+constexpr int kLanes = 16;     // loops are over multiples of it
+constexpr int kMost = (kMostSide + 2) * (kMostSide + 2) + 2 * kLanes;
+constexpr float kEpsilon = 1e-12f;
+
+// One image of the matches.
+struct View {
+  const float* const* levels;  // of its pyramid
+  const int32_t* sizes;        // (levels, 2) width and height
+  const uint8_t* mask;         // of level 0, or null
+  const double* affine;        // (matches, 2, 3) from (1, x, y) in the frame to pixels of level 0
+  const int32_t* level;        // (matches,) that each is sampled from
+};
+
+struct Settings {
+  int32_t side, first_steps, steps, reweighings;
+  float deformation, robust_scale, inflation, min_residual, noise_energy, max_damping, initial_noise, tolerance;
+};
+
+struct Results {
+  double* change;      // (matches, 6), at first the prior
+  double* covariance;  // (matches, 2, 2)
+  double* numbers;     // (4, matches) correlation, contrast, last step, visible share
+};
+
+// The samples of a window with a margin of one, row by row. Sums run over `count` samples from `first`, where those of the
+// margin have no weight.
+struct Grid {
+  int side, stride, first, count, all;
+  alignas(64) float x[kMost], y[kMost], weights[kMost];
+  float square;  // sum of squared weights
+};
+
+// A linear gradient of illumination is taken out by weighted least squares.
+struct Illumination {
+  alignas(64) float weights[kMost];
+  float inverse[3][3];
+};
+
+// Normal equations of one window.
+struct Equations {
+  alignas(64) float z[kMost], dx[kMost], dy[kMost], blur[kMost];
+  double inverse[6][6], prior[6], weakest[2], damping;
+};
+
+struct Window {
+  const Grid& grid;
+  const Settings& settings;
+  Illumination light;
+  Equations equations;
+  alignas(64) float outer0[kMost], outer1[kMost], a[kMost], b[kMost], c[kMost];
+};
+
+inline int up(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+void make_grid(Grid& grid, int side, const float* weights) {
+  memset(&grid, 0, sizeof(grid));
+  grid.side = side, grid.stride = side + 2, grid.first = grid.stride + 1;
+  grid.count = up(side * grid.stride - 2), grid.all = up(grid.stride * grid.stride);
+  for (int row = 0, i = 0; row < grid.stride; ++row)
+    for (int column = 0; column < grid.stride; ++column, ++i) {
+      grid.x[i] = column - 0.5f * (grid.stride - 1), grid.y[i] = row - 0.5f * (grid.stride - 1);
+      const bool inside = row > 0 && column > 0 && row <= side && column <= side;
+      grid.weights[i] = inside ? weights[(row - 1) * side + column - 1] : 0.0f;
+      grid.square += grid.weights[i] * grid.weights[i];
+    }
+}
+
+// Bilinear interpolation at the samples from `first`; the edge is replicated beyond the image.
+void sample(const float* image, int width, int height, const double affine[2][3], const Grid& grid, int first, int count,
+            float* out) {
+  const float ax = affine[0][0], bx = affine[0][1], cx = affine[0][2];
+  const float ay = affine[1][0], by = affine[1][1], cy = affine[1][2];
+  const float right = width - 1, bottom = height - 1;
+  const float *gx = grid.x + first, *gy = grid.y + first;
+  out += first;
+#pragma omp simd
+  for (int i = 0; i < count; ++i) {
+    float x = ax + bx * gx[i] + cx * gy[i], y = ay + by * gx[i] + cy * gy[i];
+    x = x > 0 ? x : 0, y = y > 0 ? y : 0;
+    x = x < right ? x : right, y = y < bottom ? y : bottom;
+    const int32_t left = (int32_t)x, top = (int32_t)y;
+    const int32_t across = left + 1 < width ? 1 : 0, down = top + 1 < height ? width : 0;
+    const float fx = x - left, fy = y - top;
+    const int32_t at = top * width + left;
+    const float p = image[at], q = image[at + across], r = image[at + down], s = image[at + down + across];
+    const float above = p + fx * (q - p), below = r + fx * (s - r);
+    out[i] = above + fy * (below - above);
+  }
+}
+
+void sample_view(const View& view, long k, const double affine[2][3], const Grid& grid, int first, int count, float* out) {
+  const int level = view.level[k];
+  const double share = std::ldexp(1.0, -level);
+  double scaled[2][3];
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 3; ++j) scaled[i][j] = affine[i][j] * share;
+  sample(view.levels[level], view.sizes[2 * level], view.sizes[2 * level + 1], scaled, grid, first, count, out);
+}
+
+// Where a window lies in image 1 after its change.
+void moved(const double* affine, const double* change, double out[2][3]) {
+  for (int i = 0; i < 2; ++i) {
+    const double p = affine[3 * i + 1], q = affine[3 * i + 2];
+    out[i][0] = affine[3 * i] + p * change[0] + q * change[1];
+    out[i][1] = p * (1 + change[2]) + q * change[3];
+    out[i][2] = p * change[4] + q * (1 + change[5]);
+  }
+}
+
+// The weights decide which gradient of illumination fits best.
+void weigh(Illumination& light, const Grid& grid, const float* weights) {
+  const float half = 2.0f / grid.side;
+  const float *w = weights + grid.first, *gx = grid.x + grid.first, *gy = grid.y + grid.first;
+  float* to = light.weights + grid.first;
+  float one = 0, x = 0, y = 0, xx = 0, xy = 0, yy = 0;
+#pragma omp simd reduction(+ : one, x, y, xx, xy, yy)
+  for (int i = 0; i < grid.count; ++i) {
+    const float v = w[i], vx = v * gx[i] * half, vy = v * gy[i] * half;
+    to[i] = v, one += v, x += vx, y += vy;
+    xx += vx * gx[i] * half, xy += vx * gy[i] * half, yy += vy * gy[i] * half;
+  }
+  const double a = one, b = x, c = y, d = xx, e = xy, f = yy;
+  const double determinant = a * (d * f - e * e) - b * (b * f - c * e) + c * (b * e - c * d);
+  const double s = 1 / (std::fabs(determinant) > 1e-30 ? determinant : 1e-30);
+  light.inverse[0][0] = s * (d * f - e * e), light.inverse[1][1] = s * (a * f - c * c);
+  light.inverse[2][2] = s * (a * d - b * b);
+  light.inverse[0][1] = light.inverse[1][0] = s * (c * e - b * f);
+  light.inverse[0][2] = light.inverse[2][0] = s * (b * e - c * d);
+  light.inverse[1][2] = light.inverse[2][1] = s * (b * c - a * e);
+}
+
+// Values without the gradient and of unit norm; returns the norm that they had.
+float normalise(const Illumination& light, const Grid& grid, const float* values, float* z) {
+  const float half = 2.0f / grid.side;
+  const float *w = light.weights + grid.first, *gx = grid.x + grid.first, *gy = grid.y + grid.first;
+  values += grid.first, z += grid.first;
+  float m = 0, mx = 0, my = 0;
+#pragma omp simd reduction(+ : m, mx, my)
+  for (int i = 0; i < grid.count; ++i) {
+    const float v = w[i] * values[i];
+    m += v, mx += v * gx[i], my += v * gy[i];
+  }
+  mx *= half, my *= half;
+  const float(*n)[3] = light.inverse;
+  const float g = n[0][0] * m + n[0][1] * mx + n[0][2] * my;
+  const float gradient_x = half * (n[1][0] * m + n[1][1] * mx + n[1][2] * my);
+  const float gradient_y = half * (n[2][0] * m + n[2][1] * mx + n[2][2] * my);
+  float square = 0;
+#pragma omp simd reduction(+ : square)
+  for (int i = 0; i < grid.count; ++i) {
+    const float v = values[i] - g - gradient_x * gx[i] - gradient_y * gy[i];
+    z[i] = v, square += w[i] * v * v;
+  }
+  const float norm = std::sqrt(square + kEpsilon), share = 1 / norm;
+#pragma omp simd
+  for (int i = 0; i < grid.count; ++i) z[i] *= share;
+  return norm;
+}
+
+float mean_product(const float* weights, const Grid& grid, const float* a, const float* b) {
+  weights += grid.first, a += grid.first, b += grid.first;
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < grid.count; ++i) sum += weights[i] * a[i] * b[i];
+  return sum;
+}
+
+// out = a - b without its projection on a difference of blur.
+void residual_of(const Window& window, const float* a, const float* b, float scale, float* out) {
+  const Grid& grid = window.grid;
+  const float *blur = window.equations.blur + grid.first, *w = window.light.weights + grid.first;
+  a += grid.first, b += grid.first, out += grid.first;
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < grid.count; ++i) {
+    const float r = scale * (a[i] - b[i]);
+    out[i] = r, sum += w[i] * r * blur[i];
+  }
+#pragma omp simd
+  for (int i = 0; i < grid.count; ++i) out[i] -= sum * blur[i];
+}
+
+float noise_of(const Window& window, const float* residual, float* square) {
+  const Settings& s = window.settings;
+  *square = mean_product(window.grid.weights, window.grid, residual, residual);
+  return s.inflation * (*square > s.min_residual ? *square : s.min_residual) * window.grid.square;
+}
+
+// Inverse of a symmetric positive definite matrix, in place, by elimination.
+void invert(double (&m)[6][6]) {
+  for (int k = 0; k < 6; ++k) {
+    const double pivot = 1 / m[k][k];
+    m[k][k] = 1;
+    for (int j = 0; j < 6; ++j) m[k][j] *= pivot;
+    for (int i = 0; i < 6; ++i) {
+      if (i == k) continue;
+      const double share = m[i][k];
+      m[i][k] = 0;
+      for (int j = 0; j < 6; ++j) m[i][j] -= share * m[k][j];
+    }
+  }
+}
+
+// Weighted sums of values times 1, x, y and, for the first six, xx, xy, yy.
+inline void six(const Grid& grid, const float* w, const float* a, const float* b, float* out) {
+  const float *gx = grid.x + grid.first, *gy = grid.y + grid.first;
+  w += grid.first, a += grid.first, b += grid.first;
+  float s = 0, x = 0, y = 0, xx = 0, xy = 0, yy = 0;
+#pragma omp simd reduction(+ : s, x, y, xx, xy, yy)
+  for (int i = 0; i < grid.count; ++i) {
+    const float v = w[i] * a[i] * b[i], vx = v * gx[i], vy = v * gy[i];
+    s += v, x += vx, y += vy, xx += vx * gx[i], xy += vx * gy[i], yy += vy * gy[i];
+  }
+  out[0] = s, out[1] = x, out[2] = y, out[3] = xx, out[4] = xy, out[5] = yy;
+}
+
+// Of derivatives times 1, x and y, x before y in each; illumination and blur are eliminated.
+void normal_matrix(const Window& window, double (&matrix)[6][6]) {
+  static const int kProduct[3][3] = {{0, 1, 2}, {1, 3, 4}, {2, 4, 5}};
+  const Grid& grid = window.grid;
+  const Equations& e = window.equations;
+  const Illumination& light = window.light;
+  const float half = 2.0f / grid.side, basis[3] = {1, half, half};
+  const float* derivative[2] = {e.dx, e.dy};
+  float products[3][6], shading[2][6], blurred[2][6];
+  six(grid, light.weights, e.dx, e.dx, products[0]);
+  six(grid, light.weights, e.dx, e.dy, products[1]);
+  six(grid, light.weights, e.dy, e.dy, products[2]);
+  alignas(64) float ones[kMost];
+  for (int i = 0; i < grid.count; ++i) ones[grid.first + i] = 1;
+  for (int axis = 0; axis < 2; ++axis) {
+    six(grid, light.weights, derivative[axis], ones, shading[axis]);
+    six(grid, light.weights, derivative[axis], e.blur, blurred[axis]);
+  }
+  double across[6][3], turned[6][3];
+  for (int i = 0; i < 6; ++i)
+    for (int j = 0; j < 3; ++j) across[i][j] = basis[j] * shading[i % 2][kProduct[i / 2][j]];
+  for (int i = 0; i < 6; ++i)
+    for (int j = 0; j < 3; ++j) {
+      turned[i][j] = 0;
+      for (int k = 0; k < 3; ++k) turned[i][j] += across[i][k] * light.inverse[k][j];
+    }
+  for (int i = 0; i < 6; ++i)
+    for (int j = 0; j < 6; ++j) {
+      double value = products[i % 2 + j % 2][kProduct[i / 2][j / 2]];
+      for (int k = 0; k < 3; ++k) value -= turned[i][k] * across[j][k];
+      matrix[i][j] = value - (double)blurred[i % 2][i / 2] * blurred[j % 2][j / 2];
+    }
+}
+
+// Normal equations about a window `outer` with its margin; `r` and `s` are normalised windows whose difference, scaled, is
+// the residual.
+void linearise(Window& window, const float* outer, const float* r, const float* s, float scale, double deviation) {
+  const Grid& grid = window.grid;
+  const Settings& settings = window.settings;
+  Equations& e = window.equations;
+  const int first = grid.first, stride = grid.stride;
+#pragma omp simd
+  for (int i = first; i < first + grid.count; ++i) {
+    const float left = outer[i - 1], right = outer[i + 1], above = outer[i - stride], below = outer[i + stride];
+    e.dx[i] = 0.5f * (right - left), e.dy[i] = 0.5f * (below - above);
+    window.a[i] = left + right + above + below - 4 * outer[i];
+  }
+  normalise(window.light, grid, window.a, e.blur);
+  residual_of(window, r, s, scale, window.a);
+  float square;
+  const double noise = noise_of(window, window.a, &square);
+  double(&m)[6][6] = e.inverse;
+  normal_matrix(window, m);
+  const double xx = m[0][0], xy = m[0][1], yy = m[1][1], energy = settings.noise_energy * square;
+  const double angle = 0.5 * std::atan2(2 * xy, xx - yy) + 1.5707963267948966;
+  const double least = 0.5 * (xx + yy) - std::hypot(0.5 * (xx - yy), xy);
+  const double above = least - energy > kEpsilon ? least - energy : kEpsilon;
+  const double damping = least * (energy / above) * (energy / above);
+  e.weakest[0] = std::cos(angle), e.weakest[1] = std::sin(angle);
+  e.damping = damping < 0 ? 0 : damping > settings.max_damping ? settings.max_damping : damping;
+  for (int i = 0; i < 6; ++i) {
+    e.prior[i] = noise / (i < 2 ? deviation * deviation : (double)settings.deformation * settings.deformation);
+    m[i][i] += e.prior[i];
+  }
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 2; ++j) m[i][j] += e.damping * e.weakest[i] * e.weakest[j];
+  invert(m);
+}
+
+// Gauss-Newton steps until they are short; returns the length of the last shift.
+double iterate(Window& window, const View& view1, long k, int steps, const double* prior, double* change, double length) {
+  const Grid& grid = window.grid;
+  const Equations& e = window.equations;
+  for (int done = 0; done < steps; ++done) {
+    double affine[2][3], sides[6], step[6];
+    moved(view1.affine + 6 * k, change, affine);
+    sample_view(view1, k, affine, grid, grid.first, grid.count, window.a);
+    normalise(window.light, grid, window.a, window.b);
+    residual_of(window, e.z, window.b, 1, window.a);
+    const float *w = window.light.weights + grid.first, *r = window.a + grid.first;
+    const float *dx = e.dx + grid.first, *dy = e.dy + grid.first, *gx = grid.x + grid.first, *gy = grid.y + grid.first;
+    float x = 0, y = 0, xx = 0, yx = 0, xy = 0, yy = 0;
+#pragma omp simd reduction(+ : x, y, xx, yx, xy, yy)
+    for (int i = 0; i < grid.count; ++i) {
+      const float vx = w[i] * r[i] * dx[i], vy = w[i] * r[i] * dy[i];
+      x += vx, y += vy, xx += vx * gx[i], yx += vy * gx[i], xy += vx * gy[i], yy += vy * gy[i];
+    }
+    const float sums[6] = {x, y, xx, yx, xy, yy};
+    const double ox = change[0] - prior[0], oy = change[1] - prior[1];
+    const double along = e.damping * (e.weakest[0] * ox + e.weakest[1] * oy);
+    for (int i = 0; i < 6; ++i)
+      sides[i] = sums[i] - e.prior[i] * (change[i] - prior[i]) - (i < 2 ? along * e.weakest[i] : 0);
+    for (int i = 0; i < 6; ++i) {
+      step[i] = 0;
+      for (int j = 0; j < 6; ++j) step[i] += e.inverse[i][j] * sides[j];
+    }
+    length = std::hypot(step[0], step[1]);
+    const double share = length > 1 ? 1 / length : 1;  // the shift is limited to one pixel of the frame
+    for (int i = 0; i < 6; ++i) change[i] += share * step[i];
+    length *= share;
+    if (!(length > window.settings.tolerance)) break;
+  }
+  return length;
+}
+
+bool contains(const View& view, const double affine[2][3], double half) {
+  if (view.mask) return false;
+  for (int i = 0; i < 2; ++i) {
+    const double reach = half * (std::fabs(affine[i][1]) + std::fabs(affine[i][2]));
+    if (!(affine[i][0] >= reach && affine[i][0] + reach <= view.sizes[i] - 1)) return false;
+  }
+  return true;
+}
+
+// Samples beyond the image, or masked, lose their weight.
+void hide(const View& view, const double affine[2][3], const Grid& grid, float* weights) {
+  const int width = view.sizes[0], height = view.sizes[1];
+  for (int i = grid.first; i < grid.first + grid.count; ++i) {
+    const float x = affine[0][0] + affine[0][1] * grid.x[i] + affine[0][2] * grid.y[i];
+    const float y = affine[1][0] + affine[1][1] * grid.x[i] + affine[1][2] * grid.y[i];
+    bool usable = x >= 0 && y >= 0 && x <= width - 1 && y <= height - 1;
+    if (usable && view.mask) usable = view.mask[std::lrint(y) * (long)width + std::lrint(x)] != 0;
+    if (!usable) weights[i] = 0;
+  }
+}
+
+// Robust weights from the residuals, and equations about both windows; returns the share of the window that is visible.
+double reweigh(Window& window, const View& view0, const View& view1, long k, const double* change, double deviation,
+               float* norm0) {
+  const Grid& grid = window.grid;
+  double affine0[2][3], affine1[2][3];
+  memcpy(affine0, view0.affine + 6 * k, sizeof(affine0));
+  moved(view1.affine + 6 * k, change, affine1);
+  sample_view(view1, k, affine1, grid, 0, grid.all, window.outer1);
+  normalise(window.light, grid, window.outer0, window.a);
+  normalise(window.light, grid, window.outer1, window.b);
+  memcpy(window.c, grid.weights, sizeof(float) * (grid.first + grid.count));
+  if (!contains(view0, affine0, 0.5 * grid.side) || !contains(view1, affine1, 0.5 * grid.side)) {
+    hide(view0, affine0, grid, window.c);
+    hide(view1, affine1, grid, window.c);
+  }
+  float *w = window.c + grid.first, visible = 0, mean = 0;
+  const float *p = window.a + grid.first, *q = window.b + grid.first;
+#pragma omp simd reduction(+ : visible, mean)
+  for (int i = 0; i < grid.count; ++i) visible += w[i], mean += w[i] * std::fabs(p[i] - q[i]);
+  mean /= visible > kEpsilon ? visible : kEpsilon;
+  if (visible < 0.1f) {  // it is rejected, but its equations must stay regular
+    memcpy(window.c, grid.weights, sizeof(float) * (grid.first + grid.count));
+  } else {
+    float scale = window.settings.robust_scale * 1.25f * mean, sum = 0;
+    scale = 1 / (scale > 0.05f ? scale : 0.05f);
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < grid.count; ++i) {
+      const float r = (p[i] - q[i]) * scale, root = 1 / (1 + r * r);
+      w[i] *= root * root, sum += w[i];
+    }
+    const float share = 1 / sum;
+#pragma omp simd
+    for (int i = 0; i < grid.count; ++i) w[i] *= share;
+  }
+  weigh(window.light, grid, window.c);
+  *norm0 = normalise(window.light, grid, window.outer0, window.equations.z);
+  const float share0 = 0.5f / *norm0, share1 = 0.5f / normalise(window.light, grid, window.outer1, window.b);
+#pragma omp simd
+  for (int i = 0; i < grid.all; ++i) window.c[i] = share0 * window.outer0[i] + share1 * window.outer1[i];
+  linearise(window, window.c, window.equations.z, window.b, 1, deviation);
+  return visible;
+}
+
+void finish(Window& window, const View& view1, long k, long count, double deviation, float norm0, double last_step,
+            double visible, const Results& results) {
+  const Grid& grid = window.grid;
+  const Equations& e = window.equations;
+  double affine[2][3];
+  moved(view1.affine + 6 * k, results.change + 6 * k, affine);
+  sample_view(view1, k, affine, grid, grid.first, grid.count, window.a);
+  const float norm1 = normalise(window.light, grid, window.a, window.b);
+  results.numbers[k] = mean_product(window.light.weights, grid, e.z, window.b);
+  results.numbers[count + k] = norm0 < norm1 ? norm0 : norm1;
+  results.numbers[2 * count + k] = last_step;
+  results.numbers[3 * count + k] = visible;
+  residual_of(window, e.z, window.b, 1, window.a);
+  float square;
+  const double noise = noise_of(window, window.a, &square);
+  double share = 0;  // of the prior in the estimate along the weakest direction
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 2; ++j) share += e.damping * e.weakest[i] * e.inverse[i][j] * e.weakest[j];
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 2; ++j)
+      results.covariance[4 * k + 2 * i + j] = noise * e.inverse[i][j] +
+                                              share * share * deviation * deviation * e.weakest[i] * e.weakest[j] +
+                                              (i == j) * last_step * last_step;
+}
+
+void fit(Window& window, const View& view0, const View& view1, long k, long count, double deviation,
+         const Results& results) {
+  const Grid& grid = window.grid;
+  const Settings& s = window.settings;
+  double *change = results.change + 6 * k, prior[6], affine[2][3];
+  memcpy(prior, change, sizeof(prior));
+  memcpy(affine, view0.affine + 6 * k, sizeof(affine));
+  sample_view(view0, k, affine, grid, 0, grid.all, window.outer0);
+  weigh(window.light, grid, grid.weights);
+  float norm0 = normalise(window.light, grid, window.outer0, window.equations.z);
+  moved(view1.affine + 6 * k, change, affine);
+  sample_view(view1, k, affine, grid, grid.first, grid.count, window.a);
+  normalise(window.light, grid, window.a, window.b);
+  for (int i = 0; i < grid.all; ++i) window.c[i] = window.outer0[i] / norm0;
+  linearise(window, window.c, window.equations.z, window.b, s.initial_noise, deviation);
+  double length = iterate(window, view1, k, s.first_steps, prior, change, INFINITY), visible = 0;
+  for (int round = 0; round < s.reweighings; ++round) {
+    visible = reweigh(window, view0, view1, k, change, deviation, &norm0);
+    length = iterate(window, view1, k, s.steps, prior, change, length);
+  }
+  finish(window, view1, k, count, deviation, norm0, length, visible, results);
+}
+
+}  // namespace
+
+// Fits `count` matches. weights: (side²,) of the samples; deviation: (count,) prior of the shift along an axis. Returns 0,
+// or 1 if the window is too large.
+extern "C" int matcher_fit_windows(const View* view0, const View* view1, const Settings* settings, const float* weights,
+                                   const double* deviation, long count, const Results* results, int threads) {
+  if (settings->side > kMostSide) return 1;
+  Grid grid;
+  make_grid(grid, settings->side, weights);
+#pragma omp parallel num_threads(threads)
+  {
+    Window window{grid, *settings, {}, {}, {}, {}, {}, {}, {}};
+#pragma omp for schedule(dynamic, 16)
+    for (long k = 0; k < count; ++k) fit(window, *view0, *view1, k, count, deviation[k], *results);
+  }
+  return 0;
+}
