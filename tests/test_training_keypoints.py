@@ -16,7 +16,7 @@ from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import DESCRIPTOR_DIM, folded
-from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, quarter_turned, transfer
+from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, dominant_turn, quarter_turned, transfer
 from matcher.lab.pairs.planes import NOTHING, View, plane_positions
 from matcher.lab.pairs.sources import SourceShares, build_mixture
 from matcher.lab.pairs.textures import PhotoSet
@@ -99,6 +99,7 @@ def test_a_rotated_pair_keeps_its_correspondences(rng, turns):
     known = plane_positions(*view), plane_positions(*view[::-1])
     pair = quarter_turned(DensePair(pixels, pixels, *known), turns)
     assert (turns == 0) == np.array_equal(pair.pixels1, pixels)
+    assert dominant_turn(pair) == turns and dominant_turn(pair.swapped()) == -turns % 4
     y, x = np.nonzero(pair.positions0[0] >= 0)
     transferred = pair.positions0[:, y, x].T
     back, state = transfer(transferred, pair.positions1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from training_data import texture
 
-from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, transfer
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, dominant_turn, transfer
 from matcher.lab.pairs.labelling.agreement import match_errors, sift_features
 from matcher.lab.pairs.lens import draw_lens
 from matcher.lab.pairs.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
@@ -126,3 +126,12 @@ def test_pairs_of_many_scenes_agree_with_independent_matches(photo_folder):
             medians.append(np.median(errors[errors < 6]))
     assert len(medians) >= 3
     assert np.median(medians) < 1.0
+
+
+def test_some_cameras_look_from_the_opposite_side(tmp_path):
+    photo = tmp_path / "photo.png"
+    cv2.imwrite(str(photo), noise(5, 256))
+    source = Relief(PhotoSet([photo]))
+    pairs = [source.pair(np.random.default_rng([3, number]), (96, 96)) for number in range(30)]
+    turns = [dominant_turn(pair) for pair in pairs]
+    assert turns.count(2) >= 1 and turns.count(0) > 15

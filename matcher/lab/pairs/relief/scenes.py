@@ -44,9 +44,9 @@ class Scene:
 def draw_scene(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
     """A room, a table or a wall."""
     kind = rng.random()
-    if kind < 0.45:
+    if kind < 0.4:
         return _room(photos, rng)
-    return _table(photos, rng) if kind < 0.65 else _wall(photos, rng)
+    return _table(photos, rng) if kind < 0.75 else _wall(photos, rng)
 
 
 def _room(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
@@ -160,7 +160,7 @@ def _table(photos: PhotoSet | DrawnPhotos, rng: np.random.Generator) -> Scene:
         centre = np.array([rng.uniform(-1, 1), rng.uniform(-0.9, -0.1), rng.uniform(-1, 1)])
         surfaces.append(_cut_out(photos, centre, rng.uniform(0.2, 0.8), rng))
     targets = np.array([[0, -0.2, 0], [0.5, -0.2, 0.4], [-0.5, -0.2, 0.3], [0.1, -0.1, -0.5]])
-    low, high = np.array([-2, -2.5, -2.5]), np.array([2, -0.7, 1.0])
+    low, high = np.array([-2.5, -2.5, -2.5]), np.array([2.5, -0.7, 2.5])
     return Scene(surfaces, low, high, targets, (np.array([-3, -4, -3.0]), np.array([3, -1.2, 3])))
 
 

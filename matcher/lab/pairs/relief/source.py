@@ -20,6 +20,7 @@ from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 ATTEMPTS = 8  # for the second camera, before the scene is given up
 SAME_LIGHT_SHARE = 0.5
 LENS_SHARE, PHOTO_BACKDROP_SHARE = 0.3, 0.4
+ANYWHERE_SHARE = 0.4  # of the pairs, whose second camera may be on the opposite side of what it looks at
 MIN_OVERLAP, MAX_OVERLAP = 0.12, 0.9  # smaller share of covisible pixels of the two images
 
 
@@ -39,10 +40,11 @@ class Relief:
         Raises:
             UsageError: not one photo can be read.
         """
+        anywhere = rng.random() < ANYWHERE_SHARE
         while True:
             photos = DrawnPhotos(self.photos)
             scene = draw_scene(photos, rng)
-            cameras = _cameras(scene, size, rng)
+            cameras = _cameras(scene, size, anywhere, rng)
             if cameras is None:
                 continue
             views = _rendered(scene, cameras, photos, rng)
@@ -74,7 +76,7 @@ def _rendered(
 
 
 def _cameras(
-    scene: Scene, size: tuple[int, int], rng: np.random.Generator
+    scene: Scene, size: tuple[int, int], anywhere: bool, rng: np.random.Generator
 ) -> tuple[ViewCamera, ViewCamera] | None:
     """Two cameras whose views overlap, by a coarse rendering of the scene; None where none are found."""
     first = _first_camera(scene, size, rng)
@@ -83,7 +85,8 @@ def _cameras(
     if covered.mean() < 0.6 or np.median(view0.inverse_depth[covered]) > 2.5:
         return None
     for _ in range(ATTEMPTS):
-        second = _second_camera(scene, first, 1 / float(np.median(view0.inverse_depth[covered])), rng)
+        depth = 1 / float(np.median(view0.inverse_depth[covered]))
+        second = _second_camera(scene, first, depth, anywhere, rng)
         view1 = _coarse_view(scene, second)
         shares = [
             float((dense_positions(*views)[0] >= 0).mean()) for views in ((view0, view1), (view1, view0))
@@ -122,8 +125,10 @@ def _look_at(centre: np.ndarray, target: np.ndarray, roll: float) -> np.ndarray:
     return cv2.Rodrigues(np.array([0, 0, np.deg2rad(roll)]))[0] @ R
 
 
-def _second_camera(scene: Scene, first: ViewCamera, depth: float, rng: np.random.Generator) -> ViewCamera:
-    """A camera elsewhere that looks roughly at the point `depth` metres ahead of the first."""
+def _second_camera(
+    scene: Scene, first: ViewCamera, depth: float, anywhere: bool, rng: np.random.Generator
+) -> ViewCamera:
+    """A camera near the first, or anywhere, that looks roughly at the point `depth` metres ahead of it."""
     width, height = first.size
     zoom = float(np.exp(rng.normal(0, 0.35)).clip(0.4, 2.5))
     K = np.diag([zoom, zoom, 1]) @ first.K
@@ -131,6 +136,8 @@ def _second_camera(scene: Scene, first: ViewCamera, depth: float, rng: np.random
     step = rng.normal(0, 1, 3) * [1, 0.5, 1]
     step *= rng.uniform(0.05, 0.8) * depth / max(np.linalg.norm(step), 1e-6)
     centre = (first.centre + step).clip(scene.low, scene.high)
+    if anywhere:
+        centre = rng.uniform(scene.low, scene.high)
     target = first.centre + first.R[2] * depth + rng.normal(0, 0.15 * depth, 3)
     any_roll = rng.random() < 0.12
     R = _look_at(centre, target, rng.uniform(-180, 180) if any_roll else rng.normal(0, 8))

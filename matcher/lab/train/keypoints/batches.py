@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matcher.lab.pairs.dense import DensePair, PairSource, quarter_turned
+from matcher.lab.pairs.dense import DensePair, PairSource, dominant_turn, quarter_turned
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 
 
@@ -20,7 +20,7 @@ class ImageBatch:
 
     pixels: Tensor  # (2B, 1, H, W) float32 in [0, 1]
     positions: Tensor  # (2B, 2, H, W) float32, as in `dense.DensePair`
-    turns: Tensor  # (2B,) int64 clockwise rotations by 90 degrees that were applied to each image
+    turns: Tensor  # (2B,) int64 clockwise 90-degree rotations of each image relative to the first of its pair
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -60,11 +60,12 @@ class BatchSampler:
         return ImageBatch(grey, torch.from_numpy(np.stack(positions)), torch.tensor(turns))
 
     def _pair(self, rng: np.random.Generator) -> tuple[DensePair, int]:
-        """A pair in random order, and the number of 90-degree rotations of its second image."""
+        """A pair in random order, and by how many clockwise 90-degree rotations its images differ."""
         share = self.recipe.batch.turned_share
         turn = int(rng.integers(1, 4)) if share and rng.random() < share else 0
         pair = self.source.pair(rng, (self.recipe.scene.width, self.recipe.scene.height))
-        return quarter_turned(pair if rng.random() < 0.5 else pair.swapped(), turn), turn
+        turned = quarter_turned(pair if rng.random() < 0.5 else pair.swapped(), turn)
+        return turned, dominant_turn(turned)
 
     def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[ImageBatch]:
         """The batches of steps start … stop−1, as many prepared ahead as there are readers (threads)."""
