@@ -19,7 +19,7 @@ from matcher.collection.pair_choice import (
 )
 from matcher.collection.pairlists import PairFault
 from matcher.collection.planning import ImageChanges, add_pairs, refresh_images
-from matcher.collection.reverification import verify_again
+from matcher.collection.reverification import estimation_of, verify_again
 from matcher.collection.run_folder import check_writable, delete_store
 from matcher.collection.runner import OnProgress, RunReport
 from matcher.collection.selection import Selection
@@ -292,7 +292,7 @@ class Collection(StoredRun):
         """Refuse a run that could not verify any pair, before any work."""
         common = self._ready().camera
         with self.store as store:
-            kind = store.settings["config"]["estimation"]["kind"]
+            kind = estimation_of(store.settings).kind
             if kind != "essential" or common is not None:
                 return
             if any(image.camera is not None for image in store.images()):

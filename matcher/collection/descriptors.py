@@ -18,6 +18,7 @@ from safetensors.numpy import load as parse
 from safetensors.numpy import save as pack
 
 from matcher.collection.encoding import DamagedError, check, checksum
+from matcher.collection.run_files import refuse_irregular
 from matcher.data.descriptors import root_sift
 from matcher.data.features import Features
 
@@ -45,6 +46,9 @@ class DescriptorWriter:
 
     def __init__(self, folder: Path, number: int, end: int, max_bytes: int = MAX_BYTES) -> None:
         """Continue in file `number` after byte `end`, where the last known record ends."""
+        path = file_path(folder, number)
+        if path.is_file() and path.stat().st_size < end:  # cut short: what follows goes to a new file
+            number, end = number + 1, 0
         self._folder, self._number, self._end, self._limit = folder, number, end, max_bytes
         self._file: BinaryIO | None = None
 
@@ -63,7 +67,9 @@ class DescriptorWriter:
             if self._end and not path.is_file():
                 self._number, self._end = self._number + 1, 0
                 path = file_path(self._folder, self._number)
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            refuse_irregular(path)
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+            self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
         _write_at(self._file, self._end, record)
         place = RecordLocation(self._number, self._end, len(record), checksum(record))
         self._end += len(record)
@@ -98,6 +104,7 @@ def read_record(folder: Path, place: RecordLocation) -> bytes:
         DamagedError: they are not what was written.
     """
     path = file_path(folder, place.file)
+    refuse_irregular(path)
     with path.open("rb") as file:
         file.seek(place.start)
         return check(file.read(place.length), place.crc, f"{path}, byte {place.start}")

@@ -7,6 +7,7 @@ Points are stored only where they differ from the keypoints of the indices.
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from dataclasses import asdict
@@ -22,6 +23,7 @@ _HEAD = "<BBBBIHII"  # version, kind, status, flags, K, layers run, kept 0, kept
 _VERSION = 1
 _WIDE, _MATRIX, _POSE, _REFINED0, _REFINED1 = 1, 2, 4, 8, 16
 _SCORE_STEPS = 65535
+_INTRINSICS = ("fx", "fy", "cx", "cy")
 
 
 class DamagedError(ValueError):
@@ -49,9 +51,18 @@ def encode_keypoints(keypoints: np.ndarray) -> bytes:
     return np.ascontiguousarray(keypoints, dtype="<f4").tobytes()
 
 
-def decode_keypoints(data: bytes) -> np.ndarray:
-    """(N, 2) float32."""
-    return np.frombuffer(data, dtype="<f4").reshape(-1, 2).astype(np.float32)
+def decode_keypoints(data: bytes, what: str) -> np.ndarray:
+    """(N, 2) float32; `what` names them in the message.
+
+    Raises:
+        DamagedError: they are no points, or not all finite.
+    """
+    if len(data) % 8:
+        raise DamagedError(f"{what}: {len(data)} bytes are no points")
+    points = np.frombuffer(data, dtype="<f4").reshape(-1, 2).astype(np.float32)
+    if not np.isfinite(points).all():
+        raise DamagedError(f"{what} are not all finite")
+    return points
 
 
 def encode_camera(camera: Camera) -> list[Any] | dict[str, Any]:
@@ -62,9 +73,49 @@ def encode_camera(camera: Camera) -> list[Any] | dict[str, Any]:
     return {**values, "size": camera.size and list(camera.size), "distortion": list(camera.distortion)}
 
 
-def decode_camera(value: list[Any] | dict[str, Any]) -> Camera:
-    """The inverse of `encode_camera`."""
-    return Camera(**value) if isinstance(value, dict) else Camera(*value)
+def decode_camera(value: Any, what: str = "a camera") -> Camera:
+    """The inverse of `encode_camera`; `what` names the value in the message.
+
+    Raises:
+        DamagedError: it is not what `encode_camera` makes.
+    """
+    try:
+        if isinstance(value, dict):
+            fields = {**value, "distortion": tuple(value.get("distortion", ()))}
+            numbers = [
+                *(value[name] for name in _INTRINSICS),
+                *(value.get("size") or ()),
+                *fields["distortion"],
+            ]
+        else:
+            fields, numbers = dict(zip(_INTRINSICS, value, strict=True)), value
+        # `Camera` would take numbers in texts.
+        if all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+            return Camera(**fields)
+        raise ValueError("not all of them are numbers")
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise DamagedError(f"{what} is none ({error})") from error
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The value of a text as JSON has it; `what` names the text in the message.
+
+    Raises:
+        DamagedError: it is no JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{what} is no JSON ({error})") from error
+
+
+def to_json(value: Any) -> str:
+    """A text that `parse_json` takes."""
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON's")
 
 
 def encode_pair(
@@ -165,6 +216,12 @@ def _decode_pair(
             points[side][differs] = cursor.take("<f4", 2 * int(differs.sum())).reshape(-1, 2)
     if cursor.place != len(cursor.data):
         raise ValueError("bytes are left over")
+    if not all(np.isfinite(values).all() for values in (*points, matrix, pose) if values is not None):
+        raise ValueError("a point or a matrix is not finite")
     matches = Matches(indices, points[0], points[1], scores, layers, kept0, kept1)
-    kinds, statuses = get_args(GeometryKind), get_args(GeometryStatus)
-    return matches, TwoViewGeometry(kinds[kind], statuses[status], inliers, matrix, pose)
+    geometry = TwoViewGeometry(
+        get_args(GeometryKind)[kind], get_args(GeometryStatus)[status], inliers, matrix, pose
+    )
+    if geometry.status == "ok" and (matrix is None or (geometry.kind == "essential" and pose is None)):
+        raise ValueError("a geometry has no matrix")
+    return matches, geometry

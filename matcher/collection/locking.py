@@ -8,9 +8,8 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
+from matcher.collection.run_files import HOLDER, LOCK, check_files
 from matcher.errors import UsageError
-
-LOCK, HOLDER = "lock.db", "holder.txt"
 
 
 class StoreLock:
@@ -24,7 +23,9 @@ class StoreLock:
 
         Raises:
             UsageError: another process holds it, or the folder cannot be written.
+            IntegrityError: the folder holds links or pipes instead of a run's files.
         """
+        check_files(folder)
         self._connection = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
         try:
             self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")

@@ -10,9 +10,10 @@ from typing import Any
 
 from matcher.collection import schema
 from matcher.collection.descriptors import RecordLocation, read_record
+from matcher.collection.schema import DONE, TILE_BITS
 from matcher.collection.settings import refuse_changes
 from matcher.collection.store import Store
-from matcher.collection.writer import DONE, TILE_BITS, EncodedPair, Writer
+from matcher.collection.writer import EncodedPair, Writer
 from matcher.errors import IntegrityError, UsageError
 
 _SAME = "Only runs with the same settings can be joined"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
 
+from matcher.collection.encoding import DamagedError, parse_json
 from matcher.errors import UsageError
 
 PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar"]
@@ -34,8 +35,27 @@ class PairChoice:
 
     @classmethod
     def from_json(cls, text: str) -> PairChoice:
-        """The inverse of `to_json`."""
-        return cls(**json.loads(text))
+        """The inverse of `to_json`.
+
+        Raises:
+            DamagedError: it is not what `to_json` makes.
+        """
+        values = parse_json(text, "the choice of pairs")
+        right = (
+            isinstance(values, dict)
+            and {"method"} <= set(values) <= {field.name for field in fields(cls)}
+            and values["method"] in get_args(PairMethod)
+            and isinstance(values.get("by_default", False), bool)
+            and (values.get("neighbours") is None or is_count(values["neighbours"]))
+        )
+        if not right:
+            raise DamagedError(f"the choice of pairs is {ascii(values)[:80]}")
+        return cls(**values)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a number of neighbours."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def requested_choice(

@@ -5,14 +5,15 @@ All of it lies in the database, so memory does not grow with the number of pairs
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from matcher.collection.encoding import decode_camera
+from matcher.collection.encoding import decode_camera, parse_json
 from matcher.collection.jobs import ExtractJob, ImageEntry, MatchJob
+from matcher.collection.schema import DONE, FAILED, TILE_BITS
 from matcher.collection.sources import FeatureSource
-from matcher.collection.writer import DONE, FAILED, TILE_BITS, Writer
+from matcher.collection.writer import Writer
+from matcher.data.camera import Camera
 from matcher.errors import ImageError, UsageError
 
 _ROWS = 4096  # pairs processed together
@@ -178,6 +179,10 @@ def _images(writer: Writer, numbers: Iterable[int]) -> dict[int, ImageEntry]:
     sql = "SELECT id, name, scale_x, scale_y, camera FROM images WHERE id = ?"
     rows = (row for number in numbers for row in writer.execute(sql, (number,)))
     return {
-        number: ImageEntry(number, name, scale, None if camera is None else decode_camera(json.loads(camera)))
+        number: ImageEntry(number, name, scale, _camera(camera, name))
         for number, name, *scale, camera in rows
     }
+
+
+def _camera(text: str | None, name: str) -> Camera | None:
+    return None if text is None else decode_camera(parse_json(text, f"the camera of {name}"))

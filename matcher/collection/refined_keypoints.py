@@ -6,14 +6,17 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
+from matcher.collection.run_files import REFINED as FILE
 from matcher.errors import IntegrityError
 from matcher.files import write_whole
 
-FILE = "refined.npz"
+_BYTES_A_POINT = 8 + 16 + 1  # keypoint, covariance and whether it was refined
+_BYTES_AN_IMAGE = 8 + 4 * 1024  # where its points begin, and its name
+_OVERHEAD = 1 << 16
 
 
 class RefinedKeypoints(NamedTuple):
@@ -36,25 +39,49 @@ def write_refined(run_dir: Path, found: Mapping[str, RefinedKeypoints]) -> Path:
     return run_dir / FILE
 
 
-def read_refined(run_dir: Path) -> dict[str, RefinedKeypoints]:
+def read_refined(run_dir: Path, counts: Mapping[str, int]) -> dict[str, RefinedKeypoints]:
     """The refined keypoints of a run by name of image; empty if it has none.
 
+    Args:
+        run_dir: of the run.
+        counts: the number of keypoints of each of its images.
+
     Raises:
-        IntegrityError: the file is damaged.
+        IntegrityError: the file is damaged, or is not of these images.
     """
     path = run_dir / FILE
     if not path.is_file():
         return {}
     try:
         with np.load(path, allow_pickle=False) as stored:
+            _check_size(stored.zip, counts)
             offsets = stored["offsets"].tolist()
             columns = [stored[name] for name in RefinedKeypoints._fields]
-            return {
+            found = {
                 str(name): RefinedKeypoints(*(column[start:stop] for column in columns))
                 for name, start, stop in zip(stored["names"], offsets[:-1], offsets[1:], strict=True)
             }
+        _check_columns(found, counts)
+        return found
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise IntegrityError(f"{path} is damaged ({error}): delete it and refine the run again") from error
+
+
+def _check_size(archive: ZipFile, counts: Mapping[str, int]) -> None:
+    """Refuse what would unpack to more than the points of the run."""
+    most = _BYTES_A_POINT * sum(counts.values()) + _BYTES_AN_IMAGE * (len(counts) + 1) + _OVERHEAD
+    if (size := sum(member.file_size for member in archive.infolist())) > most:
+        raise ValueError(f"{size} bytes are more than the run's keypoints take")
+
+
+def _check_columns(found: Mapping[str, RefinedKeypoints], counts: Mapping[str, int]) -> None:
+    for name, (points, covariances, refined) in found.items():
+        count = counts.get(name, -1)
+        shapes = (points.shape, covariances.shape, refined.shape)
+        if shapes != ((count, 2), (count, 2, 2), (count,)):
+            raise ValueError(f"{name}: arrays of {shapes} are not those of {max(count, 0)} keypoints")
+        if not (np.isfinite(points).all() and np.isfinite(covariances).all()):
+            raise ValueError(f"{name}: a value is not finite")
 
 
 def delete_refined(run_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from matcher.collection.encoding import checksum, decode_camera, encode_pair
@@ -10,6 +10,7 @@ from matcher.collection.store import Store
 from matcher.collection.writer import EncodedPair, Writer
 from matcher.config import EstimationConfig, from_dict
 from matcher.data.camera import Camera
+from matcher.errors import UsageError
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
 from matcher.verify.verdict import NOT, reject_improbable
@@ -29,7 +30,7 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
     """
     store = writer.store
     settings = store.settings
-    config = from_dict(EstimationConfig, settings["config"]["estimation"])
+    config = estimation_of(settings)
     numbers = [writer.number(name) for name in names]
     if config.kind != "essential" or not numbers:
         return 0
@@ -41,6 +42,18 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
     for image0, image1 in pairs:
         writer.put_pairs([verification.pair(image0, image1)])
     return len(pairs)
+
+
+def estimation_of(settings: Mapping[str, Any]) -> EstimationConfig:
+    """How the run of these settings estimates geometry.
+
+    Raises:
+        UsageError: they do not say, or not as this version does.
+    """
+    values = settings.get("config", {}).get("estimation")
+    if values is None:
+        raise UsageError("the settings of the run do not say how its geometry was estimated; match it again")
+    return from_dict(EstimationConfig, values)
 
 
 class _Verification:

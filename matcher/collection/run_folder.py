@@ -9,6 +9,7 @@ from matcher.collection import schema
 from matcher.collection.descriptors import file_path
 from matcher.collection.locking import StoreLock
 from matcher.collection.refined_keypoints import delete_refined
+from matcher.collection.run_files import check_files
 from matcher.errors import UsageError
 
 
@@ -32,6 +33,7 @@ def delete_store(run_dir: Path) -> None:
     Raises:
         UsageError: a run is writing it, or `run.db` is a database of something else.
     """
+    check_files(run_dir)
     if not schema.is_store(run_dir / schema.DATABASE):
         raise UsageError(
             f"{run_dir / schema.DATABASE} is no store of a matcher run, so restart=True does not delete it: "

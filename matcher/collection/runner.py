@@ -21,9 +21,10 @@ from matcher.collection.planning import (
     match_jobs,
 )
 from matcher.collection.records import Counts
+from matcher.collection.schema import DONE
 from matcher.collection.sources import FeatureSource
 from matcher.collection.workers import Engine
-from matcher.collection.writer import DONE, EncodedPair, ImageFacts, Writer
+from matcher.collection.writer import EncodedPair, ImageFacts, Writer
 from matcher.errors import ImageError
 
 _COMMIT_SECONDS = 0.5

@@ -10,15 +10,19 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from matcher.collection.encoding import DamagedError
+from matcher.collection.run_files import DATABASE as DATABASE
 from matcher.errors import IntegrityError, UsageError
 
-DATABASE = "run.db"
 APPLICATION = 0x4D544352  # "MTCR"
 VERSION = 1
+WAITING, DONE, FAILED = range(3)  # status of an image
+TILE_BITS = 5  # images of a tile: 32, whose features fit in memory together
+Check = Callable[[sqlite3.Connection, Path], None]
 DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
 _PAGE = 16384  # bytes; rows of 2 to 3 kB leave little of it empty
 _WAIT = 30.0  # seconds that a connection waits for another one's lock
@@ -74,24 +78,43 @@ def make(path: Path, meta: dict[str, str]) -> None:
     part.rename(path)
 
 
-def open_writing(path: Path) -> sqlite3.Connection:
-    """The connection that writes and checkpoints an existing store."""
+def open_writing(path: Path, check: Check) -> sqlite3.Connection:
+    """The connection that writes and checkpoints an existing store.
+
+    Args:
+        path: of the database.
+        check: called with the connection before anything is written.
+    """
+    connection = _opened(path, "rw", check)
     with guarded(path):
-        connection = sqlite3.connect(_uri(path, "rw"), uri=True, timeout=_WAIT, isolation_level=None)
-        _check(connection, path)
         _settle(connection)
     return connection
 
 
-def open_reading(path: Path) -> sqlite3.Connection:
-    """A read-only connection; works beside a run, and in a folder that cannot be written."""
+def open_reading(path: Path, check: Check) -> sqlite3.Connection:
+    """A read-only connection; works beside a run, and in a folder that cannot be written.
+
+    Args:
+        path: of the database.
+        check: called with the connection before anything else is read.
+    """
     mode = "ro" if os.access(path.parent, os.W_OK) else "ro&immutable=1"
     log = path.with_name(f"{path.name}-wal")
     if "immutable" in mode and log.is_file() and log.stat().st_size:
         raise UsageError(f"{path} was not closed and its folder cannot be written; copy it to one that can")
+    return _opened(path, mode, check)
+
+
+def _opened(path: Path, mode: str, check: Check) -> sqlite3.Connection:
     with guarded(path):
         connection = sqlite3.connect(_uri(path, mode), uri=True, timeout=_WAIT, isolation_level=None)
-        _check(connection, path)
+        try:
+            connection.execute("PRAGMA trusted_schema = OFF")
+            _check(connection, path)
+            check(connection, path)
+        except BaseException:
+            connection.close()
+            raise
     return connection
 
 
@@ -126,6 +149,15 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} was written by a newer matcher (store version {version}, this one reads {VERSION}): "
             "update matcher"
         )
+
+
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """What does not decode is an `IntegrityError` that names the store and the remedy."""
+    try:
+        yield
+    except DamagedError as error:
+        raise IntegrityError(f"{path} {DAMAGED} ({error})") from error
 
 
 @contextmanager

@@ -6,9 +6,8 @@ read while a run writes it. `writer.py` writes it.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from sqlite3 import Connection
@@ -19,12 +18,22 @@ import numpy as np
 
 from matcher.collection import schema
 from matcher.collection.descriptors import RecordLocation, decode_features, file_path, read_record
-from matcher.collection.encoding import DamagedError, check, decode_camera, decode_keypoints, decode_pair
+from matcher.collection.encoding import (
+    DamagedError,
+    check,
+    decode_camera,
+    decode_keypoints,
+    decode_pair,
+    parse_json,
+    to_json,
+)
 from matcher.collection.locking import StoreLock
 from matcher.collection.pair_choice import PairChoice
 from matcher.collection.records import Counts, FailedPair, Status, StoredImage, StoredPair
 from matcher.collection.refined_keypoints import RefinedKeypoints, read_refined
+from matcher.collection.run_files import check_files
 from matcher.collection.run_folder import check_writable
+from matcher.collection.store_check import bounded, check_settings, check_store, find_damage, one_line
 from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
 
@@ -65,7 +74,7 @@ class Store:
             path = folder / schema.DATABASE
             if path.exists():
                 raise UsageError(f"{folder} holds a run already; open it, or name another folder")
-            rows = {"settings": json.dumps(settings, sort_keys=True, allow_nan=False)}
+            rows = {"settings": to_json(settings)}
             rows["image_folder"] = str(Path(image_folder or ".").absolute())
             schema.make(path, rows)
         finally:
@@ -88,11 +97,12 @@ class Store:
         """
         folder = Path(run_dir)
         path = folder / schema.DATABASE
+        check_files(folder)
         if not path.is_file():
             raise UsageError(
                 f"{folder} holds no run; create one with `matcher collection IMAGES --run {folder}`"
             )
-        return cls(folder, schema.open_reading(path))
+        return cls(folder, schema.open_reading(path, check_store))
 
     def close(self) -> None:
         """Close the file; the store cannot be used afterwards."""
@@ -109,8 +119,8 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """What the results depend on: preset, weights, configuration."""
-        with _undamaged(self._path):
-            return json.loads(self._meta("settings"))
+        with schema.undamaged(self._path):
+            return check_settings(parse_json(self._meta("settings"), "its settings"))
 
     @property
     def image_folder(self) -> Path:
@@ -121,7 +131,7 @@ class Store:
     def pair_choice(self) -> PairChoice | None:
         """How the run's pairs were chosen; None before there are any."""
         rows = list(self.rows("SELECT value FROM meta WHERE key = 'pair_choice'"))
-        with _undamaged(self._path):
+        with schema.undamaged(self._path):
             return PairChoice.from_json(rows[0][0]) if rows else None
 
     def unpaired(self) -> int:
@@ -135,7 +145,9 @@ class Store:
     def images(self) -> list[StoredImage]:
         """All images, by name."""
         folder = self.image_folder
-        return [_image(row, folder) for row in self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
+        rows = self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")
+        with schema.undamaged(self._path):
+            return [_image(row, folder) for row in rows]
 
     def image(self, name: str) -> StoredImage:
         """One image.
@@ -146,7 +158,8 @@ class Store:
         rows = list(self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name))
         if not rows:
             raise UsageError(f"the run {self.folder} has no image {name!r}")
-        return _image(rows[0], self.image_folder)
+        with schema.undamaged(self._path):
+            return _image(rows[0], self.image_folder)
 
     def keypoints(self, name: str) -> np.ndarray:
         """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0).
@@ -159,7 +172,7 @@ class Store:
     def refined_keypoints(self, name: str) -> RefinedKeypoints | None:
         """Keypoints with their positions refined track by track, None where the run was not refined."""
         if self._refined is None:
-            self._refined = read_refined(self.folder)
+            self._refined = read_refined(self.folder, {i.name: i.count for i in self.images()})
         return self._refined.get(name)
 
     def scale(self, name: str) -> tuple[float, float]:
@@ -179,7 +192,7 @@ class Store:
         try:
             if place is None:
                 raise FileNotFoundError
-            with _undamaged(self._path):
+            with schema.undamaged(self._path):
                 return decode_features(read_record(self.folder, place), self._keypoints(number), **facts)
         except FileNotFoundError:
             lost = self._path if place is None else file_path(self.folder, place.file)
@@ -211,11 +224,21 @@ class Store:
 
     def _pair(self, names: dict[int, str], row: tuple[Any, ...]) -> StoredPair:
         image0, image1, seconds, crc, data = row
-        name0, name1 = names[image0], names[image1]
-        with _undamaged(self._path):
+        name0, name1 = self._named(names, image0), self._named(names, image1)
+        with schema.undamaged(self._path):
+            if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
+                raise DamagedError(f"the pair {name0} and {name1} took {seconds} seconds")
             check(data, crc, f"the pair {name0} and {name1}")
             matches, geometry = decode_pair(data, self._keypoints(image0), self._keypoints(image1))
         return StoredPair(name0, name1, matches, geometry, seconds)
+
+    def _named(self, names: dict[int, str], number: int) -> str:
+        """The name of an image; a run that writes meanwhile may have added it."""
+        if number not in names:
+            names |= self.names()
+        if number not in names:
+            raise IntegrityError(f"{self._path} {schema.DAMAGED} (it has no image {number})")
+        return names[number]
 
     def _number(self, name: str) -> int:
         rows = list(self.rows("SELECT id FROM images WHERE name = ?", name))
@@ -227,7 +250,7 @@ class Store:
         """Pairs that could not be matched."""
         names = self.names()
         for image0, image1, reason in self.rows("SELECT * FROM failed ORDER BY image0, image1"):
-            yield FailedPair(names[image0], names[image1], reason)
+            yield FailedPair(self._named(names, image0), self._named(names, image1), one_line(reason))
 
     def drop_cache(self) -> None:
         """Forget cached keypoints, because they have changed."""
@@ -251,21 +274,8 @@ class Store:
 
     def check(self) -> list[str]:
         """Read everything and list what is damaged; empty if nothing is."""
-        faults = [row[0] for row in self.rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
-        for table, what in (("keypoints", "the keypoints of image"), ("pairs", "pair")):
-            for number, crc, data in self.rows(f"SELECT rowid, crc, data FROM {table}"):
-                try:
-                    check(data, crc, f"{what} {number}")
-                except DamagedError as error:
-                    faults.append(str(error))
-        for place in self.rows("SELECT file, start, length, crc FROM descriptors"):
-            try:
-                read_record(self.folder, RecordLocation(*place))
-            except FileNotFoundError:
-                continue  # deleting them is allowed
-            except DamagedError as error:
-                faults.append(str(error))
-        return faults
+        with bounded(self._connection, self._path):
+            return find_damage(self.rows, self.folder)
 
     def _meta(self, key: str) -> str:
         rows = list(self.rows("SELECT value FROM meta WHERE key = ?", key))
@@ -287,10 +297,11 @@ class Store:
 
     def _read_keypoints(self, number: int) -> np.ndarray:
         rows = list(self.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
-        with _undamaged(self._path):
+        with schema.undamaged(self._path):
             if not rows:
                 raise DamagedError(f"the keypoints of image {number} are absent")
-            return decode_keypoints(check(*rows[0], f"the keypoints of image {number}"))
+            what = f"the keypoints of image {number}"
+            return decode_keypoints(check(*rows[0], what), what)
 
     def rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """Rows of one statement, streamed."""
@@ -299,16 +310,8 @@ class Store:
                 yield row
 
 
-@contextmanager
-def _undamaged(path: Path) -> Iterator[None]:
-    """What does not decode is an `IntegrityError` that names the store and the remedy."""
-    try:
-        yield
-    except (DamagedError, json.JSONDecodeError) as error:
-        raise IntegrityError(f"{path} {schema.DAMAGED} ({error})") from error
-
-
 def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:
     name, sha256, width, height, count, camera, status, reason = row
-    pinhole = None if camera is None else decode_camera(json.loads(camera))
-    return StoredImage(name, folder / name, sha256, (width, height), count, pinhole, STATUSES[status], reason)
+    known = None if camera is None else decode_camera(parse_json(camera, f"the camera of {name}"))
+    size = (width, height)
+    return StoredImage(name, folder / name, sha256, size, count, known, STATUSES[status], one_line(reason))

@@ -6,7 +6,6 @@ of it is there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,18 +14,18 @@ from typing import Any, NamedTuple
 
 from matcher.collection import schema
 from matcher.collection.descriptors import MAX_BYTES, DescriptorWriter, file_path
-from matcher.collection.encoding import checksum, encode_camera, encode_keypoints
+from matcher.collection.encoding import checksum, encode_camera, encode_keypoints, to_json
 from matcher.collection.locking import StoreLock
 from matcher.collection.pair_choice import PairChoice
 from matcher.collection.refined_keypoints import delete_refined
 from matcher.collection.run_folder import check_writable
+from matcher.collection.schema import DONE, TILE_BITS
 from matcher.collection.store import Store
+from matcher.collection.store_check import check_store
 from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.errors import UsageError
 
-WAITING, DONE, FAILED = range(3)
-TILE_BITS = 5  # images of a tile: 32, whose features fit in memory together
 _FORGET_PAIRS = """
 CREATE TEMP TABLE touched AS SELECT image0, image1 FROM {table} WHERE image0 IN gone OR image1 IN gone;
 INSERT OR IGNORE INTO waiting SELECT image0 >> {bits}, image1 >> {bits}, image0, image1 FROM touched;
@@ -70,7 +69,7 @@ class Writer:
         check_writable(folder)
         self._lock = StoreLock(folder)
         try:
-            self._connection = schema.open_writing(self._path)
+            self._connection = schema.open_writing(self._path, check_store)
             self.store = Store(folder, self._connection)
             with schema.guarded(self._path):
                 sql = "SELECT file, start + length FROM descriptors ORDER BY file DESC, start DESC LIMIT 1"
@@ -131,7 +130,7 @@ class Writer:
 
     def put_camera(self, name: str, camera: Camera | None) -> None:
         """The camera of an image."""
-        text = None if camera is None else json.dumps(encode_camera(camera))
+        text = None if camera is None else to_json(encode_camera(camera))
         self.execute("UPDATE images SET camera = ? WHERE name = ?", (text, name))
 
     def put_features(self, name: str, features: Features, record: bytes, facts: ImageFacts) -> None:
