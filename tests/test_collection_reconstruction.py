@@ -136,7 +136,7 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
 )
 def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, message):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=100)
-    monkeypatch.setattr(reconstruction, "_CHILD", ("-c", child))
+    monkeypatch.setattr(reconstruction, "child_command", lambda _: [sys.executable, "-c", child])
     with pytest.raises(ReconstructionError, match=message):
         reconstruct(store, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
