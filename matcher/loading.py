@@ -73,7 +73,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         return _from_plugin(plugin, given_options(options))
     if preset not in PRESETS:
         raise UsageError(unknown_name("preset", preset, [*PRESETS, *plugin_names()]))
-    return _build(preset, configure(PRESETS[preset], options), given_options(options))
+    return build_pipeline(preset, configure(PRESETS[preset], options), given_options(options))
 
 
 def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
@@ -89,7 +89,17 @@ def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     return preset
 
 
-def _build(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
+def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
+    """The pipeline of a complete configuration.
+
+    Args:
+        preset: its name, for results and messages.
+        config: every setting.
+        given: the options of `load` that no configuration holds: weights, device, precision, upright …
+
+    Raises:
+        UsageError, IntegrityError: as `load`.
+    """
     device = resolve_device(given.get("device", "auto"))
     on_grid = config.extractor.kind == GRID_KIND
     if on_grid:

@@ -24,6 +24,7 @@ class MemoryStore:
 
     def __init__(self, images, keypoints, pairs, image_folder=Path("photos"), descriptors=True):
         self.settings = {"preset": "made up"}
+        self.folder = Path("run")
         self.image_folder = image_folder
         self._images, self._keypoints, self._pairs = images, keypoints, pairs
         self._descriptors = descriptors

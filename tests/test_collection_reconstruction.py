@@ -11,9 +11,10 @@ from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
 from matcher.collection.reconstruction import reconstruct as reconstruction
+from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
 from matcher.collection.reconstruction.plot import scene_axes
 from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
-from matcher.errors import UsageError
+from matcher.errors import IntegrityError, UsageError
 from matcher.lab.benchmark.collections import aligned, database_from_hloc
 
 pycolmap = pytest.importorskip("pycolmap")
@@ -159,3 +160,36 @@ def test_what_cannot_be_asked(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"matcher-vision\[sfm\]"):
         reconstruct(store, tmp_path / "model")
     assert CAMERA.fx == 900
+
+
+def test_points_alone_are_triangulated_from_given_poses(tmp_path):
+    store, poses = synthetic_store(np.random.default_rng(5), count=6)
+    names = [image.name for image in store.images()]
+    given = GivenPoses(dict(zip(names[:5], poses, strict=False)), dict.fromkeys(names, CAMERA))
+    result = reconstruct(store, tmp_path / "model", poses=given, threads=1)
+    assert result.largest.registered == 5 and result.largest.points > 300
+    for name, pose in zip(names[:5], poses, strict=False):
+        np.testing.assert_allclose(result.largest.cam_from_world[name], pose[:3], atol=1e-9)
+    assert json.loads((tmp_path / "model" / "summary.json").read_text())["run"]
+    read = read_given_poses(tmp_path / "model")
+    assert sorted(read.cam_from_world) == names[:5] and read.cameras[names[0]].fx == 900
+    with pytest.raises(UsageError, match="0 of the run's 6 images have a given pose"):
+        reconstruct(store, tmp_path / "other", poses=GivenPoses({"elsewhere.jpg": poses[0]}))
+
+
+def test_a_model_is_continued_in_its_own_coordinates(tmp_path):
+    store, poses = synthetic_store(np.random.default_rng(5), count=8)
+    names = [image.name for image in store.images()]
+    reconstruct(store, tmp_path / "first", only=names[:5], threads=1)
+    before = read_given_poses(tmp_path / "first", fixed=False)
+    result = reconstruct(store, tmp_path / "second", poses=before, threads=1)
+    assert result.largest.registered == 8 and centre_error(result.largest, poses) < 2e-3
+    old = np.array([before.cam_from_world[name] for name in names[:5]])
+    new = np.array([np.vstack([result.largest.cam_from_world[name], [0, 0, 0, 1]]) for name in names[:5]])
+    moved = np.linalg.norm(centres(old) - centres(new), axis=1)
+    assert moved.max() < 0.005 * np.ptp(centres(old), axis=0).max()
+    with pytest.raises(UsageError, match="holds no COLMAP model"):
+        read_given_poses(tmp_path)
+    (tmp_path / "first" / "sparse" / "0" / "images.bin").write_bytes(b"no")
+    with pytest.raises(IntegrityError, match="damaged"):
+        read_given_poses(tmp_path / "first")

@@ -7,6 +7,7 @@ from sequence_world import CAMERA
 
 from matcher.config import ExtractorConfig
 from matcher.data.images import image_from_array, read_image
+from matcher.data.rotations import as_quaternion, as_rotation
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.steering import STEERABLE, rotated_descriptors
@@ -24,8 +25,6 @@ from matcher.sequence.stereo import depths_of, partners, within
 from matcher.sequence.tracks import TrackIds
 from matcher.sequence.trajectory import (
     align,
-    as_quaternion,
-    as_rotation,
     path_length,
     read_poses,
     segment_errors,

@@ -24,6 +24,7 @@ from matcher.cli.exits import exit_code_of
 from matcher.cli.explain import explain
 from matcher.cli.export import export
 from matcher.cli.find import find
+from matcher.cli.localize import localize
 from matcher.cli.match import match
 from matcher.cli.messages import complain, detail, messages, survive_odd_names
 from matcher.cli.presets import presets
@@ -46,6 +47,7 @@ COMMANDS = {
     "report": report,
     "export": export,
     "sfm": sfm,
+    "localize": localize,
     "track": track,
     "serve": serve,
     "evaluate": evaluate,

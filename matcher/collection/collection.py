@@ -14,16 +14,24 @@ from matcher.collection.pair_choice import (
     EXHAUSTIVE_UP_TO,
     NEIGHBOURS,
     PairChoice,
+    chosen_pairs,
     default_choice,
     requested_choice,
 )
 from matcher.collection.pairlists import PairFault
 from matcher.collection.planning import ImageChanges, add_pairs, refresh_images
-from matcher.collection.reverification import estimation_of, verify_again
+from matcher.collection.reverification import check_cameras, verify_again
 from matcher.collection.run_folder import check_writable, delete_store
 from matcher.collection.runner import OnProgress, RunReport
 from matcher.collection.selection import Selection
-from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes
+from matcher.collection.settings import (
+    Setup,
+    build,
+    describe,
+    parse_shard,
+    refuse_changes,
+    stored_setup,
+)
 from matcher.collection.sources import FeatureSource, check_masks
 from matcher.collection.store import Store
 from matcher.collection.stored_run import StoredRun
@@ -97,6 +105,28 @@ class Collection(StoredRun):
         common = None if camera is None else as_camera(camera)
         return cls(Path(run_dir), lambda source: Setup(source, preset, given, common, part), means)
 
+    @classmethod
+    def reopen(
+        cls, run_dir: str | Path, *, workers: Workers | int | None = None, **options: Unpack[LoadOptions]
+    ) -> Collection:
+        """Open an existing run with the settings that it was made with.
+
+        Args:
+            run_dir: folder of the store.
+            workers: as in `open`.
+            options: weights, frontend_weights, device: what the run does not hold.
+
+        Raises:
+            UsageError: there is no run.
+            IntegrityError: it is damaged, or was made by another version.
+        """
+        with Store.open(run_dir) as store:
+            settings = store.settings
+        given = {"precision": settings["precision"]}
+        given |= {name: value for name, value in options.items() if value is not None}
+        means = workers if isinstance(workers, Workers) else Workers(count=workers)
+        return cls(Path(run_dir), lambda source: stored_setup(settings, source, given), means)
+
     def add_images(
         self,
         folder: str | Path,
@@ -142,13 +172,10 @@ class Collection(StoredRun):
             return refresh_images(writer, source, masked)
 
     def set_cameras(self, cameras: Mapping[str, Camera]) -> int:
-        """Set the cameras of images by name, for essential geometry and exports.
+        """Set the cameras of images by name, in stored pixels, for essential geometry and exports.
 
         With geometry "essential", finished pairs of images whose camera changes are verified again in this
         process, from the stored matches; features and matches are kept.
-
-        Args:
-            cameras: name → camera, in pixels of the stored image.
 
         Returns:
             The number of pairs that were verified again.
@@ -168,9 +195,8 @@ class Collection(StoredRun):
     ) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
 
-        Args:
-            exhaustive_up_to: up to this number of images, every pair is matched.
-            neighbours: in a larger collection, each image is paired with this many similar ones.
+        Up to `exhaustive_up_to` images every pair is matched, in larger collections each image is paired with
+        `neighbours` similar ones.
 
         Returns:
             An argument for `add_pairs`, or None if every image has a pair. Its method is "names" or "file" if
@@ -226,20 +252,15 @@ class Collection(StoredRun):
                 names = sorted(writer.store.names().values())
                 found = pairlists.read_pairs(file, names, on_fault)
             else:
-                found = _chosen(writer.store, choice, self._selected(writer.store.names().values()))
+                found = chosen_pairs(choice, self._selected(writer.store, choice), writer.store.features)
             added = add_pairs(writer, found, setup.shard)
             writer.set_pair_choice(choice)
             return added
 
     def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:
-        """Extract the images of waiting pairs, or all; returns the number of images processed.
-
-        Raises:
-            UsageError: essential geometry without any camera, another run is writing, or no `add_images`.
-            OSError: the disk is full; committed results are kept, and the next run continues.
-        """
-        self._check_cameras()
+        """Extract the images of waiting pairs, or all; returns the number processed; errors as of `run`."""
         with Writer(self.run_dir) as writer, closing(self._start()) as engine:
+            check_cameras(writer.store, self._ready().camera)
             how = {"everything": everything, "on_progress": on_progress or _silent}
             return runner.extract(writer, engine, self._ready().source, **how)
 
@@ -262,9 +283,9 @@ class Collection(StoredRun):
             UsageError: essential geometry without any camera, another run is writing, or no `add_images`.
             OSError: the disk is full; committed results are kept, and the next run continues.
         """
-        self._check_cameras()
         setup, on_progress = self._ready(), on_progress or _silent
         with Writer(self.run_dir) as writer:
+            check_cameras(writer.store, setup.camera)
             if retry_failed:
                 with writer.transaction():
                     writer.retry_failed()
@@ -283,36 +304,10 @@ class Collection(StoredRun):
             raise UsageError("add the images first: collection.add_images(FOLDER)")
         return self._setup
 
-    def _selected(self, names: Iterable[str]) -> list[str]:
-        """The names that `add_images` found; missing or excluded images get no new pairs."""
-        found = set(self._ready().source.names()[0])
-        return sorted(name for name in names if name in found)
-
-    def _check_cameras(self) -> None:
-        """Refuse a run that could not verify any pair, before any work."""
-        common = self._ready().camera
-        with self.store as store:
-            kind = estimation_of(store.settings).kind
-            if kind != "essential" or common is not None:
-                return
-            if any(image.camera is not None for image in store.images()):
-                return  # pairs of images without one fail with that reason
-        raise UsageError(
-            "geometry 'essential' needs the camera of every image, and none is known: give "
-            "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
-        )
-
-
-def _chosen(store: Store, choice: PairChoice, names: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """The pairs of these images for a choice."""
-    if choice.method == "exhaustive":
-        return pairlists.exhaustive(names)
-    if choice.method == "sequential":
-        return pairlists.sequential(names, choice.neighbours)
-    from matcher.match.retrieval import similar_pairs
-
-    done = {image.name for image in store.images() if image.status == "done"}
-    return similar_pairs([name for name in names if name in done], store.features, choice.neighbours)
+    def _selected(self, store: Store, choice: PairChoice) -> list[str]:
+        """The names that `add_images` found, for "similar" with features; others get no new pairs."""
+        found, anyone = set(self._ready().source.names()[0]), choice.method != "similar"
+        return sorted(i.name for i in store.images() if i.name in found and (anyone or i.status == "done"))
 
 
 def _silent(_: runner.StageProgress) -> None:

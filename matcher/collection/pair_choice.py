@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from matcher.collection.encoding import DamagedError, parse_json
+from matcher.collection.pairlists import exhaustive, sequential
 from matcher.errors import UsageError
+
+if TYPE_CHECKING:
+    from matcher.data.features import Features
 
 PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar"]
 EXHAUSTIVE_UP_TO = 50  # images; 1,225 pairs
@@ -94,3 +98,22 @@ def default_choice(
     if images <= exhaustive_up_to:
         return PairChoice("exhaustive", by_default=True)
     return PairChoice("similar", neighbours, by_default=True)
+
+
+def chosen_pairs(
+    choice: PairChoice, names: Sequence[str], features: Callable[[str], Features]
+) -> Iterable[tuple[str, str]]:
+    """The pairs of images for a choice that is no list.
+
+    Args:
+        choice: the method.
+        names: the images; for "similar" those that have features.
+        features: the features of an image.
+    """
+    if choice.method == "exhaustive":
+        return exhaustive(names)
+    if choice.method == "sequential":
+        return sequential(names, choice.neighbours)
+    from matcher.match.retrieval import similar_pairs
+
+    return similar_pairs(names, features, choice.neighbours)

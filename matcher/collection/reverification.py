@@ -56,6 +56,26 @@ def estimation_of(settings: Mapping[str, Any]) -> EstimationConfig:
     return from_dict(EstimationConfig, values)
 
 
+def check_cameras(store: Store, common: Camera | None) -> None:
+    """Refuse a run that could not verify any pair, before any work.
+
+    Args:
+        store: the run.
+        common: the camera of every image without its own.
+
+    Raises:
+        UsageError: essential geometry, and no image has a camera.
+    """
+    if estimation_of(store.settings).kind != "essential" or common is not None:
+        return
+    if any(image.camera is not None for image in store.images()):
+        return  # pairs of images without one fail with that reason
+    raise UsageError(
+        "geometry 'essential' needs the camera of every image, and none is known: give "
+        "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
+    )
+
+
 class _Verification:
     """Reads a finished pair and encodes it again with a new geometry."""
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matcher.collection.encoding import encode_camera
+from matcher.collection.encoding import decode_camera, encode_camera
 from matcher.collection.sources import FeatureSource
-from matcher.config import GRID_KIND, to_dict
+from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.data.camera import Camera
-from matcher.errors import UsageError
+from matcher.errors import IntegrityError, UsageError
 from matcher.extract.registry import find_front_end
-from matcher.loading import load
+from matcher.loading import build_pipeline, load
 from matcher.match.network.inference import AttentionMatcher
 from matcher.options import option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
@@ -34,6 +34,7 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)  # of `matcher.load`
     camera: Camera | None = None  # of every image that has none of its own
     shard: tuple[int, int] | None = None  # (i, n), i from 1: part i of n
+    config: PipelineConfig | None = None  # every setting of a run that exists; None: those of the preset
 
 
 def build(setup: Setup) -> Pipeline:
@@ -44,6 +45,8 @@ def build(setup: Setup) -> Pipeline:
             that needs cameras without any.
         IntegrityError: weights that are absent or damaged.
     """
+    if setup.config is not None:
+        return build_pipeline(setup.preset, setup.config, setup.options)
     if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
         raise UsageError(
@@ -57,6 +60,62 @@ def build(setup: Setup) -> Pipeline:
     )
     own = {"second_pass": False} if setup.preset in PRESETS else {}
     return load(setup.preset, **{**setup.options, **own})
+
+
+def stored_setup(
+    settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any] | None = None
+) -> Setup:
+    """The setup of a run that exists, from its settings; `refuse_changes` compares what comes of it.
+
+    Args:
+        settings: of its store.
+        source: of the features.
+        options: of `matcher.load`, where they lie beside the configuration: weights, device …
+
+    Raises:
+        IntegrityError: settings of another version of this program.
+    """
+    preset, options = settings["preset"], {"upright": settings["upright"], **(options or {})}
+    camera = None if settings["camera"] is None else decode_camera(settings["camera"])
+    if preset not in PRESETS:
+        return Setup(source, preset, options, camera)  # another package's, which knows its own configuration
+    try:
+        config = from_dict(PipelineConfig, settings["config"])
+    except ValueError as error:
+        raise IntegrityError(
+            f"the run was made by another version of matcher ({error}): match again with restart=True"
+        ) from error
+    return Setup(source, preset, options, camera, config=config)
+
+
+def stored_pipeline(
+    settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]
+) -> Pipeline:
+    """The pipeline that finds and matches features like those of a run that exists.
+
+    Args:
+        settings: of its store.
+        source: of its features.
+        options: weights, frontend_weights, device or precision, which the run does not hold.
+
+    Raises:
+        UsageError: other weights than the run's, or another option.
+        IntegrityError: settings of another version; weights that are absent or damaged.
+    """
+    allowed = {"weights", "frontend_weights", "device", "precision"}
+    given = {name: value for name, value in options.items() if value is not None}
+    if other := sorted(given.keys() - allowed):
+        raise UsageError(f"{other[0]} is the run's own; only {', '.join(sorted(allowed))} can be given")
+    setup = stored_setup(settings, source, given)
+    pipeline = build(setup)
+    found = describe(setup, pipeline)
+    for name in ("weights", "frontend_weights"):
+        if settings[name] != found[name]:
+            raise UsageError(
+                f"the run was made with other {name} ({_short(settings[name])}) than those here "
+                f"({_short(found[name])}): give {name}=FILE"
+            )
+    return pipeline
 
 
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:

@@ -81,6 +81,41 @@ def learn_vocabulary(
     return Vocabulary(centres, target, sign, length)
 
 
+def collection_vocabulary(
+    names: Sequence[str], features: Callable[[str], Features], *, seed: int = 0
+) -> tuple[Vocabulary | None, str]:
+    """A vocabulary of a sample of a collection's images, None without any keypoint, and the features' kind.
+
+    Args:
+        names: images.
+        features: the features of an image, unbatched.
+        seed: of the sample and of k-means.
+
+    Raises:
+        UsageError: descriptors of several sizes.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_IMAGES)).astype(int)
+    share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
+    samples, kinds = [], set()
+    for index in chosen.tolist():
+        described = features(names[index])
+        kinds.add(described.kind)
+        local = strongest_descriptors(described)
+        samples.append(local[rng.permutation(len(local))[:share]])
+    samples = [sample for sample in samples if len(sample)]
+    if len({sample.shape[1] for sample in samples}) > 1:
+        raise UsageError("the images have descriptors of several sizes; extract them with one front end")
+    kind = kinds.pop() if len(kinds) == 1 else "any"
+    return (learn_vocabulary(np.concatenate(samples), seed=seed) if samples else None), kind
+
+
+def global_descriptor(vocabulary: Vocabulary, features: Features) -> np.ndarray:
+    """(length,) float32 of an image, from its strongest keypoints; zeros without any."""
+    local = strongest_descriptors(features)
+    return vocabulary.describe(local) if len(local) else np.zeros(vocabulary.length, np.float32)
+
+
 def similar_pairs(
     names: Sequence[str], features: Callable[[str], Features], k: int, *, seed: int = 0
 ) -> Iterator[tuple[str, str]]:
@@ -102,25 +137,12 @@ def similar_pairs(
     if k < 1:
         raise UsageError(f"similar pairs need at least 1 neighbour, not {k}")
     names = list(dict.fromkeys(names))
-    rng = np.random.default_rng(seed)
-    chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_IMAGES)).astype(int)
-    share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
-    samples, kinds = [], set()
-    for index in chosen.tolist():
-        described = features(names[index])
-        kinds.add(described.kind)
-        local = _strongest(described)
-        samples.append(local[rng.permutation(len(local))[:share]])
-    samples = [sample for sample in samples if len(sample)]
-    if len({sample.shape[1] for sample in samples}) > 1:
-        raise UsageError("the images have descriptors of several sizes; extract them with one front end")
-    if not samples:
+    vocabulary, kind = collection_vocabulary(names, features, seed=seed)
+    if vocabulary is None:
         return
-    vocabulary = learn_vocabulary(np.concatenate(samples), seed=seed)
-    kind = kinds.pop() if len(kinds) == 1 else "any"
     tables = np.zeros((TURNS if kind == STEERABLE else 1, len(names), vocabulary.length), np.float16)
     for index, name in enumerate(names):
-        local = _strongest(features(name))
+        local = strongest_descriptors(features(name))
         for table, position in zip(tables, rotated_descriptors(local, kind), strict=True):
             if len(local):
                 table[index] = vocabulary.describe(position)
@@ -177,7 +199,7 @@ def _most_similar(
     return index
 
 
-def _strongest(features: Features) -> np.ndarray:
+def strongest_descriptors(features: Features) -> np.ndarray:
     """(n, D) float32 descriptors of the strongest keypoints."""
     scores, mask = features.scores.cpu().numpy(), features.mask.cpu().numpy()
     order = np.argsort(-np.where(mask, scores, -np.inf), kind="stable")[: min(STRONGEST, int(mask.sum()))]

@@ -6,8 +6,8 @@ COLMAP's pixels: the corner of the first pixel is (0, 0), its centre (0.5, 0.5).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Sharing = Literal["auto", "single", "each"]
 HALF_PIXEL = 0.5
 GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing is known
-_FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diagonal
+FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diagonal
 _EXIF, _FOCAL, _FOCAL_35MM = 0x8769, 0x920A, 0xA405
 _MAKE, _MODEL = 0x010F, 0x0110
 
@@ -44,6 +44,8 @@ class CameraChoice:
     camera: Camera | None = None  # of all photos, stored pixels; None: from the store, EXIF or a guess
     sharing: Sharing = "auto"  # same size, folder and EXIF · one for all photos · each photo its own
     model: str = "SIMPLE_RADIAL"  # of cameras that are not given
+    known: Mapping[str, Camera] = field(default_factory=dict)  # by name of image, such as those of a model
+    refine_known: bool = False  # adjust those of `known` in the reconstruction
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -83,7 +85,7 @@ def group_cameras(
     groups: dict[tuple, list[StoredImage]] = {}
     found: dict[tuple, _Exif] = {}
     for image in images:
-        known = choice.camera or image.camera
+        known = choice.known.get(image.name) or choice.camera or image.camera
         if known is not None and known.size not in (None, image.size):
             raise UsageError(
                 f"{image.name} has {image.size[0]} x {image.size[1]} pixels, but its camera was given for "
@@ -102,14 +104,18 @@ def group_cameras(
         raise UsageError(
             f"one camera cannot take photos of {sizes} pixels or of several calibrations; use auto"
         )
-    return [(_intrinsics(key, found[key], choice.model), group) for key, group in groups.items()]
+    adjustable = set(choice.known.values()) if choice.refine_known else set()
+    return [
+        (_intrinsics(key, found[key], choice.model, given=key[1] not in adjustable), group)
+        for key, group in groups.items()
+    ]
 
 
-def _intrinsics(key: tuple, exif: _Exif, model: str) -> Intrinsics:
+def _intrinsics(key: tuple, exif: _Exif, model: str, *, given: bool) -> Intrinsics:
     size, camera = key[:2]
     if camera is not None:
-        return Intrinsics(camera.model, size, camera.to_colmap()[1], given=True, focal_known=True)
-    focal = exif.focal_35mm / hypot(*_FULL_FRAME) * hypot(*size)
+        return Intrinsics(camera.model, size, camera.to_colmap()[1], given=given, focal_known=True)
+    focal = exif.focal_35mm / hypot(*FULL_FRAME) * hypot(*size)
     focals, more = CAMERA_MODELS[model]
     start = (focal or GUESSED_FOCAL * max(size),) * focals
     params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)

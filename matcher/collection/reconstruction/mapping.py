@@ -12,15 +12,18 @@ import numpy as np
 
 RESULT = "result.json"
 CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
+_MOVED = 0.05  # of the scene's size, by which a camera may have moved and still say where the world is
+_ALIGNED = 3  # cameras, at least, that say so
 
 
 def main() -> None:
     """Read the job (JSON) from standard input, map, write models, `RESULT` and `CLOUD` into its output.
 
     Job: `database`, `images` (folder that only colours are taken from; it may be absent), `output` (an
-    existing folder), `mapper` (incremental or global), `fixed_cameras` (numbers of those that are not
-    refined), `min_images` of a model, `threads` (−1: all), `seed`, `verify` (run COLMAP's geometric
-    verification first).
+    existing folder), `mapper` (incremental, global, or triangulate for points only), `poses` (None, or those
+    to start from: name → cam_from_world (3, 4)), `fixed_cameras` (numbers of those that are not refined),
+    `min_images` of a model, `threads` (−1: all), `seed`, `verify` (run COLMAP's geometric verification
+    first).
     """
     # An interrupt reaches the whole group; the parent ends this process, which must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,7 +61,44 @@ def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:
     options = pycolmap.IncrementalPipelineOptions()
     _set_common(options, job)
     options.constant_cameras = set(job["fixed_cameras"])
-    return pycolmap.incremental_mapping(*arguments, options)
+    if job["poses"] is None:
+        return pycolmap.incremental_mapping(*arguments, options)
+    start = pycolmap.triangulate_points(_posed(pycolmap, job, options), *arguments, options=options)
+    if job["mapper"] == "triangulate":
+        return {0: start}
+    return _continued(pycolmap, start, arguments, options)
+
+
+def _posed(pycolmap: Any, job: dict[str, Any], options: Any) -> Any:
+    """The images of the database that have a given pose, as a model without points."""
+    model = pycolmap.Reconstruction()
+    with pycolmap.Database.open(job["database"]) as database:
+        for camera in database.read_all_cameras():
+            model.add_camera_with_trivial_rig(camera)
+        for image in database.read_all_images():
+            if (pose := job["poses"].get(image.name)) is not None:
+                matrix = np.array(pose, dtype=np.float64)
+                rigid = pycolmap.Rigid3d(pycolmap.Rotation3d(matrix[:, :3]), matrix[:, 3])
+                model.add_image_with_trivial_frame(image, rigid)
+    return model
+
+
+def _continued(pycolmap: Any, start: Any, arguments: tuple[Any, ...], options: Any) -> dict[int, Any]:
+    """The model with the other images registered, in the same world coordinates."""
+    folder = Path(arguments[2]) / "start"
+    folder.mkdir()
+    start.write_binary(str(folder))
+    models = pycolmap.incremental_mapping(*arguments, options, input_path=str(folder))
+    names = [start.image(number).name for number in start.reg_image_ids()]
+    centres = np.array([start.image(number).projection_center() for number in start.reg_image_ids()])
+    size = float(np.linalg.norm(np.ptp(centres, axis=0)))
+    for model in models.values():
+        # Bundle adjustment may move, turn and scale the world a little.
+        ransac = pycolmap.RANSACOptions(max_error=max(_MOVED * size, 1e-9), random_seed=0)
+        back = pycolmap.align_reconstruction_to_locations(model, names, centres, _ALIGNED, ransac)
+        if back is not None:
+            model.transform(back)
+    return models
 
 
 def _set_common(options: Any, job: dict[str, Any]) -> None:

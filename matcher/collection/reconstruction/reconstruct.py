@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -16,6 +17,7 @@ import numpy as np
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
+from matcher.collection.reconstruction.given_poses import GivenPoses
 from matcher.collection.reconstruction.mapping import CLOUD, RESULT
 from matcher.collection.reconstruction.plot import draw_model
 from matcher.collection.track_refinement import refine_run
@@ -91,6 +93,7 @@ def reconstruct(
     *,
     choice: CameraChoice | None = None,
     only: Collection[str] | None = None,
+    poses: GivenPoses | None = None,
     **options: Unpack[MappingOptions],
 ) -> Reconstruction:
     """Cameras and points from a run's verified matches, whose tracks are refined on the images first.
@@ -103,24 +106,54 @@ def reconstruct(
         out: the folder; it must not exist, or be empty.
         choice: the cameras; given ones are kept as they are by the incremental mapper.
         only: names of the images to use; all when absent.
+        poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
+            that have one; from others the mapping continues, in the same world coordinates.
         options: see `MappingOptions`.
 
     Raises:
-        UsageError: pycolmap is absent, the output exists, fewer than two images, or no matches.
+        UsageError: pycolmap is absent, the output exists, fewer than two images, no matches, or no image of
+            the run has a given pose.
         ReconstructionError: no model was found, or COLMAP's process ended early.
         OSError: the disk is full.
     """
     job = _mapping_job(options)
     import_pycolmap()
     out = Path(out)
+    if poses is not None:
+        only = _check_poses(store, poses, only)
+        job["mapper"] = "triangulate" if poses.fixed else job["mapper"]
+        start = choice or CameraChoice()
+        choice = replace(start, known=poses.cameras, refine_known=not poses.fixed)
+    job["poses"] = None if poses is None else _listed(poses)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         unrefined = refine_run(store)
         report = write_colmap(store, part / DATABASE, choice, only)
         report.notes.extend([unrefined] * bool(unrefined))
         _check_enough(report)
         _run_child({**job, **_paths(store, report, part)})
-        models = _described_models(part, report)
+        models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()))
     return Reconstruction(out, models, report.images, report)
+
+
+def _check_poses(store: Store, poses: GivenPoses, only: Collection[str] | None) -> Collection[str] | None:
+    """The names of the images to use: where poses are fixed, those that have one.
+
+    Raises:
+        UsageError: no image of the run has a pose.
+    """
+    names = [image.name for image in store.images() if only is None or image.name in only]
+    posed = [name for name in names if name in poses.cam_from_world]
+    if len(posed) < 2:
+        raise UsageError(
+            f"{len(posed)} of the run's {len(names)} images have a given pose, and two are needed; names are "
+            f"paths below the image folder, such as {names[0] if names else 'a.jpg'}, and the poses are of "
+            f"{next(iter(poses.cam_from_world), 'none')}"
+        )
+    return posed if poses.fixed else only
+
+
+def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
+    return {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()}
 
 
 def _check_enough(report: ExportReport) -> None:
@@ -169,13 +202,13 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     return job
 
 
-def _described_models(part: Path, report: ExportReport) -> tuple[SparseModel, ...]:
+def _described_models(part: Path, report: ExportReport, run: str) -> tuple[SparseModel, ...]:
     """Read, plot and summarise the child's output, and remove its temporary files."""
     described = json.loads((part / RESULT).read_text(encoding="utf-8"))
     if not described:
         raise ReconstructionError(_no_model(report))
     models = tuple(_model(row) for row in described)
-    _write_summary(part / SUMMARY, report, described)
+    _write_summary(part / SUMMARY, report, described, run)
     with np.load(part / CLOUD) as cloud:
         shape = models[0].cam_from_world, models[0].cameras
         draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
@@ -191,8 +224,9 @@ def _model(row: dict[str, Any]) -> SparseModel:
     return SparseModel(poses, row["cameras"], **{name: row[name] for name in numbers})
 
 
-def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]]) -> None:
+def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]], run: str) -> None:
     summary = {
+        "run": run,  # from here to the folder of the run, whose keypoints the model's are
         "images": report.images,
         "pairs": report.pairs,
         "verified_pairs": report.verified,

@@ -1,0 +1,176 @@
+"""`matcher localize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from matcher.cli import options
+from matcher.cli.exits import PARTIAL
+from matcher.cli.messages import complain, show
+
+if TYPE_CHECKING:
+    from matcher.data.camera import Camera
+    from matcher.localization.pose import Pose
+
+ModelFolder = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", show_default=False, help="Folder of a model that `matcher sfm` wrote."),
+]
+Photos = Annotated[
+    list[Path], typer.Argument(metavar="PHOTOS...", show_default=False, help="Photos, or folders of photos.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.txt|.tum|.kitti|.json",
+        help="Save the poses: hloc's lines (.txt), COLMAP's images.txt (of that name), a trajectory (.tum, "
+        ".kitti) or everything (.json).",
+    ),
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="RUN_DIR", help="Run with the features of MODEL; by default its own."),
+]
+CameraText = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fx,fy,cx,cy|FILE",
+        help="Intrinsics in stored pixels, of all photos or, in a FILE of lines NAME MODEL WIDTH HEIGHT "
+        "PARAMS, of each; those of others come from EXIF, from the map, or are estimated.",
+    ),
+]
+Neighbours = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Match a photo with at most N images of the map.")
+]
+PlotFolder = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="DIR", help="Draw each photo beside the map image that it matches best."),
+]
+
+
+def localize(
+    model: ModelFolder,
+    photos: Photos,
+    output: Output = None,
+    run: RunFolder = None,
+    camera: CameraText = None,
+    neighbours: Neighbours = 10,
+    plot: PlotFolder = None,
+    weights: options.Weights = None,
+    frontend_weights: options.FrontEndWeights = None,
+    precision: options.Precision = None,
+    device: options.Device = "auto",
+    no_refine: options.NoRefine = False,
+    overwrite: options.Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> int:
+    """Find where photos were taken, from a model and the features of its images.
+
+    A photo of another place gets no pose, and the reason is printed; then the exit code is 4.
+    """
+    import json
+
+    from matcher.errors import ImageError
+    from matcher.localization.map import Map
+    from matcher.localization.settings import LocalizationConfig
+
+    named = _expand(photos)
+    cameras = _cameras(camera, named)
+    _check(output, plot, overwrite)
+    config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
+    chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
+    found: dict[str, Pose] = {}
+    with Map.open(model, run_dir=run, config=config, **chosen) as place:
+        for name, path in named.items():
+            try:
+                pose = found[name] = place.localize(path, cameras.get(name))
+            except ImageError as error:
+                complain(str(error))
+                continue
+            if plot is not None:
+                _draw(place, path, pose, plot / f"{name.replace('/', '_')}.png")
+            if not as_json:
+                show(_line(name, pose))
+    if output is not None:
+        _write(output, found)
+    if as_json:
+        rows = {name: pose.to_dict() for name, pose in found.items()}
+        show(json.dumps({"model": str(model), "poses": rows}, allow_nan=False), always=True)
+    else:
+        show(f"{sum(pose.ok for pose in found.values())} of {len(named)} photos have a pose")
+    return 0 if sum(pose.ok for pose in found.values()) == len(named) else PARTIAL
+
+
+def _expand(photos: list[Path]) -> dict[str, Path]:
+    """Photos by name: the path below the given folder, or the file's name."""
+    from matcher.data.photos import find_images
+
+    found: dict[str, Path] = {}
+    for given in photos:
+        paths = find_images(given) if given.is_dir() else [given]
+        start = given if given.is_dir() else given.parent
+        for path in paths:
+            name = path.relative_to(start).as_posix()
+            found[str(path) if name in found else name] = path
+    return found
+
+
+def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
+    """The cameras by name of photo."""
+    from matcher.data.camera_lists import read_camera_list
+    from matcher.errors import UsageError
+
+    if text is None:
+        return {}
+    if not Path(text).is_file():
+        return dict.fromkeys(named, options.parse_camera(text, "--camera"))
+    found = read_camera_list(text)
+    if not found.keys() & named.keys():
+        raise UsageError(f"{text} has the camera of none of the photos, such as {next(iter(named))}")
+    return found
+
+
+def _check(output: Path | None, plot: Path | None, overwrite: bool) -> None:
+    from matcher.collection.exporting.colmap import import_pycolmap
+    from matcher.collection.exporting.output import check_folder
+    from matcher.data.named_poses import SUFFIXES
+    from matcher.files import check_output
+
+    import_pycolmap()
+    if output is not None:
+        check_output(output, SUFFIXES, overwrite=overwrite)
+    if plot is not None:
+        check_folder(plot, overwrite=overwrite)
+        plot.mkdir(exist_ok=True)
+
+
+def _write(output: Path, found: dict[str, Pose]) -> None:
+    """The poses that were found, in the format that the output's name asks for."""
+    from matcher.data.named_poses import write_named_poses
+    from matcher.errors import UsageError
+
+    poses = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
+    if output.suffix.lower() == ".kitti" and len(poses) < len(found):
+        raise UsageError(
+            f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; use "
+            ".tum, .txt or .json"
+        )
+    write_named_poses(output, poses, {name: pose.to_dict() for name, pose in found.items()})
+    show(f"wrote {output}")
+
+
+def _line(name: str, pose: Pose) -> str:
+    if not pose.ok:
+        return f"{name}: no pose ({pose.reason})"
+    x, y, z = pose.centre
+    seen = f"{pose.num_inliers} of {len(pose.inliers)} matches with {len(pose.images)} images"
+    return f"{name}: at {x:.3f} {y:.3f} {z:.3f}, {seen}, {pose.seconds['total']:.2f} s"
+
+
+def _draw(place: Any, path: Path, pose: Pose, output: Path) -> None:
+    from matcher.localization.plot import plot_pose
+
+    plot_pose(place, path, pose, output)

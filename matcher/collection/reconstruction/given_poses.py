@@ -1,0 +1,90 @@
+"""Poses that a reconstruction starts from: only points are triangulated, or a model is continued."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matcher.collection.exporting.colmap import import_pycolmap
+from matcher.data.camera import Camera
+from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
+from matcher.errors import IntegrityError, UsageError
+
+_FILES = ("cameras", "images", "points3D")
+_PLACES = (".", "sparse/0", "sparse")  # in a folder of ours or of COLMAP's, where the model may be
+
+
+@dataclass(frozen=True, eq=False)
+class GivenPoses:
+    """Poses of images by name, and the cameras of those that have one."""
+
+    cam_from_world: Mapping[str, np.ndarray]  # (4, 4)
+    cameras: Mapping[str, Camera] = field(default_factory=dict)
+    fixed: bool = True  # only points are triangulated; else more images are registered and all is adjusted
+
+
+def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
+    """The poses of a COLMAP model, of a folder that `reconstruct` wrote, or of a file (`read_named_poses`).
+
+    Raises:
+        UsageError: there is neither, or the file holds something else.
+        IntegrityError: the model is damaged.
+    """
+    source = Path(source)
+    if source.name == COLMAP_IMAGES and is_model(source.parent):
+        source = source.parent
+    if not source.is_dir():
+        return GivenPoses(*read_named_poses(source), fixed=fixed)
+    model = read_model(find_model(source))
+    poses, cameras = {}, {}
+    for number in model.reg_image_ids():
+        image = model.image(number)
+        poses[image.name] = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
+        cameras[image.name] = as_our_camera(model.camera(image.camera_id))
+    if not poses:
+        raise UsageError(f"{source} is a model without any registered image")
+    return GivenPoses(poses, cameras, fixed)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a COLMAP model, binary or as text."""
+    return any(all((folder / f"{name}{end}").is_file() for name in _FILES) for end in (".bin", ".txt"))
+
+
+def find_model(folder: Path) -> Path:
+    """The folder with COLMAP's files: this one, or its `sparse/0` or `sparse`.
+
+    Raises:
+        UsageError: none of them holds a model.
+    """
+    for place in _PLACES:
+        if is_model(folder / place):
+            return folder / place
+    raise UsageError(
+        f"{folder} holds no COLMAP model (cameras, images and points3D, .bin or .txt, in it or in sparse/0): "
+        f"make one with `matcher sfm PHOTOS --out {folder}`"
+    )
+
+
+def read_model(folder: Path) -> Any:
+    """A `pycolmap.Reconstruction`.
+
+    Raises:
+        UsageError: pycolmap is absent.
+        IntegrityError: a file is damaged.
+    """
+    pycolmap = import_pycolmap()
+    pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
+    try:
+        return pycolmap.Reconstruction(str(folder))
+    except Exception as error:  # of C++, of any type
+        raise IntegrityError(f"{folder}: the COLMAP model is damaged ({str(error)[:200]})") from error
+
+
+def as_our_camera(camera: Any) -> Camera:
+    """A `pycolmap.Camera` with our pixel origin."""
+    return Camera.from_colmap(camera.model.name, camera.params.tolist(), (camera.width, camera.height))

@@ -1,0 +1,165 @@
+"""Poses of images by name, in the files of other programs.
+
+COLMAP's `images.txt`, hloc's result lines (`name qw qx qy qz tx ty tz`) and JSON hold cam_from_world under
+the image's name; TUM and KITTI trajectories hold world_from_cam without names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matcher.data.camera import Camera
+from matcher.data.rotations import as_quaternion, as_rotation
+from matcher.errors import UsageError
+from matcher.files import MARK, write_output, write_whole
+
+SUFFIXES = (".txt", ".tum", ".json", ".kitti")
+COLMAP_IMAGES = "images.txt"
+
+
+def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
+    """Poses cam_from_world (4, 4) by name of image, and the cameras of those that have one.
+
+    Args:
+        path: COLMAP's `images.txt` (whose cameras are beside it and not read here), result lines of hloc
+            (`.txt`), or JSON: name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or the matrix itself.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() == ".json":
+            found = _from_json(json.loads(text))
+        elif path.name == COLMAP_IMAGES:
+            lines = [line for line in text.splitlines() if not line.startswith("#")]
+            rows = [line.split(maxsplit=9) for line in lines[::2]]  # between them are the lines of points
+            found = {row[9]: _pose(row[1:8]) for row in rows if row}, {}
+        else:
+            rows = [line.rsplit(maxsplit=7) for line in _lines(text)]
+            found = {row[0]: _pose(row[1:]) for row in rows}, {}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UsageError(
+            f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
+            "COLMAP's images.txt, or JSON with cam_from_world by name are needed"
+        ) from error
+    if not found[0]:
+        raise UsageError(f"{path} holds no pose")
+    return found
+
+
+def write_named_poses(
+    path: str | Path, poses: Mapping[str, np.ndarray], facts: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Write poses cam_from_world (4, 4) in the format that the file's name asks for.
+
+    `images.txt` is COLMAP's, any other `.txt` has hloc's result lines, `.tum` has timestamps (the number in
+    an image's name if all names have one, else its place), `.kitti` a line for each image, `.json` all.
+
+    Args:
+        path: the file, which is replaced.
+        poses: by name of image, in the order of the lines.
+        facts: more members of the JSON objects, by name; also of images without a pose, which only JSON
+            lists.
+
+    Raises:
+        UsageError: a name that the format cannot hold, or another suffix.
+        OSError: the file cannot be written.
+    """
+    path, facts = Path(path), facts or {}
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        names = dict.fromkeys([*facts, *poses])
+        rows = {name: {"cam_from_world": _listed(poses.get(name)), **facts.get(name, {})} for name in names}
+        write_output(path, json.dumps({"poses": rows}, indent=1, allow_nan=False).encode())
+        return
+    if suffix == ".tum":
+        lines = _tum_lines(poses)
+    elif suffix == ".kitti":
+        lines = [_joined(np.linalg.inv(pose)[:3].ravel()) for pose in poses.values()]
+    elif path.name == COLMAP_IMAGES:
+        lines = [f"{_mark()}IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME of cam_from_world; no points"]
+        for number, (name, pose) in enumerate(poses.items(), start=1):
+            lines += [f"{number} {_joined(_wxyz(pose))} {number} {name}", ""]
+    elif suffix == ".txt":
+        if spaced := [name for name in poses if len(name.split()) != 1]:
+            raise UsageError(f"{path}: hloc's lines cannot hold the name {spaced[0]!r}, which has a space")
+        lines = [f"{name} {_joined(_wxyz(pose))}" for name, pose in poses.items()]
+    else:
+        raise UsageError(f"{path}: the name of a file of poses must end in {' or '.join(SUFFIXES)}")
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _mark() -> str:
+    """The start of a comment, which lets a later run replace the file unasked."""
+    return f"# {MARK.decode()}: "
+
+
+def _tum_lines(poses: Mapping[str, np.ndarray]) -> list[str]:
+    times = [_time(name) for name in poses]
+    if None in times or len(set(times)) < len(times):
+        times = [float(index) for index in range(len(poses))]
+    lines = [f"{_mark()}timestamp x y z qx qy qz qw of world_from_cam"]
+    for time, pose in sorted(zip(times, poses.values(), strict=True), key=lambda row: row[0]):
+        back = np.linalg.inv(pose)
+        lines.append(f"{time:.6f} {_joined([*back[:3, 3], *as_quaternion(back[:3, :3])])}")
+    return lines
+
+
+def _time(name: str) -> float | None:
+    """The number that an image is named by, such as its timestamp."""
+    try:
+        return float(Path(name).stem)
+    except ValueError:
+        return None
+
+
+def _wxyz(pose: np.ndarray) -> list[float]:
+    x, y, z, w = as_quaternion(pose[:3, :3])
+    return [w, x, y, z, *pose[:3, 3]]
+
+
+def _pose(words: list[str]) -> np.ndarray:
+    """(4, 4) of the words qw qx qy qz tx ty tz."""
+    w, x, y, z, *translation = map(float, words)
+    pose = np.eye(4)
+    pose[:3, :3], pose[:3, 3] = as_rotation(np.array([x, y, z, w])), translation
+    if not np.isfinite(pose).all():
+        raise ValueError("a pose is not finite")
+    return pose
+
+
+def _from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
+    poses, cameras = {}, {}
+    for name, row in (values["poses"] if isinstance(values.get("poses"), dict) else values).items():
+        if name == "software":
+            continue
+        row = row if isinstance(row, dict) else {"cam_from_world": row}
+        if row["cam_from_world"] is None:
+            continue
+        pose = np.eye(4)
+        pose[:3] = np.array(row["cam_from_world"], dtype=np.float64)[:3].reshape(3, 4)
+        if not np.isfinite(pose).all():
+            raise ValueError(f"the pose of {name} is not finite")
+        poses[name] = pose
+        if (camera := row.get("camera")) is not None:
+            cameras[name] = Camera.from_colmap(camera["model"], camera["params"], tuple(camera["size"]))
+    return poses, cameras
+
+
+def _listed(pose: np.ndarray | None) -> list[list[float]] | None:
+    return None if pose is None else np.asarray(pose, np.float64).tolist()
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def _joined(values: Any) -> str:
+    return " ".join(f"{value:.9g}" for value in values)

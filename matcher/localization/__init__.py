@@ -1,0 +1,1 @@
+"""Maps to come back to: where a photo was taken, from a reconstruction and the features of its images."""

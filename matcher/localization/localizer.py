@@ -1,0 +1,197 @@
+"""One photo: similar images, matches with points, a pose, and the same with refined keypoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from matcher.config import RefineConfig
+from matcher.data.camera import Camera
+from matcher.data.features import Features
+from matcher.localization.absolute_pose import Matches3d, PoseEstimate, estimate_pose, refine_pose
+from matcher.localization.correspondences import Correspondences
+from matcher.localization.covisibility import covisibility_clusters
+from matcher.localization.judgement import judge
+from matcher.localization.pose import Pose
+from matcher.localization.retrieval_index import RetrievalIndex
+from matcher.localization.settings import LocalizationConfig
+from matcher.localization.sparse_map import SparseMap
+from matcher.localization.subpixel import MapImages, refined_positions
+from matcher.localization.unknown_camera import any_camera, cameras_to_try
+from matcher.pipeline import Pipeline
+from matcher.refine.refinement import ImagePyramid
+
+
+@dataclass(eq=False)
+class Query:
+    """A photo on its way through the stages."""
+
+    features: Features
+    camera: Camera | None  # None: to be found
+    path: Path | None = None
+    pyramid: ImagePyramid | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) as stored."""
+        return self.features.image_size
+
+    def stored_pixels(self, resized: float) -> float:
+        """A length in pixels of the resized photo in stored ones."""
+        return resized / float(np.sqrt(np.prod(self.features.scale.tolist())))
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add what passes to a stage's seconds."""
+        start = perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """The best pose from the images of one cluster."""
+
+    table: np.ndarray  # (M, 4) of `Correspondences`
+    matches: Matches3d
+    estimate: PoseEstimate | None
+    verdict: tuple[str, str, float]  # of `judge`
+
+    @property
+    def count(self) -> int:
+        """Inliers."""
+        return 0 if self.estimate is None else int(self.estimate.inliers.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Localizer:
+    """The parts of a map that localise a photo."""
+
+    model: SparseMap
+    pipeline: Pipeline
+    index: RetrievalIndex
+    rows: np.ndarray  # (J,) the row in `model` of each image of the index, or −1
+    features: Callable[[str], Features]
+    images: MapImages
+    config: LocalizationConfig
+
+    def localize(self, query: Query) -> Pose:
+        """The pose of a photo; without "ok" there is none."""
+        if len(query.features) < self.config.min_inliers:
+            return Pose(
+                "no_keypoints", f"the photo has {len(query.features)} keypoints", seconds=query.seconds
+            )
+        found = self.correspond(query)
+        if found is None or not found[0].images:
+            return Pose("no_similar_image", "the map holds nothing to compare with", seconds=query.seconds)
+        correspondences, best = found
+        if best.verdict[0] == "ok" and self.config.refine:
+            with query.timed("refine"):
+                best = self._refined(query, correspondences, best)
+        return as_pose(query, correspondences, best)
+
+    def similar_clusters(self, query: Query) -> list[list[int]]:
+        """Rows of the images to match with, in groups that see the same."""
+        with query.timed("retrieve"):
+            # Images of the run that are not in the map may be among the most similar.
+            missing = int((self.rows < 0).sum())
+            nearest, _ = self.index.similar(query.features, self.config.neighbours + missing)
+            rows = [int(row) for row in self.rows[nearest] if row >= 0]
+            return covisibility_clusters(self.model, rows[: self.config.neighbours])
+
+    def correspond(self, query: Query) -> tuple[Correspondences, Attempt] | None:
+        """Match with similar images until a pose is sure; the best attempt of all clusters."""
+        positions = query.features.keypoints.cpu().numpy().astype(np.float64)
+        best: tuple[Correspondences, Attempt] | None = None
+        for cluster in self.similar_clusters(query):
+            found = Correspondences(self.model, positions)
+            for start in range(0, len(cluster), self.config.batch):
+                self.match(query, found, cluster[start : start + self.config.batch])
+                with query.timed("pose"):
+                    attempt = self.attempt(query, found)
+                if best is None or attempt.count > best[1].count:
+                    best = found, attempt
+                if attempt.verdict[0] == "ok" and attempt.count >= self.config.enough_inliers:
+                    return found, attempt
+        return best
+
+    def match(self, query: Query, found: Correspondences, images: list[int]) -> None:
+        """Match the photo with these images and add what has points."""
+        with query.timed("match"):
+            pairs = [(self.features(self.model.names[image]), query.features) for image in images]
+            for image, matches in zip(images, self.pipeline.match_features_batch(pairs), strict=True):
+                found.add(image, matches)
+
+    def attempt(self, query: Query, found: Correspondences) -> Attempt:
+        """The pose from all correspondences so far."""
+        table = found.table()
+        matches = found.matches(table)
+        max_error = query.stored_pixels(self.config.max_error)
+        how = {"max_error": max_error, "seed": self.config.seed}
+        known = query.camera is not None
+        tried = [query.camera] if known else cameras_to_try(query.path, query.size, self.model)
+        best, verdict = None, None
+        for camera, focal_known in [*((camera, True) for camera in tried), (any_camera(query.size), False)]:
+            if not focal_known and (known or (verdict is not None and verdict[0] == "ok")):
+                break
+            estimate = estimate_pose(matches, camera, focal_known=focal_known, **how)
+            if estimate is not None and not known and focal_known:
+                estimate = refine_pose(estimate, matches, max_error, refine_focal=True)
+            if verdict is None or _count(estimate) > _count(best):
+                best = estimate
+                verdict = judge(estimate, matches, max_error, self.config, focal_known=known)
+        return Attempt(table, matches, best, verdict)
+
+    def _refined(self, query: Query, found: Correspondences, before: Attempt) -> Attempt:
+        """The pose from keypoints that were refined on the images; the one before where that fails."""
+        config: RefineConfig | None = self.pipeline.config.refine
+        if config is None or query.pyramid is None:
+            return before
+        inliers = np.flatnonzero(before.estimate.inliers)
+        positions = before.matches.points2d.copy()
+        positions[inliers] = refined_positions(
+            self.images, self.model, query.pyramid, found.positions, before.table[inliers], config
+        )
+        matches = found.matches(before.table, positions)
+        max_error = query.stored_pixels(self.config.max_error)
+        unknown = query.camera is None
+        estimate = refine_pose(before.estimate, matches, max_error, refine_focal=unknown)
+        verdict = judge(estimate, matches, max_error, self.config, focal_known=not unknown)
+        return Attempt(before.table, matches, estimate, verdict) if verdict[0] == "ok" else before
+
+
+def as_pose(query: Query, found: Correspondences, attempt: Attempt) -> Pose:
+    """What is returned for an attempt; a pose that is refused is not."""
+    status, reason, alarms = attempt.verdict
+    estimate = attempt.estimate
+    inliers = np.zeros(len(attempt.table), bool) if estimate is None else estimate.inliers
+    counts: Mapping[int, int] = found.inliers_by_image(attempt.table, inliers)
+    seen = {found.model.names[image]: count for image, count in counts.items()}
+    if status != "ok":
+        nearest = found.model.names[found.images[0]]
+        reason = f"{reason}; the most similar of the map's {len(found.model.names)} images is {nearest}"
+    accepted = estimate if status == "ok" else None
+    return Pose(
+        status=status,
+        reason=reason,
+        cam_from_world=None if accepted is None else accepted.cam_from_world,
+        camera=query.camera if accepted is None else accepted.camera,
+        points2d=attempt.matches.points2d,
+        points3d=attempt.matches.points3d,
+        point_ids=found.model.ids[attempt.table[:, 1]],
+        inliers=inliers,
+        covariance=None if accepted is None else accepted.covariance,
+        images=dict(sorted(seen.items(), key=lambda item: -item[1])),
+        log10_false_alarms=alarms,
+        seconds={**query.seconds, "total": sum(query.seconds.values())},
+    )
+
+
+def _count(estimate: PoseEstimate | None) -> int:
+    return 0 if estimate is None else int(estimate.inliers.sum())

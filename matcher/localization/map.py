@@ -1,0 +1,217 @@
+"""A reconstruction to come back to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from time import perf_counter
+from typing import Unpack
+
+import numpy as np
+
+from matcher.collection.reconstruction.reconstruct import SUMMARY
+from matcher.collection.schema import DATABASE
+from matcher.collection.settings import stored_pipeline
+from matcher.collection.sources import Photos
+from matcher.collection.store import Store
+from matcher.data.camera import Camera, as_camera
+from matcher.data.features import Features
+from matcher.data.images import ImageInput
+from matcher.errors import UsageError
+from matcher.localization.localizer import Localizer, Query
+from matcher.localization.pose import Pose
+from matcher.localization.retrieval_index import open_index
+from matcher.localization.settings import LocalizationConfig
+from matcher.localization.sparse_map import SparseMap, read_sparse_map
+from matcher.localization.subpixel import MapImages
+from matcher.options import LoadOptions
+from matcher.pipeline import Mask
+from matcher.refine.refinement import ImagePyramid
+
+_FEATURES_KEPT = 256  # images of the map whose features stay in memory
+
+
+class Map:
+    """Images with poses, the points that they see, and their features; `open` reads one.
+
+    What localises a photo are the points, their observations, the features in the run's store, and, for
+    keypoints exact to a fraction of a pixel, the images where they still are.
+    """
+
+    def __init__(self, store: Store, localizer: Localizer) -> None:
+        """Use `open`."""
+        self._store = store
+        self.localizer = localizer
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        run_dir: str | Path | None = None,
+        config: LocalizationConfig | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> Map:
+        """Open the map in a folder that `matcher sfm` or `Collection.reconstruct` wrote, or a COLMAP model.
+
+            >>> import matcher
+            >>> matcher.Map.open("no-such-folder")
+            Traceback (most recent call last):
+            matcher.errors.UsageError: no-such-folder is not a folder; a map is what `matcher sfm` writes
+
+        Args:
+            model: the folder; of several models in it, the largest.
+            run_dir: folder of the run with the features; by default the one that the model was made from.
+                For a model of another program, make both by `matcher sfm PHOTOS --poses MODEL --out NEW`.
+            config: policy: how many images a photo is matched with, when a pose is refused.
+            options: of `matcher.load` that no run holds: device, precision, weights, frontend_weights.
+
+        Raises:
+            UsageError: no model or run, a model without points, or other weights than the run's.
+            IntegrityError: the model or the run is damaged, or they do not belong together.
+        """
+        folder = Path(model)
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder; a map is what `matcher sfm` writes")
+        store = Store.open(_run_of(folder) if run_dir is None else Path(run_dir))
+        try:
+            return cls(store, _localizer(folder, store, config or LocalizationConfig(), options))
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        """Close the run's store; the map cannot be used afterwards."""
+        self._store.close()
+
+    def __enter__(self) -> Map:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def model(self) -> SparseMap:
+        """Images, poses and points as arrays."""
+        return self.localizer.model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The map's images."""
+        return self.model.names
+
+    def image_path(self, name: str) -> Path:
+        """Where an image of the map was when its features were found."""
+        return self._store.image_folder / name
+
+    def localize(
+        self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
+    ) -> Pose:
+        """Where a photo was taken.
+
+        The photo is compared with all images of the map by global descriptors; it is matched with the most
+        similar ones, first those that see the same points, until the pose is sure.
+
+        Args:
+            image: a path, an `Image`, a PIL image, an array, or features of the map's front end.
+            camera: as `Camera`, four numbers fx, fy, cx, cy in stored pixels, or a matrix K; None: from EXIF,
+                from the map's images of that size, or estimated with the pose.
+            mask: not zero where keypoints may lie, as in `Pipeline.match`.
+
+        Returns:
+            The pose, or why there is none (`Pose.status`, `Pose.reason`).
+
+        Raises:
+            ImageError: the image cannot be read.
+            UsageError: a camera of another size, or features of another front end.
+        """
+        return self.localizer.localize(self.query(image, camera, mask=mask))
+
+    def query(
+        self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
+    ) -> Query:
+        """A photo ready to be localised; arguments and errors as in `localize`."""
+        query = self._described(image, mask)
+        given = None if camera is None else as_camera(camera)
+        if given is not None and given.size not in (None, query.size):
+            raise UsageError(
+                f"the camera is of images of {given.size[0]} x {given.size[1]} pixels, and the photo has "
+                f"{query.size[0]} x {query.size[1]}"
+            )
+        query.camera = None if given is None else replace(given, size=query.size)
+        return query
+
+    def _described(self, image: ImageInput | Features, mask: Mask | None) -> Query:
+        """The photo's features, and its pixels where keypoints are to be refined."""
+        pipeline = self.localizer.pipeline
+        if isinstance(image, Features):
+            return Query(image, None)
+        if not self._own_features:
+            raise UsageError(
+                "this map's features come from a file, so those of a photo must be given: "
+                "localize(matcher.Features(…))"
+            )
+        start = perf_counter()
+        pixels = pipeline.read(image, mask)
+        read = perf_counter()
+        (features,) = pipeline.extractor([pixels])
+        path = None if pixels.path is None else Path(pixels.path)
+        query = Query(features, None, path, seconds={"read": read - start, "extract": perf_counter() - read})
+        if self.localizer.config.refine and pipeline.config.refine is not None:
+            query.pyramid = ImagePyramid.of(pixels)
+        return query
+
+    @property
+    def _own_features(self) -> bool:
+        return self._store.settings["source"]["kind"] == "photos"
+
+    def __repr__(self) -> str:
+        count, points = len(self.names), len(self.model.xyz)
+        return f"Map({count} images, {points} points, {self.localizer.pipeline.preset})"
+
+
+def _run_of(folder: Path) -> Path:
+    """The run that a model was made from.
+
+    Raises:
+        UsageError: the model does not say, or the run is not there.
+    """
+    try:
+        named = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["run"]
+        run = folder.absolute() / named
+    except (OSError, ValueError, KeyError, TypeError):
+        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
+    if (run / DATABASE).is_file():
+        return run.resolve()
+    raise UsageError(
+        f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
+        "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
+        f"{folder} --out NEW_MODEL`"
+    )
+
+
+def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:
+    model = read_sparse_map(folder, store)
+    pipeline = stored_pipeline(store.settings, Photos(store.image_folder), options)
+    done = [image for image in store.images() if image.status == "done"]
+    index = open_index(
+        store.folder, [image.name for image in done], [image.sha256 for image in done], store.features
+    )
+    place = {name: row for row, name in enumerate(model.names)}
+
+    def zoom(name: str) -> float:
+        return 1 / float(np.sqrt(np.prod(store.scale(name))))
+
+    features: Callable[[str], Features] = lru_cache(_FEATURES_KEPT)(store.features)
+    return Localizer(
+        model=model,
+        pipeline=pipeline,
+        index=index,
+        rows=np.array([place.get(image.name, -1) for image in done], dtype=np.int64),
+        features=features,
+        images=MapImages(model, lambda name: store.image_folder / name, zoom),
+        config=config,
+    )

@@ -1,0 +1,94 @@
+"""A drawing of a localised photo: beside the map's image that it matches best, and in the plan of the map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from matcher.collection.reconstruction.plot import scene_axes
+from matcher.data.images import ImageInput, read_image
+from matcher.drawing.canvas import figure_pixels, save_figure
+from matcher.drawing.matches import draw_matches
+from matcher.localization.map import Map
+from matcher.localization.pose import Pose
+from matcher.localization.sparse_map import SparseMap
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_POINTS_DRAWN = 30_000
+_SHOWN_SIZE = 1024  # pixels of the longer side of a drawn image
+_KEPT = (1.0, 99.0)  # percentiles of the points in the plan
+_AHEAD = 0.06  # length of a camera's line of sight, of the plan's size
+_MAP_COLOUR, _CAMERA_COLOUR = "#666666", "#c8102e"
+
+
+def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Path:
+    """Draw a photo, its matches, and its camera among those of the map seen from above.
+
+    Args:
+        place: the map.
+        photo: what was localised.
+        pose: of it; without a pose only the images are drawn, with the reason.
+        path: the file, .png, .jpg, .svg or .pdf.
+
+    Raises:
+        ImageError: the photo, or the map's image, cannot be read.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 6.4), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(5, 2))
+    left.imshow(_beside(place, photo, pose))
+    left.set_axis_off()
+    _draw_plan(right, place.model, pose)
+    title = repr(pose).removeprefix("Pose(").removesuffix(")")
+    figure.suptitle(title, fontsize=10)
+    return save_figure(figure, path)
+
+
+def _beside(place: Map, photo: ImageInput, pose: Pose) -> np.ndarray:
+    """The pixels of both images with lines between the photo's keypoints and those of the map's image."""
+    shown = read_image(photo, resize=_SHOWN_SIZE)
+    if not pose.images:
+        return shown.pixels if shown.pixels.ndim == 3 else np.repeat(shown.pixels[:, :, None], 3, axis=2)
+    name = next(iter(pose.images))
+    image = place.names.index(name)
+    observed = place.model.points[image]
+    keypoint_of = dict(zip(observed[observed >= 0].tolist(), np.flatnonzero(observed >= 0), strict=True))
+    points = np.searchsorted(place.model.ids, pose.point_ids).tolist()
+    kept = np.array([row for row, point in enumerate(points) if point in keypoint_of], dtype=np.int64)
+    theirs = np.array([keypoint_of[points[row]] for row in kept], dtype=np.int64)
+    other = read_image(place.image_path(name), resize=_SHOWN_SIZE)
+    ends = pose.points2d[kept], place.model.keypoints[image][theirs]
+    return figure_pixels(draw_matches(shown, other, *ends, inliers=pose.inliers[kept], title=name))
+
+
+def _draw_plan(axes: Axes, model: SparseMap, pose: Pose) -> None:
+    """Points and cameras from above, x to the right."""
+    right, _, ahead = scene_axes(list(model.cam_from_world))
+    across = np.stack([right, ahead])
+    cloud = model.xyz[:: max(1, len(model.xyz) // _POINTS_DRAWN)] @ across.T
+    axes.scatter(*cloud.T, s=1.0, c="#b0b0b0", linewidths=0)
+    back = np.linalg.inv(model.cam_from_world)
+    centres = back[:, :3, 3] @ across.T
+    axes.scatter(*centres.T, s=6.0, c=_MAP_COLOUR)
+    everything = np.concatenate([np.percentile(cloud, _KEPT, axis=0), centres])
+    if pose.ok:
+        centre, sight = pose.centre @ across.T, pose.world_from_cam[:3, 2] @ across.T
+        everything = np.vstack([everything, centre])
+        length = _AHEAD * float(np.ptp(everything, axis=0).max())
+        end = centre + length * sight / max(float(np.linalg.norm(sight)), 1e-9)
+        axes.plot(*np.stack([centre, end]).T, color=_CAMERA_COLOUR, linewidth=1.5)
+        axes.scatter(*centre, s=40.0, c=_CAMERA_COLOUR)
+    low, high = everything.min(axis=0), everything.max(axis=0)
+    margin = 0.05 * max(float((high - low).max()), 1e-9)
+    axes.set_xlim(low[0] - margin, high[0] + margin)
+    axes.set_ylim(low[1] - margin, high[1] + margin)
+    axes.set_aspect("equal")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title("from above")

@@ -1,0 +1,99 @@
+"""Which images of a map look most like a photo: one global descriptor per image, kept beside the run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from matcher.data.features import Features
+from matcher.files import write_whole
+from matcher.match.retrieval import (
+    Vocabulary,
+    collection_vocabulary,
+    global_descriptor,
+    strongest_descriptors,
+)
+from matcher.match.steering import rotated_descriptors
+
+FILE = "retrieval.npz"
+_BLOCK = 4096  # rows compared at once; only memory depends on it
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalIndex:
+    """Global descriptors of the images of a run; a photo is compared in all orientations."""
+
+    vocabulary: Vocabulary | None  # None: no image has any keypoint
+    table: np.ndarray  # (I, G) float16 of unit length, zeros for images without keypoints
+    kind: str  # of the features
+
+    @classmethod
+    def build(cls, names: Sequence[str], features: Callable[[str], Features]) -> RetrievalIndex:
+        """The index of these images; their features are read twice and not kept."""
+        vocabulary, kind = collection_vocabulary(names, features)
+        if vocabulary is None:
+            return cls(None, np.zeros((len(names), 1), np.float16), kind)
+        rows = [global_descriptor(vocabulary, features(name)) for name in names]
+        return cls(vocabulary, np.array(rows, dtype=np.float16), kind)
+
+    def similar(self, features: Features, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """(k,) rows of the most similar images, best first, and their similarity, at most 1."""
+        if self.vocabulary is None or not bool(features.mask.any()):
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        described = [
+            self.vocabulary.describe(turned)
+            for turned in rotated_descriptors(strongest_descriptors(features), self.kind)
+        ]
+        queries = np.array(described, dtype=np.float32)
+        found = [
+            (self.table[start : start + _BLOCK].astype(np.float32) @ queries.T).max(axis=1)
+            for start in range(0, len(self.table), _BLOCK)
+        ]
+        similarity = np.concatenate(found)
+        best = np.argsort(-similarity, kind="stable")[:k]
+        return best, similarity[best]
+
+
+def open_index(
+    folder: Path, names: Sequence[str], digests: Sequence[str], features: Callable[[str], Features]
+) -> RetrievalIndex:
+    """The index of a run, read from its folder, or made and kept there where it can be written.
+
+    Args:
+        folder: of the run.
+        names: its images.
+        digests: of their content; an index of others is made again.
+        features: the features of an image.
+    """
+    wanted = hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
+    path = folder / FILE
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            if str(stored["of"]) == wanted:
+                parts = (stored[name] for name in ("words", "target", "sign"))
+                vocabulary = Vocabulary(*parts, int(stored["length"])) if len(stored["words"]) else None
+                return RetrievalIndex(vocabulary, stored["table"], str(stored["kind"]))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        pass  # absent or damaged: it can be made again
+    index = RetrievalIndex.build(names, features)
+    _keep(index, path, wanted)
+    return index
+
+
+def _keep(index: RetrievalIndex, path: Path, of: str) -> None:
+    """Write an index beside its run; a folder that cannot be written costs time only."""
+    own, buffer = index.vocabulary, io.BytesIO()
+    words = np.zeros((0, 0), np.float32) if own is None else own.words
+    target, sign = (np.zeros(0), np.zeros(0)) if own is None else (own.target, own.sign)
+    arrays = dict(words=words, target=target, sign=sign, table=index.table)
+    np.savez(buffer, length=index.table.shape[1], kind=index.kind, of=of, **arrays)
+    try:
+        write_whole(path, buffer.getvalue())
+    except OSError:
+        return

@@ -1,0 +1,31 @@
+"""How photos are localised, and when a pose is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from matcher.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LocalizationConfig:
+    """Policy of `Map.localize`; pixels are those of the resized photo.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    neighbours: int = 10  # most similar images of the map that a photo is matched with, at most
+    batch: int = 2  # images matched before the pose is tried
+    enough_inliers: int = 150  # after which no more images are matched
+    max_error: float = 4.0  # of an inlier
+    min_inliers: int = 15  # keypoints that agree with a pose, at least
+    max_log10_false_alarms: float = -6.0  # expected poses from chance, of as many inliers
+    min_spread: float = 0.005  # share of the photo that the inliers cover
+    refine: bool = True  # keypoints of the photo are refined on the images
+    seed: int = 0  # of the sampling
+
+    def __post_init__(self) -> None:
+        for name in ("neighbours", "batch", "enough_inliers", "min_inliers", "max_error"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")

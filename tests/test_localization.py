@@ -1,0 +1,233 @@
+"""Localisation against a map: photos of the place get their pose, others a reason, and nothing is guessed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+from collection_scene import render_photos, texture
+
+import matcher
+from matcher.cli import main
+from matcher.collection.reconstruction.given_poses import GivenPoses
+from matcher.collection.reconstruction.reconstruct import reconstruct
+from matcher.collection.store import Store
+from matcher.data.camera import Camera
+from matcher.data.named_poses import read_named_poses
+from matcher.errors import IntegrityError, UsageError
+from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
+from matcher.localization.settings import LocalizationConfig
+
+pytest.importorskip("pycolmap")
+SIZE = (480, 360)
+CAMERA = Camera(528.0, 528.0, 239.5, 179.5, SIZE)
+QUERIES = ("photo2.png", "photo4.png")
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A map of five photos with known poses, two more photos of the same place, and one of another."""
+    folder = tmp_path_factory.mktemp("map")
+    poses = render_photos(folder / "photos", count=7)
+    (folder / "queries").mkdir()
+    for name in QUERIES:
+        (folder / "photos" / name).rename(folder / "queries" / name)
+    truth = {f"photo{number}.png": pose for number, pose in enumerate(poses)}
+    collection = matcher.Collection.open(folder / "model-run", preset="nearest", max_keypoints=600, workers=0)
+    collection.add_images(folder / "photos")
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
+    with collection.store as store:
+        reconstruct(store, folder / "model", poses=given, threads=1)
+    elsewhere = texture(np.random.default_rng(77), 480)[:360]
+    (folder / "elsewhere").mkdir()
+    PIL.Image.fromarray(elsewhere).save(folder / "elsewhere" / "wall.png")
+    return folder, truth
+
+
+def pose_error(pose, truth):
+    """Distance of the centres and angle in degrees."""
+    turn = pose.cam_from_world[:3, :3].T @ truth[:3, :3]
+    angle = np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1)))
+    return np.linalg.norm(pose.centre - np.linalg.inv(truth)[:3, 3]), angle
+
+
+def test_photos_of_the_place_are_localised(made):
+    folder, truth = made
+    with matcher.Map.open(folder / "model") as place:
+        assert "5 images" in repr(place)
+        for name in QUERIES:
+            pose = place.localize(folder / "queries" / name, CAMERA)
+            shift, angle = pose_error(pose, truth[name])
+            assert pose.ok and shift < 0.03 and angle < 0.2, (name, shift, angle)  # 11 units from the scene
+            assert pose.num_inliers > 50 and len(pose.points3d) == len(pose.inliers) == len(pose.point_ids)
+            assert set(pose.images) <= set(place.names) and pose.seconds["total"] > 0
+            deviation = np.sqrt(np.trace(pose.covariance[3:, 3:]))
+            assert 0 < deviation < 0.03
+
+
+def test_an_unknown_focal_length_is_found(made):
+    folder, truth = made
+    with matcher.Map.open(folder / "model") as place:
+        pose = place.localize(folder / "queries" / QUERIES[0])  # the map has images of this size
+        assert pose.ok and pose.camera.fx == pytest.approx(528, rel=0.01)
+        small = PIL.Image.open(folder / "queries" / QUERIES[0]).resize((360, 270))
+        pose = place.localize(small)  # and none of this one
+        assert pose.ok and pose.camera.fx == pytest.approx(528 * 0.75, rel=0.03)
+        assert pose_error(pose, truth[QUERIES[0]])[0] < 0.3
+
+
+def test_a_photo_of_another_place_is_refused(made):
+    folder, _ = made
+    with matcher.Map.open(folder / "model") as place:
+        for camera in (CAMERA, None):
+            pose = place.localize(folder / "elsewhere" / "wall.png", camera)
+            assert not pose.ok and pose.cam_from_world is None and pose.covariance is None
+            assert pose.status in ("too_few_matches", "no_model", "not_significant") and pose.reason
+        blank = place.localize(np.full((360, 480), 128, np.uint8), CAMERA)
+        assert blank.status == "no_keypoints" and blank.centre is None
+
+
+def test_chance_gives_no_significant_pose():
+    rng = np.random.default_rng(0)
+    for seed in range(3):
+        points = rng.uniform(0, 400, (200, 2))
+        matches = Matches3d(points, rng.normal((0, 0, 5), 1, (200, 3)), np.arange(200))
+        found = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True, seed=seed)
+        if found is not None:
+            assert log10_false_alarms(matches, found.inliers, 480 * 360, 4.0) > 0
+
+
+def test_the_covariance_is_that_of_repeated_measurements():
+    rng = np.random.default_rng(1)
+    points = rng.normal(size=(80, 3)) * [2, 2, 1] + [0, 0, 6]
+    seen = points[:, :2] / points[:, 2:] * 528 + [239.5, 179.5]
+    shifts, predicted = [], []
+    for _ in range(60):
+        matches = Matches3d(seen + rng.normal(size=seen.shape), points, np.arange(80))
+        found = estimate_pose(matches, CAMERA, max_error=6.0, focal_known=True)
+        turn, shift = found.cam_from_world[:3, :3], found.cam_from_world[:3, 3]
+        vector = np.array([turn[2, 1], turn[0, 2], turn[1, 0]])
+        shifts.append([*vector, *shift])
+        predicted.append(np.sqrt(np.diag(found.covariance)))
+    ratio = np.std(shifts, axis=0) / np.median(predicted, axis=0)
+    assert ((ratio > 0.65) & (ratio < 1.5)).all(), ratio
+
+
+def test_the_index_is_kept_beside_the_run(made):
+    folder, _ = made
+    matcher.Map.open(folder / "model").close()
+    kept = folder / "model-run" / "retrieval.npz"
+    before = kept.stat().st_mtime_ns
+    matcher.Map.open(folder / "model").close()
+    assert kept.stat().st_mtime_ns == before
+    kept.write_bytes(b"damaged")
+    with matcher.Map.open(folder / "model") as place:
+        assert place.localize(folder / "queries" / QUERIES[0], CAMERA).ok
+
+
+@pytest.mark.parametrize("name", ["poses.txt", "poses.tum", "poses.json", "images.txt"])
+def test_the_command_writes_poses(made, tmp_path, capfd, name):
+    folder, truth = made
+    out = tmp_path / name
+    camera = "528,528,239.5,179.5"
+    arguments = ("localize", folder / "model", folder / "queries", "--camera", camera, "--output", out)
+    assert run(*arguments) == 0
+    printed = capfd.readouterr().out
+    assert "2 of 2 photos have a pose" in printed and f"wrote {out}" in printed
+    if name == "poses.tum":
+        rows = [line.split() for line in out.read_text().splitlines() if line[0] != "#"]
+        expected = np.linalg.inv(truth[QUERIES[0]])[:3, 3]
+        np.testing.assert_allclose([float(v) for v in rows[0][1:4]], expected, atol=0.05)
+        return
+    poses, cameras = read_named_poses(out)
+    assert sorted(poses) == list(QUERIES)
+    for query in QUERIES:
+        np.testing.assert_allclose(poses[query], truth[query], atol=0.05)
+    if name == "poses.json":
+        assert cameras[QUERIES[0]] == replace(CAMERA, size=SIZE)
+        assert json.loads(out.read_text())["poses"][QUERIES[0]]["status"] == "ok"
+
+
+def test_the_command_draws_and_refuses(made, tmp_path, capfd):
+    folder, _ = made
+    query, wall = folder / "queries" / QUERIES[0], folder / "elsewhere" / "wall.png"
+    assert run("localize", folder / "model", query, wall, "--plot", tmp_path / "drawn") == 4
+    printed = capfd.readouterr().out
+    assert "wall.png: no pose (" in printed and "1 of 2 photos have a pose" in printed
+    for name in ("photo2.png.png", "wall.png.png"):
+        with PIL.Image.open(tmp_path / "drawn" / name) as drawing:
+            assert drawing.size[0] > 1000
+    lines = tmp_path / "cameras.txt"
+    lines.write_text("photo2.png PINHOLE 480 360 528 528 240 180\n")
+    assert run("localize", folder / "model", query, "--camera", lines, "--json") == 0
+    row = json.loads(capfd.readouterr().out)["poses"]["photo2.png"]
+    assert row["camera"]["params"] == [528, 528, 240, 180] and row["inliers"] > 50
+
+
+def test_mistakes_name_their_remedy(made, tmp_path, capfd):
+    folder, _ = made
+    with pytest.raises(UsageError, match="not a folder"):
+        matcher.Map.open(tmp_path / "none")
+    with pytest.raises(UsageError, match="matcher sfm PHOTOS --out"):
+        matcher.Map.open(tmp_path, run_dir=folder / "model-run")
+    with pytest.raises(UsageError, match="give run_dir=RUN_DIR"):
+        matcher.Map.open(folder / "photos")
+    with pytest.raises(UsageError, match="resize is the run's own"):
+        matcher.Map.open(folder / "model", resize=100)
+    other = matcher.Collection.open(tmp_path / "run", preset="nearest", max_keypoints=100, workers=0)
+    other.add_images(folder / "photos")
+    other.extract(everything=True)
+    with pytest.raises(IntegrityError, match="are not the 100 of the run"):
+        matcher.Map.open(folder / "model", run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="neighbours must be positive"):
+        LocalizationConfig(neighbours=0)
+    with matcher.Map.open(folder / "model") as place:
+        with pytest.raises(UsageError, match="camera is of images of 100 x 100"):
+            place.localize(folder / "queries" / QUERIES[0], Camera(1, 1, 1, 1, (100, 100)))
+        with pytest.raises(matcher.ImageError):
+            place.localize(tmp_path / "absent.png")
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ((folder / "model", tmp_path / "empty"), "no images here"),
+        ((folder / "model", folder / "queries", "--output", tmp_path / "a.csv"), "must end in"),
+        ((folder / "model", folder / "queries", "--camera", "1,2"), "four numbers"),
+        ((tmp_path / "empty", folder / "queries"), "--run RUN_DIR"),
+    ):
+        assert run("localize", *arguments) == 2
+        error = capfd.readouterr().err
+        assert message in error and "Traceback" not in error, error
+
+
+def test_an_image_that_has_changed_is_named(made, tmp_path):
+    folder, _ = made
+    image = folder / "photos" / "photo1.png"
+    before = image.read_bytes()
+    try:
+        PIL.Image.fromarray(np.zeros((50, 60), np.uint8)).save(image)
+        with matcher.Map.open(folder / "model") as place, pytest.raises(IntegrityError, match="60 x 50"):
+            for name in QUERIES:
+                place.localize(folder / "queries" / name, CAMERA)
+        image.unlink()  # without its file, keypoints are not refined on it
+        with matcher.Map.open(folder / "model") as place:
+            assert place.localize(folder / "queries" / QUERIES[0], CAMERA).ok
+    finally:
+        image.write_bytes(before)
+
+
+def test_the_run_is_found_after_both_are_moved(made, tmp_path):
+    folder, _ = made
+    for name in ("model", "model-run"):
+        (tmp_path / name).symlink_to(folder / name)
+    with Store.open(folder / "model-run") as store:
+        assert store.counts().images_done == 5
+    assert json.loads((folder / "model" / "summary.json").read_text())["run"] == str(Path("..") / "model-run")
+    with matcher.Map.open(tmp_path / "model") as place:
+        assert len(place.names) == 5
