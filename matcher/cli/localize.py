@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from matcher.cli.messages import complain, show
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
+    from matcher.localization.map import Map
     from matcher.localization.pose import Pose
 
 ModelFolder = Annotated[
@@ -73,7 +74,6 @@ def localize(
     """
     import json
 
-    from matcher.errors import ImageError
     from matcher.localization.map import Map
     from matcher.localization.settings import LocalizationConfig
 
@@ -82,18 +82,8 @@ def localize(
     _check(output, plot, overwrite)
     config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
-    found: dict[str, Pose] = {}
     with Map.open(model, run_dir=run, config=config, **chosen) as place:
-        for name, path in named.items():
-            try:
-                pose = found[name] = place.localize(path, cameras.get(name))
-            except ImageError as error:
-                complain(str(error))
-                continue
-            if plot is not None:
-                _draw(place, path, pose, plot / f"{name.replace('/', '_')}.png")
-            if not as_json:
-                show(_line(name, pose))
+        found = _localize(place, named, cameras, plot, quiet=as_json)
     if output is not None:
         _write(output, found)
     if as_json:
@@ -102,6 +92,27 @@ def localize(
     else:
         show(f"{sum(pose.ok for pose in found.values())} of {len(named)} photos have a pose")
     return 0 if sum(pose.ok for pose in found.values()) == len(named) else PARTIAL
+
+
+def _localize(
+    place: Map, named: dict[str, Path], cameras: dict[str, Camera], plot: Path | None, *, quiet: bool
+) -> dict[str, Pose]:
+    """The poses by name; photos that cannot be read are left out."""
+    from matcher.errors import ImageError
+    from matcher.localization.plot import plot_pose
+
+    found: dict[str, Pose] = {}
+    for name, path in named.items():
+        try:
+            pose = found[name] = place.localize(path, cameras.get(name))
+        except ImageError as error:
+            complain(str(error))
+            continue
+        if plot is not None:
+            plot_pose(place, path, pose, plot / f"{name.replace('/', '_')}.png")
+        if not quiet:
+            show(_line(name, pose))
+    return found
 
 
 def _expand(photos: list[Path]) -> dict[str, Path]:
@@ -168,9 +179,3 @@ def _line(name: str, pose: Pose) -> str:
     x, y, z = pose.centre
     seen = f"{pose.num_inliers} of {len(pose.inliers)} matches with {len(pose.images)} images"
     return f"{name}: at {x:.3f} {y:.3f} {z:.3f}, {seen}, {pose.seconds['total']:.2f} s"
-
-
-def _draw(place: Any, path: Path, pose: Pose, output: Path) -> None:
-    from matcher.localization.plot import plot_pose
-
-    plot_pose(place, path, pose, output)

@@ -38,7 +38,7 @@ def is_rendered(folder: Path) -> bool:
 def read_recorded(folder: Path) -> list[PairSet]:
     """`images/`, `depth/`, `cameras.json` (K, frames with image and world_from_camera) and `pairs.json`."""
     path = folder / "cameras.json"
-    cameras = _read_object(path, ("K", "frames"))
+    cameras = read_object(path, ("K", "frames"))
     K = read_array(cameras["K"], (3, 3), path)
     frames, stride = {}, int(cameras.get("depth_step", 2))
     for row in cameras["frames"]:
@@ -65,7 +65,7 @@ def read_rendered(folder: Path) -> list[PairSet]:
     """Two sets: pairs of views of one group from different viewpoints, and pairs from one viewpoint under
     two lights."""
     path = folder / "cameras.json"
-    scene = _read_object(path, ("views", "lights", "depth_step"))
+    scene = read_object(path, ("views", "lights", "depth_step"))
     kinds = [str(light["kind"]) for light in scene["lights"]]
     posed, relit = [], []
     for row0, row1 in combinations(scene["views"], 2):
@@ -131,7 +131,12 @@ def _between(value: float, bounds: Sequence[float]) -> tuple[float, float]:
     return bounds[at - 1], bounds[at]
 
 
-def _read_object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+def read_object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The JSON object of a file, which has these members.
+
+    Raises:
+        UsageError: it cannot be read, or lacks one.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,0 +1,56 @@
+"""Localise photos of a set in a map of the others, whose poses are known.
+
+    python scripts/measure_localization.py kitchen|sceaux_castle|kitti_mini|FOLDER --work DIR
+        [--preset NAME] [--split last|blocks|even] [--max-keypoints N] [--unknown-cameras] [--elsewhere DIR]
+
+The split is by time: the last third of the photos is localised, or every third block of 15, or every other
+photo. `--elsewhere` also localises photos of other places, which should all be refused.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from matcher.errors import MatcherError
+from matcher.lab.evaluate.localization import measure_localization
+from matcher.lab.pairs.posed_photos import SPLITS, find_other_photos, find_posed_photos
+from matcher.localization.settings import LocalizationConfig
+from matcher.presets import DEFAULT_PRESET
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("set", help="name of a set, or a folder with images and poses")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the runs and models, kept")
+    parser.add_argument("--preset", default=DEFAULT_PRESET)
+    parser.add_argument("--split", choices=SPLITS, default="last")
+    parser.add_argument("--max-keypoints", type=int, default=1024)
+    parser.add_argument("--resize", type=int, default=1024, help="longer side in pixels")
+    parser.add_argument("--neighbours", type=int, default=LocalizationConfig.neighbours)
+    parser.add_argument("--no-refine", action="store_true", help="leave keypoints where they were found")
+    parser.add_argument("--unknown-cameras", action="store_true", help="estimate the cameras of the photos")
+    parser.add_argument("--elsewhere", type=Path, help="folder of photos of other places")
+    parser.add_argument("--count", type=int, default=200, help="of them, at most")
+    options = parser.parse_args()
+    try:
+        photos = find_posed_photos(options.set)
+        report = measure_localization(
+            photos,
+            photos.split(options.split),
+            options.work / f"{photos.title}-{options.split}-{options.preset}",
+            preset=options.preset,
+            options={"max_keypoints": options.max_keypoints, "resize": options.resize},
+            config=LocalizationConfig(neighbours=options.neighbours, refine=not options.no_refine),
+            cameras_known=not options.unknown_cameras,
+            elsewhere=find_other_photos(options.elsewhere, options.count) if options.elsewhere else (),
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except MatcherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print("\n".join(report.lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
