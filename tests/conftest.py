@@ -10,7 +10,7 @@ import torch
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.data.images import read_image
 from matcher.extract.sift import SiftExtractor
-from matcher.kernels import SWITCH
+from matcher.kernels import SWITCH, build, library
 from matcher.match.network.model import MatchingNetwork
 from matcher.weights.files import FOLDERS, save_model
 
@@ -24,6 +24,18 @@ def _stock_operators() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "0")
         yield
+
+
+@pytest.fixture(scope="session")
+def kernels_folder(tmp_path_factory) -> Path:
+    """A cache folder in which the kernels are built, once; only for tests of machines that can."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATCHER_CACHE", str(folder))
+        library._load.cache_clear()
+        build()
+    library._load.cache_clear()
+    return folder
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from random_matcher import WITH_MATCH_PROBABILITY, matcher_with, pair
 from matcher.config import AssignmentConfig, MatchingPolicy
 from matcher.data.features import Features
 from matcher.data.matches import Matches
-from matcher.match.network import model as model_of
+from matcher.match.network import assigning
 from matcher.match.network.adaptivity import keep_unless_few, ready_by_match_probability
 from matcher.match.network.consensus import Consensus
 from matcher.match.network.packed import Layout
@@ -117,7 +117,7 @@ def test_rounds_of_consensus_end_once_they_change_little(
         return whole(self, scores, *rest)
 
     monkeypatch.setattr(Consensus, "forward", counted)
-    monkeypatch.setattr(model_of, "SETTLED", settled)
+    monkeypatch.setattr(assigning, "SETTLED", settled)
     config = replace(WITH_MATCH_PROBABILITY, assignment=AssignmentConfig(consensus=3))
     matcher = matcher_with(early_exit, False, config=config)
     matcher(*(Features.stack([side]) for side in pairs[0]))

@@ -12,7 +12,6 @@ from matcher.attention import scaled_dot_product
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
 from matcher.kernels import library, trusted
-from matcher.match.network.consensus import fit_local_maps
 from matcher.match.network.context import build_layer
 from matcher.match.network.fused import fuse_layer
 from matcher.match.network.packed import Layout
@@ -29,19 +28,12 @@ NEEDED = pytest.mark.skipif(
 def forget() -> None:
     """Look for the library again."""
     library._load.cache_clear()
-    library.attention_granted.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A folder in which the kernels are built, once."""
-    return tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture
-def kernel(built, monkeypatch):
+def kernel(kernels_folder, monkeypatch):
     """The kernels, in a folder of their own."""
-    monkeypatch.setenv("MATCHER_CACHE", str(built))
+    monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     yield compiled.build()
@@ -107,14 +99,6 @@ def test_what_the_kernel_declines(kernel, monkeypatch) -> None:
     torch.testing.assert_close(large, expected, atol=0.05, rtol=0.05)
     monkeypatch.setenv(compiled.SWITCH, "0")
     assert compiled.attend_compiled(q, k, v) is None
-
-
-@NEEDED
-def test_without_matrix_units_there_is_no_attention(kernel, monkeypatch) -> None:
-    q = random_heads(1, 8, 32)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    library.attention_granted.cache_clear()
-    assert compiled.attend_compiled(q, q, q) is None
 
 
 @VECTORS
@@ -196,22 +180,6 @@ def test_a_transport_kernel_is_absorbed_equally(kernel, monkeypatch, turned: boo
     monkeypatch.setenv(compiled.SWITCH, "0")
     torch.testing.assert_close(found, absorbed(scores, u, v), rtol=2e-5, atol=0)
     assert float(found.min()) > 0
-
-
-@VECTORS
-@pytest.mark.parametrize("count", [1, 5, 16, 300])
-def test_the_nearest_matches_are_the_nearest(kernel, monkeypatch, count: int) -> None:
-    """Of every point, but for its own and for those without a say; however many there are."""
-    rng = torch.Generator().manual_seed(4)
-    places, targets = torch.rand(2, 400, 2, generator=rng), torch.rand(2, 400, 2, generator=rng)
-    confidence = torch.zeros(2, 400)
-    for side in confidence:
-        side[torch.randperm(400, generator=rng)[:count]] = 0.1 + torch.rand(count, generator=rng)
-    confidence[1, confidence[1].nonzero()[0]] = 0  # the images have unequal numbers of matches
-    found = fit_local_maps(places, targets, confidence)
-    monkeypatch.setenv(compiled.SWITCH, "0")
-    for ours, stock in zip(found, fit_local_maps(places, targets, confidence), strict=True):
-        torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
 
 
 def test_nothing_is_compiled_without_being_asked(tmp_path, monkeypatch) -> None:

@@ -21,24 +21,11 @@ pytestmark = pytest.mark.skipif(
 
 def forget() -> None:
     library._load.cache_clear()
-    library.attention_granted.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A folder in which the kernels are built, once."""
-    folder = tmp_path_factory.mktemp("kernels")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MATCHER_CACHE", str(folder))
-        forget()
-        compiled.build()
-    forget()
-    return folder
 
 
 @pytest.fixture
-def kernel(built, monkeypatch):
-    monkeypatch.setenv("MATCHER_CACHE", str(built))
+def kernel(kernels_folder, monkeypatch):
+    monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     forget()
     yield

@@ -10,27 +10,25 @@ import pytest
 import matcher
 from matcher.cli import main
 from matcher.data.photos import data_folder
-from matcher.kernels import SWITCH, build, kernels, library
+from matcher.kernels import SWITCH, kernels, library
 from matcher.match.network.inference import DTYPES, resolve_precision
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory) -> bool:
+def compiled(request) -> bool:
     """Whether kernels are on, as on a user's machine: built in a folder of the tests, where they can be."""
+    able = library.instructions() is not None and shutil.which("g++") is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MATCHER_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        if able:
+            patch.setenv("MATCHER_CACHE", str(request.getfixturevalue("kernels_folder")))
         patch.delenv(SWITCH)
         forget()
-        able = library.instructions() is not None and shutil.which("g++") is not None
-        if able:
-            build()
         yield able
     forget()
 
 
 def forget() -> None:
     library._load.cache_clear()
-    library.attention_granted.cache_clear()
 
 
 def test_kernels_and_precision_are_what_the_machine_is_good_at(compiled):

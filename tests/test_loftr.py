@@ -17,7 +17,8 @@ from matcher.data.geometry import resize_points, upright_to_stored
 from matcher.data.image import Image
 from matcher.errors import UsageError
 from matcher.loading import load
-from matcher.match.mutual import drop_unmatched, mutual_matches
+from matcher.match.assignment import drop_unmatched
+from matcher.match.mutual import mutual_matches
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import AttentionMatcher, off_border
 from matcher.match.network.model import MatchingNetwork

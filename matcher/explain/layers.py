@@ -10,7 +10,7 @@ from torch import Tensor
 
 from matcher.config import NetworkConfig
 from matcher.explain.attention import Attention
-from matcher.match.mutual import mutual_matches
+from matcher.match.mutual import credible_matches
 from matcher.match.network.states import LayerState
 from matcher.match.prediction import PairPrediction
 
@@ -82,8 +82,8 @@ def _matched(
     pair: PairPrediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
-    local, scores = mutual_matches(
-        pair.assignment.log_scores[0], config.policy.match_threshold, config.policy.threshold_doubles_at
+    local, scores = credible_matches(
+        pair.assignment.mutual_best, config.policy.match_threshold, config.policy.threshold_doubles_at
     )
     index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
     if inner is not None:

@@ -1,8 +1,8 @@
 """Kernels in C++, compiled here on request; everything runs without them.
 
 What is between the matrix products of a block, attention on matrix units, the kernel of a transport problem,
-the matches nearest to each point, and least-squares matching of windows. `MATCHER_COMPILED=0` in the
-environment leaves them alone.
+assignment by the best candidates of every point, consensus, and least-squares matching of windows.
+`MATCHER_COMPILED=0` in the environment leaves them alone.
 """
 
 from matcher.kernels.calls import (
@@ -11,24 +11,38 @@ from matcher.kernels.calls import (
     attend_compiled,
     feed_forward_compiled,
     have_kernels,
-    nearest_compiled,
     turn_compiled,
+)
+from matcher.kernels.candidates import (
+    CandidateSet,
+    best_candidates,
+    find_candidates,
+    fit_compiled,
+    have_candidates,
+    supported_candidates,
+    transport_candidates,
 )
 from matcher.kernels.library import SWITCH, build, kernels
 from matcher.kernels.windows import FitSettings, WindowView, fit_windows_compiled
 
 __all__ = [
     "SWITCH",
+    "CandidateSet",
     "FeedForwardSteps",
     "FitSettings",
     "WindowView",
     "absorb_compiled",
     "attend_compiled",
+    "best_candidates",
     "build",
     "feed_forward_compiled",
+    "find_candidates",
+    "fit_compiled",
     "fit_windows_compiled",
+    "have_candidates",
     "have_kernels",
     "kernels",
-    "nearest_compiled",
+    "supported_candidates",
+    "transport_candidates",
     "turn_compiled",
 ]

@@ -1,7 +1,6 @@
 // Softmax attention in bfloat16 on processors with AMX. The scores, weights and messages of 32 queries at a
 // time stay in the cache; no maximum is subtracted, so scores must be bounded, which is checked first.
 #ifdef __AMX_BF16__
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -9,6 +8,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+
+#include "tiles.h"
 
 namespace {
 
@@ -21,25 +22,6 @@ struct Rows {  // heads of `width` channels: head h of row i begins at first + i
   long count, row, head;
   const uint16_t* at(long h, long i) const { return first + i * row + h * head; }
 };
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tile instructions do not tell the compiler which memory they read.
-inline void settle() { asm volatile("" ::: "memory"); }
-
-void configure_tiles() {
-  TileConfig config;
-  for (int t = 0; t < 8; ++t) {
-    config.bytes[t] = 64;
-    config.rows[t] = 16;
-  }
-  settle();
-  _tile_loadconfig(&config);
-}
 
 // 2^x to a relative error of 7.5e-5, a fiftieth of a step of bfloat16.
 inline __m512 exp2_ps(__m512 x) {

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.kernels.library import attention_granted, kernels
+from matcher.kernels.library import kernels
 
 WIDEST_HEAD = 128  # channels
 WIDEST_ROW = 4096  # channels
-MOST_NEIGHBOURS = 64
 _LEAST_SHARE = 16  # rows that are worth a thread
 
 
@@ -33,7 +32,7 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     width, library = q.shape[-1], kernels()
     suits = q.dtype == torch.bfloat16 and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
     suits = suits and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-    if library is None or not suits or not q.numel() or not k.numel() or not attention_granted():
+    if library is None or not suits or not q.numel() or not k.numel():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (heads, n), m, leading = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
@@ -76,7 +75,7 @@ def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out
         x: float32, no gaps between its rows, as in `out`.
         joint: in the precision of the weights, D at least C and half of H; `have_kernels(joint)`.
     """
-    library, half, threads = kernels(), joint.dtype == torch.bfloat16, _threads(len(x))
+    library, half, threads = kernels(), joint.dtype == torch.bfloat16, threads_for(len(x))
     hidden = F.linear(joint, steps.widen)
     pointers = (y.data_ptr() for y in (steps.bias, steps.gain, steps.shift))
     library.matcher_normalise_gelu(hidden.data_ptr(), half, *hidden.shape, *pointers, steps.epsilon, threads)
@@ -96,7 +95,7 @@ def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
     turns, pairs = turns.float().contiguous(), turns.shape[2]
     sizes = (x.dtype == torch.bfloat16, len(x), heads, pairs, x.shape[1] - 2 * heads * pairs)
     pointers = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
-    kernels().matcher_turn(pointers[0], *sizes, *pointers[1:], _threads(len(x)))
+    kernels().matcher_turn(pointers[0], *sizes, *pointers[1:], threads_for(len(x)))
 
 
 def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tensor | None:
@@ -114,42 +113,12 @@ def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tenso
         return None
     out, u, v = scores.new_empty(scores.shape), u.contiguous(), v.contiguous()
     sizes, pointers = (*scores.shape, scores.stride(0)), (u.data_ptr(), v.data_ptr())
-    library.matcher_absorb(scores.data_ptr(), *sizes, *pointers, least, out.data_ptr(), _threads(len(scores)))
+    library.matcher_absorb(
+        scores.data_ptr(), *sizes, *pointers, least, out.data_ptr(), threads_for(len(scores))
+    )
     return out
 
 
-def nearest_compiled(
-    positions: Tensor, matches: Tensor, hidden: Tensor, owners: Tensor, wanted: int
-) -> tuple[Tensor, Tensor] | None:
-    """The matches nearest to every point, or None where the kernel is not there or not made for this.
-
-    Args:
-        positions: (B, N, 2) float32 of the points.
-        matches: (B, 2, K) of the matches.
-        hidden: (B, K) bool, matches that count for no point.
-        owners: (B, K) int64, the point that each is a match of, for which it does not count.
-        wanted: at most K.
-
-    Returns:
-        Squared distances and indices (B, N, wanted) in no order; 1e6 for what does not count.
-    """
-    library = kernels()
-    suits = positions.device.type == "cpu" and positions.dtype == matches.dtype == torch.float32
-    suits = suits and 0 < wanted <= min(MOST_NEIGHBOURS, matches.shape[2])
-    if library is None or not suits:
-        return None
-    (batch, points, _), count = positions.shape, matches.shape[2]
-    distances = positions.new_empty(batch, points, wanted)
-    nearest = owners.new_empty(batch, points, wanted)
-    positions, matches, hidden, owners = (x.contiguous() for x in (positions, matches, hidden, owners))
-    for b in range(batch):
-        given = (matches[b, 0], matches[b, 1], hidden[b], owners[b])
-        made = (distances[b].data_ptr(), nearest[b].data_ptr(), _threads(points))
-        library.matcher_nearest(
-            positions[b].data_ptr(), points, *(x.data_ptr() for x in given), count, wanted, *made
-        )
-    return distances, nearest
-
-
-def _threads(rows: int) -> int:
+def threads_for(rows: int) -> int:
+    """How many threads so many rows are worth."""
     return max(1, min(torch.get_num_threads(), rows // _LEAST_SHARE))

@@ -21,10 +21,21 @@ import torch
 from matcher.errors import UsageError
 from matcher.files import cache_folder
 from matcher.kernels import trusted
+from matcher.kernels.signatures import SIGNATURES
 
 SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("attend.cpp", "rows.cpp", "assign.cpp", "fit_windows.cpp")
+    Path(__file__).with_name(name)
+    for name in (
+        "attend.cpp",
+        "rows.cpp",
+        "assign.cpp",
+        "candidates.cpp",
+        "transport.cpp",
+        "consensus.cpp",
+        "fit_windows.cpp",
+    )
 )
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "products.h", "tiles.h"))
 SWITCH = "MATCHER_COMPILED"
 _FLAGS = (
     "-O3",
@@ -47,7 +58,7 @@ def instructions() -> str | None:
 
 def library_path() -> Path:
     """Where the library of these sources lies, or would lie."""
-    parts = [" ".join(_FLAGS).encode(), *(source.read_bytes() for source in SOURCES)]
+    parts = [" ".join(_FLAGS).encode(), *(source.read_bytes() for source in SOURCES + HEADERS)]
     name = f"{instructions()}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
     return cache_folder() / "kernels" / name
 
@@ -79,7 +90,6 @@ def build() -> Path:
     except OSError as error:
         raise UsageError(f"the kernels cannot be kept in {path.parent} ({error.strerror})") from error
     _load.cache_clear()
-    attention_granted.cache_clear()
     if _load() is None:
         raise UsageError(f"{path} was compiled but cannot be loaded; may files in that folder be executed?")
     return path
@@ -89,22 +99,15 @@ def build() -> Path:
 def _load() -> ctypes.CDLL | None:
     if instructions() is None:
         return None
-    place, small, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
-    takes = {
-        "attend": [*[place] * 5, *[number] * 4, small],
-        "normalise_gelu": [place, small, number, number, *[place] * 3, real, small],
-        "add": [place, place, small, number, number, place, place, small],
-        "turn": [place, small, *[number] * 4, place, place, small],
-        "absorb": [place, *[number] * 3, place, place, real, place, small],
-        "fit_windows": [*[place] * 5, number, place, small],
-        "nearest": [place, number, *[place] * 4, number, number, place, place, small],
-    }
     try:
         library = trusted.load(library_path())
         if library is None:
             return None
-        for name, types in takes.items():
+        for name, types in SIGNATURES.items():
             getattr(library, f"matcher_{name}").argtypes = types
+        library.matcher_join.restype = ctypes.c_long
+        if instructions() == "sapphirerapids" and library.matcher_prepare():
+            return None  # the system does not let this process use the matrix unit
     except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged
         return None
     return library
@@ -113,10 +116,3 @@ def _load() -> ctypes.CDLL | None:
 def kernels() -> ctypes.CDLL | None:
     """The kernels, if they were built, run here and are not switched off."""
     return None if os.environ.get(SWITCH) == "0" else _load()
-
-
-@cache
-def attention_granted() -> bool:
-    """Whether there is a matrix unit and the system lets this process use it."""
-    library = _load()
-    return library is not None and torch.cpu._is_amx_tile_supported() and library.matcher_prepare() == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.config import AssignmentConfig
-from matcher.match.mutual import drop_unmatched
 from matcher.match.network.blocks import exponentials, raised, row_blocks
 from matcher.match.prediction import Assignment
 from matcher.match.sinkhorn import Potentials, sinkhorn
@@ -86,6 +88,20 @@ def assigned(
         options = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
         found = assign(scores, **options, start=start, record_errors=record_errors)
     return drop_unmatched(found) if config.drop_unmatched else found
+
+
+def drop_unmatched(assignment: Assignment) -> Assignment:
+    """Remove points for which the dustbin is likelier than any match.
+
+    How LoFTR reads a transport plan; other points may then become mutual best matches instead.
+    """
+    log_scores = assignment.log_scores
+    if 0 in log_scores.shape[1:]:
+        return assignment
+    alone0 = assignment.log_unmatched0 > log_scores.amax(2)
+    alone1 = assignment.log_unmatched1 > log_scores.amax(1)
+    alone = alone0.unsqueeze(2) | alone1.unsqueeze(1)
+    return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
 
 
 def plan(scores: Tensor, found: Potentials) -> Assignment:

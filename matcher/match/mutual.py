@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from matcher.match.prediction import Assignment
 
+class MutualBest(NamedTuple):
+    """The best partner of every row."""
 
-def drop_unmatched(assignment: Assignment) -> Assignment:
-    """Remove points for which the dustbin is likelier than any match.
-
-    How LoFTR reads a transport plan; other points may then become mutual best matches instead.
-    """
-    log_scores = assignment.log_scores
-    if 0 in log_scores.shape[1:]:
-        return assignment
-    alone0 = assignment.log_unmatched0 > log_scores.amax(2)
-    alone1 = assignment.log_unmatched1 > log_scores.amax(1)
-    alone = alone0.unsqueeze(2) | alone1.unsqueeze(1)
-    return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
+    scores: Tensor  # (B, N) log probabilities
+    partners: Tensor  # (B, N) int64
+    mutual: Tensor  # (B, N) bool: the row is its column's best too, the first of equal ones
 
 
 def best_of_both(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,23 +32,33 @@ def best_of_both(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return best, partner, best == scores.amax(dim=1).gather(1, partner)
 
 
-def mutual_best(log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mutual_best(log_scores: Tensor) -> MutualBest:
     """As `best_of_both`, but of equal rows only the first counts, so that no column has two."""
+    if 0 in log_scores.shape[1:]:
+        nowhere = log_scores.new_zeros(log_scores.shape[:2], dtype=torch.int64)
+        return MutualBest(torch.full_like(nowhere, -torch.inf, dtype=torch.float32), nowhere, nowhere > 0)
     best, partner, top = best_of_both(log_scores)
     rows = log_scores.shape[1]
     here = torch.arange(rows, device=log_scores.device).expand_as(partner)
     first = here.new_full((len(best), log_scores.shape[2]), rows)
     first.scatter_reduce_(1, partner, torch.where(top, here, rows), "amin")
-    return best, partner, first.gather(1, partner) == here
+    return MutualBest(best, partner, first.gather(1, partner) == here)
 
 
 def mutual_matches(
     log_scores: Tensor, threshold: float, threshold_doubles_at: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Mutual best entries of (N, M) log probabilities above `threshold`, best first.
+    """`credible_matches` of (N, M) log probabilities."""
+    return credible_matches(mutual_best(log_scores.unsqueeze(0)), threshold, threshold_doubles_at)
+
+
+def credible_matches(
+    found: MutualBest, threshold: float, threshold_doubles_at: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Mutual best entries of one pair above `threshold`, best first.
 
     Args:
-        log_scores: (N, M) of one pair.
+        found: B = 1.
         threshold: of the probability.
         threshold_doubles_at: expected matches at which the threshold is twice as high. With S expected, the
             sum of the probabilities above it, it is threshold · (1 + threshold_doubles_at / S): a lone match
@@ -65,9 +67,7 @@ def mutual_matches(
     Returns:
         indices (K, 2) int64 and probabilities (K,) float32.
     """
-    if 0 in log_scores.shape:
-        return log_scores.new_zeros(0, 2, dtype=torch.int64), log_scores.new_zeros(0)
-    best, partner, mutual = (x[0] for x in mutual_best(log_scores.unsqueeze(0)))
+    best, partner, mutual = (x[0] for x in found)
     keep = (mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf))).nonzero().squeeze(1)
     indices = torch.stack([keep, partner[keep]], dim=1)
     probabilities = best[keep].exp().clamp(max=1.0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
+
+from matcher.match.mutual import MutualBest, mutual_best
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +21,11 @@ class Assignment:
     converged: bool = True  # False: the iteration limit ended it
     # For each pair the relative error of the rows after every iteration; empty where it was not recorded.
     row_errors: tuple[tuple[float, ...], ...] = ()
+
+    @cached_property
+    def mutual_best(self) -> MutualBest:
+        """The best partner of every row."""
+        return mutual_best(self.log_scores)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,9 @@ from matcher.lab.benchmark.timing import Samples, Stopwatch
 from matcher.loading import build_extractor, load
 from matcher.match.assignment import assign
 from matcher.match.mutual import mutual_matches
+from matcher.match.network.correspondence import Side
 from matcher.match.network.inference import AttentionMatcher
+from matcher.match.network.tokens import split_sides
 from matcher.pipeline import Pipeline
 
 LONGER_SIDE = 1024
@@ -35,17 +37,18 @@ def enlarged(path: Path) -> np.ndarray:
     return cv2.resize(pixels, None, fx=factor, fy=factor, interpolation=cv2.INTER_CUBIC)
 
 
+@torch.inference_mode()
 def last_scores(matcher: AttentionMatcher, features0: Features, features1: Features) -> Tensor:
     """Scores with dustbins (1, N+1, M+1) of the last head that a pair reaches."""
-    recorded: list[Tensor] = []
-    hooks = [
-        head.register_forward_hook(lambda _, inputs, scores: recorded.append(scores))
-        for head in matcher.model.heads
-    ]
-    matcher(Features.stack([features0]), Features.stack([features1]))
-    for hook in hooks:
-        hook.remove()
-    return recorded[-1].reshape(1, *recorded[-1].shape[-2:])
+    model, batch = matcher.model, (Features.stack([features0]), Features.stack([features1]))
+    for state in model.run(model.tokens(*batch)):
+        if state.exiting:
+            sides = (
+                Side(*(None if x is None else x.unsqueeze(0) for x in side))
+                for side in split_sides(state.tokens)[0]
+            )
+            return model.scores(*sides, state.layer)
+    raise ValueError("the network has no layers")
 
 
 def sinkhorn(watch: Stopwatch, pipe: Pipeline, features: tuple[Features, Features]) -> Iterator[BenchmarkRow]:

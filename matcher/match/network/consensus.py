@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.kernels import nearest_compiled
-from matcher.match.mutual import mutual_best
+from matcher.kernels import fit_compiled, supported_candidates
+from matcher.match.candidates import Candidates
+from matcher.match.mutual import MutualBest, mutual_best
 from matcher.match.network.blocks import row_blocks
 
 NEIGHBOURS = 16
@@ -57,13 +58,18 @@ class SoftMatches(NamedTuple):
 
 def mutual_soft_matches(log_scores: Tensor) -> tuple[SoftMatches, SoftMatches]:
     """Log probabilities (B, N, M) → mutual best partners, as either side sees them; no gradients."""
-    best, partner, mutual = mutual_best(log_scores.detach())
+    return soft_matches(mutual_best(log_scores.detach()), log_scores.shape[2])
+
+
+def soft_matches(found: MutualBest, columns: int) -> tuple[SoftMatches, SoftMatches]:
+    """Best partners of every row → mutual ones, as either side sees them; the other one has `columns`."""
+    best, partner, mutual = found
     confidence = (best.exp() * mutual).clamp(max=1.0)
     confidence = confidence.masked_fill(confidence < LEAST_CONFIDENCE, 0.0)
     here = torch.arange(best.shape[1], device=best.device).expand_as(partner)
     # Rows without a match write into a column beyond the last, which is cut off.
-    column = torch.where(confidence > 0, partner, log_scores.shape[2])
-    back = partner.new_zeros(len(best), log_scores.shape[2] + 1).scatter(1, column, here)
+    column = torch.where(confidence > 0, partner, columns)
+    back = partner.new_zeros(len(best), columns + 1).scatter(1, column, here)
     reverse = confidence.new_zeros(back.shape).scatter(1, column, confidence)
     return SoftMatches(partner, confidence), SoftMatches(back[:, :-1], reverse[:, :-1])
 
@@ -83,11 +89,16 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
         targets: (B, N, 2) of their present partners.
         confidence: (B, N) of those matches, 0 for points without one.
     """
+    if (found := fit_compiled(positions, targets, confidence)) is not None:
+        return LocalFit(*found)
     chosen = confidence.topk(max(1, int((confidence > 0).sum(1).max())), dim=1)
     # As planes: position, target and confidence of every match (B, 5, K), then of every point's neighbours.
     matches = torch.cat([positions, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)
     matches = matches.gather(2, chosen.indices.unsqueeze(1).expand(-1, 5, -1))
-    distances, nearest = _nearest(positions, matches, chosen.indices)
+    wanted = min(NEIGHBOURS, chosen.indices.shape[1])
+    distances, nearest = _squared_distances(positions, matches, chosen.indices).topk(
+        wanted, 2, largest=False, sorted=False
+    )
     neighbours = matches.gather(2, nearest.flatten(1).unsqueeze(1).expand(-1, 5, -1))
     neighbours = neighbours.view(len(positions), 5, *nearest.shape[1:])
     # The ranking's products may round; the distances themselves are exact.
@@ -97,18 +108,6 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
     reach = square.amax(2, keepdim=True).sqrt_().clamp_min_(0.02) / 1.5
     base = torch.exp(square / (-2 * reach * reach)) * neighbours[:, 4] * usable
     return _fit(torch.cat([steps / reach.unsqueeze(1), neighbours[:, 2:4]], dim=1), base)
-
-
-def _nearest(positions: Tensor, matches: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared distances and indices (B, N, k) of the matches nearest to each position, in no order.
-
-    Arguments as in `_squared_distances`.
-    """
-    wanted = min(NEIGHBOURS, owners.shape[1])
-    found = nearest_compiled(positions, matches[:, :2], matches[:, 4] == 0, owners, wanted)
-    if found is None:
-        found = _squared_distances(positions, matches, owners).topk(wanted, 2, largest=False, sorted=False)
-    return found
 
 
 def _squared_distances(positions: Tensor, matches: Tensor, owners: Tensor) -> Tensor:
@@ -189,6 +188,24 @@ class Consensus(nn.Module):
                 return scores + torch.cat([rows, F.pad(side1.dustbin, (0, 1)).unsqueeze(1)], dim=1)
             return _corrected(scores, side0, side1, positions0, positions1)
 
+    def on_candidates(
+        self,
+        candidates: Candidates,
+        positions0: Tensor,
+        positions1: Tensor,
+        matches: tuple[SoftMatches, SoftMatches],
+    ) -> Candidates:
+        """Candidates with their scores as the head gives them, corrected; arguments as of a call (B = 1)."""
+        side0, side1 = self._sides(positions0, positions1, *matches)
+        scores = supported_candidates(
+            candidates.where,
+            candidates.scores,
+            (_packed(side0), _packed(side1)),
+            (positions0[0], positions1[0]),
+        )
+        bins = candidates.bins0 + side0.dustbin[0], candidates.bins1 + side1.dustbin[0]
+        return candidates.moved(scores, *bins)
+
     def _sides(
         self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
     ) -> Iterator[PartnerPrior]:
@@ -213,6 +230,12 @@ class Consensus(nn.Module):
         gain, penalty = (F.softplus(prior[..., k]) * gate for k in (0, 1))
         tolerance = (0.012 * prior[..., 2].clamp(-2, 2).exp()) ** 2 + fit.spread**2
         return gain, penalty, tolerance, prior[..., 3]
+
+
+def _packed(side: PartnerPrior) -> Tensor:
+    """(N, 5) of one pair, as `supported_candidates` takes them."""
+    columns = [side.tolerance.reciprocal(), side.gain + side.penalty, side.penalty]
+    return torch.cat([side.position, torch.stack(columns, dim=2)], dim=2)[0]
 
 
 def _gains(side: PartnerPrior, others: Tensor) -> Tensor:

@@ -84,9 +84,14 @@ class CorrespondenceGuidance(nn.Module):
         Σ_k w_k cos(ω_k · (predicted − own)), weighted by each point's confidence in its prediction.
         """
         with torch.autocast(side0.x.device.type, enabled=False):
-            left = torch.cat([self._weighted_waves(side0, depth), self._waves(side0.positions)], dim=-1)
-            right = torch.cat([self._waves(side1.positions), self._weighted_waves(side1, depth)], dim=-1)
+            left, right = self.factors(side0, side1, depth)
             return left @ right.transpose(-1, -2)
+
+    def factors(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, Tensor]:
+        """(…, N, C), (…, M, C) whose products are the agreement."""
+        left = torch.cat([self._weighted_waves(side0, depth), self._waves(side0.positions)], dim=-1)
+        right = torch.cat([self._waves(side1.positions), self._weighted_waves(side1, depth)], dim=-1)
+        return left, right
 
     def _waves(self, positions: Tensor) -> Tensor:
         phases = positions @ self.frequencies.weight.t()

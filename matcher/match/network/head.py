@@ -33,13 +33,8 @@ class AssignmentHead(nn.Module):
         both by 1/temperature. A point's dustbin score is minus its matchability logit, the corner is 0; one
         number (SuperGlue, eq. 8) is the score of all dustbins and of the corner.
         """
-        m0, m1 = (self._compared(x) / self.divisor for x in (x0, x1))
-        if hasattr(self, "dustbin"):
-            corner = self.dustbin.float()
-            bin0, bin1 = corner.expand(x0.shape[:-1]), corner.expand(x1.shape[:-1])
-        else:
-            bin0, bin1 = (-self.logits(x) for x in (x0, x1))
-            corner = bin1.new_zeros(())
+        m0, m1 = self.compared(x0, x1)
+        bin0, bin1, corner = self.dustbins(x0, x1)
         with torch.autocast(x0.device.type, enabled=False):
             if m0.dim() == 3 and not (m0.requires_grad or bin0.requires_grad):
                 return _bordered(m0, m1, bin0, bin1, corner)
@@ -47,6 +42,18 @@ class AssignmentHead(nn.Module):
         rows = torch.cat([similarity, bin0.unsqueeze(-1)], dim=-1)
         last = torch.cat([bin1, corner.expand(*bin1.shape[:-1], 1)], dim=-1)
         return torch.cat([rows, last.unsqueeze(-2)], dim=-2)
+
+    def compared(self, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
+        """(…, N, dim), (…, M, dim) float32, whose products are the similarities."""
+        return tuple(self._compared(x) / self.divisor for x in (x0, x1))
+
+    def dustbins(self, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores of the dustbins (…, N), (…, M) and of their corner ()."""
+        if hasattr(self, "dustbin"):
+            corner = self.dustbin.float()
+            return corner.expand(x0.shape[:-1]), corner.expand(x1.shape[:-1]), corner
+        bin0, bin1 = (-self.logits(x) for x in (x0, x1))
+        return bin0, bin1, bin1.new_zeros(())
 
     def _compared(self, x: Tensor) -> Tensor:
         if self.projection is None:

@@ -11,7 +11,7 @@ from matcher.config import MatchingPolicy, Precision
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
-from matcher.match.mutual import mutual_matches
+from matcher.match.mutual import credible_matches
 from matcher.match.network.backbone import fuse_backbone
 from matcher.match.network.context import CrossBlock, SelfBlock
 from matcher.match.network.fused import fuse_layer
@@ -154,8 +154,8 @@ class AttentionMatcher:
     def read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
         """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
         config, sides = self.model.config, (features0, features1)
-        local, scores = mutual_matches(
-            pair.assignment.log_scores[0], config.policy.match_threshold, config.policy.threshold_doubles_at
+        local, scores = credible_matches(
+            pair.assignment.mutual_best, config.policy.match_threshold, config.policy.threshold_doubles_at
         )
         index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
         if config.assignment.border:

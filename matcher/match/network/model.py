@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from matcher.config import MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
-from matcher.match.assignment import assigned, plan
+from matcher.match.network.assigning import assign_all, assign_candidates
 from matcher.match.network.backbone import Backbone
-from matcher.match.network.consensus import Consensus, agreement, mutual_soft_matches
+from matcher.match.network.consensus import Consensus
 from matcher.match.network.context import build_layer
 from matcher.match.network.correspondence import CorrespondenceGuidance, Side
 from matcher.match.network.fused import linear
@@ -27,11 +27,7 @@ from matcher.match.network.states import LayerState
 from matcher.match.network.tokens import Tokens, groups, split_sides
 from matcher.match.network.validate import check_config, check_features
 from matcher.match.prediction import PairPrediction, Prediction
-from matcher.match.sinkhorn import Potentials, sinkhorn
 from matcher.match.steering import aligned
-
-SETTLED = 0.85  # share of the matches that a round of consensus left unchanged, which makes it the last
-ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
 
 
 class MatchingNetwork(nn.Module):
@@ -234,27 +230,9 @@ class MatchingNetwork(nn.Module):
             tokens.pairs, split_sides(tokens), tokens.layout.split(tokens.index), strict=True
         ):
             side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides)
-            scores = self.scores(side0, side1, depth)
-            scores, start = self._with_consensus(scores, side0.positions, side1.positions)
-            assignment = assigned(scores, self.config.assignment, start, record_errors=record_errors)
+            assignment = None if record_errors else assign_candidates(self, side0, side1, depth)
+            if assignment is None:
+                assignment = assign_all(self, side0, side1, depth, record_errors=record_errors)
             kept = () if self.fine is None else (side.x for side in sides)
             found[pair] = PairPrediction(assignment, *index, depth + 1, *kept)
         return found
-
-    def _with_consensus(
-        self, scores: Tensor, positions0: Tensor, positions1: Tensor
-    ) -> tuple[Tensor, Potentials | None]:
-        """Scores after the rounds of consensus, and potentials to begin with.
-
-        Each assignment goes on from the one before, so between the rounds a few iterations are enough. With
-        early exit the rounds end when the last one has changed little.
-        """
-        corrected, found, before, empty = scores, None, None, 1 in scores.shape[1:]
-        enough = SETTLED if self.config.policy.early_exit else 1.0
-        for _ in range(0 if empty else self.config.assignment.consensus):
-            found = sinkhorn(corrected, max_iterations=ROUGH_ITERATIONS, start=found)
-            matches = mutual_soft_matches(plan(corrected, found).log_scores)
-            if before is not None and agreement(before, matches[0]) > enough:
-                break
-            corrected, before = self.consensus(scores, positions0, positions1, matches), matches[0]
-        return corrected, found

@@ -1,0 +1,258 @@
+"""Assignment by candidates is assignment: the kernels against the dense operators that they stand for."""
+
+import shutil
+
+import pytest
+import torch
+
+from matcher import kernels as compiled
+from matcher.config import AssignmentConfig
+from matcher.kernels import library
+from matcher.match.assignment import plan
+from matcher.match.candidates import CandidateAssignment, Candidates, candidates_of
+from matcher.match.mutual import mutual_best
+from matcher.match.network import assigning
+from matcher.match.network.consensus import Consensus, fit_local_maps, mutual_soft_matches
+from matcher.match.network.correspondence import Side
+from matcher.match.network.head import AssignmentHead
+from matcher.match.sinkhorn import sinkhorn
+
+pytestmark = pytest.mark.skipif(
+    library.instructions() is None or shutil.which("g++") is None, reason="needs a compiler and vector units"
+)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_folder, monkeypatch):
+    monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    forget()
+    with torch.inference_mode():
+        yield
+    forget()
+
+
+def forget() -> None:
+    library._load.cache_clear()
+
+
+def described(n: int, m: int, seed: int = 0, noise: float = 0.3) -> tuple[torch.Tensor, ...]:
+    """Factors of scores, and dustbins, of two images; half of the points of the smaller one are in both."""
+    rng = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(n, 70, generator=rng), torch.randn(m, 70, generator=rng)
+    common = min(n, m) // 2
+    right[:common] = left[:common] + noise * torch.randn(common, 70, generator=rng)
+    bins = [torch.randn(k, generator=rng) + 8 for k in (n, m)]
+    for side in bins:
+        side[:common] -= 8
+    return left / 2, right / 2, *bins
+
+
+def dense(left, right, bins0, bins1, corner: float = 0.0) -> torch.Tensor:
+    """Scores with dustbins (1, N+1, M+1)."""
+    rows = torch.cat([left @ right.t(), bins0[:, None]], dim=1)
+    return torch.cat([rows, torch.cat([bins1, torch.tensor([corner])])[None]])[None]
+
+
+@pytest.mark.parametrize(("n", "m"), [(300, 417), (1, 5), (40, 7), (97, 33)])
+def test_candidates_are_the_largest_of_rows_and_columns(n: int, m: int) -> None:
+    left, right, bins0, bins1 = described(n, m)
+    where, values, rest = compiled.find_candidates(left, right, bins0, bins1, 8)
+    odds = left @ right.t() - bins0[:, None] - bins1
+    rows = torch.repeat_interleave(torch.arange(n), where.starts.long().diff())
+    found = torch.zeros(n, m, dtype=torch.bool)
+    found[rows, where.columns.long()] = True
+    assert int(found.sum()) == len(values)  # none twice
+    expected = odds >= odds.topk(min(8, m), 1).values[:, -1:]
+    expected |= odds >= odds.topk(min(8, n), 0).values[-1:]
+    near = (found != expected).nonzero()  # but for entries that rounding may put on either side
+    assert len(near) <= n * m / 2000
+    torch.testing.assert_close(values, odds[found], atol=2e-3, rtol=0)
+    own = odds.topk(min(8, m), 1)
+    outside = odds.exp().sum(1) - own.values.exp().sum(1)
+    torch.testing.assert_close(
+        rest, outside.clamp_min(0), atol=1e-3 * float(odds.exp().sum(1).max()), rtol=0.02
+    )
+    turned = torch.repeat_interleave(torch.arange(m), where.column_starts.long().diff())
+    assert (rows[where.order.long()] == where.rows).all() and (
+        where.columns[where.order.long()] == turned
+    ).all()
+
+
+def everything(n: int = 90, m: int = 120, corner: float = 0.0, **kind) -> tuple[Candidates, torch.Tensor]:
+    """All entries as candidates, and the dense scores."""
+    given = described(n, m, **kind)
+    where, odds, rest = compiled.find_candidates(*given, max(n, m))
+    bins0, bins1 = given[2:]
+    made = Candidates(where, odds, bins0, bins1, corner, rest)
+    return made.moved(odds + bins0[made.rows] + bins1[made.columns], bins0, bins1), dense(*given, corner)
+
+
+@pytest.mark.parametrize("sizes", [(90, 120), (120, 90), (100, 100)])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_transport_is_that_of_the_dense_scores(sizes: tuple[int, int], scale: float) -> None:
+    candidates, scores = everything(*sizes, corner=0.5)
+    candidates = candidates.moved(
+        scale * candidates.scores, scale * candidates.bins0, scale * candidates.bins1
+    )
+    scores = scale * scores
+    scores[0, -1, -1] = 0.5
+    for start in (None, sinkhorn(scores, max_iterations=3)):
+        expected = sinkhorn(scores, max_iterations=40, start=start)
+        found = candidates.sinkhorn(40, 1e-2, start)
+        ours = CandidateAssignment(candidates, found)
+        theirs = plan(scores, expected)
+        assert abs(ours.iterations - theirs.iterations) <= 1 and ours.converged == theirs.converged
+        likely = theirs.log_scores > -5
+        torch.testing.assert_close(
+            ours.log_scores[likely], theirs.log_scores[likely], atol=0.02 * scale, rtol=0
+        )
+        torch.testing.assert_close(ours.log_unmatched0, theirs.log_unmatched0, atol=0.02 * scale, rtol=0)
+        torch.testing.assert_close(ours.log_unmatched1, theirs.log_unmatched1, atol=0.02 * scale, rtol=0)
+        best, dense_best = ours.mutual_best, mutual_best(ours.log_scores)
+        assert best.partners.equal(dense_best.partners) and best.mutual.equal(dense_best.mutual)
+        torch.testing.assert_close(best.scores, dense_best.scores)
+
+
+def test_what_is_lost_is_within_its_bound() -> None:
+    """With a few candidates a point, of scores that tell points apart, and of those that do not."""
+    shares = []
+    for noise in (0.3, 2.0):
+        given = described(200, 240, noise=noise)
+        where, odds, rest = compiled.find_candidates(*given, 4)
+        made = Candidates(where, odds, *given[2:], 0.0, rest)
+        made = made.moved(odds + given[2][made.rows] + given[3][made.columns], *given[2:])
+        scores = dense(*given)
+        exact = sinkhorn(scores, max_iterations=200, tolerance=1e-4)
+        whole = plan(scores, exact).log_scores[0].exp()
+        kept = torch.zeros(200, 240, dtype=torch.bool)
+        kept[made.rows, made.columns] = True
+        expected = float(whole.sum())
+        assert float(whole[~kept].sum()) <= 1.05 * made.lost_share(exact) * expected
+        shares.append(made.lost_share(exact))
+    assert shares[0] < 0.25 < shares[1]
+
+
+def test_consensus_on_candidates_is_consensus() -> None:
+    rng = torch.Generator().manual_seed(5)
+    candidates, scores = everything(80, 100)
+    points0, points1 = torch.rand(1, 80, 2, generator=rng), torch.rand(1, 100, 2, generator=rng)
+    points1[:, :40] = points0[:, :40] + 0.1
+    matches = mutual_soft_matches(plan(scores, sinkhorn(scores)).log_scores)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        consensus = Consensus()
+    expected = consensus(scores, points0, points1, matches)[0]
+    found = consensus.on_candidates(candidates, points0, points1, matches)
+    inner = expected[candidates.rows, candidates.columns]
+    assert float((inner - scores[0, candidates.rows, candidates.columns]).abs().max()) > 1
+    torch.testing.assert_close(found.scores, inner, atol=5e-3, rtol=1e-3)
+    torch.testing.assert_close(found.bins0, expected[:-1, -1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.bins1, expected[-1, :-1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 17, 300])
+@pytest.mark.parametrize("spread", ["square", "line", "one place"])
+def test_local_maps_are_fitted_to_the_nearest_matches(monkeypatch, count: int, spread: str) -> None:
+    """However the matches lie and however many there are; a point's own match is left out."""
+    rng = torch.Generator().manual_seed(4)
+    places, targets = torch.rand(2, 400, 2, generator=rng), torch.rand(2, 400, 2, generator=rng)
+    targets = places @ torch.tensor([[0.9, 0.2], [-0.1, 1.1]]) + 0.02 * targets
+    if spread != "square":
+        places[..., 1] = 0.3
+    if spread == "one place":
+        places[:, ::2] = places[:, :1]
+    confidence = torch.zeros(2, 400)
+    for side in confidence:
+        side[torch.randperm(400, generator=rng)[:count]] = 0.1 + torch.rand(count, generator=rng)
+    if count:
+        confidence[1, confidence[1].nonzero()[0]] = 0  # the images have unequal numbers of matches
+    found = fit_local_maps(places, targets, confidence)
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    expected = fit_local_maps(places, targets, confidence)
+    if spread == "one place" and count == 300:  # which of the equally near ones count is open
+        assert all(x.isfinite().all() for x in found)
+        return
+    for ours, stock in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=2e-3, atol=2e-3)
+
+
+class Network(torch.nn.Module):
+    """What `assigning` needs of a network."""
+
+    def __init__(self, rounds: int = 2) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.heads = torch.nn.ModuleList([AssignmentHead(64)])
+            self.consensus = Consensus()
+        torch.nn.init.orthogonal_(self.heads[0].projection.weight, gain=2.0)
+        torch.nn.init.zeros_(self.heads[0].projection.bias)
+        torch.nn.init.zeros_(self.heads[0].matchability.weight)
+        torch.nn.init.constant_(self.heads[0].matchability.bias, -13.0)
+        self.guidance = None
+        self.config = type("Config", (), {})()
+        self.config.assignment = AssignmentConfig(consensus=rounds)
+        self.config.policy = type("Policy", (), {"early_exit": True})()
+
+    def scores(self, side0: Side, side1: Side, depth: int) -> torch.Tensor:
+        return self.heads[0](side0.x, side1.x)
+
+
+def sides(noise: float = 0.3, n: int = 220, m: int = 260) -> tuple[Side, Side]:
+    rng = torch.Generator().manual_seed(9)
+    x0, x1 = torch.randn(1, n, 64, generator=rng), torch.randn(1, m, 64, generator=rng)
+    points0, points1 = torch.rand(1, n, 2, generator=rng), torch.rand(1, m, 2, generator=rng)
+    x1[:, :150] = x0[:, :150] + noise * torch.randn(1, 150, 64, generator=rng)
+    points1[:, :150] = points0[:, :150] * 0.9 + 0.05
+    return Side(x0, points0), Side(x1, points1)
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_an_assignment_by_candidates_is_the_assignment(rounds: int) -> None:
+    network, given = Network(rounds), sides()
+    found = assigning.assign_candidates(network, *given, 0)
+    expected = assigning.assign_all(network, *given, 0)
+    assert isinstance(found, CandidateAssignment)
+    for ours, dense_one in zip(found.mutual_best, expected.mutual_best, strict=True):
+        likely = expected.mutual_best.mutual & (expected.mutual_best.scores > -2)
+        assert int(likely.sum()) >= 80
+        torch.testing.assert_close(ours[likely], dense_one[likely], atol=0.02, rtol=0)
+    torch.testing.assert_close(found.log_unmatched0, expected.log_unmatched0, atol=0.1, rtol=0.02)
+    there, back = found.mutual_best, assigning.assign_candidates(network, *given[::-1], 0).mutual_best
+    pairs = {(i, int(there.partners[0, i])) for i in there.mutual[0].nonzero()[:, 0].tolist()}
+    assert pairs == {(int(back.partners[0, j]), j) for j in back.mutual[0].nonzero()[:, 0].tolist()}
+
+
+def test_all_scores_are_assigned_where_points_look_alike() -> None:
+    network = Network()
+    torch.nn.init.orthogonal_(network.heads[0].projection.weight, gain=0.3)
+    torch.nn.init.zeros_(network.heads[0].matchability.bias)
+    assert assigning.assign_candidates(network, *sides(), 0) is None
+
+
+def test_other_kinds_of_assignment_take_all_scores(monkeypatch) -> None:
+    network, given = Network(), sides()
+    network.config.assignment = AssignmentConfig(kind="dual_softmax")
+    assert assigning.assign_candidates(network, *given, 0) is None
+    network.config.assignment = AssignmentConfig(drop_unmatched=True)
+    assert assigning.assign_candidates(network, *given, 0) is None
+    network = Network()
+    with torch.inference_mode(False), torch.enable_grad():
+        assert assigning.assign_candidates(network, *given, 0) is None
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    assert assigning.assign_candidates(network, *given, 0) is None
+
+
+def test_threads_do_not_change_a_bit_of_candidates() -> None:
+    given, threads = described(400, 380), torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            made = candidates_of(*given, 0.0)
+            potentials = made.sinkhorn(30, 1e-2)
+            found.append((*made.where, made.scores, made.rest, potentials.u, potentials.v))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(one.equal(two) for one, two in zip(*found, strict=True))
