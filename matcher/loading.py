@@ -30,6 +30,7 @@ from matcher.pipeline import Pipeline
 from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.result import WeightsSource
+from matcher.threads import bound_primitives
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.published.catalogue import fill_extractor, load_weights
 
@@ -63,12 +64,14 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         upright: apply the EXIF orientation of images; True by default.
         max_pixels: width · height above which a file is refused before it is decoded.
 
-    An option that is None or left out is the preset's own.
+    An option that is None or left out is the preset's own. The environment variable
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
         IntegrityError: weights that are absent or damaged.
     """
+    bound_primitives()
     if preset not in PRESETS and (plugin := find_plugin(preset)) is not None:
         return _from_plugin(plugin, given_options(options))
     if preset not in PRESETS:

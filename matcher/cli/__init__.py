@@ -35,6 +35,7 @@ from matcher.cli.sfm import sfm
 from matcher.cli.track import track
 from matcher.cli.train import train
 from matcher.cli.weights import COMMANDS as WEIGHTS
+from matcher.threads import bound_primitives
 
 COMMANDS = {
     "match": match,
@@ -97,6 +98,7 @@ def build() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
     survive_odd_names()
+    bound_primitives()
     with_signals = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminate) if with_signals else None
     try:

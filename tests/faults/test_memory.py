@@ -1,0 +1,98 @@
+"""Promise 6: memory is bounded by what was asked for, also in a process that lives long."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from matcher.kernels import cpu
+
+pytestmark = pytest.mark.promise(6)
+LINUX = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's own count of memory")
+HERE = Path(__file__).parent
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all matrix products and stock attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), given=None):
+        name = function.__name__
+        if any(word in name for word in ("mm", "attention")):
+            self.shapes.add((name, *(tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor))))
+        return function(*arguments, **(given or {}))
+
+
+@pytest.mark.parametrize("matrix_units", [False, True])
+def test_attention_in_half_precision_has_few_shapes(monkeypatch, tried, matrix_units):
+    """oneDNN keeps more than half a megabyte for every shape; every frame has another number of points."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: matrix_units)
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.randint(2, 129, (60, 2), generator=generator).tolist()
+    products = Products()
+    for n, m in counts:
+        q, k, v = (torch.randn(2, size, 32, generator=generator).bfloat16() for size in (n, m, m))
+        with products:
+            found = cpu.half_on_cpu(q, k, v)
+        exact = cpu.whole(q.float(), k.float(), v.float())
+        torch.testing.assert_close(found.float(), exact, atol=0.03, rtol=0.03)
+    assert 0 < len(products.shapes) <= 12  # two sizes a side; more than 100 where they are not padded
+    tried(len(counts))
+
+
+def test_large_counts_have_few_sizes():
+    sizes = {cpu.even_size(count) for count in range(1, 4097)}
+    assert len(sizes) <= 28
+    assert all(count <= cpu.even_size(count) <= max(count + 63, 1.25 * count) for count in range(1, 4097))
+
+
+GELU = """
+import sys
+from pathlib import Path
+import torch
+import matcher
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+torch.set_num_threads(1)
+matcher.load("nearest")
+torch.nn.functional.gelu(torch.rand(2, 9999, 32))
+before = resident()
+for n in range(1, 600):
+    torch.nn.functional.gelu(torch.rand(2, n, 32))
+print(resident() - before)
+"""
+
+
+@LINUX
+def test_operations_compiled_for_a_shape_are_not_kept_for_ever(tried):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ONEDNN")}
+    done = subprocess.run(
+        [sys.executable, "-c", GELU], env=environment, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 100  # 160 with torch's own limit of 1024 shapes
+    tried(600)
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "without-amx"])
+def test_ten_thousand_frames_of_the_default_preset(capsys, tried, kind):
+    frames = int(os.environ.get("MATCHER_TEST_FRAMES", "10000"))
+    environment = {**os.environ, "MATCHER_COMPILED": "0"} if kind else dict(os.environ)
+    command = [sys.executable, HERE / "sequence_memory.py", str(frames), *([kind] if kind else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = {int(frame): size for frame, size in json.loads(done.stdout).items()}
+    with capsys.disabled():
+        print(f"\nresident MB by frame {found} {kind}")
+    assert found[frames - 1] - found[100] < 60
+    tried(frames)
