@@ -103,7 +103,8 @@ class World:
             numbers = [int(i.pixels[0, 0] @ np.array([1 << 16, 1 << 8, 1])) for i in images]
             return [self.features(n, i.size) for n, i in zip(numbers, images, strict=True)]
 
-        config = PipelineConfig(matcher=NearestConfig(), extractor=ExtractorConfig(max_keypoints=4096))
+        extractor = ExtractorConfig(max_keypoints=4096)
+        config = PipelineConfig(matcher=NearestConfig(), extractor=extractor, refine=None)
         return Pipeline(extract, NearestMatcher(NearestConfig()), RobustEstimator(config.estimation), config)
 
 

@@ -74,8 +74,8 @@ def test_latency_is_measured_by_stage(nearest, views, monkeypatch):
     monkeypatch.setattr("matcher.sequence.tracker.perf_counter", lambda: next(seconds))
     picture = matcher.read_image(views[0]).pixels
     found = measure_latency(picture, nearest, frames=3, size=(320, 240))
-    assert set(found) == {"read", "extract", "match", "verify", "pose", "total", "choice"}
-    assert found["extract"]["p50"] == pytest.approx(10) and found["total"]["max"] == pytest.approx(50)
+    assert set(found) == {"read", "extract", "match", "verify", "refine", "pose", "total", "choice"}
+    assert found["extract"]["p50"] == pytest.approx(10) and found["total"]["max"] == pytest.approx(70)
     assert found["choice"] is None
     with pytest.raises(UsageError, match="larger"):
         measure_latency(picture[:100], nearest)

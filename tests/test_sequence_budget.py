@@ -20,7 +20,7 @@ def network(small_weights) -> matcher.Pipeline:
 @pytest.fixture
 def made_up_costs(monkeypatch) -> dict[str, float]:
     """Costs that do not depend on this machine: per extraction at full size, per layer and 1000 points."""
-    costs = {"extract": 30.0, "layer": 20.0}
+    costs = {"extract": 30.0, "layer": 20.0, "refine": 0.0}
 
     def extraction(pipeline, image):
         return costs["extract"] * image.scale[0], pipeline.extractor([image])[0]
@@ -29,7 +29,19 @@ def made_up_costs(monkeypatch) -> dict[str, float]:
     monkeypatch.setattr(
         budget, "matching_cost", lambda *_: lambda n, layers: max(1, layers) * costs["layer"] * n / 1000
     )
+    monkeypatch.setattr(budget, "refining_cost", lambda *_: lambda n: costs["refine"] * n / 1000)
     return costs
+
+
+def test_refinement_is_paid_once_a_frame_and_left_out_before_points_are_few(network, views, made_up_costs):
+    image = read_image(views[0])
+    made_up_costs["refine"] = 50.0
+    wide = choose(network, image, 400.0, stereo=True)
+    assert wide.predicted_ms == pytest.approx(2 * (30 + 3 * 20 * 0.6) + 50 * 0.6 + 6)
+    assert wide.without == () and limited(network, wide).config.refine is not None
+    narrow = choose(network, image, 75.0)
+    assert narrow.fits and narrow.without == ("refinement",) and "without refinement" in str(narrow)
+    assert limited(network, narrow).config.refine is None
 
 
 def test_a_wide_budget_takes_everything(network, views, made_up_costs):

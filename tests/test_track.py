@@ -74,7 +74,10 @@ def test_json_is_one_object(folders, capfd):
     found = json.loads(capfd.readouterr().out)
     assert found["frames"] == found["poses"] == 5
     assert found["segments"][0]["translation"] < 0.1
-    assert set(found["milliseconds"]) == {"read", "extract", "match", "verify", "pose", "total"}
+    stages = {"read", "extract", "match", "verify", "pose", "total"}
+    assert set(found["milliseconds"]) == stages | {"refine"}
+    assert track(left, *pairs, "--frames", 2, "--no-refine", "--json") == 0
+    assert set(json.loads(capfd.readouterr().out)["milliseconds"]) == stages
 
 
 def test_a_damaged_image_is_a_dropped_frame_and_exit_code_4(folders, capfd):

@@ -14,6 +14,7 @@ import torch
 from matcher.config import PipelineConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
+from matcher.data.matches import Matches
 from matcher.data.protocols import Extractor
 from matcher.extract.shared import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
@@ -24,6 +25,8 @@ POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extracted from, tried in turn
 _LEAST_LAYERS = 2
 _LEAST_POINTS = 256  # rather than fewer, a smaller image is used
+POINTS_REFINED = 512  # rather than fewer, refinement is left out
+_MATCHES_REFINED = (200, 1000)  # on which its cost is measured
 _REST = 6.0  # milliseconds for geometry, tracks and pose
 _SLACK = 0.85  # share of the budget that is planned; the rest is a margin for slower frames
 _REPEATS = 3  # runs of each measurement; the median counts
@@ -37,6 +40,7 @@ class Parts(Protocol):
     estimator: Any
     config: PipelineConfig
     layers: int
+    refine: Callable[..., Matches]
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = Fa
     """The best combination of keypoints and layers that fits the budget.
 
     Among those that fit, the one with the largest layers · √keypoints is chosen: halving the keypoints loses
-    fewer tracks than halving the layers. Smaller images are used only if fewer than `_LEAST_POINTS`
-    keypoints would be left.
+    fewer tracks than halving the layers. Smaller images are used only if fewer than 256 keypoints would be
+    left, and refinement is left out only if fewer than 512 would be.
 
     Args:
         pipeline: its `max_keypoints`, depth and `resize` are upper limits.
@@ -89,24 +93,47 @@ def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = Fa
         budget_ms: milliseconds per frame, extraction included.
         stereo: a frame is two images, and two pairs are matched.
     """
+    times, refine = 2 if stereo else 1, refining_cost(pipeline, image)
+    best = _first_that_fits(pipeline, image, budget_ms, times, refine)
+    if pipeline.config.refine is None or enough(pipeline, best, POINTS_REFINED):
+        return best
+    plain = _first_that_fits(pipeline, image, budget_ms, times, lambda count: 0.0)
+    return replace(plain, without=("refinement",))
+
+
+def enough(pipeline: Parts, choice: Choice, points: int) -> bool:
+    """Whether a choice fits and leaves so many keypoints, or all that the pipeline has."""
+    return choice.fits and choice.max_keypoints >= min(points, pipeline.config.extractor.max_keypoints)
+
+
+def _first_that_fits(
+    pipeline: Parts, image: Image, budget_ms: float, times: int, refine: Callable[[float], float]
+) -> Choice:
+    """The choice for the largest images that leave enough keypoints."""
     best: Choice | None = None
-    side, times = max(image.pixels.shape[:2]), 2 if stereo else 1
+    side = max(image.pixels.shape[:2])
     for factor in SIZES:
         resize = max(1, round(side * factor))
         smaller = image if factor == 1.0 else image.resized(factor)
         extract_ms, features = _extraction(pipeline, smaller)
-        cost = matching_cost(pipeline, features)
+        match = matching_cost(pipeline, features)
+
+        def cost(count: int, layers: int, match: Callable[[int, int], float] = match) -> float:
+            return match(count, layers) + refine(count) / times  # a frame is refined once
+
         found = best_choice(pipeline, cost, times, extract_ms, budget_ms, resize)
         if best is None or found.fits or found.predicted_ms < best.predicted_ms:
             best = found
-        if found.fits and found.max_keypoints >= min(_LEAST_POINTS, pipeline.config.extractor.max_keypoints):
+        if enough(pipeline, found, _LEAST_POINTS):
             break
     return best
 
 
 def limited(pipeline: Parts, choice: Choice) -> Any:
-    """The pipeline with the chosen keypoints, layers and image size."""
+    """The pipeline with the chosen keypoints, layers, image size, and refinement or not."""
     config = pipeline.config
+    if "refinement" in choice.without:
+        config = replace(config, refine=None)
     extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, resize=choice.resize)
     extractor = pipeline.extractor
     if isinstance(extractor, (SiftExtractor, LearnedExtractor)):
@@ -207,6 +234,25 @@ def _never_early(matcher: object) -> object:
 def _extraction(pipeline: Parts, image: Image) -> tuple[float, Features]:
     features = pipeline.extractor([image])[0]
     return milliseconds(lambda: pipeline.extractor([image])), features
+
+
+def refining_cost(pipeline: Parts, image: Image) -> Callable[[float], float]:
+    """Milliseconds of refinement by number of matches of an image with itself; 0 where nothing is refined."""
+    if pipeline.config.refine is None:
+        return lambda count: 0.0
+    times = []
+    for count in _MATCHES_REFINED:
+        points = np.random.default_rng(0).uniform(0, image.size, (count, 2)).astype(np.float32)
+        indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
+        matches = Matches.from_indices(indices, points, points, np.ones(count))
+        times.append(milliseconds(lambda matches=matches: pipeline.refine(image, image, matches)))
+    return line(_MATCHES_REFINED, times)
+
+
+def line(where: Sequence[float], values: Sequence[float]) -> Callable[[float], float]:
+    """The line through two measurements, constant if it would fall."""
+    slope = max(0.0, (values[0] - values[1]) / (where[0] - where[1]))
+    return lambda x: max(0.0, values[0] + slope * (x - where[0]))
 
 
 def milliseconds(run: Callable[[], object]) -> float:

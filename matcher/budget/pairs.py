@@ -9,16 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from matcher.budget.choice import SIZES, Choice, Parts, best_choice, limited, matching_cost, milliseconds
+from matcher.budget.choice import (
+    POINTS_REFINED,
+    SIZES,
+    Choice,
+    Parts,
+    best_choice,
+    enough,
+    limited,
+    line,
+    matching_cost,
+    milliseconds,
+    refining_cost,
+)
 from matcher.config import GRID_KIND
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.network.inference import AttentionMatcher
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
-_POINTS_REFINED = 512  # rather than fewer, refinement is left out
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
 _MORE = 2.5  # cost of further passes in first passes: they extract and match again, and reread the region
 
@@ -65,9 +75,8 @@ def plan(
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
     costs = measured_costs(pipeline, images)
     best = _best(pipeline, images, costs, budget_ms, reading_ms, refined=pipeline.config.refine is not None)
-    if pipeline.config.refine is not None and not _enough(pipeline, best[1], _POINTS_REFINED):
-        plain = replace(pipeline, config=replace(pipeline.config, refine=None))
-        pipeline, best = plain, _best(plain, images, costs, budget_ms, reading_ms, refined=False)
+    if pipeline.config.refine is not None and not enough(pipeline, best[1], POINTS_REFINED):
+        best = _best(pipeline, images, costs, budget_ms, reading_ms, refined=False)
         best = best[0], replace(best[1], without=("refinement",))
     smaller, choice = best
     whole = (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers)
@@ -103,13 +112,9 @@ def _best(
         found = best_choice(pipeline, matched, 1, reading_ms + extract, budget_ms, resize)
         if best is None or found.fits or found.predicted_ms < best[1].predicted_ms:
             best = smaller, found
-        if _enough(pipeline, found, _LEAST_POINTS):
+        if enough(pipeline, found, _LEAST_POINTS):
             break
     return best
-
-
-def _enough(pipeline: Parts, choice: Choice, points: int) -> bool:
-    return choice.fits and choice.max_keypoints >= min(points, _most(pipeline))
 
 
 def _most(pipeline: Parts) -> int:
@@ -136,15 +141,15 @@ def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
         image = images[0] if factor == 1.0 else images[0].resized(factor)
         sizes.append(image.pixels.shape[0] * image.pixels.shape[1])
         times.append(milliseconds(lambda image=image: pipeline.extractor([image])))
-    extract = _line(sizes, times)
+    extract = line(sizes, times)
     features = pipeline.extractor([images[0]])[0]
     single = _once(pipeline)
     easy, hard = (
         matching_cost(single, features, other) for other in (None, _with_random_descriptors(features))
     )
     counts = [min(count, max(_MATCHES)) for count in _MATCHES]
-    verify = _line(counts, [milliseconds(lambda n=n: pipeline.estimator(*_random(n))) for n in counts])
-    refine = _line(counts, [_refining(pipeline, images, count) for count in counts])
+    verify = line(counts, [milliseconds(lambda n=n: pipeline.estimator(*_random(n))) for n in counts])
+    refine = refining_cost(pipeline, images[0])
     other = 0.0
     if pipeline.passes is not None and pipeline.passes.other is not None:
         second = pipeline.passes.other()
@@ -156,23 +161,6 @@ def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
         verify,
         other,
     )
-
-
-def _refining(pipeline: Any, images: Sequence[Image], count: int) -> float:
-    """Milliseconds of refining so many matches of an image with itself; 0 where nothing is refined."""
-    if pipeline.config.refine is None:
-        return 0.0
-    width, height = images[0].size
-    points = (_random(count)[0] * ([width / 1000, height / 1000])).astype(np.float32)
-    indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
-    matches = Matches.from_indices(indices, points, points, np.ones(count))
-    return milliseconds(lambda: pipeline.refine(images[0], images[0], matches))
-
-
-def _line(where: Sequence[float], values: Sequence[float]) -> Callable[[float], float]:
-    """The line through two measurements, constant if it would fall."""
-    slope = max(0.0, (values[0] - values[1]) / (where[0] - where[1]))
-    return lambda x: max(0.0, values[0] + slope * (x - where[0]))
 
 
 def _with_random_descriptors(features: Features) -> Features:

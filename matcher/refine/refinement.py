@@ -42,6 +42,10 @@ class ImagePyramid(NamedTuple):
             Pyramid(image.grey(), image.mask), linear, -linear @ image.to_stored(np.zeros(2)), 1.0
         )
 
+    def release(self) -> None:
+        """Free memory that can be computed again."""
+        self.pyramid.release()
+
     def from_stored(self, points: np.ndarray) -> np.ndarray:
         """Stored pixels (K, 2) → float64 pixels of the pyramid."""
         return points.astype(np.float64) @ self.linear.T + self.offset

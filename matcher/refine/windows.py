@@ -56,13 +56,25 @@ class Pyramid:
 
     def __init__(self, grey: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Grey values (H, W) of uint8, uint16 or float32, and (H, W) bool, True where they may be used."""
-        values = np.ascontiguousarray(grey, dtype=np.float32)
-        self._levels = [values / np.float32(257) if grey.dtype == np.uint16 else values]
+        self._grey = grey
+        self._levels: list[np.ndarray] = []
         self.mask = None if mask is None else mask.astype(np.uint8)
-        self.shape = values.shape
+        self.shape = grey.shape
+
+    def release(self) -> None:
+        """Free the memory of all levels; they are computed again when they are needed."""
+        self._levels = []
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether any level is."""
+        return bool(self._levels)
 
     def level(self, index: int) -> np.ndarray:
         """The image at 2^-index times the size; its pixel (x, y) is at (x, y) · 2^index of level 0."""
+        if not self._levels:
+            values = np.ascontiguousarray(self._grey, dtype=np.float32)
+            self._levels = [values / np.float32(257) if self._grey.dtype == np.uint16 else values]
         while len(self._levels) <= index:
             self._levels.append(cv2.pyrDown(self._levels[-1]))
         return self._levels[index]

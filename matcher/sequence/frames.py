@@ -88,7 +88,7 @@ class FrameResult:
     camera: Camera | None = None  # the tracker's, rescaled where the frame has another size; None: unknown
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right image of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
-    milliseconds: dict[str, float] = field(default_factory=dict)  # read, extract, match, verify, pose, total
+    milliseconds: dict[str, float] = field(default_factory=dict)  # by stage
 
     @property
     def passed_over(self) -> bool:

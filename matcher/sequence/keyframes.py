@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.data.features import Features
+from matcher.refine.refinement import ImagePyramid
 from matcher.sequence.frames import FrameLinks
 
 _FEW = 20  # close links below which their share means nothing
@@ -26,6 +27,7 @@ class KeptFrame:
     most_links: int = 0  # that a later frame had to it
     most_close_links: int = 0  # the same, of points that are close
     begins_anew: bool = False  # it was linked to nothing before it
+    pyramid: ImagePyramid | None = None  # its image; None where points are not refined
 
     @property
     def size(self) -> tuple[int, int]:

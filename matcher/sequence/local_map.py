@@ -9,6 +9,7 @@ import numpy as np
 from matcher.data.matches import Matches
 from matcher.sequence.frames import FrameLinks, FrameStatus
 from matcher.sequence.guided import Guide
+from matcher.sequence.keyframe_refinement import KeyframeRefinement
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule, median_parallax, share_left, through
 from matcher.sequence.linking import Linker
 from matcher.sequence.lost_tracks import LostTracks
@@ -24,9 +25,16 @@ class LocalMap:
     """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
 
     def __init__(
-        self, linker: Linker, poses: PoseTracker, window: int, rule: KeyframeRule, baseline: float | None
+        self,
+        linker: Linker,
+        poses: PoseTracker,
+        window: int,
+        rule: KeyframeRule,
+        baseline: float | None,
+        refinement: KeyframeRefinement,
     ) -> None:
         self.linker, self.poses, self.index = linker, poses, KeyframeIndex()
+        self._refinement = refinement
         self.keyframes: deque[KeptFrame] = deque(maxlen=window)
         self.previous: KeptFrame | None = None
         self._keyframe: KeptFrame | None = None
@@ -77,6 +85,11 @@ class LocalMap:
         if to_previous is not None:
             self._missing.update(self.previous, current, to_previous, self._guide)
         return lengths
+
+    def refine(self, current: KeptFrame, links: FrameLinks | None) -> None:
+        """Refine the points of the frame against the keyframe that the links lead to."""
+        if links is not None:
+            self._refinement.refine(self._keyframe, current, links)
 
     def place(self, current: KeptFrame, status: FrameStatus, links: FrameLinks | None) -> dict[str, object]:
         """Pose of the frame and whether it becomes a keyframe: fields of its result."""

@@ -1,4 +1,4 @@
-"""The pipelines that a tracker matches with: the one it is given, and less of it for neighbouring frames."""
+"""A tracker's settings and pipelines: the one it is given, and less of it for neighbouring frames."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ def for_neighbours(pipeline: Pipeline) -> Pipeline:
     return replace(
         pipeline, matcher=with_layers(pipeline.matcher, layers, NEIGHBOUR_ITERATIONS, pruning=False)
     )
+
+
+def check_settings(
+    baseline: float | None, budget_ms: float | None, window: int, epipolar_window: float | None
+) -> None:
+    """Refuse numbers that a tracker cannot use.
+
+    Raises:
+        UsageError: one of them.
+    """
+    given = {"baseline": baseline, "budget_ms": budget_ms, "epipolar_window": epipolar_window}
+    for name, value in given.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{name} must be a positive number, not {value!r}")
+    if type(window) is not int or window < 2:
+        raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")

@@ -14,19 +14,20 @@ from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
-from matcher.errors import UsageError
 from matcher.options import LoadOptions
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
+from matcher.refine.refinement import ImagePyramid
 from matcher.sequence.clock import Clock
 from matcher.sequence.disparity import complete_partners
 from matcher.sequence.extraction import FrameExtractor
-from matcher.sequence.frames import FrameResult, FrameStatus, Relocalisation
+from matcher.sequence.frames import FrameLinks, FrameResult, FrameStatus, Relocalisation
+from matcher.sequence.keyframe_refinement import KeyframeRefinement
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
-from matcher.sequence.pipelines import tracking_pipeline
+from matcher.sequence.pipelines import check_settings, tracking_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
 from matcher.sequence.stereo import partners, within
@@ -45,8 +46,9 @@ class Tracker:
 
     The features of a frame are extracted once. It is matched to the previous frame with the first half of the
     network's layers, which is enough for views this close; links to the keyframe follow from the tracks and a
-    guided search. Blank, dropped and late frames are skipped. When tracking is lost, the keyframes still held
-    are tried with all layers; if none fits, new tracks begin and the last motion is extrapolated.
+    guided search, and linked points are refined against the keyframe's on the images. Blank, dropped and late
+    frames are skipped. When tracking is lost, the keyframes still held are tried with all layers; if none
+    fits, new tracks begin and the last motion is extrapolated.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Tracker:
             UsageError: a value that cannot be used, another geometry, a camera with distortion, or a preset
                 without keypoints.
         """
-        _check(baseline, budget_ms, window, epipolar_window)
+        check_settings(baseline, budget_ms, window, epipolar_window)
         pipeline = tracking_pipeline(preset, options)
         self._frames = FrameExtractor(pipeline, budget_ms)
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
@@ -93,9 +95,10 @@ class Tracker:
         estimation = pipeline.config.estimation
         linker = Linker(pipeline.estimator, estimation.max_epipolar_error, guided)
         poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
-        self._map = LocalMap(linker, poses, window, rule, baseline)
-        self._count = 0
-        self._spent: dict[str, float] = {}
+        self._map = LocalMap(
+            linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
+        )
+        self._count, self._spent = 0, dict[str, float]()
 
     @property
     def pipeline(self) -> Pipeline:
@@ -176,7 +179,8 @@ class Tracker:
         Raises:
             ImageError, UsageError: as in `push`.
         """
-        kept = self._kept(self._frames.extract([self.pipeline.read(frame, mask)])[0])
+        image = self.pipeline.read(frame, mask)
+        kept = self._kept(self._frames.extract([image])[0], image)
         likely = self._map.index.candidates(kept, self._map.keyframes, candidates)
         tried = tuple(keyframe.index for keyframe in likely)
         found = verify_candidates(self.pipeline.match_features_batch, self._map.linker, kept, likely)
@@ -204,18 +208,19 @@ class Tracker:
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        current, *others = [self._kept(each) for each in features]
+        current, *others = map(self._kept, features, images)
         with self._timed("match"):
             earlier, pair = self._match(features)
         with self._timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._map.link(current, earlier, match)
             lengths = self._map.identify(current, to_previous, to_keyframe)
+        self._refine(current, to_keyframe)
+        with self._timed("verify"):
             partner = self._look_right(current, others, images, pair)
         with self._timed("pose"):
             found = self._map.place(current, status, to_keyframe)
-        milliseconds = {**self._spent, "total": sum(self._spent.values())}
-        self._latency.add(milliseconds)
+        self._latency.add(self._milliseconds())
         self._map.close(current)
         self._count += 1
         return FrameResult(
@@ -232,11 +237,11 @@ class Tracker:
             camera=self._map.poses.camera_of(current),
             right=partner,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
-            milliseconds=milliseconds,
+            milliseconds=self._milliseconds(),
             **found,
         )
 
-    def _kept(self, features: Features) -> KeptFrame:
+    def _kept(self, features: Features, image: Image) -> KeptFrame:
         arrays = [tensor.float().cpu().numpy() for tensor in (features.keypoints, features.descriptors)]
         points, descriptors = (np.ascontiguousarray(array) for array in arrays)
         return KeptFrame(
@@ -246,6 +251,7 @@ class Tracker:
             descriptors=descriptors,
             track_ids=np.full(len(points), -1, np.int64),
             depths=np.full(len(points), np.nan),
+            pyramid=None if self.pipeline.config.refine is None else ImagePyramid.of(image),
         )
 
     def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
@@ -255,6 +261,11 @@ class Tracker:
         pairs += [(features[0], features[1])] if has_right else []
         found = self._frames.near.match_features_batch(pairs)
         return (None if previous is None else found[0]), (found[-1] if has_right else None)
+
+    def _refine(self, current: KeptFrame, links: FrameLinks | None) -> None:
+        if current.pyramid is not None:
+            with self._timed("refine"):
+                self._map.refine(current, links)
 
     def _look_right(
         self, current: KeptFrame, others: list[KeptFrame], images: list[Image], pair: Matches | None
@@ -277,7 +288,6 @@ class Tracker:
     ) -> FrameResult:
         """The result of a skipped frame; the next one is linked to the last frame that was tracked."""
         self._count += 1
-        milliseconds = {**self._spent, "total": sum(self._spent.values())}
         return FrameResult(
             index=self._count - 1,
             timestamp=timestamp,
@@ -286,25 +296,14 @@ class Tracker:
             keypoints=np.zeros((0, 2), np.float32),
             track_ids=np.zeros(0, np.int64),
             track_lengths=np.zeros(0, np.int64),
-            milliseconds=milliseconds,
+            milliseconds=self._milliseconds(),
         )
+
+    def _milliseconds(self) -> dict[str, float]:
+        return {**self._spent, "total": sum(self._spent.values())}
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         start = perf_counter()
         yield
-        self._spent[stage] = 1000 * (perf_counter() - start)
-
-
-def _check(
-    baseline: float | None, budget_ms: float | None, window: int, epipolar_window: float | None
-) -> None:
-    for name, value in (
-        ("baseline", baseline),
-        ("budget_ms", budget_ms),
-        ("epipolar_window", epipolar_window),
-    ):
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"{name} must be a positive number, not {value!r}")
-    if type(window) is not int or window < 2:
-        raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
+        self._spent[stage] = self._spent.get(stage, 0.0) + 1000 * (perf_counter() - start)
