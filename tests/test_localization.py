@@ -231,3 +231,31 @@ def test_the_run_is_found_after_both_are_moved(made, tmp_path):
     assert json.loads((folder / "model" / "summary.json").read_text())["run"] == str(Path("..") / "model-run")
     with matcher.Map.open(tmp_path / "model") as place:
         assert len(place.names) == 5
+
+
+def test_pictures_of_a_rig_are_localised_together(made):
+    folder, truth = made
+    queries = [folder / "queries" / name for name in QUERIES]
+    first = truth[QUERIES[0]]
+    cam_from_rig = [truth[name] @ np.linalg.inv(first) for name in QUERIES]
+    with matcher.Map.open(folder / "model") as place:
+        found = place.localize_rig(queries, cam_from_rig, CAMERA)
+        for pose, name in zip(found, QUERIES, strict=True):
+            shift, angle = pose_error(pose, truth[name])
+            assert pose.ok and shift < 0.03 and angle < 0.2 and pose.num_inliers > 50
+            assert 0 < np.sqrt(np.trace(pose.covariance[3:, 3:])) < 0.03
+        between = found[1].cam_from_world @ np.linalg.inv(found[0].cam_from_world)
+        np.testing.assert_allclose(between, cam_from_rig[1], atol=1e-9)
+        # A picture that shows nothing of the map has a pose by the other one.
+        blind = place.localize_rig([queries[0], folder / "elsewhere" / "wall.png"], cam_from_rig, CAMERA)
+        assert blind[1].ok and pose_error(blind[1], truth[QUERIES[1]])[0] < 0.06
+        walls = [folder / "elsewhere" / "wall.png"] * 2
+        refused = place.localize_rig(walls, cam_from_rig, CAMERA)
+        assert not any(pose.ok for pose in refused) and refused[0].reason
+        for arguments, message in (
+            ((queries, cam_from_rig[:1], CAMERA), "for each of the 2 pictures"),
+            ((queries, cam_from_rig, [CAMERA]), "as many cameras"),
+            ((queries, cam_from_rig, [CAMERA, None]), "need their cameras"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                place.localize_rig(*arguments)

@@ -26,14 +26,14 @@ from matcher.cli.collecting import (
 )
 from matcher.cli.exits import PARTIAL
 from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
+from matcher.cli.growing import Continued, Poses, add_photos
 from matcher.cli.messages import show
+from matcher.cli.reconstructed import resized_scale, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matcher.collection.reconstruction.reconstruct import Reconstruction
     from matcher.collection.sources import FeatureSource
-    from matcher.collection.store import Store
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
 # Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
@@ -91,6 +91,8 @@ def sfm(
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
     mapper: MapperChoice = "incremental",
+    poses: Poses = None,
+    continued: Continued = None,
     min_images: MinImages = 3,
     threads: Threads = -1,
     seed: Seed = 0,
@@ -99,20 +101,20 @@ def sfm(
 ) -> int:
     """Reconstruct cameras and 3D points with COLMAP, from photos or from a run of `matcher collection`.
 
-    Photos are matched first, with more keypoints and larger images than in `matcher collection`: up to 100
-    exhaustively, more of them each with the 30 most similar ones. The run is kept: run the same command again
-    to continue after an interruption, or `matcher sfm RUN_DIR` to reconstruct again without matching.
+    Photos are matched first, with more keypoints and larger images than in a collection: every pair of up to
+    100, more each with the 30 most similar. The run is kept, and the same command continues from it.
     """
-    _check_first(out, overwrite)
+    _check_first(out, overwrite, poses, continued)
     wanted = choose_pairs(pairs, exhaustive, sequential, similar)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, overwrite=overwrite)
-    mapping["choice"] = camera_choice(camera, camera_model, cameras)
+    mapping |= dict(choice=camera_choice(camera, camera_model, cameras), poses=poses)
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
+    if continued is not None:
+        beside = any((*selection.values(), *sources.values(), restart, dry_run, set(given) - _ALWAYS))
+        return add_photos(continued, source, out, run, wanted, workers, mapping, beside=beside)
     if is_run(source):
-        chosen = wanted or restart or set(given) - _ALWAYS
-        if chosen or any(value is not None for value in (run, workers, *sources.values())):
-            raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
+        _refuse_matching(wanted, restart, set(given) - _ALWAYS, run, workers, *sources.values())
         return _from_run(source, out, selection, mapping, dry_run)
     run = run or out.with_name(f"{out.name}-run")
     found = _find_photos(source, selection, sources)
@@ -122,13 +124,25 @@ def sfm(
     return max(code, _reconstruct(run, out, found.names()[0], mapping))
 
 
-def _check_first(out: Path, overwrite: bool) -> None:
+def _check_first(out: Path, overwrite: bool, poses: Path | None, continued: Path | None) -> None:
     """Refuse what could not be finished before hours of matching."""
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_folder
+    from matcher.collection.reconstruction.given_poses import read_given_poses
 
     import_pycolmap()
     check_folder(out, overwrite=overwrite)
+    if poses is not None and continued is not None:
+        raise typer.BadParameter(
+            "--poses are kept as they are, and --continue adjusts them; give one of both"
+        )
+    if (start := poses or continued) is not None:
+        read_given_poses(start)
+
+
+def _refuse_matching(*values: object) -> None:
+    if any(value is not None and value is not False and value not in ({}, set()) for value in values):
+        raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
 
 
 def _find_photos(images: Path, selection: dict[str, Any], sources: dict[str, Any]) -> FeatureSource:
@@ -186,11 +200,14 @@ def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str
 
 def _reconstruct(run: Path, out: Path, names: Sequence[str], mapping: dict[str, Any]) -> int:
     """Reconstruct these images of a run, print statistics and return the exit code."""
+    from matcher.collection.reconstruction.given_poses import read_given_poses
     from matcher.collection.reconstruction.reconstruct import reconstruct
     from matcher.collection.store import Store
 
+    poses = mapping.pop("poses")
+    given = None if poses is None else read_given_poses(poses)
     with Store.open(run) as store:
-        made = reconstruct(store, out, only=names, **mapping)
+        made = reconstruct(store, out, only=names, poses=given, **mapping)
         for line in summary_lines(made, resized_scale(store)):
             show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0
@@ -218,35 +235,3 @@ def is_run(source: Path) -> bool:
     from matcher.collection.schema import DATABASE
 
     return (source / DATABASE).is_file()
-
-
-def resized_scale(store: Store) -> float | None:
-    """Resized size / stored size of the largest image; None if none was resized."""
-    settings = store.settings
-    resize = settings.get("config", {}).get("extractor", {}).get("resize")
-    if not resize or settings.get("source", {}).get("kind") != "photos":
-        return None
-    longest = max((max(image.size) for image in store.images()), default=0)
-    return resize / longest if longest > resize else None
-
-
-def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
-    """The statistics of a reconstruction, as lines to print."""
-    from matcher.collection.reconstruction.reconstruct import PLOT
-
-    model = made.largest
-    error = f"{model.mean_reprojection_error:.3f} px of the stored image"
-    if scale is not None:
-        error += f", {model.mean_reprojection_error * scale:.3f} px of the resized image"
-    lines = [
-        *made.export.notes,
-        *(f"left out: {reason}" for reason in made.export.left_out),
-        f"registered images: {model.registered} of {made.images}",
-        f"points: {model.points}, observations: {model.observations}",
-        f"mean track length: {model.mean_track_length:.2f}",
-        f"mean reprojection error: {error}",
-    ]
-    if len(made.models) > 1:
-        sizes = ", ".join(str(other.registered) for other in made.models[1:])
-        lines.append(f"{len(made.models) - 1} more models share no image with it: {sizes} images")
-    return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]

@@ -20,9 +20,9 @@ from matcher.collection.reconstruction.given_poses import as_our_camera
 from matcher.data.camera import Camera
 
 MIN_MATCHES = 4  # P3P and one that confirms it
-_ITERATIONS = 10_000
-_CONFIDENCE = 0.9999
-_LOSS = 1.0  # pixels of the resized image, of the Cauchy loss
+ITERATIONS = 10_000
+CONFIDENCE = 0.9999
+LOSS = 1.0  # pixels of the resized image, of the Cauchy loss
 _ROUNDS = 3  # of refinement and a new choice of inliers
 _SAMPLE = {False: 3, True: 4}  # matches that a pose needs, by whether the focal length is unknown
 
@@ -79,8 +79,8 @@ def _by_poselib(matches: Matches3d, camera: Camera, max_error: float, seed: int)
     ransac = {
         "max_reproj_error": max_error,  # the name of PoseLib 2.0
         "max_error": max_error,  # of later versions
-        "max_iterations": _ITERATIONS,
-        "success_prob": _CONFIDENCE,
+        "max_iterations": ITERATIONS,
+        "success_prob": CONFIDENCE,
         "seed": seed,
     }
     if usable.sum() < MIN_MATCHES:
@@ -99,7 +99,7 @@ def _by_unknown_focal(matches: Matches3d, camera: Camera, max_error: float, seed
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseEstimationOptions(estimate_focal_length=True)
     options.ransac.max_error, options.ransac.random_seed = max_error, seed
-    options.ransac.max_num_trials, options.ransac.confidence = _ITERATIONS, _CONFIDENCE
+    options.ransac.max_num_trials, options.ransac.confidence = ITERATIONS, CONFIDENCE
     theirs = as_colmap_camera(camera)
     found = pycolmap.estimate_absolute_pose(
         to_colmap(matches.points2d), matches.points3d, theirs, estimation_options=options
@@ -118,7 +118,7 @@ def refine_pose(
     """A pose refined on its inliers, which are chosen again a few times; None where too few are left."""
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseRefinementOptions(
-        refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=_LOSS
+        refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=LOSS
     )
     found = start
     for _ in range(_ROUNDS):
@@ -140,12 +140,18 @@ def refine_pose(
         refined = result.get("camera", theirs)
         camera = replace(as_our_camera(refined), size=found.camera.size) if refine_focal else found.camera
         errors = reprojection_errors(matches, pose, camera)
-        found = PoseEstimate(pose, camera, errors < max_error, _covariance(result, errors, found.inliers))
+        found = PoseEstimate(pose, camera, errors < max_error, covariance_of(result, errors, found.inliers))
     return found if found.inliers.sum() >= MIN_MATCHES else None
 
 
-def _covariance(result: dict[str, Any], errors: np.ndarray, inliers: np.ndarray) -> np.ndarray | None:
-    """(6, 6) in radians and the map's units, for the noise that the inliers' errors show."""
+def covariance_of(result: dict[str, Any], errors: np.ndarray, inliers: np.ndarray) -> np.ndarray | None:
+    """(6, 6) in radians and the map's units, for the noise that the inliers' errors show.
+
+    Args:
+        result: of pycolmap's refinement.
+        errors: (M,) reprojection errors, pixels.
+        inliers: (M,) those that were refined on.
+    """
     given = result.get("covariance")
     if given is None or not np.isfinite(given).all():
         return None

@@ -26,6 +26,8 @@ from matcher.localization.unknown_camera import any_camera, cameras_to_try
 from matcher.pipeline import Pipeline
 from matcher.refine.refinement import ImagePyramid
 
+_FREED = 1.1  # times the inliers, for which a focal length is refined
+
 
 @dataclass(eq=False)
 class Query:
@@ -142,11 +144,20 @@ class Localizer:
                 break
             estimate = estimate_pose(matches, camera, focal_known=focal_known, **how)
             if estimate is not None and not known and focal_known:
-                estimate = refine_pose(estimate, matches, max_error, refine_focal=True)
+                estimate = self._with_focal(estimate, matches, max_error)
             if verdict is None or _count(estimate) > _count(best):
                 best = estimate
                 verdict = judge(estimate, matches, max_error, self.config, focal_known=known)
         return Attempt(table, matches, best, verdict)
+
+    def _with_focal(self, estimate: PoseEstimate, matches: Matches3d, max_error: float) -> PoseEstimate:
+        """The pose with its focal length refined; a camera of the map only if clearly more matches agree.
+
+        A free focal length makes the distance uncertain, and the map's cameras are calibrated well.
+        """
+        freed = refine_pose(estimate, matches, max_error, refine_focal=True)
+        least = _count(estimate) * (_FREED if estimate.camera in self.model.cameras else 0.9)
+        return freed if freed is not None and _count(freed) > least else estimate
 
     def _refined(self, query: Query, found: Correspondences, before: Attempt) -> Attempt:
         """The pose from keypoints that were refined on the images; the one before where that fails."""
@@ -160,9 +171,10 @@ class Localizer:
         )
         matches = found.matches(before.table, positions)
         max_error = query.stored_pixels(self.config.max_error)
-        unknown = query.camera is None
-        estimate = refine_pose(before.estimate, matches, max_error, refine_focal=unknown)
-        verdict = judge(estimate, matches, max_error, self.config, focal_known=not unknown)
+        known = query.camera is not None
+        fixed = known or before.estimate.camera in self.model.cameras
+        estimate = refine_pose(before.estimate, matches, max_error, refine_focal=not fixed)
+        verdict = judge(estimate, matches, max_error, self.config, focal_known=known)
         return Attempt(before.table, matches, estimate, verdict) if verdict[0] == "ok" else before
 
 

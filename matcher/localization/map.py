@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Unpack
 
 import numpy as np
 
-from matcher.collection.reconstruction.reconstruct import SUMMARY
-from matcher.collection.schema import DATABASE
+from matcher.collection.reconstruction.growing import find_run
 from matcher.collection.settings import stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
@@ -24,6 +22,7 @@ from matcher.errors import UsageError
 from matcher.localization.localizer import Localizer, Query
 from matcher.localization.pose import Pose
 from matcher.localization.retrieval_index import open_index
+from matcher.localization.rig import check_rig, localize_rig
 from matcher.localization.settings import LocalizationConfig
 from matcher.localization.sparse_map import SparseMap, read_sparse_map
 from matcher.localization.subpixel import MapImages
@@ -76,7 +75,7 @@ class Map:
         folder = Path(model)
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder; a map is what `matcher sfm` writes")
-        store = Store.open(_run_of(folder) if run_dir is None else Path(run_dir))
+        store = Store.open(find_run(folder) if run_dir is None else Path(run_dir))
         try:
             return cls(store, _localizer(folder, store, config or LocalizationConfig(), options))
         except BaseException:
@@ -130,6 +129,33 @@ class Map:
         """
         return self.localizer.localize(self.query(image, camera, mask=mask))
 
+    def localize_rig(
+        self,
+        images: Sequence[ImageInput | Features],
+        cam_from_rig: Sequence[np.ndarray],
+        cameras: Camera | Sequence[Camera],
+    ) -> list[Pose]:
+        """Where pictures with known relative poses were taken: a rig, a stereo pair, the last frames.
+
+        All have one pose of the rig and one status; pictures with few matches of their own profit most.
+
+        Args:
+            images: R of them, each as in `localize`.
+            cam_from_rig: R poses (4, 4) in the map's units; one of them may be the identity.
+            cameras: one for all, or one for each.
+
+        Returns:
+            The pose of each picture.
+
+        Raises:
+            ImageError, UsageError: as in `localize`, and for another number of poses or cameras.
+        """
+        each = [cameras] * len(images) if isinstance(cameras, Camera) else list(cameras)
+        if len(each) != len(images):
+            raise UsageError(f"{len(images)} pictures of a rig need as many cameras, not {len(each)}")
+        queries = [self.query(image, camera) for image, camera in zip(images, each, strict=True)]
+        return localize_rig(self.localizer, queries, check_rig(queries, cam_from_rig))
+
     def query(
         self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
     ) -> Query:
@@ -171,26 +197,6 @@ class Map:
     def __repr__(self) -> str:
         count, points = len(self.names), len(self.model.xyz)
         return f"Map({count} images, {points} points, {self.localizer.pipeline.preset})"
-
-
-def _run_of(folder: Path) -> Path:
-    """The run that a model was made from.
-
-    Raises:
-        UsageError: the model does not say, or the run is not there.
-    """
-    try:
-        named = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["run"]
-        run = folder.absolute() / named
-    except (OSError, ValueError, KeyError, TypeError):
-        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
-    if (run / DATABASE).is_file():
-        return run.resolve()
-    raise UsageError(
-        f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
-        "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
-        f"{folder} --out NEW_MODEL`"
-    )
 
 
 def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:

@@ -107,6 +107,8 @@ def _listed(folder: Path) -> PosedPhotos:
     poses, cameras = {}, {}
     for row in read_rows(folder / "poses.json", ("image", "K", "R", "C")):
         name = Path(row["image"]).name
+        if not (folder / "images" / name).is_file():
+            continue  # the castle's list has one more than there are photos
         pose = np.eye(4)
         pose[:3, :3] = row["R"]
         pose[:3, 3] = -pose[:3, :3] @ np.array(row["C"], dtype=np.float64)

@@ -1,0 +1,41 @@
+"""The statistics of a reconstruction, for `matcher sfm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matcher.collection.reconstruction.reconstruct import Reconstruction
+    from matcher.collection.store import Store
+
+
+def resized_scale(store: Store) -> float | None:
+    """Resized size / stored size of the largest image; None if none was resized."""
+    settings = store.settings
+    resize = settings.get("config", {}).get("extractor", {}).get("resize")
+    if not resize or settings.get("source", {}).get("kind") != "photos":
+        return None
+    longest = max((max(image.size) for image in store.images()), default=0)
+    return resize / longest if longest > resize else None
+
+
+def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
+    """The statistics of a reconstruction, as lines to print."""
+    from matcher.collection.reconstruction.reconstruct import PLOT
+
+    model = made.largest
+    error = f"{model.mean_reprojection_error:.3f} px of the stored image"
+    if scale is not None:
+        error += f", {model.mean_reprojection_error * scale:.3f} px of the resized image"
+    lines = [
+        *made.export.notes,
+        *(f"left out: {reason}" for reason in made.export.left_out),
+        f"registered images: {model.registered} of {made.images}",
+        f"points: {model.points}, observations: {model.observations}",
+        f"mean track length: {model.mean_track_length:.2f}",
+        f"mean reprojection error: {error}",
+    ]
+    if len(made.models) > 1:
+        sizes = ", ".join(str(other.registered) for other in made.models[1:])
+        lines.append(f"{len(made.models) - 1} more models share no image with it: {sizes} images")
+    return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]

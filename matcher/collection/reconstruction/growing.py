@@ -1,0 +1,166 @@
+"""More photos for a model that exists: matched in its run, registered, triangulated and adjusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from glob import escape
+from pathlib import Path
+from typing import Any, Unpack
+
+from matcher.collection.collection import Collection
+from matcher.collection.exporting.cameras import CameraChoice, read_exif
+from matcher.collection.pair_choice import default_choice
+from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
+from matcher.collection.reconstruction.reconstruct import (
+    SUMMARY,
+    MappingOptions,
+    Reconstruction,
+    reconstruct,
+)
+from matcher.collection.runner import OnProgress
+from matcher.collection.schema import DATABASE
+from matcher.collection.store import Store
+from matcher.data.camera import Camera
+from matcher.data.photos import list_images
+from matcher.errors import UsageError
+
+# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
+EXHAUSTIVE_UP_TO, NEIGHBOURS = 100, 30
+
+
+def find_run(model: str | Path) -> Path:
+    """The folder of the run that a model was made from.
+
+    Raises:
+        UsageError: the model does not say, or the run is not there.
+    """
+    folder = Path(model)
+    try:
+        named = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["run"]
+        run = folder.absolute() / named
+    except (OSError, ValueError, KeyError, TypeError):
+        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
+    if (run / DATABASE).is_file():
+        return run.resolve()
+    raise UsageError(
+        f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
+        "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
+        f"{folder} --out NEW_MODEL`"
+    )
+
+
+def match_more(
+    run: str | Path,
+    photos: str | Path,
+    *,
+    known: Iterable[str] = (),
+    pairs: dict[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
+    **how: Any,
+) -> list[str]:
+    """Extract and match the photos of a folder in a run that exists, with its settings; the run keeps all.
+
+    Args:
+        run: its folder.
+        photos: the run's folder of images, or a folder in it.
+        known: names that are not new, such as those of a model.
+        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: all in small runs, else
+            each image with the most similar ones.
+        on_progress: as of `Collection.run`.
+        how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
+
+    Returns:
+        The names that are new.
+
+    Raises:
+        UsageError: the photos lie elsewhere, or there is none that is new.
+    """
+    with Store.open(run) as store:
+        before, folder = [image.name for image in store.images()], store.image_folder
+    present = _names(photos, folder)
+    new = sorted(set(present).difference(known))
+    if not new:
+        raise UsageError(f"the model has all {len(present)} photos of {photos} already")
+    collection = Collection.reopen(run, **how)
+    kept = [name for name in before if (folder / name).is_file()]
+    names = sorted({*kept, *new})
+    collection.add_images(folder, include=[escape(name) for name in names])
+    limits = {"exhaustive_up_to": EXHAUSTIVE_UP_TO, "neighbours": NEIGHBOURS}
+    chosen = pairs or {"pairs": default_choice(len(names), **limits)}
+    collection.add_pairs(**chosen, on_progress=on_progress)
+    collection.run(on_progress=on_progress)
+    return new
+
+
+def continue_model(
+    model: str | Path,
+    photos: str | Path,
+    out: str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    choice: CameraChoice | None = None,
+    pairs: dict[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
+    how: dict[str, Any] | None = None,
+    **options: Unpack[MappingOptions],
+) -> Reconstruction:
+    """A model with more photos, in the same world coordinates; the one that is continued stays as it is.
+
+    What is matched stays in the run, so after an interruption the same call goes on from there.
+
+    Args:
+        model: a folder that `reconstruct` wrote.
+        photos: the run's folder of images, or a folder in it; what the run has already is not done again.
+        out: the folder of the new model.
+        run_dir: folder of the run; by default the one that the model was made from.
+        choice: cameras of the new photos that share none with a photo of the model.
+        pairs, on_progress, how: as of `match_more`.
+        options: of `reconstruct`.
+
+    Raises:
+        UsageError: no model or run, photos that lie elsewhere, or none of them is new.
+        IntegrityError: the model or the run is damaged.
+        ReconstructionError: COLMAP's process ended early.
+    """
+    given = read_given_poses(model, fixed=False)
+    run = find_run(model) if run_dir is None else Path(run_dir)
+    match_more(run, photos, pairs=pairs, known=given.cam_from_world, on_progress=on_progress, **(how or {}))
+    with Store.open(run) as store:
+        poses = replace(given, cameras=_with_shared_cameras(store, given))
+        return reconstruct(store, out, choice=choice, poses=poses, **options)
+
+
+def _names(photos: str | Path, folder: Path) -> list[str]:
+    """Names in the run of the photos below a folder.
+
+    Raises:
+        UsageError: the folder is not the run's, or holds no photo.
+    """
+    given = Path(photos)
+    if not given.is_dir():
+        raise UsageError(f"{photos} is not a folder of photos")
+    try:
+        below = given.resolve().relative_to(folder.resolve())
+    except ValueError:
+        raise UsageError(
+            f"{photos} does not lie in {folder}, the folder of the run's images, from which they are named: "
+            f"put the new photos into it, for example as {folder / Path(photos).name}"
+        ) from None
+    names = sorted((below / name).as_posix() for name in list_images(given))
+    if not names:
+        raise UsageError(f"{photos} holds no photos")
+    return names
+
+
+def _with_shared_cameras(store: Store, given: GivenPoses) -> dict[str, Camera]:
+    """The cameras of the model's photos, and of those by the same device, size and focal length."""
+    keys = {}
+    for image in store.images():
+        exif = read_exif(image.path) if image.path.is_file() else None
+        identity = exif if exif is not None and exif.model else str(Path(image.name).parent)
+        keys[image.name] = (image.size, identity)
+    known = {keys[name]: camera for name, camera in given.cameras.items() if name in keys}
+    found = {name: known[key] for name, key in keys.items() if key in known}
+    return {**found, **given.cameras}

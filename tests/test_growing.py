@@ -1,0 +1,117 @@
+"""Models that grow: photos are added in the model's coordinates, and an interruption loses nothing."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+from collection_scene import render_photos
+
+import matcher
+from matcher.cli import main
+from matcher.collection.reconstruction import growing
+from matcher.collection.reconstruction.given_poses import read_given_poses
+from matcher.collection.reconstruction.growing import continue_model
+from matcher.errors import UsageError
+
+pytest.importorskip("pycolmap")
+FAST = ("--preset", "nearest", "--max-keypoints", "600", "--workers", "0", "--threads", "1")
+NEW = ("photo1.png", "photo4.png")
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model of four photos, and two more photos in a folder beside them."""
+    folder = tmp_path_factory.mktemp("grow")
+    poses = render_photos(folder / "photos", count=6)
+    (folder / "later").mkdir()
+    for name in NEW:
+        (folder / "photos" / name).rename(folder / "later" / name)
+    camera = ("--camera", "528,528,239.5,179.5")
+    assert run("sfm", folder / "photos", "--out", folder / "model", *FAST, *camera) == 0
+    (folder / "later").rename(folder / "photos" / "later")
+    return folder, poses
+
+
+def test_photos_are_added_in_the_coordinates_of_the_model(made, tmp_path, monkeypatch, capfd):
+    folder, _ = made
+    before = read_given_poses(folder / "model").cam_from_world
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    arguments = ("sfm", folder / "photos" / "later", "--continue", folder / "model", "--workers", 0)
+    with monkeypatch.context() as patch:  # after the matching, before the mapping
+        patch.setattr(growing, "reconstruct", interrupted)
+        assert run(*arguments, "--out", tmp_path / "grown") == 130
+    collection = matcher.Collection.open(folder / "model-run", preset="nearest")
+    matched = collection.counts().pairs_done
+    assert matched == 15 and not (tmp_path / "grown").exists()
+
+    assert run(*arguments, "--out", tmp_path / "grown", "--threads", 1) == 0
+    assert "registered images: 6 of 6" in capfd.readouterr().out
+    assert collection.counts().pairs_done == matched
+    after = read_given_poses(tmp_path / "grown").cam_from_world
+    assert sorted(set(after) - set(before)) == [f"later/{name}" for name in NEW]
+    size = np.ptp([np.linalg.inv(pose)[:3, 3] for pose in before.values()], axis=0).max()
+    for name, pose in before.items():
+        moved = np.linalg.inv(pose)[:3, 3] - np.linalg.inv(after[name])[:3, 3]
+        assert np.linalg.norm(moved) < 0.01 * size
+    summary = json.loads((tmp_path / "grown" / "summary.json").read_text())
+    assert summary["models"][0]["mean_reprojection_error"] < 1
+    assert sorted(read_given_poses(folder / "model").cam_from_world) == sorted(before)  # as it was
+    with matcher.Map.open(tmp_path / "grown") as place:
+        assert len(place.names) == 6
+    with pytest.raises(UsageError, match="has all 2 photos"):
+        continue_model(tmp_path / "grown", folder / "photos" / "later", tmp_path / "again")
+
+
+def test_a_full_disk_leaves_the_model(made, tmp_path, monkeypatch):
+    folder, _ = made
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    monkeypatch.setattr("matcher.collection.reconstruction.reconstruct.write_colmap", full)
+    how = {"how": {"workers": 0}}
+    with pytest.raises(OSError, match="disk is full"):
+        continue_model(folder / "model", folder / "photos" / "later", tmp_path / "grown", **how)
+    assert list(tmp_path.iterdir()) == []
+    assert len(read_given_poses(folder / "model").cam_from_world) == 4
+
+
+def test_poses_are_kept_and_points_triangulated(made, tmp_path, capfd):
+    folder, _ = made
+    known = read_given_poses(folder / "model")
+    photos, names = folder / "photos", [f"photo{i}.png" for i in (0, 2, 3, 5)]
+    assert run("sfm", photos, "--poses", folder / "model", "--out", tmp_path / "points", *FAST) == 0
+    assert "registered images: 4 of 4" in capfd.readouterr().out
+    found = read_given_poses(tmp_path / "points")
+    assert sorted(found.cam_from_world) == names
+    for name in names:
+        np.testing.assert_allclose(found.cam_from_world[name], known.cam_from_world[name], atol=1e-6)
+        assert found.cameras[name] == known.cameras[name]
+    assert json.loads((tmp_path / "points" / "summary.json").read_text())["models"][0]["points"] > 100
+
+
+def test_mistakes_name_their_remedy(made, tmp_path, capfd):
+    folder, _ = made
+    model, photos, out = folder / "model", folder / "photos", tmp_path / "out"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "bad.txt").write_text("no poses\n")
+    for arguments, message in (
+        ((tmp_path / "elsewhere", "--continue", model), "put the new photos into it"),
+        ((photos, "--continue", tmp_path), "holds no COLMAP model"),
+        ((photos, "--continue", model, "--poses", model), "give one of both"),
+        ((photos, "--continue", model, "--max-keypoints", 5), "the settings of its run"),
+        ((photos, "--poses", tmp_path / "none.txt"), "cannot be read as poses"),
+        ((photos, "--poses", tmp_path / "bad.txt"), "name qw qx qy qz"),
+    ):
+        assert run("sfm", *arguments, "--out", out) == 2, arguments
+        error = capfd.readouterr().err
+        assert message in error and "Traceback" not in error, error
+    assert not out.exists()
