@@ -17,6 +17,8 @@ import PIL.Image
 from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from matcher.data import netpbm
+from matcher.data.deep import is_deep, read_deep
 from matcher.data.geometry import UPRIGHT
 from matcher.data.probe import find_format, open_regular
 from matcher.errors import ImageError, ImageWarning, MatcherError
@@ -42,24 +44,37 @@ def decode(path: Path, max_pixels: int) -> Decoded:
     """
     with open_regular(path) as file:
         name, opener = find_format(file, path)
+        if opener is None:
+            with _decoding(path, name):
+                kind, *size, top = netpbm.read_header(file)
+            _check_size(path, *size, max_pixels)
+            with _decoding(path, name):
+                return Decoded(netpbm.read_samples(file, kind, *size, top), None, 1)
         with _decoding(path, name):
             image = opener(file)
         width, height = image.size
-        if width * height > max_pixels:
-            raise ImageError(
-                f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
-                "make the image smaller or raise max_pixels"
-            )
+        _check_size(path, width, height, max_pixels)
         _warn_of_pages(image, path, name)
         with _decoding(path, name), _quiet(width * height):
             turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
-            image.load()
-            raw, opaque = samples_of(image)
+            deep = is_deep(image, file)
+            image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
+            if turned != 1 or not deep or (found := read_deep(file, path, image.size)) is None:
+                found = samples_of(image)
+            raw, opaque = found
             orientation = _orientation(image.getexif()) if turned == 1 else turned
     if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
         back = _INVERSE_TURN.get(turned, turned)
         raw, opaque = turned_by(raw, back), None if opaque is None else turned_by(opaque, back)
     return Decoded(raw, opaque, orientation)
+
+
+def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise ImageError(
+            f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
+            "make the image smaller or raise max_pixels"
+        )
 
 
 def from_pillow(image: PIL.Image.Image) -> Decoded:

@@ -34,9 +34,9 @@ def read_image(
 ) -> Image:
     """Read an image file.
 
-    Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, GIF, JPEG 2000, AVIF and (with the `heif` extra) HEIC;
-    of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by their full
-    range; alpha 0 becomes mask False.
+    Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, PFM, GIF, JPEG 2000, AVIF and (with the `heif`
+    extra) HEIC; of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by
+    their full range, those of a PFM must lie in [0, 1]; alpha 0 becomes mask False.
 
     >>> import matcher, PIL.Image
     >>> PIL.Image.new("L", (1600, 1200)).save("grey.png")

@@ -23,6 +23,8 @@ IMAGE_SUFFIXES = (
     ".pgm",
     ".ppm",
     ".pbm",
+    ".pnm",
+    ".pfm",
     ".gif",
     ".jp2",
     ".avif",

@@ -19,7 +19,6 @@ from PIL.GifImagePlugin import GifImageFile
 from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
@@ -67,8 +66,8 @@ def open_regular(path: Path) -> BinaryIO:
         raise ImageError(f"{os.fspath(path)!r}: not a file name ({error}); check the path") from error
 
 
-def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener]:
-    """Name and Pillow class of the image format, from the file's first bytes.
+def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
+    """Name and Pillow class of the image format, from the file's first bytes; None: `netpbm` reads it.
 
     Raises:
         ImageError: a format that is not known.
@@ -102,13 +101,13 @@ def _open_avif(file: BinaryIO) -> PIL.Image.Image:
     return AvifImageFile(file)
 
 
-_FORMATS: tuple[tuple[str, bytes, Opener], ...] = (
+_FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (  # None: `netpbm`
     ("JPEG", rb"\xff\xd8\xff", JpegImageFile),
     ("PNG", rb"\x89PNG\r\n\x1a\n", PngImageFile),
     ("TIFF", rb"II[*+]\0|MM\0[*+]", TiffImageFile),
     ("WebP", rb"RIFF.{4}WEBP", WebPImageFile),
     ("BMP", rb"BM", BmpImageFile),
-    ("PGM, PPM or PBM", rb"P[1-6]\s", PpmImageFile),
+    ("PGM, PPM, PBM or PFM", rb"P[1-6Ff]\s", None),
     ("GIF", rb"GIF8[79]a", GifImageFile),
     ("JPEG 2000", rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51", Jpeg2KImageFile),
     ("AVIF", rb".{4}ftypavi[fs]", _open_avif),

@@ -1,0 +1,225 @@
+"""Promises 4 and 8 for pictures: the damaged are a clear error, soon; the others are read in their depth."""
+
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import matcher
+from matcher.data.decoding import decode
+from matcher.data.image import Image
+from matcher.errors import ImageError, ImageWarning, MatcherError
+
+pytestmark = pytest.mark.promise(4)
+SECONDS = 5.0  # for a megabyte
+
+
+def picture(size: tuple[int, int] = (48, 36)) -> np.ndarray:
+    noise = np.random.default_rng(4).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return cv2.GaussianBlur(noise, (0, 0), 1.5)
+
+
+def encoded(folder: Path, suffix: str) -> bytes:
+    path = folder / f"whole{suffix}"
+    if suffix in (".pgm", ".ppm", ".pbm", ".pfm"):
+        grey = picture()[..., 0]
+        kinds = {
+            ".pgm": b"P5 48 36 1023\n" + (grey.astype(int) * 4).astype(">u2").tobytes(),
+            ".ppm": b"P6 48 36 255\n" + picture().tobytes(),
+            ".pbm": b"P4 48 36\n" + np.packbits(grey > 127, axis=1).tobytes(),
+            ".pfm": b"Pf 48 36 -1.0\n" + (grey / np.float32(255)).astype("<f4").tobytes(),
+        }
+        path.write_bytes(kinds[suffix])
+    else:
+        PIL.Image.fromarray(picture()).save(path)
+    return path.read_bytes()
+
+
+FORMATS = (".png", ".jpg", ".tif", ".webp", ".bmp", ".gif", ".pgm", ".ppm", ".pbm", ".pfm")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_picture_that_is_cut_short(tmp_path, tried, suffix):
+    data, path = encoded(tmp_path, suffix), tmp_path / f"cut{suffix}"
+    for part in range(30):
+        path.write_bytes(data[: len(data) * part // 30])
+        with pytest.raises(ImageError, match=path.name):
+            decode(path, 10**6)
+    tried(30)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.filterwarnings("ignore::matcher.errors.ImageWarning", "ignore::UserWarning")
+def test_flipped_bits_never_crash(tmp_path, tried, suffix):
+    """Another picture, or a clear error; which of them, only a format with checksums can say."""
+    data, path, rng, seen = encoded(tmp_path, suffix), tmp_path / f"x{suffix}", np.random.default_rng(8), 0
+    whole = decode(tmp_path / f"whole{suffix}", 10**6).samples
+    for bit in rng.integers(0, 8 * len(data), 60):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(flipped)
+        try:
+            found = decode(path, 10**6).samples
+        except MatcherError:
+            seen += 1
+        else:
+            assert found.dtype.kind in "ufi" and found.size
+            if suffix == ".png":  # its checksums were used
+                assert np.array_equal(found, whole)
+    tried(60)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"P6\n#" + b"x" * 1_000_000 + b"\n8 8\n255\n" + bytes(192),
+        b"P6\n" + b"#\n" * 500_000 + b"8 8\n255\n" + bytes(192),
+        b"P6\n" + b" " * 1_000_000 + b"8 8\n255\n" + bytes(192),
+        b"P2\n" + b"9" * 1_000_000,
+        b"P2\n1000 1000\n255\n" + b"7 " * 400_000,
+        b"P1\n1000 1000\n" + b"1" * 900_000,
+        b"PF\n99999999 99999999\n1.0\n",
+        b"P5\n48 36\n70000\n" + bytes(9999),
+        b"P5\n-4 36\n255\n" + bytes(9999),
+        b"P5\n0 36\n255\n",
+        b"Pf\n8 8\nnan\n" + bytes(256),
+        b"P2\n2 1\n9\n5 10\n",
+        b"P2\n2 1\n9\n5 x\n",
+    ],
+    ids=lambda head: head[:9].decode(),
+)
+def test_a_netpbm_file_that_is_no_picture(tmp_path, head):
+    """The header with one long comment took 25 seconds of reading."""
+    (tmp_path / "a.ppm").write_bytes(head)
+    begun = time.process_time()
+    with pytest.raises(ImageError, match=r"a\.ppm"):
+        decode(tmp_path / "a.ppm", 10**8)
+    assert time.process_time() - begun < SECONDS
+
+
+def png(width: int, height: int, depth: int = 1) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(min(10**6, (1 + width // 8) * height)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(30_000, 30_000), (2**31 - 1, 2**31 - 1), (2**31 - 1, 1), (0, 5)])
+def test_a_header_that_promises_too_much(tmp_path, size):
+    (tmp_path / "a.png").write_bytes(png(*size))
+    begun = time.process_time()
+    with pytest.raises(ImageError, match=r"a\.png"):
+        matcher.read_image(tmp_path / "a.png")
+    assert time.process_time() - begun < SECONDS
+
+
+def deep(path: Path, values: np.ndarray) -> Path:
+    cv2.imwrite(str(path), values[..., ::-1] if values.shape[2] == 3 else values[..., [2, 1, 0, 3]])
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.ppm"])
+def test_colour_of_sixteen_bits_is_read_as_such(tmp_path, rng, name):
+    values = rng.integers(0, 65536, (20, 30, 3), dtype=np.uint16)
+    found = decode(deep(tmp_path / name, values), 10**6)
+    assert found.samples.dtype == np.uint16 and np.array_equal(found.samples, values)
+    kept: Image = matcher.read_image(tmp_path / name, keep_stored=True)
+    assert kept.stored.dtype == np.uint16
+
+
+def test_sixteen_bits_with_alpha(tmp_path, rng):
+    values = rng.integers(1, 65536, (20, 30, 4), dtype=np.uint16)
+    values[:5, :, 3] = 0
+    found = decode(deep(tmp_path / "a.png", values), 10**6)
+    assert np.array_equal(found.samples, values[..., :3])
+    assert np.array_equal(found.opaque, values[..., 3] != 0)
+
+
+def test_sixteen_bits_that_are_read_as_eight_are_said(tmp_path, rng):
+    values = rng.integers(0, 65536, (20, 30, 3), dtype=np.uint16)
+    path = deep(tmp_path / "a.png", values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cv2, "imdecode", lambda *_: None)
+        with pytest.warns(ImageWarning, match="16 bits a sample are read as 8"):
+            assert decode(path, 10**6).samples.dtype == np.uint8
+
+
+@pytest.mark.parametrize(("kind", "order"), [("Pf", "<"), ("Pf", ">"), ("PF", "<")])
+def test_float_maps(tmp_path, rng, kind, order):
+    shape = (12, 16, 3) if kind == "PF" else (12, 16)
+    values = rng.random(shape).astype(np.float32)
+    head = f"{kind}\n16 12\n{'-1.0' if order == '<' else '1.0'}\n".encode()
+    (tmp_path / "a.pfm").write_bytes(head + values[::-1].astype(f"{order}f4").tobytes())
+    assert np.array_equal(decode(tmp_path / "a.pfm", 10**6).samples, values)
+    assert np.array_equal(matcher.read_image(tmp_path / "a.pfm").pixels, np.rint(values * 255))
+    (tmp_path / "b.pfm").write_bytes(head + (values * 9).astype(f"{order}f4").tobytes())
+    with pytest.raises(ImageError, match=r"b\.pfm.*\[0, 1\]"):
+        matcher.read_image(tmp_path / "b.pfm")
+
+
+def test_the_first_frame_of_a_gif_is_used_and_said(tmp_path):
+    frames = [PIL.Image.fromarray(np.full((12, 16), value, np.uint8)) for value in (10, 200)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    with pytest.warns(ImageWarning, match="has 2 frames; the first one is used"):
+        assert matcher.read_image(tmp_path / "a.gif").pixels.mean() == pytest.approx(10, abs=2)
+
+
+SIGNATURES = (
+    *(b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"II*\0", b"RIFF\0\0\0\0WEBP"),
+    *(b"BM", b"GIF89a", b"P5 ", b"PF "),
+)
+
+
+def check_bytes(folder: Path, data: bytes) -> None:
+    path = folder / "fuzzed"
+    path.write_bytes(data)
+    begun = time.process_time()
+    try:
+        found = decode(path, 10**6)
+    except MatcherError as error:
+        assert "fuzzed" in str(error)
+    else:
+        assert found.samples.shape[0] * found.samples.shape[1] <= 10**6
+    assert time.process_time() - begun < SECONDS
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("examples", [150, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_any_bytes_after_a_signature(tmp_path, tried, examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.sampled_from(SIGNATURES), st.binary(max_size=400))
+    def check(signature, rest):
+        tried()
+        check_bytes(tmp_path, signature + rest)
+
+    check()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("examples", [15, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_picture_with_pieces_changed(tmp_path, tried, suffix, examples):
+    data = encoded(tmp_path, suffix)
+    places = st.integers(0, len(data) - 1)
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.lists(st.tuples(places, st.binary(max_size=9), st.integers(0, 9)), max_size=5))
+    def check(changes):
+        tried()
+        changed = bytearray(data)
+        for place, new, gone in changes:
+            changed[place : place + gone] = new
+        check_bytes(tmp_path, bytes(changed))
+
+    check()
