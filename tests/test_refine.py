@@ -272,6 +272,12 @@ def test_the_pipeline_refines_unless_told_not_to(tmp_path, views):
     right = errors(plain.matches) < 3
     assert np.median(errors(better.matches)[right]) < 0.5 * np.median(errors(plain.matches)[right])
     assert matcher.PRESETS["loftr-outdoor"].refine is None
+    better.save(tmp_path / "better.npz")
+    with np.load(tmp_path / "better.npz") as stored:
+        assert np.array_equal(stored["points1"], better.points1)
+        assert np.array_equal(stored["covariances"], better.matches.refinement.covariances)
+        assert stored["covariances"].shape == (len(better.matches), 2, 2)
+        assert np.array_equal(stored["refinement"] == "refined", better.matches.refinement.accepted)
 
 
 def test_resized_pixels_serve_where_the_file_is_not_at_hand():

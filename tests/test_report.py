@@ -12,7 +12,10 @@ import torch
 from browser import browser, needs_browser
 
 from matcher.cli import main
+from matcher.data.image import Image
+from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
+from matcher.explain.report.pair import pair_data
 from matcher.explain.report.report import write_report
 from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
@@ -57,6 +60,24 @@ def test_the_report_holds_the_matches_and_escapes_names(report, pictures):
     assert [image["name"] for image in data["images"]] == [str(path) for path in pictures]
     assert len(data["layers"]) == result.matches.layers_run and len(result.matches) > 20
     assert len(data["images"][0]["points"]) == len(result.features0)
+    accepted = result.matches.indices[result.matches.refinement.accepted, 1]
+    assert data["images"][0]["ellipses"] == [] and len(accepted) > 20
+    assert [row[0] for row in data["images"][1]["ellipses"]] == sorted(accepted.tolist())
+
+
+def test_ellipses_are_covariances_in_pixels_of_the_page():
+    """Stored images of 400 x 200 pixels, shown turned by EXIF orientation 6 at half their size."""
+    image = Image(np.zeros((200, 100), np.uint8), (400, 200), (0.5, 0.5), orientation=6)
+    points = np.array([[10.0, 20.0], [200.0, 100.0], [300.0, 50.0]], np.float32)
+    matches = Matches.from_indices([[0, 1], [2, 2]], points, points, [0.9, 0.8])
+    covariances = np.full((3, 2, 2), np.nan)
+    covariances[[0, 1]] = np.diag([0.04, 0.01])  # longer along the stored x, which is shown as y
+    geometry = TwoViewGeometry("fundamental", "not_estimated", np.zeros(2, bool))
+    data = pair_data((image, image), (points, points), matches, geometry, [], (None, covariances))
+    assert data["images"][0]["ellipses"] == []
+    ((point, long, short, angle),) = data["images"][1]["ellipses"]
+    assert (point, long, short) == (1, 0.2 * 0.5 * data["enlarged"], 0.1 * 0.5 * data["enlarged"])
+    assert abs(np.sin(angle)) == pytest.approx(1)
 
 
 @needs_browser
@@ -87,6 +108,9 @@ def test_a_click_on_a_keypoint_shows_its_match_and_what_it_attends_to(report, tm
         assert all(0 <= float(x) < 6 for x in entropy[2:])
         page.click("#rollout")
         assert "% of its information" in page.text("#info")
+        plain = page.run("return base.toDataURL()")
+        page.click("#ellipses")
+        assert page.run("return base.toDataURL()") != plain
         page.click("#lines")
         page.click("#changes")
         page.screenshot(tmp_path / "report.png")

@@ -39,6 +39,8 @@ const control = (id, text, type, attributes, needed = true) => {
 const least = control("least", "minimum confidence", "range", { min: 0, max: 100, value: 0 });
 const inner = control("inliers", "inliers only", "checkbox", {});
 const every = control("lines", "all lines", "checkbox", {});
+const refined = data.images.some(image => image.ellipses.length);
+const uncertain = control("ellipses", `uncertainty, enlarged ${data.enlarged} times`, "checkbox", {}, refined);
 const layer = control("layer", "layer", "range", { min: 1, max: L || 1, value: L || 1 }, L);
 const head = control("head", "head", "range", { min: 0, max: H || 0, value: 0 }, L);
 const changes = control("changes", "matches of this layer", "checkbox", {}, L);
@@ -55,6 +57,13 @@ const dot = (ink, place, radius, colour) => {
   ink.arc(place[0], place[1], radius, 0, 7);
   ink.fillStyle = colour;
   ink.fill();
+};
+const ellipse = (ink, place, [long, short, angle]) => {
+  ink.beginPath();
+  ink.ellipse(place[0], place[1], long, short, angle, 0, 7);
+  ink.strokeStyle = "#f0e442";
+  ink.lineWidth = 1;
+  ink.stroke();
 };
 const line = (ink, from, to, colour, width, dash = []) => {
   ink.beginPath();
@@ -95,6 +104,10 @@ function paint() {
       dot(ink, at(side, point), 2.6 * unit, BLACK);
       dot(ink, at(side, point), 1.8 * unit, fateColour(fate));
     });
+  });
+  if (uncertain.input.checked) data.images.forEach((image, side) => {
+    for (const [point, ...shape] of image.ellipses)
+      if (visible(data.matches[image.partner.get(point)])) ellipse(ink, at(side, point), shape);
   });
   if (L) paintHistogram();
 }

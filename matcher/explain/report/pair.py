@@ -26,6 +26,7 @@ BODY = (
     '<div id="details"></div><p id="legend"></p><div id="tables"></div>'
 )
 _SIDE = 1024  # pixels, longer side of an image in the report
+ENLARGED = 20  # ellipses of uncertainty: a tenth of a pixel could not be seen
 _BINS = 20  # of the histogram of confidences
 _ENTROPY_STEP = 16  # of entropies: sixteenths of a nat
 
@@ -36,6 +37,7 @@ def pair_data(
     matches: Matches,
     geometry: TwoViewGeometry,
     origin: Sequence[tuple[str, str]],
+    covariances: Sequence[np.ndarray | None] = (None, None),
 ) -> dict[str, Any]:
     """A pair without reasons, as a store keeps it.
 
@@ -44,14 +46,17 @@ def pair_data(
         keypoints: (N, 2) and (M, 2), stored pixels.
         matches, geometry: of the pair.
         origin: rows of the last table, what and value.
+        covariances: of the keypoints of each image, (N, 2, 2) stored pixels², NaN where they are not refined;
+            None: none is.
     """
     verified = geometry.status != "not_estimated"
     inliers = geometry.inliers.tolist() if verified else [True] * len(matches)
     pairs = zip(matches.indices.tolist(), matches.scores.tolist(), inliers, strict=True)
-    sides = zip(images, keypoints, (0, 1), strict=True)
+    sides = zip(images, keypoints, matches.indices.T, covariances, strict=True)
     return {
         "chosen": None,
-        "images": [_shown_image(image, points, matches.indices[:, side]) for image, points, side in sides],
+        "images": [_shown_image(*side) for side in sides],
+        "enlarged": ENLARGED,
         "matches": [[i, j, round(score, 4), inner] for (i, j), score, inner in pairs],
         "layers": [],
         "origin": [[*row] for row in (*origin, ("geometry", f"{geometry.kind}: {geometry.status}"))],
@@ -102,8 +107,19 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
     }
 
 
-def _shown_image(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> dict[str, Any]:
-    """A JPEG of the upright image, and the keypoints in its pixels."""
+def covariances_of(matches: Matches, count: int) -> np.ndarray | None:
+    """(count, 2, 2) of the keypoints of image 1, NaN for those that were not refined; None if none was."""
+    if matches.refinement is None:
+        return None
+    found, accepted = np.full((count, 2, 2), np.nan), matches.refinement.accepted
+    found[matches.indices[accepted, 1]] = matches.refinement.covariances[accepted]
+    return found
+
+
+def _shown_image(
+    image: Image, keypoints: np.ndarray, matched: np.ndarray, covariances: np.ndarray | None
+) -> dict[str, Any]:
+    """A JPEG of the upright image, and the keypoints and their ellipses of uncertainty in its pixels."""
     height, width = image.pixels.shape[:2]
     factor = min(1.0, _SIDE / max(height, width))
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
@@ -120,9 +136,25 @@ def _shown_image(image: Image, keypoints: np.ndarray, matched: np.ndarray) -> di
         "jpeg": "data:image/jpeg;base64," + base64.b64encode(jpeg).decode(),
         "points": np.round(positions.astype(float), 1).tolist(),
         "fates": fates.tolist(),
+        "ellipses": _ellipses(image, covariances, matched, (shape[0] / width, shape[1] / height)),
         "asked": [],
         "traced": [],
     }
+
+
+def _ellipses(
+    image: Image, covariances: np.ndarray | None, matched: np.ndarray, factor: tuple[float, float]
+) -> list[list[float]]:
+    """Of refined and matched keypoints: which, both radii, enlarged shown pixels, and angle in radians."""
+    if covariances is None:
+        return []
+    points = np.unique(matched[np.isfinite(covariances[matched]).all(axis=(1, 2))])
+    to_shown = np.diag(factor) @ np.linalg.inv(image.axes_to_stored)
+    values, axes = np.linalg.eigh(to_shown @ covariances[points].astype(np.float64) @ to_shown.T)
+    radii = ENLARGED * np.sqrt(values.clip(0))
+    angles = np.arctan2(axes[:, 1, 1], axes[:, 0, 1])
+    rows = zip(points.tolist(), radii[:, 1].tolist(), radii[:, 0].tolist(), angles.tolist(), strict=True)
+    return [[point, round(long, 2), round(short, 2), round(angle, 3)] for point, long, short, angle in rows]
 
 
 def _packed(attention: Attention, kind: str) -> list[str]:

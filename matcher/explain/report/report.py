@@ -9,7 +9,15 @@ from matcher.config import to_dict
 from matcher.data.image import Image
 from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.explain.report.page import build_page
-from matcher.explain.report.pair import BODY, SCRIPTS, SOURCES, STRONGEST, add_reasons, pair_data
+from matcher.explain.report.pair import (
+    BODY,
+    SCRIPTS,
+    SOURCES,
+    STRONGEST,
+    add_reasons,
+    covariances_of,
+    pair_data,
+)
 from matcher.files import check_output, write_output
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import ImageInput, Mask, Pipeline
@@ -73,7 +81,9 @@ def report_page(
     traced = tuple(points[:_TRACED] for points in asked)
     explanation = explain(network, *features, *asked, strongest=STRONGEST, traced=traced)
     keypoints = [side.keypoints.cpu().numpy() for side in features]
-    data = pair_data(images, keypoints, result.matches, result.geometry, _origin(pipeline, images))
+    covariances = (None, covariances_of(result.matches, len(keypoints[1])))
+    origin = _origin(pipeline, images)
+    data = pair_data(images, keypoints, result.matches, result.geometry, origin, covariances)
     add_reasons(data, explanation, config)
     data |= {
         "chosen": chosen,

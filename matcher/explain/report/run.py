@@ -123,7 +123,12 @@ def _pair_page(store: Store, pair: StoredPair, images: Sequence[StoredImage], in
         ),
     ]
     keypoints = [store.keypoints(image.name) for image in images]
-    data = pair_data(shown, keypoints, pair.matches, pair.geometry, origin)
+    refined = [store.refined_keypoints(image.name) for image in images]
+    covariances = [
+        None if side is None else np.where(side.refined[:, None, None], side.covariances, np.nan)
+        for side in refined
+    ]
+    data = pair_data(shown, keypoints, pair.matches, pair.geometry, origin, covariances)
     return build_page(f"{pair.name0} and {pair.name1}", SCRIPTS, BODY, {**data, "back": f"../{quote(index)}"})
 
 
