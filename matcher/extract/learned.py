@@ -20,6 +20,13 @@ from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_
 from matcher.config import ExtractorConfig
 from matcher.data.image import Image
 from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
+from matcher.kernels import (
+    add_enlarged_compiled,
+    have_maps,
+    peaks_compiled,
+    sample_compiled,
+    score_pixels_compiled,
+)
 
 WIDTHS = (16, 32, 64, 128)  # channels of the maps at 1/2, 1/4, 1/8 and 1/16 of the resolution
 DEPTHS = (2, 2, 3, 3)  # convolutions of each
@@ -44,6 +51,24 @@ class ConvNormRelu(nn.Sequential):
             nn.BatchNorm2d(outputs) if normalised else nn.Identity(),
             nn.ReLU(inplace=True),
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, H, W) → (B, outputs, H / stride, W / stride)."""
+        convolution, norm, _ = self
+        half = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled()
+        # oneDNN's convolution that ends with a ReLU, where this PyTorch has it, spares a pass over the map.
+        fused = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+        if not half or isinstance(norm, nn.BatchNorm2d) or fused is None:
+            return super().forward(x)
+        sizes = (convolution.padding, convolution.stride, convolution.dilation, convolution.groups)
+        return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")
+
+
+def _add_enlarged(fine: Tensor, coarse: Tensor) -> Tensor:
+    """fine (B, C, 2h, 2w) + coarse (B, C, h, w) enlarged."""
+    if fine.dtype == coarse.dtype and have_maps(fine, coarse):
+        return add_enlarged_compiled(fine, coarse)
+    return fine + interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
 
 
 class FeatureNetwork(nn.Module):
@@ -86,16 +111,22 @@ class FeatureNetwork(nn.Module):
             x = stage(x)
             maps.append(x)
         for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
-            x = lower + interpolate(lift(x), scale_factor=2, mode="bilinear", align_corners=False)
+            x = _add_enlarged(lower, lift(x))
         x = self.mix(x)
+        if have_maps(x):
+            return score_pixels_compiled(x, self.points.weight, self.points.bias), maps
         # Half precision would make neighbouring pixels equal.
         with torch.autocast(x.device.type, enabled=False):
             return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
-        return normalize(self.descriptor(torch.cat(columns, dim=-1)).float(), dim=-1)
+        if have_maps(*maps):
+            sampled = sample_compiled(maps, points, [2.0**-k for k in range(1, len(maps) + 1)])
+        else:
+            columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
+            sampled = torch.cat(columns, dim=-1)
+        return normalize(self.descriptor(sampled).float(), dim=-1)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
@@ -211,9 +242,10 @@ def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
     """The best points of one image, refined and described."""
-    y, x = candidates(logits, config.nms_radius, config.border)[0].nonzero().T
-    scores = logits[0, y, x].sigmoid()
-    points = torch.stack([x, y], dim=-1)
+    points = peaks_compiled(logits[0], config.nms_radius, config.border)
+    if points is None:
+        points = candidates(logits, config.nms_radius, config.border)[0].nonzero().flip(1)
+    scores = logits[0, points[:, 1], points[:, 0]].sigmoid()
     found = (scores > config.score_threshold).nonzero()[:, 0]
     index = found[strongest(points[found].float(), scores[found], image, config.max_keypoints)]
     refined = refine(logits, points[None, index])

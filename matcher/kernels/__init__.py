@@ -1,8 +1,8 @@
 """Kernels in C++, compiled here on request; everything runs without them.
 
 What is between the matrix products of a block, attention on matrix units, the kernel of a transport problem,
-assignment by the best candidates of every point, consensus, and least-squares matching of windows.
-`MATCHER_COMPILED=0` in the environment leaves them alone.
+assignment by the best candidates of every point, consensus, the front end's maps, and least-squares matching
+of windows. `MATCHER_COMPILED=0` in the environment leaves them alone.
 """
 
 from matcher.kernels.calls import (
@@ -23,6 +23,13 @@ from matcher.kernels.candidates import (
     transport_candidates,
 )
 from matcher.kernels.library import SWITCH, build, kernels
+from matcher.kernels.maps import (
+    add_enlarged_compiled,
+    have_maps,
+    peaks_compiled,
+    sample_compiled,
+    score_pixels_compiled,
+)
 from matcher.kernels.windows import FitSettings, WindowView, fit_windows_compiled
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "FitSettings",
     "WindowView",
     "absorb_compiled",
+    "add_enlarged_compiled",
     "attend_compiled",
     "best_candidates",
     "build",
@@ -41,7 +49,11 @@ __all__ = [
     "fit_windows_compiled",
     "have_candidates",
     "have_kernels",
+    "have_maps",
     "kernels",
+    "peaks_compiled",
+    "sample_compiled",
+    "score_pixels_compiled",
     "supported_candidates",
     "transport_candidates",
     "turn_compiled",

@@ -33,9 +33,12 @@ SOURCES = tuple(
         "transport.cpp",
         "consensus.cpp",
         "fit_windows.cpp",
+        "maps.cpp",
     )
 )
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "products.h", "tiles.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("vectors.h", "numbers.h", "products.h", "tiles.h")
+)
 SWITCH = "MATCHER_COMPILED"
 _FLAGS = (
     "-O3",
@@ -105,7 +108,8 @@ def _load() -> ctypes.CDLL | None:
             return None
         for name, types in SIGNATURES.items():
             getattr(library, f"matcher_{name}").argtypes = types
-        library.matcher_join.restype = ctypes.c_long
+        for name in ("join", "peaks"):
+            getattr(library, f"matcher_{name}").restype = ctypes.c_long
         if instructions() == "sapphirerapids" and library.matcher_prepare():
             return None  # the system does not let this process use the matrix unit
     except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged

@@ -2,40 +2,12 @@
 // core's registers: layer normalisation with GELU, and the turning of queries and keys by their positions.
 // Plain loops, which the compiler turns into vector instructions.
 #include <cmath>
-#include <cstdint>
-#include <cstring>
+
+#include "numbers.h"
 
 namespace {
 
 constexpr long kWidest = 4096;  // channels of a row
-
-struct Half {
-  uint16_t bits;
-};
-
-inline float as_float(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-inline uint32_t as_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float wide(float x) { return x; }
-inline float wide(Half x) { return as_float((uint32_t)x.bits << 16); }
-
-// The upper half of the bits of x, rounded to the nearest, ties to even.
-inline uint32_t rounded(float x) {
-  const uint32_t bits = as_bits(x);
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-inline void store(float x, float* out) { *out = x; }
-inline void store(float x, Half* out) { out->bits = (uint16_t)rounded(x); }
 
 // x Φ(x), Φ from a polynomial in x² for erf(x / √2) / x, fitted up to `farthest` for the least error of x Φ(x).
 template <int kDegree>
