@@ -20,7 +20,7 @@ from matcher.lab.pairs.textures import DrawnPhotos, PhotoSet
 ATTEMPTS = 8  # for the second camera, before the scene is given up
 SAME_LIGHT_SHARE = 0.5
 LENS_SHARE, PHOTO_BACKDROP_SHARE = 0.3, 0.4
-ANYWHERE_SHARE = 0.4  # of the pairs, whose second camera may be on the opposite side of what it looks at
+ANYWHERE_SHARE = 0.1  # of the pairs, whose second camera may be on the opposite side of what it looks at
 MIN_OVERLAP, MAX_OVERLAP = 0.12, 0.9  # smaller share of covisible pixels of the two images
 
 
