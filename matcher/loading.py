@@ -51,7 +51,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
         max_keypoints: at most so many in an image.
-        resize: longer side in pixels; larger images are made smaller.
+        resize: longer side in pixels; larger images are made smaller. By default 1024, and the presets of
+            the front end `learned` make soft (enlarged, blurred) images smaller still, but not below 640.
         keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
         match_threshold: least score of a match, 0 to 1.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.

@@ -31,7 +31,9 @@ class LoadOptions(TypedDict, total=False):
     device: str | None  # "auto" (CUDA when there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"
     precision: Precision | None  # of the network; "auto" is what the device is fast at
     max_keypoints: int | None  # an image
-    resize: int | None  # longer side in pixels; larger images are made smaller
+    # Longer side in pixels; larger images are made smaller. By default soft ones still smaller where a preset
+    # does so; a size that is given is kept.
+    resize: int | None
     keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
     match_threshold: float | None  # least score of a match, 0 to 1
     ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
@@ -85,6 +87,8 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
             for step in tables:
                 table = table[step]
             table[key] = given[name]
+    if "resize" in given:
+        values["extractor"]["soft_resize"] = None
     if "second_pass" in given:
         values["second_pass"] = _second_pass(config, given["second_pass"])
     if "refine" in given:

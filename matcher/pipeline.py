@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -185,10 +186,11 @@ class Pipeline:
         )
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
-        """An image with more of its pixels, where it was made smaller to be matched."""
-        if isinstance(given, Image) or image.scale == (1.0, 1.0):
+        """An image with more of its pixels, where these show more than those that were matched."""
+        resize = self.config.extractor.resize
+        if isinstance(given, Image) or image.scale == (1.0, 1.0) or image.is_reduced(resize):
             return image
-        return self._read(given, mask, _ENLARGED * self.config.extractor.resize)
+        return self._read(given, mask, resize=_ENLARGED * resize)
 
     def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
         """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
@@ -200,13 +202,12 @@ class Pipeline:
             ImageError: the image cannot be read.
             UsageError: something that is no image, or a mask of another size.
         """
-        return self._read(image, mask, self.config.extractor.resize, self.config.refine is not None)
+        config, stored = self.config.extractor, self.config.refine is not None
+        sizes = {"resize": config.resize, "soft_resize": config.soft_resize}
+        return self._read(image, mask, **sizes, keep_stored=stored)
 
-    def _read(
-        self, image: ImageInput, mask: Mask | None, resize: int | None, keep_stored: bool = False
-    ) -> Image:
-        options = {"resize": resize, "upright": self.upright, "mask": mask, "keep_stored": keep_stored}
-        return read_input(image, max_pixels=self.max_pixels, **options)
+    def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
+        return read_input(image, max_pixels=self.max_pixels, upright=self.upright, mask=mask, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""

@@ -134,7 +134,9 @@ def limited(pipeline: Parts, choice: Choice) -> Any:
     config = pipeline.config
     if "refinement" in choice.without:
         config = replace(config, refine=None)
-    extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, resize=choice.resize)
+    # The choice is for images of this size, soft or not.
+    size = {"resize": choice.resize, "soft_resize": None}
+    extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, **size)
     extractor = pipeline.extractor
     if isinstance(extractor, (SiftExtractor, LearnedExtractor)):
         extractor = extractor.limited(choice.max_keypoints)

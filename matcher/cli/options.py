@@ -61,7 +61,12 @@ MaxKeypoints = Annotated[
 ]
 Resize = Annotated[
     int | None,
-    typer.Option("--resize", metavar="PX", help="Shrink larger images until the longer side has PX pixels."),
+    typer.Option(
+        "--resize",
+        metavar="PX",
+        help="Shrink larger images until the longer side has PX pixels. Without it, the learned front end's "
+        "presets shrink soft images further, to 640 at least.",
+    ),
 ]
 Keep = Annotated[
     Literal["strongest", "largest"] | None,

@@ -9,7 +9,14 @@ from typing import Any
 import cv2
 import numpy as np
 
-from matcher.data.geometry import UPRIGHT, resize_points, stored_to_upright, upright_to_stored
+from matcher.data.geometry import (
+    UPRIGHT,
+    resize_points,
+    resized,
+    stored_to_upright,
+    upright_size,
+    upright_to_stored,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,6 +80,12 @@ class Image:
             mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
         scale = (self.scale[0] * size[0] / width, self.scale[1] * size[1] / height)
         return replace(self, pixels=cv2.resize(self.pixels, size, interpolation=how), mask=mask, scale=scale)
+
+    def is_reduced(self, resize: int | None) -> bool:
+        """Whether it was made smaller than to this longer side, because it was soft."""
+        height, width = self.pixels.shape[:2]
+        full, _ = resized(upright_size(self.size, self.orientation), resize)
+        return width * height < full[0] * full[1]
 
     def features_fields(self) -> dict[str, Any]:
         """What `Features` take from their image: size, scale and orientations, as keyword arguments."""

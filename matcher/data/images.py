@@ -17,6 +17,7 @@ from matcher.data.geometry import LONGEST_ASPECT, resized, upright_size
 from matcher.data.image import Image
 from matcher.data.masks import combined
 from matcher.data.probe import PathLike, as_path
+from matcher.data.sharpness import without_blur
 from matcher.errors import ImageError, ImageWarning, UsageError
 
 MAX_PIXELS = 178_000_000
@@ -27,6 +28,7 @@ def read_image(
     path: PathLike,
     *,
     resize: int | None = 1024,
+    soft_resize: int | None = None,
     upright: bool = True,
     max_pixels: int = MAX_PIXELS,
     mask: PathLike | np.ndarray | None = None,
@@ -47,6 +49,8 @@ def read_image(
         path: the file.
         resize: longer side in pixels, only ever made smaller; None keeps the size. An image more than four
             times as long as wide gets the area of an ordinary one instead, with an `ImageWarning`.
+        soft_resize: a soft image (enlarged, blurred) is made smaller still, until its edges are sharp, but
+            its longer side keeps so many pixels; None: never.
         upright: apply the EXIF orientation; False keeps the stored pixels.
         max_pixels: width · height above which the file is refused from its header, undecoded.
         mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
@@ -58,14 +62,14 @@ def read_image(
         UsageError: an argument that cannot be used, or a mask of another size than the stored image.
     """
     path = as_path(path)
-    _check_limits(resize, max_pixels)
+    _check_limits(resize, soft_resize, max_pixels)
     decoded = decode(path, max_pixels)
     try:
         pixels = to_uint8(decoded.samples)
     except ValueError as error:
         raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
     keep = combined(decoded.opaque, mask, pixels.shape[:2], max_pixels)
-    image = _finish(pixels, keep, decoded.orientation, resize, path, upright=upright)
+    image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), path, upright=upright)
     return _with_stored(image, decoded.samples, keep) if keep_stored else image
 
 
@@ -73,6 +77,7 @@ def image_from_array(
     array: Any,
     *,
     resize: int | None = 1024,
+    soft_resize: int | None = None,
     upright: bool = True,
     mask: PathLike | np.ndarray | None = None,
     keep_stored: bool = False,
@@ -82,14 +87,14 @@ def image_from_array(
     Args:
         array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
             tensor may have its channels first. A PIL image may be of any mode.
-        resize, mask, keep_stored: as in `read_image`.
+        resize, soft_resize, mask, keep_stored: as in `read_image`.
         upright: apply the EXIF orientation of a PIL image.
 
     Raises:
         ImageError: a PIL image whose file is damaged.
         UsageError: another shape or dtype, values outside the range, NaN, or a mask of another size.
     """
-    _check_limits(resize, MAX_PIXELS)
+    _check_limits(resize, soft_resize, MAX_PIXELS)
     if isinstance(array, PIL.Image.Image):
         decoded = from_pillow(array)
     else:
@@ -99,7 +104,7 @@ def image_from_array(
     except ValueError as error:
         raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
     keep = combined(decoded.opaque, mask, pixels.shape[:2], MAX_PIXELS)
-    image = _finish(pixels, keep, decoded.orientation, resize, None, upright=upright)
+    image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), None, upright=upright)
     return _with_stored(image, decoded.samples, keep) if keep_stored else image
 
 
@@ -131,36 +136,46 @@ def _with_stored(image: Image, samples: np.ndarray, keep: np.ndarray | None) -> 
     return replace(image, stored=to_grey(samples), stored_mask=keep)
 
 
-def _check_limits(resize: int | None, max_pixels: int) -> None:
-    if max_pixels < 1 or (resize is not None and resize < 1):
-        raise UsageError(f"resize ({resize}) and max_pixels ({max_pixels}) must be at least 1")
+def _check_limits(resize: int | None, soft_resize: int | None, max_pixels: int) -> None:
+    limits = {"resize": resize, "soft_resize": soft_resize, "max_pixels": max_pixels}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise UsageError(f"{name} must be at least 1, not {limit}")
 
 
 def _finish(
     pixels: np.ndarray,
     keep: np.ndarray | None,
     exif: int,
-    resize: int | None,
+    sides: tuple[int | None, int | None],
     path: Path | None,
     *,
     upright: bool,
 ) -> Image:
-    """Shrink first, then turn: the same image, and only the small one is moved."""
+    """Shrink first, then turn: the same image, and only the small one is moved.
+
+    `sides` are `resize` and `soft_resize`.
+    """
     size, orientation = (pixels.shape[1], pixels.shape[0]), exif if upright else 1
-    new_size, scale = resized(upright_size(size, orientation), resize)
+    new_size, _ = resized(upright_size(size, orientation), sides[0])
     target = upright_size(new_size, orientation)  # the swap undoes itself
+    stored = pixels
     if target != size:
         _warn_of_strips(size, target, path)
-        pixels = cv2.resize(pixels, target, interpolation=cv2.INTER_AREA)
-        if keep is not None:
-            # kept where more than half of the resized pixel's area is
-            keep = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    if sides[1] is not None and (factor := without_blur(pixels, sides[1])) < 1:
+        target = tuple(max(1, round(side * factor)) for side in target)
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    if keep is not None and target != size:
+        # kept where more than half of the resized pixel's area is
+        keep = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
+    upright = (upright_size(target, orientation), upright_size(size, orientation))
     pixels = np.ascontiguousarray(turned_by(pixels, orientation))
     keep = None if keep is None else np.ascontiguousarray(turned_by(keep, orientation))
     return Image(
         pixels=pixels,
         size=size,
-        scale=scale,
+        scale=tuple(new / old for new, old in zip(*upright, strict=True)),
         orientation=orientation,
         path=path,
         mask=keep,

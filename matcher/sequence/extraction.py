@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from matcher.budget.choice import Choice, choose, limited
 from matcher.data.features import Features
 from matcher.data.image import Image
@@ -12,13 +14,18 @@ from matcher.sequence.pipelines import for_neighbours
 
 
 class FrameExtractor:
-    """Reads frames and extracts their features; the first frame decides how a time budget is spent."""
+    """Reads frames and extracts their features.
+
+    The first frame decides how a time budget is spent and, by its sharpness, the size of all frames.
+    """
 
     def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
         self.pipeline = pipeline  # for frames far apart
         self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
         self.choice: Choice | None = None  # what the budget led to
         self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
+        # Whether a first frame with keypoints has settled size and budget.
+        self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
 
     def read(self, frames: list[ImageInput], mask: Mask | None = None) -> list[Image]:
         """One image, or left and right, as the front end wants them; the mask is of the first.
@@ -34,8 +41,12 @@ class FrameExtractor:
                 f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes[0]} and "
                 f"{sizes[1]}; rectify both to one size"
             )
-        if self._budget_ms is None or self.choice is not None or not len(self.extract(images[:1])[0]):
+        if self._decided or not len(self.extract(images[:1])[0]):
             return images
+        self._decided = True
+        if self._budget_ms is None:
+            self.pipeline = _of_one_size(self.pipeline, images[0])
+            return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
         self.choice = choose(self.pipeline, images[0], self._budget_ms, stereo=len(images) > 1)
         self.pipeline = self.near = limited(self.pipeline, self.choice)
         return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
@@ -47,3 +58,12 @@ class FrameExtractor:
         if most is None:
             return features
         return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in features]
+
+
+def _of_one_size(pipeline: Pipeline, image: Image) -> Pipeline:
+    """The pipeline that resizes all images as it has resized this one."""
+    config = pipeline.config.extractor
+    resize = max(image.pixels.shape[:2]) if image.is_reduced(config.resize) else config.resize
+    return replace(
+        pipeline, config=replace(pipeline.config, extractor=replace(config, resize=resize, soft_resize=None))
+    )

@@ -99,7 +99,8 @@ class _FeatureCache:
         if source.pixels is None and key in self.kept:
             self.kept.move_to_end(key)
             return self.kept[key]
-        image = source.open(pipeline.config.extractor.resize, self.shorter_side)
+        config = pipeline.config.extractor
+        image = source.open(config.resize, self.shorter_side, config.soft_resize)
         features = pipeline.extractor([image])[0]
         extracted = ImageFeatures(features, replace(image, pixels=np.zeros((0, 0), np.uint8), mask=None))
         if source.pixels is None:

@@ -99,6 +99,7 @@ def _header(evaluation: Evaluation, seed: int) -> dict[str, Any]:
         "max_keypoints": extractor.max_keypoints,
         "mean_keypoints": float(np.mean(counts[0])),
         "resize": extractor.resize if evaluation.set.shorter_side is None else None,
+        "soft_resize": extractor.soft_resize if evaluation.set.shorter_side is None else None,
         "shorter_side": evaluation.set.shorter_side,
         "estimator": {
             "geometry": kind,
@@ -153,6 +154,8 @@ def _preamble(found: dict[str, Any]) -> list[str]:
         if found["shorter_side"] is None
         else f"shorter side {found['shorter_side']} px"
     )
+    if found["soft_resize"] is not None:
+        size += f" (of soft images less, {found['soft_resize']} px at least)"
     lines = [
         f"{found['pairs']} pairs, {len(skipped)} skipped; at most {found['max_keypoints']} keypoints per "
         f"image (mean {found['mean_keypoints']:.0f}), {size}; {estimator['geometry']} geometry by "

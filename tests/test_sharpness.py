@@ -1,0 +1,128 @@
+"""How blurred an image is, and that soft images are made smaller where a preset says so."""
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+
+import matcher
+from matcher.config import ExtractorConfig, PipelineConfig
+from matcher.data.images import image_from_array, read_image
+from matcher.data.sharpness import edge_blur, without_blur
+from matcher.errors import UsageError
+
+SIZE = (960, 720)
+
+
+def scene(seed=0, size=SIZE):
+    """Rectangles of random grey at random angles, with the edges of a good lens: (H, W) uint8."""
+    rng = np.random.default_rng(seed)
+    pixels = np.full((2 * size[1], 2 * size[0]), 120, np.uint8)
+    for _ in range(160):
+        box = (rng.uniform(0, 2 * np.array(size)), rng.uniform(60, 400, 2), rng.uniform(0, 180))
+        corners = cv2.boxPoints((*map(tuple, box[:2]), box[2]))
+        cv2.fillPoly(pixels, [np.int32(corners)], int(rng.integers(20, 236)))
+    return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+
+
+def enlarged(pixels, factor, noise=0.0, quality=None, gain=1.0):
+    """What a sensor that resolves 1 / factor of its pixels stores."""
+    height, width = pixels.shape
+    small = cv2.resize(pixels, (round(width / factor), round(height / factor)), interpolation=cv2.INTER_AREA)
+    large = cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC) * gain
+    large = large + noise * np.random.default_rng(1).standard_normal(large.shape)
+    large = np.clip(np.rint(large), 0, 255).astype(np.uint8)
+    if quality is None:
+        return large
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality]
+    return cv2.imdecode(cv2.imencode(".jpg", large, options)[1], cv2.IMREAD_UNCHANGED)
+
+
+@pytest.mark.parametrize("sigma", [1.0, 1.5, 2.5])
+def test_the_blur_of_edges_is_found_whatever_their_contrast(sigma):
+    blurred = cv2.GaussianBlur(scene(), (0, 0), sigma)
+    assert edge_blur(blurred) == pytest.approx(sigma, abs=0.25)
+    assert edge_blur(blurred // 4) == pytest.approx(sigma, abs=0.35)
+
+
+@pytest.mark.parametrize("damage", [{}, {"noise": 6}, {"quality": 50}, {"noise": 3, "gain": 0.3}])
+def test_sharp_images_keep_their_size_and_enlarged_ones_do_not(damage):
+    sharp = scene()
+    assert without_blur(enlarged(sharp, 1, **damage), 480) == 1
+    factor = without_blur(enlarged(sharp, 2.5, **damage), 480)
+    assert 0.5 <= factor < 0.85
+
+
+def test_an_image_that_is_sharp_in_part_is_sharp():
+    pixels = scene()
+    pixels[:, 480:] = cv2.GaussianBlur(pixels, (0, 0), 4)[:, 480:]  # out of focus
+    assert without_blur(pixels, 480) == 1
+
+
+def test_without_edges_nothing_is_known():
+    rng = np.random.default_rng(0)
+    for pixels in (np.full((720, 960), 90), rng.normal(40, 3, (720, 960)), np.zeros((3, 2000))):
+        assert without_blur(np.rint(pixels).astype(np.uint8), 480) == 1
+
+
+def test_noise_alone_is_not_soft():
+    assert without_blur(np.random.default_rng(0).integers(0, 256, (720, 960), dtype=np.uint8), 480) == 1
+
+
+def test_a_soft_image_keeps_so_many_pixels():
+    blurred = cv2.GaussianBlur(scene(), (0, 0), 5)
+    assert without_blur(blurred, 600) == pytest.approx(600 / 960)
+    assert without_blur(blurred, 960) == 1
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_points_of_a_soft_image_are_pixels_of_the_file(tmp_path, orientation):
+    path, tags = tmp_path / "soft.png", PIL.Image.Exif()
+    tags[0x0112] = orientation
+    stored = cv2.GaussianBlur(scene(), (0, 0), 3)
+    PIL.Image.fromarray(stored).save(path, exif=tags)
+    keep = np.zeros(stored.shape, bool)
+    keep[:, :480] = True
+    image = read_image(path, resize=800, soft_resize=400, mask=keep)
+    assert 400 <= max(image.pixels.shape) < 800 and image.mask.shape == image.pixels.shape
+    assert image.size == (960, 720) and image.is_reduced(800)
+    corner = np.array([image.pixels.shape[1] - 0.5, image.pixels.shape[0] - 0.5])
+    expected = [959.5, 719.5] if orientation == 1 else [959.5, -0.5]
+    np.testing.assert_allclose(image.to_stored(corner), expected, atol=1e-6)
+    assert image.mask.mean() == pytest.approx(0.5, abs=0.01)
+    plain = read_image(path, resize=800)
+    assert max(plain.pixels.shape) == 800 and not plain.is_reduced(800)
+
+
+def test_the_default_preset_reads_soft_images_smaller_unless_a_size_is_given():
+    soft, sharp = enlarged(scene(), 2.5, noise=3), scene()
+    pipe = matcher.load()
+    assert pipe.config.extractor.soft_resize == 640
+    assert max(pipe.read(soft).pixels.shape) < 960 == max(pipe.read(sharp).pixels.shape)
+    assert max(matcher.load(resize=1024).read(soft).pixels.shape) == 960
+    assert PipelineConfig().extractor == ExtractorConfig(soft_resize=None)
+
+
+def test_a_match_of_a_soft_and_a_sharp_image_is_in_pixels_of_both():
+    pipe = matcher.load(max_keypoints=400, geometry="homography", second_pass=False)
+    result = pipe.match(scene(), cv2.GaussianBlur(scene(), (0, 0), 2))
+    scales = [float(f.scale[0]) for f in (result.features0, result.features1)]
+    assert scales[0] == 1 and scales[1] < 0.8
+    assert result.geometry.status == "ok"
+    np.testing.assert_allclose(result.geometry.matrix, np.eye(3), atol=1.0)
+    assert np.median(np.linalg.norm(result.points0 - result.points1, axis=1)) < 1
+
+
+def test_frames_of_a_sequence_have_the_size_of_the_first():
+    for first, other in ((2.0, 0.0), (0.0, 2.0)):
+        frames = [cv2.GaussianBlur(scene(), (0, 0), s) if s else scene() for s in (first, other)]
+        tracker = matcher.Tracker("nearest-learned", max_keypoints=200)
+        for frame in frames:
+            tracker.push(frame)
+        sizes = [max(tracker.pipeline.read(frame).pixels.shape) for frame in frames]
+        assert sizes[0] == sizes[1] and (sizes[0] < 960) == (first > 0)
+
+
+def test_a_size_below_one_is_refused():
+    with pytest.raises(UsageError, match="soft_resize must be at least 1"):
+        image_from_array(scene(), soft_resize=0)
