@@ -151,7 +151,7 @@ def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
 def _further_passes(
     config: PipelineConfig, own: LocalMatcher, given: Mapping[str, Any]
 ) -> FurtherPasses | None:
-    """What follows an unsure first pass; the other preset is loaded when it is first needed."""
+    """What follows where too few matches of the first pass agree; the other preset is loaded on first use."""
     if config.second_pass is None:
         return None
     other = None

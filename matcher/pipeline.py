@@ -58,7 +58,7 @@ class Pipeline:
     matcher: Matcher | None = None
     estimator: Estimator | None = None
     config: PipelineConfig = _CUSTOM  # size of the images and kind of geometry are read here
-    passes: FurtherPasses | None = None  # that follow an unsure first one; None: one pass decides
+    passes: FurtherPasses | None = None  # where too few matches of the first agree; None: it decides
     costs: dict[tuple, object] = field(default_factory=dict)  # measured for time budgets; see `budget.pairs`
     preset: str = "custom"
     weights: WeightsSource | None = None
@@ -163,7 +163,7 @@ class Pipeline:
         camera0: Camera | None,
         camera1: Camera | None,
     ) -> Result:
-        """The result of one pass, or of several where that one was not sure."""
+        """The result of one pass, or of several where too few of its matches agree."""
         start = perf_counter()
         features = (first.features0, first.features1)
         found = (first.matches, first.geometry, first.seconds["total"])

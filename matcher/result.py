@@ -152,7 +152,7 @@ class Result:
             lines.append(str(self.budget))
         if self.passes:
             found = ", ".join(f"{one.name} {one.matches}" for one in self.passes)
-            lines.append(f"{len(self.passes)} passes, as the first one was not sure: {found}")
+            lines.append(f"{len(self.passes)} passes, because too few matches of the first agreed: {found}")
         kind, status = self.geometry.kind, self.geometry.status
         model = kind if kind == "homography" else f"{kind} matrix"
         if not len(self.matches):

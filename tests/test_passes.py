@@ -135,7 +135,7 @@ def test_images_whose_scales_differ_four_times_are_matched(photo):
         as_found = ~result.matches.refinement.accepted if side == 1 else slice(None)
         np.testing.assert_array_equal(found[as_found], points[as_found])
         assert len(np.unique(result.matches.indices[:, side])) == len(points)
-    assert "passes, as the first one was not sure: first" in result.summary()
+    assert "passes, because too few matches of the first agreed: first" in result.summary()
     assert [one["name"] for one in result.to_dict()["passes"]] == [one.name for one in result.passes]
     assert result.seconds["total"] > result.seconds["further passes"] > 0
     alone = replace(pipeline, passes=None).match(photo, small)

@@ -13,6 +13,7 @@ import PIL.Image
 from matcher.alignment.planar import planar_pipeline, read_full
 from matcher.config import GeometryStatus, PlanarModel
 from matcher.data.geometry import upright_matrix, warp_points
+from matcher.data.matches import TwoViewGeometry
 from matcher.drawing.composites import blend, checkerboard, difference, lay_over
 from matcher.errors import UsageError, unknown_name
 from matcher.files import check_output, write_output
@@ -22,6 +23,7 @@ from matcher.presets import DEFAULT_PRESET
 from matcher.result import Result
 from matcher.verify.planar import estimate_planar
 from matcher.verify.thresholds import threshold_scale
+from matcher.verify.verdict import reject_improbable
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
@@ -65,14 +67,14 @@ def align(
         raise UsageError(unknown_name("model", model, get_args(PlanarModel)))
     pipeline = planar_pipeline(preset, options)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
-    if model == "homography":
-        geometry = result.geometry
-        fitted = geometry.status, geometry.inliers, geometry.matrix
-    else:
-        scales = (features.scale.tolist() for features in (result.features0, result.features1))
-        scale = threshold_scale(*scales, "homography")
-        found = estimate_planar(result.points0, result.points1, model, pipeline.config.estimation, scale)
-        fitted = found.status, found.inliers, found.matrix
+    sides = (result.features0, result.features1)
+    scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
+    found = estimate_planar(result.points0, result.points1, model, pipeline.config.estimation, scale)
+    geometry = TwoViewGeometry("homography", found.status, found.inliers, found.matrix)
+    if result.passes:
+        sizes = (features.image_size for features in sides)
+        geometry = reject_improbable(geometry, result.matches, *sizes)
+    fitted = (geometry.status, geometry.inliers, geometry.matrix)
     return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from matcher.config import PipelineConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
-from matcher.data.protocols import Extractor
+from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.extract.shared import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
 from matcher.match.network.depth import can_be_cut, with_layers
@@ -35,12 +35,15 @@ _REPEATS = 3  # runs of each measurement; the median counts
 class Parts(Protocol):
     """The parts of a pipeline that are needed here."""
 
-    extractor: Any
-    matcher: Any
-    estimator: Any
+    extractor: Extractor
+    matcher: Matcher
+    estimator: Estimator
     config: PipelineConfig
     layers: int
     refine: Callable[..., Matches]
+
+
+P = TypeVar("P", bound=Parts)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def _first_that_fits(
     return best
 
 
-def limited(pipeline: Parts, choice: Choice) -> Any:
+def limited(pipeline: P, choice: Choice) -> P:
     """The pipeline with the chosen keypoints, layers, image size, and refinement or not."""
     config = pipeline.config
     if "refinement" in choice.without:

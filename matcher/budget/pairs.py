@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,21 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import UsageError
 from matcher.match.network.inference import AttentionMatcher
+from matcher.passes.further import FurtherPasses
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
 _MORE = 2.5  # cost of further passes in first passes: they extract and match again, and reread the region
+
+
+class PairParts(Parts, Protocol):
+    """The parts of a pipeline that are needed to plan a pair."""
+
+    passes: FurtherPasses | None
+    costs: dict[tuple, object]  # `PairCosts` by the parts that they were measured with
+
+
+Q = TypeVar("Q", bound=PairParts)
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class PairCosts:
     other: float  # of the further pass with another front end and matcher
 
 
-def measured_costs(pipeline: Any, images: Sequence[Image]) -> PairCosts:
+def measured_costs(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
     """The measured costs of a pipeline's parts; the first call takes a few seconds."""
     key = (pipeline.extractor, pipeline.matcher, pipeline.estimator)
     if key not in pipeline.costs:
@@ -53,8 +64,8 @@ def measured_costs(pipeline: Any, images: Sequence[Image]) -> PairCosts:
 
 
 def plan(
-    pipeline: Any, images: Sequence[Image], budget_ms: float, reading_ms: float
-) -> tuple[Any, list[Image], Choice]:
+    pipeline: Q, images: Sequence[Image], budget_ms: float, reading_ms: float
+) -> tuple[Q, list[Image], Choice]:
     """The pipeline that fits the budget, the images resized for it, and the choice.
 
     Images are made smaller only if less than 256 keypoints would be left. Further passes are kept
@@ -74,23 +85,24 @@ def plan(
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
     costs = measured_costs(pipeline, images)
-    best = _best(pipeline, images, costs, budget_ms, reading_ms, refined=pipeline.config.refine is not None)
-    if pipeline.config.refine is not None and not enough(pipeline, best[1], POINTS_REFINED):
-        best = _best(pipeline, images, costs, budget_ms, reading_ms, refined=False)
+    refined = pipeline.config.refine is not None
+    best = largest_that_fits(pipeline, images, costs, budget_ms, reading_ms, refined=refined)
+    if refined and not enough(pipeline, best[1], POINTS_REFINED):
+        best = largest_that_fits(pipeline, images, costs, budget_ms, reading_ms, refined=False)
         best = best[0], replace(best[1], without=("refinement",))
     smaller, choice = best
     whole = (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers)
     further = _MORE * (choice.predicted_ms + reading_ms) + costs.other
     if pipeline.passes is None:
-        return _once(limited(pipeline, choice)), smaller, choice
+        return without_opposite_turn(limited(pipeline, choice)), smaller, choice
     if whole and not choice.without and choice.predicted_ms + further <= budget_ms:
         return pipeline, smaller, choice
     choice = replace(choice, without=(*choice.without, "further passes"))
-    return replace(_once(limited(pipeline, choice)), passes=None), smaller, choice
+    return replace(without_opposite_turn(limited(pipeline, choice)), passes=None), smaller, choice
 
 
-def _best(
-    pipeline: Any,
+def largest_that_fits(
+    pipeline: PairParts,
     images: Sequence[Image],
     costs: PairCosts,
     budget_ms: float,
@@ -126,7 +138,7 @@ def _at_most(image: Image, longer_side: int) -> Image:
     return image if factor >= 1 else image.resized(factor)
 
 
-def _once(pipeline: Any) -> Any:
+def without_opposite_turn(pipeline: Q) -> Q:
     """The pipeline without the second attempt at the opposite turn, which would double the time."""
     if not isinstance(pipeline.matcher, AttentionMatcher):
         return pipeline
@@ -134,7 +146,7 @@ def _once(pipeline: Any) -> Any:
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
-def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
+def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
     """Measure costs on the given pair; matching also without any correspondence, which takes longer."""
     sizes, times = [], []
     for factor in (1.0, SIZES[-1]):
@@ -143,7 +155,7 @@ def _measure(pipeline: Any, images: Sequence[Image]) -> PairCosts:
         times.append(milliseconds(lambda image=image: pipeline.extractor([image])))
     extract = line(sizes, times)
     features = pipeline.extractor([images[0]])[0]
-    single = _once(pipeline)
+    single = without_opposite_turn(pipeline)
     easy, hard = (
         matching_cost(single, features, other) for other in (None, _with_random_descriptors(features))
     )

@@ -92,7 +92,8 @@ SecondPass = Annotated[
     bool | None,
     typer.Option(
         "--second-pass/--no-second-pass",
-        help="Where the first pass is not sure, match other features, scales and the common region too.",
+        help="Where too few matches of the first pass agree, match other features, scales and the common "
+        "region too.",
     ),
 ]
 Precision = Annotated[

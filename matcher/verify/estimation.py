@@ -83,12 +83,11 @@ class RobustEstimator:
                 cameras or with a distortion model that cannot be inverted here.
         """
         kind = self.config.kind
-        pairs = _pairs(points0, points1)
+        pairs = paired(points0, points1)
         inliers = np.zeros(len(pairs), dtype=bool)
         if kind == "none":
             return TwoViewGeometry(kind, "not_estimated", inliers)
-        if not 0 < thresholds_scale < _LIMIT:
-            raise UsageError(f"thresholds_scale must be positive and finite, not {thresholds_scale}")
+        checked_scale(thresholds_scale)
         if kind == "essential":
             pairs, cameras = _pinhole(pairs, cameras, thresholds_scale)
         usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
@@ -133,8 +132,12 @@ class RobustEstimator:
         return "ok", model
 
 
-def _pairs(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K, 4) float64 from two (K, 2)."""
+def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """(K, 4) float64 from two (K, 2).
+
+    Raises:
+        UsageError: other shapes, or no real numbers.
+    """
     sides = [np.asarray(points) for points in (points0, points1)]
     if sides[0].shape != sides[1].shape or sides[0].ndim != 2 or sides[0].shape[1] != 2:
         raise UsageError(
@@ -143,6 +146,17 @@ def _pairs(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     if any(side.dtype.kind not in "fiu" for side in sides):
         raise UsageError(f"points must be real numbers, not {sides[0].dtype} and {sides[1].dtype}")
     return np.concatenate(sides, axis=1).astype(np.float64)
+
+
+def checked_scale(scale: float) -> float:
+    """The `thresholds_scale` of an estimator.
+
+    Raises:
+        UsageError: it is not positive and finite.
+    """
+    if not 0 < scale < _LIMIT:
+        raise UsageError(f"thresholds_scale must be positive and finite, not {scale}")
+    return scale
 
 
 def _pinhole(

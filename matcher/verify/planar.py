@@ -14,7 +14,7 @@ import numpy as np
 from matcher.config import EstimationConfig, GeometryStatus, PlanarModel
 from matcher.data.geometry import warp_points
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line
-from matcher.verify.estimation import RobustEstimator
+from matcher.verify.estimation import RobustEstimator, checked_scale, paired
 
 _MINIMUM = {"affine": 3, "similarity": 2}  # size of the minimal sample
 _MAX_ITERATIONS = 10_000
@@ -51,16 +51,13 @@ def estimate_planar(
     Raises:
         UsageError: arrays that are not both (K, 2), or a scale that is not positive.
     """
-    # The estimator checks its input the same way for all models.
-    general = RobustEstimator(replace(config, kind="homography"))(
-        points0, points1, thresholds_scale=thresholds_scale
-    )
     if model == "homography":
-        return PlanarTransform(model, general.status, general.inliers, general.matrix)
-    none = np.zeros(len(points0), dtype=bool)
-    sides = [np.asarray(points, dtype=np.float64) / thresholds_scale for points in (points0, points1)]
-    usable = np.isfinite(np.hstack(sides)).all(axis=1)
-    distinct = np.unique(np.hstack(sides)[usable], axis=0)
+        estimate = RobustEstimator(replace(config, kind="homography"))
+        found = estimate(points0, points1, thresholds_scale=thresholds_scale)
+        return PlanarTransform(model, found.status, found.inliers, found.matrix)
+    both = paired(points0, points1) / checked_scale(thresholds_scale)
+    none, sides = np.zeros(len(both), dtype=bool), (both[:, :2], both[:, 2:])
+    distinct = np.unique(both[np.isfinite(both).all(axis=1)], axis=0)
     ends = (np.ascontiguousarray(side) for side in (distinct[:, :2], distinct[:, 2:]))  # OpenCV needs it
     status, linear = _fit(*ends, model, config)
     if linear is None:
