@@ -27,17 +27,29 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import UsageError
 from matcher.match.network.inference import AttentionMatcher
-from matcher.passes.further import FurtherPasses
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
 _MORE = 2.5  # cost of further passes in first passes: they extract and match again, and reread the region
 
 
+class ImageMatcher(Protocol):
+    """A front end and the matcher for its features."""
+
+    def match_images(self, name: str, images: Sequence[Image]) -> object:
+        """The matches of two images, under the name of a pass."""
+
+
+class Passes(Protocol):
+    """What follows a first pass of which too few matches agree."""
+
+    other: Callable[[], ImageMatcher] | None
+
+
 class PairParts(Parts, Protocol):
     """The parts of a pipeline that are needed to plan a pair."""
 
-    passes: FurtherPasses | None
+    passes: Passes | None
     costs: dict[tuple, object]  # `PairCosts` by the parts that they were measured with
 
 
