@@ -24,6 +24,7 @@ _PUBLIC = {
     "Detections": "matcher.alignment.instances",
     "Features": "matcher.data.features",
     "Image": "matcher.data.image",
+    "KeyframeMap": "matcher.sequence.keyframe_map",
     "Map": "matcher.localization.map",
     "MatchedSet": "matcher.collection.matched_set",
     "Matches": "matcher.data.matches",

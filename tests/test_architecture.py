@@ -38,6 +38,7 @@ PUBLIC_NAMES = [
     "ImageError",
     "ImageWarning",
     "IntegrityError",
+    "KeyframeMap",
     "Map",
     "MatchedSet",
     "Matches",

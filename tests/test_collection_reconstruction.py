@@ -14,6 +14,7 @@ from matcher.collection.reconstruction import reconstruct as reconstruction
 from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
 from matcher.collection.reconstruction.plot import scene_axes
 from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
+from matcher.data.gps import read_gps
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.benchmark.collections import aligned, database_from_hloc
 
@@ -193,3 +194,28 @@ def test_a_model_is_continued_in_its_own_coordinates(tmp_path):
     (tmp_path / "first" / "sparse" / "0" / "images.bin").write_bytes(b"no")
     with pytest.raises(IntegrityError, match="damaged"):
         read_given_poses(tmp_path / "first")
+
+
+def test_positions_in_headers_put_a_model_on_earth(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store, poses = synthetic_store(np.random.default_rng(5), count=6)
+    metres = 10 * centres(poses)  # the scene is ten times as large
+    for image, (east, north, up) in zip(store.images(), metres, strict=True):
+        latitude, longitude = 48 + north / 111_200, -(11 + east / 74_600)  # degrees have about that length
+        exif = PIL.Image.Exif()
+        halves = [(value, 0.0, 0.0) for value in (latitude, -longitude)]
+        exif[0x8825] = {1: "N", 2: halves[0], 3: "W", 4: halves[1], 5: b"\0", 6: 500 + up}
+        image.path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.new("L", (1024, 768)).save(image.path, exif=exif)
+    latitude, longitude, altitude = read_gps(image.path)
+    assert (latitude, longitude) == (pytest.approx(48, abs=1e-2), pytest.approx(-11, abs=1e-2))
+    assert altitude == pytest.approx(500 + up, abs=1e-3)
+    made = reconstruct(store, tmp_path / "model", threads=1).largest
+    assert made.georegistration["images"] == 6 and made.georegistration["median_error_metres"] < 1
+    found = np.array([centre for _, centre in sorted(made.centres().items())])
+    distances, wanted = (np.linalg.norm(p[:, None] - p, axis=2) for p in (found, metres))
+    np.testing.assert_allclose(distances, wanted, rtol=0.02, atol=0.5)  # metres
+    kept = read_given_poses(tmp_path / "model", fixed=False)
+    again = reconstruct(store, tmp_path / "again", poses=kept, threads=1).largest
+    assert again.georegistration == made.georegistration
+    assert read_gps(tmp_path / "absent.jpg") is None

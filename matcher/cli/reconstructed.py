@@ -35,6 +35,10 @@ def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
         f"mean track length: {model.mean_track_length:.2f}",
         f"mean reprojection error: {error}",
     ]
+    if (place := model.georegistration) is not None:
+        latitude, longitude, _ = place["origin"]
+        near = f"{place['images']} positions agree to {place['median_error_metres']:.1f} m (median)"
+        lines.append(f"in metres, x east, y north, z up, from {latitude:.6f}, {longitude:.6f}: {near}")
     if len(made.models) > 1:
         sizes = ", ".join(str(other.registered) for other in made.models[1:])
         lines.append(f"{len(made.models) - 1} more models share no image with it: {sizes} images")

@@ -12,10 +12,12 @@ import typer
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, say, show
+from matcher.cli.tracked import as_object, closing_of, summary_of, title_of
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
     from matcher.sequence.capture import FrameSource, SourceFrame
+    from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.log import TrackingLog
     from matcher.sequence.recording import Recording
     from matcher.sequence.tracker import Tracker
@@ -71,6 +73,15 @@ Truth = Annotated[
 Plot = Annotated[
     Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.")
 ]
+MapFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--map",
+        metavar="DIR",
+        help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
+        "PHOTOS` then localises in it. Needs the sfm extra.",
+    ),
+]
 Show = Annotated[bool, typer.Option("--show", help="Show the tracking live in the rerun viewer.")]
 
 # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
@@ -91,6 +102,7 @@ def track(
     output: Outputs = None,
     ground_truth: Truth = None,
     plot: Plot = None,
+    map_dir: MapFolder = None,
     show_live: Show = False,
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -105,6 +117,7 @@ def track(
 
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
+    keyframes = _keyframe_map(map_dir, pinhole, given, overwrite)
     truth = _read_truth(ground_truth)
     frames_in = open_frames(source, right, rate, masks)
     tracker = Tracker(
@@ -115,7 +128,9 @@ def track(
         **given,
     )
     with _recordings(output or [], show_live) as recordings:
-        log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
+        log, failures = _follow(frames_in, tracker, frames, right is not None, recordings, keyframes)
+    if keyframes is not None:
+        say(closing_of(keyframes.finish()))
     return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
 
 
@@ -149,6 +164,24 @@ def _check(
             raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
 
 
+def _keyframe_map(
+    folder: Path | None, camera: Camera | None, given: dict[str, Any], overwrite: bool
+) -> KeyframeMap | None:
+    """What collects the keyframes of a map, where one is wanted."""
+    from matcher.errors import UsageError
+
+    if folder is None:
+        return None
+    if camera is None:
+        raise UsageError("--map needs poses, and poses need --camera fx,fy,cx,cy")
+    from matcher.collection.exporting.colmap import import_pycolmap
+    from matcher.sequence.keyframe_map import KeyframeMap
+
+    import_pycolmap()
+    options = {name: value for name, value in given.items() if name != "match_threshold"}
+    return KeyframeMap(folder, camera, overwrite=overwrite, **options)
+
+
 def _read_truth(path: Path | None) -> tuple[Any, Any] | None:
     from matcher.sequence.trajectory import read_poses
 
@@ -176,7 +209,12 @@ def _recordings(outputs: list[Path], show: bool) -> Iterator[list[Recording]]:
 
 
 def _follow(
-    source: FrameSource, tracker: Tracker, limit: int | None, stereo: bool, recordings: list[Recording]
+    source: FrameSource,
+    tracker: Tracker,
+    limit: int | None,
+    stereo: bool,
+    recordings: list[Recording],
+    keyframes: KeyframeMap | None = None,
 ) -> tuple[TrackingLog, int]:
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run."""
     from matcher.errors import ImageError
@@ -192,6 +230,8 @@ def _follow(
                 failures += 1
                 result = tracker.push(None, shot.timestamp)
             log.add(result)
+            if keyframes is not None:
+                keyframes.add(result, None if result.passed_over else shot.image)
             for recording in recordings:
                 image = None if result.passed_over else tracker.pipeline.read(shot.image)
                 recording.add(result, image)
@@ -237,13 +277,13 @@ def _finish(
         elif path.suffix.lower() == ".tum":
             _need_poses(poses)
             write_tum(path, stamps, poses)
-    found = _as_object(log, tracker, len(rows), compared)
+    found = as_object(log, tracker, len(rows), compared)
     if plot is not None:
-        _draw(plot, log, compared, poses, stereo, _title(found))
+        _draw(plot, log, compared, poses, stereo, title_of(found))
     if as_json:
         show(json.dumps(found, allow_nan=False), always=True)
     else:
-        show(_summary(found))
+        show(summary_of(found))
         for path in [*outputs, *([plot] if plot is not None else [])]:
             show(f"wrote {path}")
     return PARTIAL if failures else 0
@@ -266,52 +306,3 @@ def _need_poses(poses: Any) -> None:
 
     if len(poses) == 0:
         raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
-
-
-def _as_object(
-    log: TrackingLog, tracker: Tracker, poses: int, compared: tuple[Any, Any, Any] | None
-) -> dict[str, Any]:
-    """What `--json` prints."""
-    choice = tracker.choice
-    return {
-        "preset": tracker.pipeline.preset,
-        "frames": len(log),
-        "statuses": log.counts(),
-        "poses": poses,
-        "mean_track_length": round(log.mean_track_length(), 3),
-        "choice": None if choice is None else {**vars(choice), "text": str(choice)},
-        "milliseconds": {
-            stage: {name: round(value, 2) for name, value in row.items()}
-            for stage, row in tracker.latency().items()
-        },
-        "segments": None if compared is None else [vars(error) for error in compared[2]],
-    }
-
-
-def _title(found: dict[str, Any]) -> str:
-    errors = ", ".join(
-        f"{100 * e['translation']:.2f} % and {e['rotation']:.4f} °/m over {e['length']:.0f} m"
-        for e in found["segments"] or []
-    )
-    return f"{found['preset']}, {found['frames']} frames" + (f": {errors}" if errors else "")
-
-
-def _summary(found: dict[str, Any]) -> str:
-    """The same as readable lines."""
-    statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found["statuses"].items())
-    lines = [
-        f"{found['frames']} frames ({statuses}), {found['poses']} with a pose",
-        f"mean length of tracks over two or more frames: {found['mean_track_length']:.2f} frames",
-    ]
-    if found["choice"]:
-        lines.append(found["choice"]["text"])
-    lines += [
-        f"{e['count']} segments of {e['length']:.0f} m: {100 * e['translation']:.2f} % translation, "
-        f"{e['rotation']:.4f} degrees per metre"
-        for e in found["segments"] or []
-    ]
-    lines += [
-        f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile"
-        for stage, row in found["milliseconds"].items()
-    ]
-    return "\n".join(lines)

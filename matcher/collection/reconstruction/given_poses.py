@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from matcher.data.camera import Camera
 from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
 from matcher.errors import IntegrityError, UsageError
 
+SUMMARY = "summary.json"
 _FILES = ("cameras", "images", "points3D")
 _PLACES = (".", "sparse/0", "sparse")  # in a folder of ours or of COLMAP's, where the model may be
 
@@ -25,6 +27,7 @@ class GivenPoses:
     cam_from_world: Mapping[str, np.ndarray]  # (4, 4)
     cameras: Mapping[str, Camera] = field(default_factory=dict)
     fixed: bool = True  # only points are triangulated; else more images are registered and all is adjusted
+    georegistration: Mapping[str, Any] | None = None  # of the model that they come from
 
 
 def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
@@ -47,7 +50,16 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
         cameras[image.name] = as_our_camera(model.camera(image.camera_id))
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
-    return GivenPoses(poses, cameras, fixed)
+    return GivenPoses(poses, cameras, fixed, _georegistration(source))
+
+
+def _georegistration(folder: Path) -> dict[str, Any] | None:
+    """Where on Earth the coordinates of a model of ours are, None where it does not say."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["models"][0]["georegistration"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_model(folder: Path) -> bool:

@@ -12,9 +12,8 @@ from typing import Any, Unpack
 from matcher.collection.collection import Collection
 from matcher.collection.exporting.cameras import CameraChoice, read_exif
 from matcher.collection.pair_choice import default_choice
-from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
+from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses, read_given_poses
 from matcher.collection.reconstruction.reconstruct import (
-    SUMMARY,
     MappingOptions,
     Reconstruction,
     reconstruct,

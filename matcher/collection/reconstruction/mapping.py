@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from matcher.collection.reconstruction.georegistration import georegister
+
 RESULT = "result.json"
 CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
 _MOVED = 0.05  # of the scene's size, by which a camera may have moved and still say where the world is
@@ -21,9 +23,9 @@ def main() -> None:
 
     Job: `database`, `images` (folder that only colours are taken from; it may be absent), `output` (an
     existing folder), `mapper` (incremental, global, or triangulate for points only), `poses` (None, or those
-    to start from: name → cam_from_world (3, 4)), `fixed_cameras` (numbers of those that are not refined),
-    `min_images` of a model, `threads` (−1: all), `seed`, `verify` (run COLMAP's geometric verification
-    first).
+    to start from: name → cam_from_world (3, 4)), `positions` (name → latitude, longitude, altitude),
+    `fixed_cameras` (numbers of those that are not refined), `min_images` of a model, `threads` (−1: all),
+    `seed`, `verify` (run COLMAP's geometric verification first).
     """
     # An interrupt reaches the whole group; the parent ends this process, which must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -41,8 +43,9 @@ def main() -> None:
     for number, model in enumerate(ordered):
         folder = output / "sparse" / str(number)
         folder.mkdir(parents=True)
+        place = georegister(pycolmap, model, job["positions"])
         model.write_binary(str(folder))
-        described.append(_described(model))
+        described.append(_described(model) | {"georegistration": place})
     if ordered:
         ordered[0].export_PLY(str(output / "points.ply"))
         _write_cloud(ordered[0], output / CLOUD)

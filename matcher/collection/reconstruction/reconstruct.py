@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -17,10 +17,11 @@ import numpy as np
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
-from matcher.collection.reconstruction.given_poses import GivenPoses
+from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses
 from matcher.collection.reconstruction.mapping import CLOUD, RESULT
 from matcher.collection.reconstruction.plot import draw_model
 from matcher.collection.track_refinement import refine_run
+from matcher.data.gps import read_gps
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
 from matcher.processes import child_command, child_environment
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
-DATABASE, POINTS, PLOT, SUMMARY = "database.db", "points.ply", "reconstruction.png", "summary.json"
+DATABASE, POINTS, PLOT = "database.db", "points.ply", "reconstruction.png"
 _CHILD = "matcher.collection.reconstruction.mapping"
 _SHOWN = 1500  # characters of COLMAP's last words
 
@@ -61,6 +62,7 @@ class SparseModel:
     observations: int
     mean_track_length: float
     mean_reprojection_error: float  # stored pixels
+    georegistration: dict[str, Any] | None = None  # where on Earth; then units are metres, x east, z up
 
     @property
     def registered(self) -> int:
@@ -125,13 +127,15 @@ def reconstruct(
         start = choice or CameraChoice()
         choice = replace(start, known=poses.cameras, refine_known=not poses.fixed)
     job["poses"] = None if poses is None else _listed(poses)
+    job["positions"] = _positions(store, only) if poses is None else {}
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         unrefined = refine_run(store)
         report = write_colmap(store, part / DATABASE, choice, only)
         report.notes.extend([unrefined] * bool(unrefined))
         _check_enough(report)
         _run_child({**job, **_paths(store, report, part)})
-        models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()))
+        place = None if poses is None else poses.georegistration
+        models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()), place)
     return Reconstruction(out, models, report.images, report)
 
 
@@ -150,6 +154,13 @@ def _check_poses(store: Store, poses: GivenPoses, only: Collection[str] | None) 
             f"{next(iter(poses.cam_from_world), 'none')}"
         )
     return posed if poses.fixed else only
+
+
+def _positions(store: Store, only: Collection[str] | None) -> dict[str, tuple[float, float, float]]:
+    """Latitude, longitude and altitude of the images whose header has them."""
+    names = {image.name: image.path for image in store.images() if only is None or image.name in only}
+    found = {name: read_gps(path) for name, path in names.items() if path.is_file()}
+    return {name: position for name, position in found.items() if position is not None}
 
 
 def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
@@ -202,11 +213,15 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     return job
 
 
-def _described_models(part: Path, report: ExportReport, run: str) -> tuple[SparseModel, ...]:
+def _described_models(
+    part: Path, report: ExportReport, run: str, place: Mapping[str, Any] | None
+) -> tuple[SparseModel, ...]:
     """Read, plot and summarise the child's output, and remove its temporary files."""
     described = json.loads((part / RESULT).read_text(encoding="utf-8"))
     if not described:
         raise ReconstructionError(_no_model(report))
+    if place is not None:  # the coordinates are those of the model that the poses come from
+        described[0]["georegistration"] = dict(place)
     models = tuple(_model(row) for row in described)
     _write_summary(part / SUMMARY, report, described, run)
     with np.load(part / CLOUD) as cloud:
@@ -221,7 +236,8 @@ def _described_models(part: Path, report: ExportReport, run: str) -> tuple[Spars
 def _model(row: dict[str, Any]) -> SparseModel:
     poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
     numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
-    return SparseModel(poses, row["cameras"], **{name: row[name] for name in numbers})
+    found = {name: row[name] for name in (*numbers, "georegistration")}
+    return SparseModel(poses, row["cameras"], **found)
 
 
 def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]], run: str) -> None:

@@ -1,0 +1,45 @@
+"""A model in metres, east-north-up, from the positions in its photos' headers; run in COLMAP's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_FEWEST = 4  # photos with a position
+_NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
+_FLAT = 0.05  # of the largest spread: photos in one line do not say how the model is turned about it
+
+
+def georegister(pycolmap: Any, model: Any, positions: dict[str, list[float]]) -> dict[str, Any] | None:
+    """Move a model to metres east, north and up of the first photo's position.
+
+    Args:
+        pycolmap: the module.
+        model: a `pycolmap.Reconstruction`, which is changed.
+        positions: latitude, longitude and altitude by name of image.
+
+    Returns:
+        The origin and how well positions and cameras agree; None where too few do, and nothing is changed.
+    """
+    named = {model.image(number).name: number for number in model.reg_image_ids()}
+    names = sorted(named.keys() & positions.keys())
+    if len(names) < _FEWEST:
+        return None
+    given = np.array([positions[name] for name in names], dtype=np.float64)
+    metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *given[0]))
+    spread = np.linalg.svd(metres - metres.mean(axis=0), compute_uv=False)
+    if spread[1] < _FLAT * spread[0] or spread[0] < _NEAR:
+        return None
+    ransac = pycolmap.RANSACOptions(max_error=_NEAR, random_seed=0)
+    found = pycolmap.align_reconstruction_to_locations(model, names, metres, _FEWEST, ransac)
+    if found is None:
+        return None
+    model.transform(found)
+    centres = np.array([model.image(named[name]).projection_center() for name in names])
+    errors = np.linalg.norm(centres - metres, axis=1)
+    return {
+        "origin": given[0].tolist(),  # latitude, longitude, altitude of (0, 0, 0); x east, y north, z up
+        "images": int((errors < _NEAR).sum()),
+        "median_error_metres": float(np.median(errors)),
+    }

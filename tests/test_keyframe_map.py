@@ -1,0 +1,128 @@
+"""Keyframes become a map: loops undo the drift of tracking, and later photos are localised in it."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import PIL.Image
+import pytest
+from collection_scene import render_photos
+from sequence_walls import CAMERA as WALLS_CAMERA
+from sequence_walls import make_walls, picture
+
+import matcher
+from matcher.cli import main
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
+from matcher.sequence.frames import FrameResult
+from matcher.sequence.keyframe_map import KeyframeMap
+from matcher.sequence.trajectory import read_poses
+
+pytest.importorskip("pycolmap")
+CAMERA = Camera(528.0, 528.0, 239.5, 179.5)
+OUT_AND_BACK = (0, 2, 4, 6, 8, 9, 7, 5, 3, 1)  # photos of an arc, in the order of the frames
+NONE = {"keypoints": np.zeros((0, 2)), "track_ids": np.zeros(0), "track_lengths": np.zeros(0)}
+
+
+def frame(index, pose, *, keyframe=True, status="ok"):
+    return FrameResult(
+        index=index,
+        timestamp=10.0 + index / 10,
+        status="tracked",
+        size=(480, 360),
+        is_keyframe=keyframe,
+        pose_status=status,
+        world_from_cam=pose,
+        **NONE,
+    )
+
+
+def drifting(poses):
+    """World_from_cam of frames whose every step turns by a degree too much and is too short."""
+    angle = np.deg2rad(1.0)
+    turn = np.eye(4)
+    turn[0, 0] = turn[2, 2] = np.cos(angle)
+    turn[0, 2], turn[2, 0] = np.sin(angle), -np.sin(angle)
+    found = [poses[0]]
+    for before, after in pairwise(poses):
+        step = np.linalg.inv(before) @ after
+        step[:3, 3] *= 0.97
+        found.append(found[-1] @ turn @ step)
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A map of ten keyframes with drift, out along an arc and back; and one photo that is not in it."""
+    folder = tmp_path_factory.mktemp("keyframes")
+    world = [np.linalg.inv(pose) for pose in render_photos(folder / "photos", count=10)]
+    truth = [world[photo] for photo in OUT_AND_BACK]
+    tracked = drifting(truth)
+    place = KeyframeMap(folder / "map", CAMERA, "nearest", max_keypoints=500)
+    for index, photo in enumerate(OUT_AND_BACK):
+        path = folder / "photos" / f"photo{photo}.png"
+        place.add(frame(2 * index, tracked[index]), path)
+        between = tracked[index].copy()
+        between[:3, 3] += 0.01  # an ordinary frame right after it
+        place.add(frame(2 * index + 1, between, keyframe=False), path)
+    place.add(frame(99, np.eye(4), status="bridged"), path)  # a guess, which is left out
+    return folder, truth, tracked, place.finish()
+
+
+def test_loops_undo_drift(made):
+    folder, truth, tracked, closed = made
+    assert closed.frames.tolist() == list(range(20))
+    assert closed.loops and all(later - earlier > 8 for earlier, later, _ in closed.loops)
+    size = np.linalg.norm(truth[0][:3, 3] - truth[4][:3, 3])
+    before = [np.linalg.norm(pose[:3, 3] - true[:3, 3]) for pose, true in zip(tracked, truth, strict=True)]
+    keyframes = closed.after[::2]
+    # The scale of the tracked steps, 3 % too short, stays: it is not seen by one camera.
+    local = np.linalg.inv(truth[0]) @ keyframes
+    expected = np.linalg.inv(truth[0]) @ np.array(truth)
+    after = np.linalg.norm(local[:, :3, 3] / 0.97 - expected[:, :3, 3], axis=1)
+    assert max(before) > 0.07 * size and after.max() < 0.01 * size, (max(before), after.max())
+    np.testing.assert_allclose(closed.moved()[0], 0, atol=1e-6)
+    assert closed.moved().max() > 0.06 * size
+    between = np.linalg.inv(closed.after[10]) @ closed.after[11]
+    wanted = np.linalg.inv(closed.before[10]) @ closed.before[11]
+    np.testing.assert_allclose(between, wanted, atol=1e-9)  # ordinary frames move with their keyframe
+    times, poses = read_poses(folder / "map" / "trajectory.tum")
+    np.testing.assert_allclose(poses, closed.after, atol=1e-6)
+    assert times[1] == pytest.approx(10.1)
+    rows = json.loads((folder / "map" / "loops.json").read_text())
+    assert [tuple(row["frames"]) for row in rows] == [loop[:2] for loop in closed.loops]
+
+
+def test_a_second_run_is_localised_in_the_map_of_the_first(made):
+    folder, _, _, closed = made
+    with matcher.Map.open(closed.folder) as place:
+        assert len(place.names) == 10
+        pose = place.localize(folder / "photos" / "photo5.png", CAMERA)
+    assert pose.ok
+    np.testing.assert_allclose(pose.world_from_cam, closed.after[14], atol=0.02)
+
+
+def test_what_cannot_become_a_map(tmp_path):
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest")
+    place.add(frame(0, None), np.zeros((360, 480), np.uint8))
+    with pytest.raises(UsageError, match="at least three keyframes with a pose, not 0"):
+        place.finish()
+    (tmp_path / "map" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not an empty folder"):
+        KeyframeMap(tmp_path / "map", CAMERA, "nearest")
+
+
+def test_the_command_makes_a_map(tmp_path, capfd):
+    folder, walls = tmp_path / "frames", make_walls()
+    folder.mkdir()
+    for number in range(16):
+        PIL.Image.fromarray(picture(walls, 0.12 * number)).save(folder / f"{number:03d}.png")
+    fast = ("--preset", "nearest", "--max-keypoints", "400")
+    arguments = ("track", folder, "--camera", WALLS_CAMERA, *fast, "--map", tmp_path / "map")
+    assert main([str(argument) for argument in arguments]) == 0
+    printed = capfd.readouterr()
+    assert "map of the keyframes" in printed.out + printed.err
+    with matcher.Map.open(tmp_path / "map" / "model") as place:
+        assert len(place.names) >= 3
+    assert main(["track", str(folder), "--map", str(tmp_path / "other")]) == 2
+    assert "--map needs poses" in capfd.readouterr().err
