@@ -90,6 +90,9 @@ def test_loops_undo_drift(made):
     np.testing.assert_allclose(poses, closed.after, atol=1e-6)
     assert times[1] == pytest.approx(10.1)
     rows = json.loads((folder / "map" / "loops.json").read_text())
+    with PIL.Image.open(folder / "map" / "trajectory.png") as drawing:
+        pixels = np.asarray(drawing.convert("RGB")).reshape(-1, 3)
+    assert (pixels == (0, 114, 178)).all(axis=1).sum() > 300  # both panels are drawn
     assert [tuple(row["frames"]) for row in rows] == [loop[:2] for loop in closed.loops]
 
 

@@ -259,3 +259,25 @@ def test_pictures_of_a_rig_are_localised_together(made):
         ):
             with pytest.raises(UsageError, match=message):
                 place.localize_rig(*arguments)
+
+
+def test_a_map_of_features_from_a_file_takes_features(made, tmp_path):
+    pytest.importorskip("h5py")
+    folder, truth = made
+    first = matcher.Collection.open(folder / "model-run", preset="nearest", max_keypoints=600, workers=0)
+    first.export("hloc", tmp_path / "hloc")
+    run = matcher.Collection.open(tmp_path / "model-run", preset="nearest", workers=0)
+    run.add_images(folder / "photos", features=tmp_path / "hloc" / "features.h5")
+    run.add_pairs(exhaustive=True)
+    run.run()
+    given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
+    with run.store as store:
+        reconstruct(store, tmp_path / "model", poses=given, threads=1)
+    query = folder / "queries" / QUERIES[0]
+    found = matcher.load("nearest", max_keypoints=600).extract(query)
+    features = matcher.Features(found.keypoints, found.descriptors, found.scores, size=(480, 360))
+    with matcher.Map.open(tmp_path / "model") as place:
+        pose = place.localize(features, CAMERA)
+        assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.1
+        with pytest.raises(UsageError, match="come from a file"):
+            place.localize(query, CAMERA)

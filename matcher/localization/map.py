@@ -11,6 +11,7 @@ from typing import Unpack
 
 import numpy as np
 
+from matcher.collection.hloc_features import HlocFeatures
 from matcher.collection.reconstruction.growing import find_run
 from matcher.collection.settings import stored_pipeline
 from matcher.collection.sources import Photos
@@ -30,6 +31,7 @@ from matcher.options import LoadOptions
 from matcher.pipeline import Mask
 from matcher.refine.refinement import ImagePyramid
 
+_PHOTOS = "photos"  # the source of a run whose features a front end found
 _FEATURES_KEPT = 256  # images of the map whose features stay in memory
 
 
@@ -192,7 +194,7 @@ class Map:
 
     @property
     def _own_features(self) -> bool:
-        return self._store.settings["source"]["kind"] == "photos"
+        return self._store.settings["source"]["kind"] == _PHOTOS
 
     def __repr__(self) -> str:
         count, points = len(self.names), len(self.model.xyz)
@@ -201,7 +203,9 @@ class Map:
 
 def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:
     model = read_sparse_map(folder, store)
-    pipeline = stored_pipeline(store.settings, Photos(store.image_folder), options)
+    own = store.settings["source"]["kind"] == _PHOTOS
+    source = Photos(store.image_folder) if own else HlocFeatures(store.image_folder, store.folder)
+    pipeline = stored_pipeline(store.settings, source, options)
     done = [image for image in store.images() if image.status == "done"]
     index = open_index(
         store.folder, [image.name for image in done], [image.sha256 for image in done], store.features

@@ -22,7 +22,7 @@ from matcher.match.retrieval import (
 from matcher.match.steering import rotated_descriptors
 
 FILE = "retrieval.npz"
-_BLOCK = 4096  # rows compared at once; only memory depends on it
+_BLOCK = 128  # rows compared at once, so that they fit a core's cache
 
 
 @dataclass(frozen=True, eq=False)

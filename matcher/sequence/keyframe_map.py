@@ -30,7 +30,8 @@ from matcher.presets import DEFAULT_PRESET
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.trajectory import write_tum
 
-FRAMES, RUN, MODEL, LOOPS, TRAJECTORY = "frames", "model-run", "model", "loops.json", "trajectory.tum"
+FRAMES, RUN, MODEL = "frames", "model-run", "model"
+LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
 _NEXT, _SIMILAR = 4, 4  # keyframes that each is matched with, by time and by their looks
 _LOOP_INLIERS = 40  # of a pair that closes a loop
 
@@ -45,6 +46,14 @@ class ClosedTrajectory:
     after: np.ndarray  # (F, 4, 4) the same, adjusted
     loops: tuple[tuple[int, int, int], ...]  # two keyframes, by their frames, and the inliers between them
     folder: Path  # of the model, for `Map.open`
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw both paths from above and how far each pose was moved, as a PNG."""
+        from matcher.sequence.closing_plot import plot_closing
+
+        rows = {index: row for row, index in enumerate(self.frames.tolist())}
+        loops = [(rows[first], rows[second]) for first, second, _ in self.loops]
+        return plot_closing(Path(path), self.before, self.after, loops)
 
     def moved(self) -> np.ndarray:
         """(F,) how far each pose was moved."""
@@ -115,7 +124,7 @@ class KeyframeMap:
         self._placed.append(_Placed(result.index, time, pose, self._keyframe))
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:
-        """Match the keyframes, close loops, make the model, and write `trajectory.tum` and `loops.json`.
+        """Match the keyframes, close loops, make the model, and write the trajectory, its plot and the loops.
 
         Args:
             close_loops: optimise the graph of poses where loops are found; otherwise they only share points.
@@ -136,6 +145,7 @@ class KeyframeMap:
         write_tum(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())
+        closed.plot(self.folder / PLOT)
         return closed
 
     def _path(self, index: int) -> Path:
