@@ -7,32 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import EntryPoint
-from pathlib import Path
+from types import ModuleType
 from typing import Any, Unpack
 
-import torch
-
-from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig, Precision
+from matcher.config import PipelineConfig
 from matcher.data.images import MAX_PIXELS
-from matcher.data.protocols import Extractor
-from matcher.errors import UsageError, unknown_name
-from matcher.extract.registry import find_front_end
-from matcher.extract.shared import LearnedExtractor
-from matcher.extract.sift import SiftExtractor
-from matcher.match.nearest import NearestMatcher
-from matcher.match.network.grid import GridExtractor
-from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
-from matcher.match.network.model import MatchingNetwork
+from matcher.errors import DISTRIBUTION, UsageError, install_command, unknown_name
 from matcher.options import LoadOptions, configure, given_options
 from matcher.passes.crops import LocalMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.pipeline import Pipeline
 from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
 from matcher.presets import DEFAULT_PRESET, PRESETS
-from matcher.result import WeightsSource
 from matcher.threads import bound_primitives
 from matcher.verify.estimation import RobustEstimator
-from matcher.weights.published.catalogue import fill_extractor, load_weights
 
 
 def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeline:
@@ -48,6 +36,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         frontend: another front end, such as "disk"; its features must be what the matcher takes.
         variant: which of the front end's published networks, such as "aliked-n32".
         frontend_weights: file of a learned front end's parameters.
+        engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch.
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
         max_keypoints: at most so many in an image.
@@ -93,6 +82,46 @@ def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     return preset
 
 
+def engine_of(given: Mapping[str, Any]) -> ModuleType:
+    """The module that builds extractors and matchers; it is imported now, and with it torch if it needs it.
+
+    Raises:
+        UsageError: what it needs is not installed.
+    """
+    if given.get("engine", "torch") == "onnx":
+        return _onnx_engine()
+    try:
+        from matcher import torch_engine
+    except ModuleNotFoundError as error:
+        raise _not_installed(
+            error, "torch", f"use engine 'onnx', or install all of it: pip install {DISTRIBUTION}"
+        ) from error
+    return torch_engine
+
+
+def _onnx_engine() -> ModuleType:
+    try:
+        from matcher.onnx import engine
+    except ModuleNotFoundError as error:
+        raise _not_installed(error, "onnxruntime", install_command("onnx")) from error
+    return engine
+
+
+def _not_installed(error: ModuleNotFoundError, needed: str, remedy: str) -> Exception:
+    if error.name != needed:
+        return error
+    return UsageError(f"this engine needs {needed}, which is not installed: {remedy}")
+
+
+def devices(options: Mapping[str, Any]) -> list[str]:
+    """The devices that a pipeline of these options could run on, several where each GPU could.
+
+    Raises:
+        UsageError: no such device here, or an engine that is not installed.
+    """
+    return engine_of(given_options(options)).devices(options.get("device") or "auto")
+
+
 def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
     """The pipeline of a complete configuration.
 
@@ -104,31 +133,16 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
     Raises:
         UsageError, IntegrityError: as `load`.
     """
-    device = resolve_device(given.get("device", "auto"))
-    on_grid = config.extractor.kind == GRID_KIND
-    if on_grid:
-        _refuse_for_grid(given)
-    else:
-        extractor = build_extractor(
-            config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
-        )
-    if isinstance(config.matcher, NearestConfig):
-        matcher, source = NearestMatcher(config.matcher, device=device), None
-    else:
-        precision = resolve_precision(given.get("precision", "auto"), device)
-        network, source = _trained(config, given)
-        config = replace(config, matcher=network.config)
-        matcher = AttentionMatcher(network, device=device, precision=precision)
-        if on_grid:
-            extractor = _grid_extractor(matcher, source.name)
+    parts = engine_of(given).build(config, given)
+    config = parts.config
     return Pipeline(
-        extractor=extractor,
-        matcher=matcher,
+        extractor=parts.extractor,
+        matcher=parts.matcher,
         estimator=RobustEstimator(config.estimation),
         config=config,
         preset=preset,
-        weights=source,
-        passes=_further_passes(config, LocalMatcher(extractor, matcher), given),
+        weights=parts.weights,
+        passes=_further_passes(config, LocalMatcher(parts.extractor, parts.matcher), given),
         upright=given.get("upright", True),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
@@ -156,7 +170,7 @@ def _further_passes(
         return None
     other = None
     if config.second_pass.preset is not None:
-        shared = {name: given.get(name) for name in ("device", "precision", "max_keypoints")}
+        shared = {name: given.get(name) for name in ("device", "precision", "max_keypoints", "engine")}
         other = cache(partial(_local_matcher, config.second_pass.preset, shared))
     return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
 
@@ -164,73 +178,3 @@ def _further_passes(
 def _local_matcher(preset: str, options: Mapping[str, Any]) -> LocalMatcher:
     pipeline = load(preset, second_pass=False, **options)
     return LocalMatcher(pipeline.extractor, pipeline.matcher)
-
-
-def build_extractor(
-    config: ExtractorConfig,
-    weights: str | Path | None = None,
-    device: torch.device | str = "cpu",
-    precision: Precision = "auto",
-) -> Extractor:
-    """The front end that `config.kind` names.
-
-    Args:
-        config: of the front end.
-        weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
-            read at the first image, not before. Those of `learned` are shipped.
-        device: where a learned front end runs.
-        precision: of the front end `learned`; the others run in float32.
-
-    Raises:
-        UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
-    """
-    if config.kind == "sift":
-        if weights is not None:
-            raise UsageError("the front end sift has no weights; leave frontend_weights out")
-        return SiftExtractor(config)
-    front_end = find_front_end(config.kind)
-    if front_end.build is None and weights is not None:
-        raise UsageError(f"the front end {config.kind} has no weights; leave frontend_weights out")
-    dtype = DTYPES[resolve_precision(precision, torch.device(device))]
-    fill = partial(fill_extractor, path=weights)
-    return LearnedExtractor(config, front_end, fill, device, dtype, weights)
-
-
-def _refuse_for_grid(given: Mapping[str, Any]) -> None:
-    """A grid has all its cells, and the network that describes them lies in the matcher's weights."""
-    for name in ("frontend_weights", "max_keypoints"):
-        if name in given:
-            raise UsageError(
-                f"this preset matches the cells of a grid, so {name} has no effect; leave it out"
-            )
-
-
-def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
-    """The front end of a detector-free matcher; it shares the matcher's parameters and its device."""
-    if matcher.model.backbone is None:
-        raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
-    return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA when there is one, else the CPU.
-
-    Raises:
-        UsageError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps") from error
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if (device.index or 0) >= counts.get(device.type, 0):
-        raise UsageError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'")
-    return device
-
-
-def _trained(config: PipelineConfig, options: Mapping[str, Any]) -> tuple[MatchingNetwork, WeightsSource]:
-    """The trained network: its architecture from the weights file, its policy from the preset and options."""
-    network, digest, name = load_weights(options.get("weights") or config.weights)
-    return network.with_policy(config.matcher.policy), WeightsSource(name, digest)

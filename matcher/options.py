@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from matcher.config import (
     GRID_KIND,
+    Engine,
     GeometryKind,
     NearestConfig,
     PipelineConfig,
@@ -28,6 +29,7 @@ class LoadOptions(TypedDict, total=False):
     frontend: str | None  # another front end, such as "disk"; its features must be what the matcher takes
     variant: str | None  # which of the front end's published networks, such as "aliked-n32"
     frontend_weights: str | Path | None  # of a learned front end
+    engine: Engine | None  # "torch", or "onnx": ONNX Runtime on the CPU, without torch
     device: str | None  # "auto" (CUDA when there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"
     precision: Precision | None  # of the network; "auto" is what the device is fast at
     max_keypoints: int | None  # an image
@@ -148,6 +150,8 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     ratio = given.get("ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
+    if given.get("engine", "torch") not in get_args(Engine):
+        raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {given['engine']!r}")
     for name in ("upright", "second_pass", "refine"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")

@@ -233,7 +233,7 @@ class Pipeline:
 
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
         """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`."""
-        if any(features.keypoints.dim() != 2 for pair in pairs for features in pair):
+        if any(features.keypoints.ndim != 2 for pair in pairs for features in pair):
             raise UsageError(
                 "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
             )

@@ -14,6 +14,7 @@ from matcher.data.features import Features
 from matcher.data.geometry import stored_to_upright
 from matcher.data.image import Image
 from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
 from matcher.passes.further import PassReport
@@ -195,8 +196,8 @@ class Result:
         """
         geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
         return ({} if refinement is None else refinement.to_arrays()) | {
-            "keypoints0": self.features0.keypoints.cpu().numpy(),
-            "keypoints1": self.features1.keypoints.cpu().numpy(),
+            "keypoints0": to_numpy(self.features0.keypoints),
+            "keypoints1": to_numpy(self.features1.keypoints),
             "indices": self.matches.indices,
             "points0": self.points0,
             "points1": self.points1,
@@ -279,8 +280,8 @@ class Result:
             errors=errors,
             colour_by=colour_by,
             stacked=stacked,
-            keypoints0=self.features0.keypoints.detach().cpu().numpy(),
-            keypoints1=self.features1.keypoints.detach().cpu().numpy(),
+            keypoints0=to_numpy(self.features0.keypoints),
+            keypoints1=to_numpy(self.features1.keypoints),
             covariances=self._covariances() if ellipses else None,
             title=title,
             max_lines=max_lines,

@@ -1,8 +1,9 @@
-"""Environment variables that torch, OpenCV and BLAS read: CPU threads, and how much is kept in memory."""
+"""CPU threads, and how much torch keeps in memory: environment variables and numbers; no torch."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -12,6 +13,16 @@ _KEPT = "128"  # of torch's 1024; a pair of images takes some 40, and each is up
 def thread_environment(count: int) -> dict[str, str]:
     """Environment variables with which a process uses `count` CPU threads."""
     return dict.fromkeys(_VARIABLES, str(count))
+
+
+def compute_threads() -> int:
+    """Threads that this process may use: torch's where it is loaded, else OMP_NUM_THREADS or the cores."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return torch.get_num_threads()
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def bound_primitives() -> None:

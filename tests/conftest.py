@@ -12,7 +12,8 @@ from matcher.data.images import read_image
 from matcher.extract.sift import SiftExtractor
 from matcher.kernels import SWITCH, build, library
 from matcher.match.network.model import MatchingNetwork
-from matcher.weights.files import FOLDERS, save_model
+from matcher.weights.files import save_model
+from matcher.weights.manifest import FOLDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 

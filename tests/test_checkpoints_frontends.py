@@ -10,7 +10,7 @@ from random_front_end import FRONT_ENDS, random_parameters, texture, whole
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.shared import resolve
-from matcher.loading import build_extractor
+from matcher.torch_engine import build_extractor
 from matcher.weights.published.catalogue import find_published
 from matcher.weights.published.fetching import import_files
 

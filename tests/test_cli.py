@@ -254,7 +254,7 @@ def test_weights_are_listed_and_verified(small_weights, monkeypatch, capfd):
     }  # fmt: skip
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
     (folder / "manifest.toml").write_text(f"[[weights]]\nbytes = {len(data)}\n{text}")
-    monkeypatch.setattr("matcher.weights.files.FOLDERS", (folder,))
+    monkeypatch.setattr("matcher.weights.manifest.FOLDERS", (folder,))
     assert run("weights", "list") == 0
     assert "CC0-1.0" in capfd.readouterr().out
     assert run("weights", "verify") == 0

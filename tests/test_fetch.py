@@ -18,7 +18,7 @@ from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import cache_folder
 from matcher.presets import PRESETS
-from matcher.weights.files import read_manifest
+from matcher.weights.manifest import read_manifest
 from matcher.weights.published import catalogue, download, fetching
 from matcher.weights.published.catalogue import Published, PublishedFile, read_catalogue
 from matcher.weights.published.download import Wanted

@@ -19,7 +19,7 @@ from matcher.extract.learned import (
     sample,
     unfolded,
 )
-from matcher.loading import build_extractor
+from matcher.torch_engine import build_extractor
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_hints_name_this_project_and_extras_that_exist():
         for path in (ROOT / "matcher").rglob("*.py")
         for extra in re.findall(r"install_command\(['\"](\w+)['\"]\)", path.read_text("utf-8"))
     }
-    assert named == {"app", "benchmark", "heif", "ray", "rerun", "sfm"}
+    assert named == {"app", "benchmark", "heif", "onnx", "ray", "rerun", "sfm"}
     assert named < set(project["optional-dependencies"])
 
 

@@ -17,7 +17,8 @@ from matcher.errors import UsageError
 from matcher.loading import load
 from matcher.options import LoadOptions, configure
 from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
-from matcher.weights.files import load_model, read_manifest
+from matcher.weights.files import load_model
+from matcher.weights.manifest import read_manifest
 
 
 def test_names_and_default():

@@ -14,7 +14,8 @@ from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
 from matcher.match.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
-from matcher.match.steering import STEERABLE, steered
+from matcher.match.steering import steered
+from matcher.match.turns import STEERABLE
 
 PHOTOS = data_folder() / "photos" / "val"
 

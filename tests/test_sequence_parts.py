@@ -10,7 +10,7 @@ from matcher.data.images import image_from_array, read_image
 from matcher.data.rotations import as_quaternion, as_rotation
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
-from matcher.match.steering import STEERABLE, rotated_descriptors
+from matcher.match.turns import STEERABLE, rotated_descriptors
 from matcher.sequence.clock import Clock
 from matcher.sequence.contrast import AdaptiveContrast
 from matcher.sequence.frames import FrameLinks

@@ -13,7 +13,8 @@ from matcher.explain.explain import explain
 from matcher.match import steering
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.position import normalise_positions
-from matcher.match.steering import STEERABLE, TURNS, aligned, quarter_turns, rotated_descriptors, steered
+from matcher.match.steering import aligned, quarter_turns, steered
+from matcher.match.turns import STEERABLE, TURNS, rotated_descriptors
 from matcher.weights.files import load_model
 
 

@@ -12,7 +12,7 @@ from matcher.data.images import image_from_array
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.shared import LearnedExtractor
 from matcher.extract.superpoint import FRONT_ENDS, SuperPoint, suppress
-from matcher.loading import build_extractor
+from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
 KINDS = ["superpoint", "superpoint-open"]

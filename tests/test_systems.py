@@ -13,12 +13,12 @@ from matcher.cli import main
 from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig, PositionConfig
 from matcher.errors import UsageError
 from matcher.extract.shared import resolve
-from matcher.loading import build_extractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS
+from matcher.torch_engine import build_extractor
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.files import save_front_end, save_model
 

@@ -27,7 +27,7 @@ from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.reading import read_recipe, shipped_recipe
-from matcher.loading import build_extractor
+from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
 CPU = torch.device("cpu")

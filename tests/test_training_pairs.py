@@ -18,7 +18,7 @@ from matcher.lab.train.labels import (
 )
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import LABEL_STRIDE, CachedView, plane_of
-from matcher.match.steering import STEERABLE
+from matcher.match.turns import STEERABLE
 
 RECIPE = SceneRecipe(width=160, height=120)
 EMPTY = np.zeros((120, 160), np.uint8)

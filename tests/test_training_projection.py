@@ -15,9 +15,9 @@ from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.projection import fit_projection
 from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.run import train
-from matcher.loading import build_extractor
 from matcher.match.network.model import MatchingNetwork
-from matcher.match.steering import TURNS
+from matcher.match.turns import TURNS
+from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end, save_model
 
 LEARNED = replace(

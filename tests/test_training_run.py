@@ -30,7 +30,7 @@ from matcher.lab.train.recipe import Recipe, fingerprint
 from matcher.lab.train.run import _sampler as training_sampler
 from matcher.lab.train.run import train
 from matcher.weights.files import load_model
-from matcher.weights.tensors import read_header
+from matcher.weights.header import read_header
 
 TINY_TOML = """
 name = "tiny"

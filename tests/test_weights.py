@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save, save_file
 
 from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
 from matcher.errors import IntegrityError
-from matcher.loading import build_extractor
 from matcher.presets import PRESETS
-from matcher.weights.files import load_model, read_manifest, save_model, verify
+from matcher.torch_engine import build_extractor
+from matcher.weights.files import load_model, save_model
+from matcher.weights.manifest import read_manifest, verify
 
 ROW = """
 [[weights]]

@@ -15,9 +15,10 @@ from matcher.errors import IntegrityError
 from matcher.match.network.model import MatchingNetwork
 from matcher.presets import PRESETS
 from matcher.weights import renames
-from matcher.weights.files import load_model, read_manifest, save_model, weights_folder
+from matcher.weights.files import load_model, save_model
+from matcher.weights.header import read_header
+from matcher.weights.manifest import read_manifest, weights_folder
 from matcher.weights.renames import KEYS, TENSORS, current_config, current_name
-from matcher.weights.tensors import read_header
 
 OLD_NAMES = {
     "layers.1.within.qkv.weight": "layers.1.self_block.attention.qkv.weight",

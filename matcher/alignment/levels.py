@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
-import torch
 
 from matcher.data.features import Features
 from matcher.data.geometry import warp_points
 from matcher.data.image import Image
+from matcher.data.tensors import to_numpy
 from matcher.drawing.composites import stored_to_pixels
 from matcher.pipeline import Pipeline
 
@@ -28,13 +28,13 @@ class Window:
     def outside(self, quads: list[np.ndarray]) -> Window:
         """The window without the keypoints inside of quadrilaterals (4, 2) of stored pixels."""
         keep = np.ones(len(self.features), dtype=bool)
-        points = self.features.keypoints.numpy().astype(np.float32)
+        points = to_numpy(self.features.keypoints).astype(np.float32)
         for quad in quads:
             corners = warp_points(quad, self.from_stored).astype(np.float32)
             keep &= [cv2.pointPolygonTest(corners, point.tolist(), False) < 0 for point in points]
         if keep.all():
             return self
-        return replace(self, features=self.features.select(torch.from_numpy(keep)))
+        return replace(self, features=self.features.select(keep))
 
 
 def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]:

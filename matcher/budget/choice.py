@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from matcher.config import PipelineConfig
 from matcher.data.features import Features
@@ -18,8 +17,7 @@ from matcher.data.matches import Matches
 from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.extract.shared import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
-from matcher.match.network.depth import can_be_cut, with_layers
-from matcher.match.network.inference import AttentionMatcher
+from matcher.match.depth import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extracted from, tried in turn
@@ -167,11 +165,11 @@ def matching_cost(
         matcher = _never_early(with_layers(pipeline.matcher, layers))
         for count in counts:
             rows.append(_terms(count, layers))
-            batch = Features.stack([features.select(torch.arange(count))])
+            batch = Features.stack([features.select(np.arange(count))])
             if other is None:
                 values.append(milliseconds(lambda m=matcher, b=batch: m(b, b)))
             else:
-                second = Features.stack([other.select(torch.arange(count))])
+                second = Features.stack([other.select(np.arange(count))])
                 values.append(milliseconds(lambda m=matcher, b=batch, o=second: m(b, o)))
     weights = 1 / np.maximum(values, 1e-3)
     solution = _non_negative(np.array(rows) * weights[:, None], np.array(values) * weights)
@@ -230,7 +228,7 @@ def _depths(pipeline: Parts) -> list[int]:
 
 
 def _never_early(matcher: object) -> object:
-    if not isinstance(matcher, AttentionMatcher):
+    if not can_be_cut(matcher):
         return matcher
     policy = replace(matcher.model.config.policy, early_exit=False, pruning=False)
     return matcher.adjusted(policy=policy)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from matcher.budget.choice import (
     POINTS_REFINED,
@@ -26,7 +25,7 @@ from matcher.config import GRID_KIND
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import UsageError
-from matcher.match.network.inference import AttentionMatcher
+from matcher.match.depth import can_be_cut
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
@@ -152,7 +151,7 @@ def _at_most(image: Image, longer_side: int) -> Image:
 
 def without_opposite_turn(pipeline: Q) -> Q:
     """The pipeline without the second attempt at the opposite turn, which would double the time."""
-    if not isinstance(pipeline.matcher, AttentionMatcher):
+    if not can_be_cut(pipeline.matcher):
         return pipeline
     policy = replace(pipeline.matcher.model.config.policy, opposite_turn_below=0.0)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
@@ -189,8 +188,8 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
 
 def _with_random_descriptors(features: Features) -> Features:
     """The same keypoints with random descriptors."""
-    noise = torch.randn(features.descriptors.shape, generator=torch.Generator().manual_seed(0))
-    return replace(features, descriptors=torch.nn.functional.normalize(noise, dim=-1))
+    noise = np.random.default_rng(0).normal(size=features.descriptors.shape).astype(np.float32)
+    return replace(features, descriptors=noise / np.linalg.norm(noise, axis=-1, keepdims=True))
 
 
 def _random(count: int) -> tuple[np.ndarray, np.ndarray]:

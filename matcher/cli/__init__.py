@@ -56,7 +56,7 @@ COMMANDS = {
     "train": train,
     "env": environment,
 }
-GROUPS = {"weights": ("List, check, download and convert weights.", WEIGHTS)}
+GROUPS = {"weights": ("List, check, download, convert and export weights.", WEIGHTS)}
 
 
 def _version(wanted: bool) -> None:

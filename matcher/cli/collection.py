@@ -37,8 +37,11 @@ Shard = Annotated[
     typer.Option(metavar="i/n", help="Match only part i of n; join the parts with `matcher merge`."),
 ]
 EngineChoice = Annotated[
-    Literal["local", "ray"],
-    typer.Option("--engine", help="Run in local processes, or on a Ray cluster."),
+    Literal["torch", "onnx", "ray", "local"],
+    typer.Option(
+        "--engine",
+        help="Library that runs front end and networks, in local processes; ray: torch on a Ray cluster.",
+    ),
 ]
 CameraText = Annotated[
     str | None,
@@ -53,7 +56,7 @@ Descriptors = Annotated[
     bool,
     typer.Option("--descriptors", help="Extract every image, even those whose descriptors were deleted."),
 ]
-CollectionOptions = Annotated[dict[str, Any], ("second_pass",), {}]
+CollectionOptions = Annotated[dict[str, Any], ("second_pass", "engine"), {}]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")]
 
 
@@ -72,7 +75,7 @@ def collection(
     camera: CameraText = None,
     workers: WorkerCount = None,
     threads: Threads = None,
-    engine: EngineChoice = "local",
+    engine: EngineChoice = "torch",
     shard: Shard = None,
     restart: Restart = False,
     retry_failed: RetryFailed = False,
@@ -91,7 +94,9 @@ def collection(
     choice = choose_pairs(pairs, exhaustive, sequential, similar)
     pinhole = options.parse_camera(camera, "--camera")
     _check_camera(given.get("geometry"), camera, run)
-    means = dict(workers=Workers(engine, workers, threads), camera=pinhole)
+    processes = engine if engine == "ray" else "local"
+    means = dict(workers=Workers(processes, workers, threads), camera=pinhole)
+    given["engine"] = "onnx" if engine == "onnx" else "torch"
     opened = Collection.open(run, shard=shard, **means, **given)
     selection = dict(include=include or (), exclude=exclude or ())
     enter_images(opened, images, masks=masks, features=features, restart=restart, **selection)

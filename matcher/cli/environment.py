@@ -57,8 +57,8 @@ def _machine() -> list[str]:
     import torch
 
     from matcher.kernels import kernels
-    from matcher.loading import resolve_device
     from matcher.match.network.inference import resolve_precision
+    from matcher.torch_engine import resolve_device
 
     device = resolve_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"

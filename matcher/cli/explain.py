@@ -11,7 +11,7 @@ from matcher.cli import options
 from matcher.cli.match import First, MaskFile, Second
 from matcher.cli.messages import show
 
-ExplainOptions = Annotated[dict[str, Any], ("second_pass",), {}]  # one pass is explained
+ExplainOptions = Annotated[dict[str, Any], ("second_pass", "engine"), {}]  # one pass is explained
 
 
 def explain(

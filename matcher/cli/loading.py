@@ -30,6 +30,7 @@ _DECLARED = {
     "ratio": (options.Ratio, None),
     "second_pass": (options.SecondPass, None),
     "precision": (options.Precision, None),
+    "engine": (options.Engine, None),
     "device": (options.Device, "auto"),
     "no_refine": (options.NoRefine, False),
     "no_upright": (options.NoUpright, False),
@@ -92,6 +93,7 @@ def preset_defaults() -> dict[str, object]:
         "keep": config.extractor.keep,
         "second_pass": "second-pass" if config.second_pass else "no-second-pass",
         "precision": "auto",
+        "engine": "torch",
     }
 
 

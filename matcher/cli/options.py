@@ -102,6 +102,10 @@ Precision = Annotated[
         "--precision", help="Arithmetic of the networks; auto picks the fastest one that suits the device."
     ),
 ]
+Engine = Annotated[
+    Literal["torch", "onnx"] | None,
+    typer.Option("--engine", help="Library that runs front end and networks; onnx needs no torch."),
+]
 Device = Annotated[
     str, typer.Option("--device", metavar="auto|cpu|cuda|mps", help="Device to run on; auto prefers CUDA.")
 ]

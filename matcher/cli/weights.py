@@ -1,10 +1,10 @@
-"""Shipped and published weights: `matcher weights list`, `verify`, `fetch`, `import`."""
+"""Shipped and published weights: `matcher weights list`, `verify`, `fetch`, `import`, `export`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ from matcher.cli.messages import complain, show, wants_progress
 def list_weights() -> None:
     """List shipped and published weights: licence, size, source, and whether they are installed."""
     from matcher.errors import IntegrityError
-    from matcher.weights.files import read_manifest
+    from matcher.weights.manifest import read_manifest
     from matcher.weights.published.catalogue import read_catalogue
 
     show("Shipped with this package")
@@ -49,7 +49,7 @@ def verify_weights(
 ) -> None:
     """Check weights files against their checksums; exit with code 5 if one is missing or damaged."""
     from matcher.errors import IntegrityError, UsageError, unknown_name
-    from matcher.weights.files import read_manifest, verify
+    from matcher.weights.manifest import read_manifest, verify
     from matcher.weights.published.catalogue import locate, read_catalogue
 
     rows, published = read_manifest(), read_catalogue()
@@ -117,6 +117,32 @@ def import_weights(
     show(f"converted  {import_files(files, preset, output)}")
 
 
+def export_weights(
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET", autocompletion=options.complete_preset, help="Whose networks.")
+    ],
+    onnx: Annotated[
+        Path, typer.Option("--onnx", metavar="FOLDER", help="Folder to write the ONNX files to.")
+    ],
+    numbers: Annotated[
+        Literal["float32", "float16", "int8"],
+        typer.Option("--numbers", help="What weights are written in; float16 and int8 make smaller files."),
+    ] = "float32",
+    weights: options.Weights = None,
+    frontend_weights: options.FrontEndWeights = None,
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write the front end and the matcher of a preset as ONNX files, for other programs and languages."""
+    from matcher.onnx.export import export_preset
+    from matcher.presets import find_preset
+
+    given = {"weights": weights, "frontend_weights": frontend_weights}
+    for file in export_preset(
+        preset, find_preset(preset), onnx, numbers=numbers, overwrite=overwrite, **given
+    ):
+        show(f"written  {file.path}  {file.bytes / 1e6:.1f} MB")
+
+
 def _show_progress(have: int, total: int) -> None:
     if sys.stderr.isatty() and wants_progress():
         share = f"{100 * have // total:3d} %" if total else ""
@@ -125,4 +151,10 @@ def _show_progress(have: int, total: int) -> None:
         sys.stderr.flush()
 
 
-COMMANDS = {"list": list_weights, "verify": verify_weights, "fetch": fetch_weights, "import": import_weights}
+COMMANDS = {
+    "list": list_weights,
+    "verify": verify_weights,
+    "fetch": fetch_weights,
+    "import": import_weights,
+    "export": export_weights,
+}

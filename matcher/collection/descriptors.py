@@ -21,6 +21,7 @@ from matcher.collection.encoding import DamagedError, check, checksum
 from matcher.collection.run_files import refuse_irregular
 from matcher.data.descriptors import root_sift
 from matcher.data.features import Features
+from matcher.data.tensors import to_numpy
 
 MAX_BYTES = 1 << 30  # of one file; a record that begins before it may end behind it
 _OPTIONAL = ("scales", "orientations", "affine_frames")
@@ -113,11 +114,11 @@ def read_record(folder: Path, place: RecordLocation) -> bytes:
 def encode_features(features: Features) -> bytes:
     """A record: everything of one image's features but keypoints, size, orientation and kind."""
     arrays = {
-        name: getattr(features, name).numpy().astype(np.float32)
+        name: to_numpy(getattr(features, name)).astype(np.float32)
         for name in ("scores", *_OPTIONAL)
         if getattr(features, name) is not None
     }
-    values = features.descriptors.numpy()
+    values = to_numpy(features.descriptors)
     whole = _sift_numbers(values) if values.min(initial=0) >= 0 else None
     if whole is not None:
         arrays["sift"] = whole

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from matcher.collection.settings import Setup
 from matcher.collection.workers import Engine, InProcess, LocalWorkers
-from matcher.loading import resolve_device
+from matcher.loading import devices
 
 EngineName = Literal["local", "ray"]
 _GPU_BATCH = 8  # pairs that a GPU matches together
@@ -37,24 +35,20 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
         from matcher.collection.cluster import RayWorkers
 
         return RayWorkers(run_dir, setup, workers.count, workers.threads)
-    device = resolve_device(setup.options.get("device", "auto"))
-    every = [str(device)]
-    if device.type == "cuda" and device.index is None:
-        every = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    every = devices(setup.options)
     cores = available_cores()
     count = workers.count
     if count is None:
-        count = cores if device.type == "cpu" else len(every)
+        count = cores if every == ["cpu"] else len(every)
     if count == 0:
         return InProcess(run_dir, setup)
-    devices = [every[number % len(every)] for number in range(count)]
-    return LocalWorkers(run_dir, setup, devices, workers.threads or max(1, cores // count))
+    chosen = [every[number % len(every)] for number in range(count)]
+    return LocalWorkers(run_dir, setup, chosen, workers.threads or max(1, cores // count))
 
 
 def batch_size(setup: Setup, workers: Workers) -> int:
     """Pairs that are matched together."""
-    on_cpu = resolve_device(setup.options.get("device", "auto")).type == "cpu"
-    return workers.batch or (1 if on_cpu else _GPU_BATCH)
+    return workers.batch or (1 if devices(setup.options) == ["cpu"] else _GPU_BATCH)
 
 
 def available_cores() -> int:

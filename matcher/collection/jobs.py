@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from matcher.collection.descriptors import encode_features
 from matcher.collection.encoding import checksum, encode_pair
@@ -18,6 +18,7 @@ from matcher.collection.writer import EncodedPair
 from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.matches import Matches
+from matcher.data.tensors import to_numpy
 from matcher.errors import IntegrityError, MatcherError
 from matcher.pipeline import Pipeline
 from matcher.verify.verdict import NOT, reject_improbable
@@ -108,7 +109,7 @@ class JobRunner:
         """Features of one image."""
         try:
             found = self._source.extract(name, self.pipeline)
-            kept = replace(found.features, descriptors=torch.zeros(len(found.features), 0))
+            kept = replace(found.features, descriptors=np.zeros((len(found.features), 0), np.float32))
             return ExtractedImage(name, replace(found, features=kept), encode_features(found.features))
         except IntegrityError:
             raise
@@ -149,7 +150,7 @@ class JobRunner:
             geometry = self.pipeline.verify(f0, f1, matches, camera0=camera0, camera1=camera1)
             # A false edge does more harm to a reconstruction than an absent one.
             geometry = reject_improbable(geometry, matches, f0.image_size, f1.image_size, least=NOT)
-            data = encode_pair(matches, geometry, f0.keypoints.numpy(), f1.keypoints.numpy())
+            data = encode_pair(matches, geometry, to_numpy(f0.keypoints), to_numpy(f1.keypoints))
         except Exception as error:
             return PairFailure(side0.number, side1.number, reason_of(error))
         seconds += perf_counter() - start
@@ -176,7 +177,7 @@ class JobRunner:
 
 
 def _bytes(features: Features) -> int:
-    return features.descriptors.numel() * features.descriptors.element_size()
+    return to_numpy(features.descriptors).nbytes
 
 
 def reason_of(error: Exception) -> str:

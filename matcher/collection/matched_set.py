@@ -14,6 +14,7 @@ from matcher.collection.tracks import PairMatches, Tracks, build_tracks
 from matcher.config import GRID_KIND
 from matcher.data.features import Features
 from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 from matcher.loading import open_pipeline
 from matcher.options import LoadOptions, refuse_second_pass
@@ -56,7 +57,7 @@ class MatchedSet:
         """(K, 2) and (K, 2) stored pixels of `matches(first, second)`."""
         indices = self.matches(first, second).T
         ends = zip((first, second), indices, strict=True)
-        return tuple(self.features[image].keypoints.cpu().numpy()[rows] for image, rows in ends)
+        return tuple(to_numpy(self.features[image].keypoints)[rows] for image, rows in ends)
 
     def groups(self) -> list[list[int]]:
         """The images joined by verified pairs, the largest group first; an image alone is a group."""

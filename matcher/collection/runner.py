@@ -25,6 +25,7 @@ from matcher.collection.schema import DONE
 from matcher.collection.sources import FeatureSource
 from matcher.collection.workers import Engine
 from matcher.collection.writer import EncodedPair, ImageFacts, Writer
+from matcher.data.tensors import to_numpy
 from matcher.errors import ImageError
 
 _COMMIT_SECONDS = 0.5
@@ -176,7 +177,7 @@ class _Extraction:
             return
         if had and not (
             had[0][0] == found.sha256
-            and np.array_equal(writer.store.keypoints(outcome.name), found.features.keypoints.numpy())
+            and np.array_equal(writer.store.keypoints(outcome.name), to_numpy(found.features.keypoints))
         ):
             writer.forget([outcome.name])  # its pairs name keypoints that are no more
         facts = ImageFacts(found.sha256, found.stamp, found.scale)

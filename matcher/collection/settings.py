@@ -13,9 +13,7 @@ from matcher.collection.sources import FeatureSource
 from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.data.camera import Camera
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.registry import find_front_end
 from matcher.loading import build_pipeline, load
-from matcher.match.network.inference import AttentionMatcher
 from matcher.options import option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
@@ -121,12 +119,11 @@ def stored_pipeline(
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
     weights = pipeline.weights
-    precise = isinstance(pipeline.matcher, AttentionMatcher)
     return {
         "preset": setup.preset,
         "weights": None if weights is None else weights.sha256,
         "frontend_weights": _front_end(setup, pipeline),
-        "precision": pipeline.matcher.precision if precise else "float32",
+        "precision": getattr(pipeline.matcher, "precision", "float32"),
         "config": _plain(
             {name: value for name, value in to_dict(pipeline.config).items() if name != "second_pass"}
         ),
@@ -141,10 +138,18 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
 def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     """The sha256 of a learned front end's parameters."""
     config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
-    if not setup.source.uses_front_end or config.kind == "sift" or find_front_end(config.kind).build is None:
+    if not setup.source.uses_front_end or not _is_trained(config.kind):
         return None
     path = locate_front_end(config) if given is None else Path(given)
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_trained(kind: str) -> bool:
+    if kind in ("sift", "learned"):
+        return kind == "learned"
+    from matcher.extract.registry import find_front_end  # needs torch, as every other front end does
+
+    return find_front_end(kind).build is not None
 
 
 def _plain(value: Any) -> Any:

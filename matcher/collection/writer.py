@@ -24,6 +24,7 @@ from matcher.collection.store import Store
 from matcher.collection.store_check import check_store
 from matcher.data.camera import Camera
 from matcher.data.features import Features
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 
 _FORGET_PAIRS = """
@@ -137,7 +138,7 @@ class Writer:
         """Keypoints and descriptors (`record`, from `encode_features`) of an image, added where it is new."""
         self.add_images([name])
         number = self.number(name)
-        data = encode_keypoints(features.keypoints.numpy())
+        data = encode_keypoints(to_numpy(features.keypoints))
         width, height = features.image_size
         row = (DONE, facts.sha256, facts.stamp, width, height, len(features), *facts.scale)
         self.execute(

@@ -6,8 +6,8 @@ from typing import Any
 
 import cv2
 import numpy as np
-import torch
 
+from matcher.data.tensors import is_tensor, to_numpy
 from matcher.errors import UsageError
 
 ACCEPTED = "grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4) of uint8, uint16, bool or float in [0, 1]"
@@ -25,17 +25,15 @@ def as_array(image: Any) -> np.ndarray:
     """
     if isinstance(image, np.ndarray):
         return image
-    if not isinstance(image, torch.Tensor):
+    if not is_tensor(image):
         raise UsageError(
             "an image is a path, an Image, a NumPy array, a PIL image or a torch tensor, "
             f"not {type(image).__name__}; accepted: {ACCEPTED}"
         )
-    tensor = image.detach().cpu()
-    if tensor.dtype == torch.bfloat16:  # NumPy has none
-        tensor = tensor.float()
-    if tensor.dim() == 3 and tensor.shape[0] in (1, 3, 4) and tensor.shape[2] not in (1, 3, 4):
-        tensor = tensor.permute(1, 2, 0)
-    return tensor.numpy()
+    array = to_numpy(image)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        array = array.transpose(1, 2, 0)
+    return array
 
 
 def split_alpha(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

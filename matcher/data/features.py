@@ -11,29 +11,31 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from matcher.data.descriptors import SIFT_DIM, is_raw_sift, root_sift
+from matcher.data.field_arrays import ORIENTATIONS, all_finite, as_array, as_tensor, stack_padded
 from matcher.data.geometry import UPRIGHT, turn_angles
 from matcher.data.image import Image
+from matcher.data.tensors import is_tensor, library, loaded_torch, to_numpy
 from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     import cv2
+    import torch
+    from torch import Tensor
 
 RAW_SIFT = (
     "these are raw SIFT descriptors, but matchers of SIFT take RootSIFT: build the features by "
     "Features.from_cv2(keypoints, descriptors, size), which converts them"
 )
-_ORIENTATIONS = ("exif_orientation", "view_orientation")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features:
     """Keypoints and descriptors of one image (no leading axis) or of a padded batch (leading axis B).
 
-    Arrays may be NumPy or torch when users build it; they are kept as torch tensors, positions in float32.
+    Arrays may be NumPy or torch when users build it; positions become float32. They are kept as torch tensors
+    in a process that has loaded torch, else as NumPy arrays; `np.asarray` reads both, and `numpy` converts.
     Descriptors are those the matcher was trained with: of norm 1, for SIFT as RootSIFT (`from_cv2` converts);
     networks refuse others.
 
@@ -67,26 +69,27 @@ class Features:
     _PER_IMAGE = ("size", "scale", "exif_orientation", "view_orientation", "grid", "maps")
 
     def __post_init__(self) -> None:
+        convert = as_array if loaded_torch() is None else as_tensor
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name != "kind" and value is not None:
-                object.__setattr__(self, f.name, _as_tensor(value, f.name))
+                object.__setattr__(self, f.name, convert(value, f.name))
         self._fill_defaults()
         self._check()
 
     def _fill_defaults(self) -> None:
-        points = self.keypoints
+        points, xp = self.keypoints, library(self.keypoints)
         if self.size is None:
             raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
         if self.scores is None:
-            object.__setattr__(self, "scores", points.new_ones(points.shape[:-1]))
+            object.__setattr__(self, "scores", xp.ones_like(points[..., 0]))
         if self.mask is None:
-            object.__setattr__(self, "mask", points.new_ones(points.shape[:-1], dtype=torch.bool))
+            object.__setattr__(self, "mask", xp.ones_like(points[..., 0], dtype=bool))
         if self.exif_orientation is None:
-            upright = points.new_ones(points.shape[:-2], dtype=torch.int64)
+            upright = xp.ones_like(self.size[..., 0], dtype=xp.int64)
             object.__setattr__(self, "exif_orientation", upright)
         if self.scale is None:
-            object.__setattr__(self, "scale", torch.ones_like(self.size))
+            object.__setattr__(self, "scale", xp.ones_like(self.size))
 
     def _check(self) -> None:
         shape = self.keypoints.shape
@@ -94,23 +97,23 @@ class Features:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
         wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
         wanted |= dict.fromkeys(("size", "scale", "grid"), (*shape[:-2], 2))
-        wanted |= dict.fromkeys(_ORIENTATIONS, tuple(shape[:-2]))
+        wanted |= dict.fromkeys(ORIENTATIONS, tuple(shape[:-2]))
         wanted |= {"affine_frames": (*shape, 2), "cells": tuple(shape)}
         wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
         wanted["maps"] = () if self.maps is None else (*shape[:-2], *self.maps.shape[-3:])
         for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
             if value is not None and value.shape != wanted.get(name, value.shape):
                 raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
-            # The sum shows it at a tenth of the cost, unless it overflows.
-            if not (value is None or value.sum().isfinite() or value.isfinite().all()):
+            if not (value is None or all_finite(value)):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
         if not bool((self.size > 0).all() & (self.scale > 0).all()):
             raise UsageError("Features.size and Features.scale must be positive")
-        for name in _ORIENTATIONS:
+        for name in ORIENTATIONS:
             codes = getattr(self, name)
             if codes is not None and not bool(((codes >= 1) & (codes <= 8)).all()):
                 raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
-        if self.kind == "sift" and is_raw_sift(self.descriptors.detach().flatten(0, -2)[:64].cpu().numpy()):
+        some = self.descriptors[..., :64, :].reshape(-1, max(self.descriptors.shape[-1], 1))[:64]
+        if self.kind == "sift" and is_raw_sift(to_numpy(some)):
             raise UsageError(RAW_SIFT)
 
     @property
@@ -133,7 +136,7 @@ class Features:
 
     def __repr__(self) -> str:
         parts = [f"{len(self)} keypoints", f"{self.descriptors.shape[-1]}-d {self.kind!r} descriptors"]
-        if self.keypoints.dim() == 2:
+        if self.keypoints.ndim == 2:
             parts.append("{:.0f} x {:.0f} pixels".format(*self.size.tolist()))
         else:
             parts.insert(0, f"batch {tuple(self.keypoints.shape[:-2])}")
@@ -197,7 +200,7 @@ class Features:
         >>> from matcher import Features
         >>> image = np.random.default_rng(0).integers(0, 255, (48, 64), dtype=np.uint8)
         >>> features = Features.from_cv2(*cv2.SIFT_create().detectAndCompute(image, None), size=(64, 48))
-        >>> round(float(features.descriptors[0].norm()), 3)
+        >>> round(float(np.linalg.norm(features.descriptors[0])), 3)
         1.0
 
         Args:
@@ -229,14 +232,14 @@ class Features:
         """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""
         import cv2
 
-        if self.keypoints.dim() != 2:
+        if self.keypoints.ndim != 2:
             raise UsageError("features of one image are needed; take a batch apart by unstack()")
         chosen = self.select(self.mask)
         points, scores = chosen.keypoints.tolist(), chosen.scores.tolist()
         sizes = [1.0] * len(points) if chosen.scales is None else chosen.scales.tolist()
         angles = [-1.0] * len(points)
         if chosen.orientations is not None:
-            angles = chosen.orientations.rad2deg().remainder(360).tolist()
+            angles = (np.rad2deg(to_numpy(chosen.orientations)) % 360).tolist()
         columns = zip(points, sizes, angles, scores, strict=True)
         return [cv2.KeyPoint(*point, size, angle, score) for point, size, angle, score in columns]
 
@@ -245,9 +248,19 @@ class Features:
         return replace(self, **{k: None if v is None else change(k, v) for k, v in values.items()})
 
     def to(self, device: torch.device | str) -> Features:
-        """The same features on another device; themselves if they are there."""
-        there = self.keypoints.device == torch.device(device)
-        return self if there else self._map(lambda _, value: value.to(device))
+        """The same features as torch tensors on a device; themselves if they are that."""
+        import torch
+
+        if is_tensor(self.keypoints):
+            there = self.keypoints.device == torch.device(device)
+            return self if there else self._map(lambda _, value: value.to(device))
+        # Fields are converted where a tensor is among them.
+        return replace(self, keypoints=torch.from_numpy(self.keypoints)).to(device)
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """All fields that are there as NumPy arrays, by name, but for `kind`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+        return {name: to_numpy(value) for name, value in values.items() if value is not None}
 
     def select(self, index: Tensor) -> Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
@@ -273,27 +286,5 @@ class Features:
             values = [getattr(item, name) for item in items]
             if name == "view_orientation" and any(value is not None for value in values):
                 values = [item.matched_orientation for item in items]
-            columns[name] = None if any(value is None for value in values) else _stack_padded(values)
+            columns[name] = None if any(value is None for value in values) else stack_padded(values)
         return Features(**columns, kind=items[0].kind)
-
-
-def _as_tensor(value, name: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        array = np.asarray(value)
-        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
-            raise UsageError(f"Features.{name} must hold numbers of at most 64 bits, not {array.dtype}")
-        # A copy that keeps scalars scalar, which ascontiguousarray would not.
-        value = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
-    if name == "mask":
-        return value.bool()
-    if name in _ORIENTATIONS:
-        return value.to(torch.int64)
-    return value if name == "descriptors" and value.is_floating_point() else value.to(torch.float32)
-
-
-def _stack_padded(values: Sequence[Tensor]) -> Tensor:
-    shape = [len(values), *map(max, zip(*(value.shape for value in values), strict=True))]
-    padded = max(values, key=Tensor.element_size).new_zeros(shape)
-    for index, value in enumerate(values):
-        padded[(index, *map(slice, value.shape))] = value
-    return padded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from matcher.config import NetworkConfig
-from matcher.match.network.adaptivity import confidence_threshold
+from matcher.match.rules import confidence_threshold
 
 
 def confidence_thresholds(config: NetworkConfig) -> list[float]:

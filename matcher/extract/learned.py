@@ -20,7 +20,7 @@ from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_
 from matcher.config import ExtractorConfig
 from matcher.data.image import Image
 from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
-from matcher.kernels import (
+from matcher.kernels.maps import (
     add_enlarged_compiled,
     have_maps,
     peaks_compiled,

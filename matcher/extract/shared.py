@@ -21,12 +21,11 @@ from torch.nn.functional import pad
 from matcher.config import ExtractorConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.errors import UsageError
+from matcher.extract.settings import resolve
 
 # Puts the trained parameters of a configuration into its network, strictly, or raises.
 Fill = Callable[[nn.Module, ExtractorConfig], None]
 
-_SETTINGS = ("variant", "score_threshold", "nms_radius", "border")
 # A described patch is six times as wide as the keypoint that OpenCV would report for it.
 _PATCH_TO_DIAMETER = 1 / 6
 _TOGETHER = 8  # images in one batch of a network
@@ -135,26 +134,6 @@ def by_size(find: Callable[[Sequence[Image]], list[Found]], images: Sequence[Ima
             batch = numbers[start : start + _TOGETHER]
             found |= zip(batch, find([images[number] for number in batch]), strict=True)
     return [found[number] for number in range(len(images))]
-
-
-def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
-    """The configuration with the published value wherever a setting is None.
-
-    Raises:
-        UsageError: a setting that the front end does not have, or a value out of range.
-    """
-    if config.max_keypoints < 1:
-        raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
-    given = {name: getattr(config, name) for name in _SETTINGS if getattr(config, name) is not None}
-    if foreign := sorted(set(given) - set(published)):
-        has = ", ".join(published) or "none"
-        raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
-    if config.keep == "largest" and config.kind != "sift":
-        raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
-    for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
-        if given.get(name, least) < least:
-            raise UsageError(f"{name} must be at least {least}, not {given[name]}")
-    return replace(config, **{**published, **given})
 
 
 def grey(image: Image, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from matcher.config import ExtractorConfig
 from matcher.data.descriptors import root_sift
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.extract.shared import resolve
+from matcher.extract.settings import resolve
 
 
 class SiftExtractor:

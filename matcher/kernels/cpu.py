@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.kernels import attend_compiled
+from matcher.kernels.calls import attend_compiled
 
 BLOCK_ROWS = 512  # of attention in half precision on a CPU
 # Products in half precision are compiled and kept for every number of points, more than half a megabyte each:

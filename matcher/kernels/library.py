@@ -16,8 +16,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from matcher.errors import UsageError
 from matcher.files import cache_folder
 from matcher.kernels import trusted
@@ -40,6 +38,7 @@ HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("vectors.h", "numbers.h", "products.h", "tiles.h")
 )
 SWITCH = "MATCHER_COMPILED"
+_AVX_512 = frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _FLAGS = (
     "-O3",
     "-fno-math-errno",  # not -ffast-math, which would change the arithmetic of the whole process
@@ -54,9 +53,20 @@ _FLAGS = (
 def instructions() -> str | None:
     """The instructions to compile for: those of CPUs with AMX, with AVX-512, or none; older vector
     units gain nothing."""
-    if torch.cpu._is_amx_tile_supported():
+    flags = _processor_flags()
+    if {"amx_tile", "amx_bf16", *_AVX_512} <= flags:
         return "sapphirerapids"
-    return "x86-64-v4" if torch.backends.cpu.get_cpu_capability() == "AVX512" else None
+    return "x86-64-v4" if flags >= _AVX_512 else None
+
+
+@cache
+def _processor_flags() -> frozenset[str]:
+    """What Linux says that the processor can do; nothing elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def library_path() -> Path:

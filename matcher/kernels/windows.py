@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from matcher.kernels.library import kernels
+from matcher.threads import compute_threads
 
 _LARGEST = 1 << 30  # pixels of an image
 _LEAST_SHARE = 16  # matches that are worth a thread
@@ -64,7 +64,7 @@ def fit_windows_compiled(
     covariance, numbers = np.empty((count, 2, 2)), np.empty((4, count))
     results = _pointers(change, covariance, numbers)
     weights, deviation = _dense(weights, np.float32), _dense(deviation, np.float64)
-    threads = max(1, min(torch.get_num_threads(), count // _LEAST_SHARE))
+    threads = max(1, min(compute_threads(), count // _LEAST_SHARE))
     given = (ctypes.byref(settings), weights.ctypes.data, deviation.ctypes.data, count)
     if library.matcher_fit_windows(*views, *given, ctypes.byref(results), threads):
         return None

@@ -13,6 +13,7 @@ import numpy as np
 from matcher.config import RefineConfig
 from matcher.data.camera import Camera
 from matcher.data.features import Features
+from matcher.data.tensors import to_numpy
 from matcher.localization.absolute_pose import Matches3d, PoseEstimate, estimate_pose, refine_pose
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
@@ -109,7 +110,7 @@ class Localizer:
 
     def correspond(self, query: Query) -> tuple[Correspondences, Attempt] | None:
         """Match with similar images until a pose is sure; the best attempt of all clusters."""
-        positions = query.features.keypoints.cpu().numpy().astype(np.float64)
+        positions = to_numpy(query.features.keypoints).astype(np.float64)
         best: tuple[Correspondences, Attempt] | None = None
         for cluster in self.similar_clusters(query):
             found = Correspondences(self.model, positions)

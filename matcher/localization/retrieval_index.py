@@ -19,7 +19,7 @@ from matcher.match.retrieval import (
     global_descriptor,
     strongest_descriptors,
 )
-from matcher.match.steering import rotated_descriptors
+from matcher.match.turns import rotated_descriptors
 
 FILE = "retrieval.npz"
 _BLOCK = 128  # rows compared at once, so that they fit a core's cache

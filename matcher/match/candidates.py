@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from matcher.kernels import CandidateSet, best_candidates, find_candidates, transport_candidates
+from matcher.kernels.candidates import CandidateSet, best_candidates, find_candidates, transport_candidates
 from matcher.match.mutual import MutualBest
 from matcher.match.sinkhorn import Potentials
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.data.features import Features
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
-from matcher.match.steering import STEERABLE, TURNS, rotated_descriptors
+from matcher.match.turns import STEERABLE, TURNS, rotated_descriptors
 
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less
@@ -201,9 +202,9 @@ def _most_similar(
 
 def strongest_descriptors(features: Features) -> np.ndarray:
     """(n, D) float32 descriptors of the strongest keypoints."""
-    scores, mask = features.scores.cpu().numpy(), features.mask.cpu().numpy()
+    scores, mask = to_numpy(features.scores), to_numpy(features.mask)
     order = np.argsort(-np.where(mask, scores, -np.inf), kind="stable")[: min(STRONGEST, int(mask.sum()))]
-    return features.descriptors.cpu().float().numpy()[order]
+    return to_numpy(features.descriptors).astype(np.float32)[order]
 
 
 def _unit_rows(rows: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matcher.kernels import absorb_compiled
+from matcher.kernels.calls import absorb_compiled
 from matcher.match.network.blocks import LEAST_EXPONENT, exponentials, row_blocks
 
 # Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.

@@ -1,39 +1,25 @@
-"""Steerable descriptors: which quarter turn brings one image to the orientation of the other.
-
-A descriptor of the front end `learned` is trained to have four groups of values that are permuted cyclically
-when its image is rotated by 90 degrees (the C4 steerer of Bökman et al. 2024, section 4). Whatever the
-rotation between two images, the right quarter turn of one's descriptors leaves at most 45 degrees of it, and
-no features are extracted again.
-"""
+"""Quarter turns of the steerable descriptors of a batch; torch. `matcher.match.turns` says what they are."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from matcher.data.features import Features
-
-TURNS = 4  # quarter turns of a full one; a descriptor has a group of values for each
-STEERABLE = "learned"  # the front end with steerable descriptors
-# Clockwise quarter turns of the EXIF orientations without reflection.
-EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}
-
-_COMPARED = 1024  # keypoints of each image, the strongest when they come from a front end
-_FEW = 384  # keypoints that are compared first
-# Least ratio of the evidence of the best turn to that of the second best at which a few keypoints decide. On
-# hard indoor pairs that is so for two thirds, and the decision was always that of all keypoints.
-_DECISIVE = 1.5
-_MIN_DISTANCE = 1e-6  # cosine distance below which descriptors count as equal
-_CERTAIN = (
-    0.04  # evidence per keypoint for no turn above which no other is tried; unrelated images have 0.002
+from matcher.match.turns import (
+    CERTAIN,
+    COMPARED,
+    DECISIVE,
+    FEW,
+    MIN_DISTANCE,
+    MIN_GAIN,
+    STEERABLE,
+    TURNED_EXIF,
+    TURNS,
 )
-_MIN_GAIN = 0.2  # margin of evidence by which a turn must exceed no turn
-# The EXIF orientation with one more clockwise turn than orientation 1 … 8; index 0 is unused.
-_TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
 
 def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
@@ -41,14 +27,6 @@ def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
     groups = descriptors.unflatten(-1, (TURNS, -1))
     order = (torch.arange(TURNS, device=turns.device) - turns[:, None]) % TURNS
     return groups.gather(2, order[:, None, :, None].expand_as(groups)).flatten(-2)
-
-
-def rotated_descriptors(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
-    """Descriptors (N, D) of an image as it is and, if they are steerable, after each quarter turn."""
-    count, size = descriptors.shape
-    turns = TURNS if kind == STEERABLE else 1
-    groups = descriptors.reshape(count, turns, size // turns)
-    return [np.roll(groups, turn, axis=1).reshape(count, size) for turn in range(turns)]
 
 
 def aligned(features0: Features, features1: Features, kind: str) -> Features:
@@ -77,7 +55,7 @@ def turned_by(features: Features, turns: int | Tensor) -> Features:
 
 
 def _turned(features: Features, turns: Tensor) -> Features:
-    view, further = features.matched_orientation, torch.tensor(_TURNED_EXIF, device=turns.device)
+    view, further = features.matched_orientation, torch.tensor(TURNED_EXIF, device=turns.device)
     for count in range(1, TURNS):
         view = torch.where(turns >= count, further[view], view)
     return replace(features, descriptors=steered(features.descriptors, turns), view_orientation=view)
@@ -89,23 +67,23 @@ def quarter_turns(features0: Features, features1: Features) -> Tensor:
 
     A few of the strongest keypoints decide most pairs; for the others more keypoints are compared.
     """
-    few = turn_evidence(features0, features1, strongest=_FEW, certain=_CERTAIN)
-    few[0] += _MIN_GAIN
+    few = turn_evidence(features0, features1, strongest=FEW, certain=CERTAIN)
+    few[0] += MIN_GAIN
     turns = few.argmax(0)
-    if len(few) < 2 or max(len(features0), len(features1)) <= _FEW:
+    if len(few) < 2 or max(len(features0), len(features1)) <= FEW:
         return turns
     best, second = few.topk(2, dim=0).values
-    undecided = (best <= _DECISIVE * second).nonzero()[:, 0]
+    undecided = (best <= DECISIVE * second).nonzero()[:, 0]
     if len(undecided):
         many = turn_evidence(*(f.entries(undecided) for f in (features0, features1)))
-        many[0] += _MIN_GAIN
+        many[0] += MIN_GAIN
         turns[undecided] = many.argmax(0)
     return turns
 
 
 @torch.no_grad()
 def turn_evidence(
-    features0: Features, features1: Features, *, strongest: int = _COMPARED, certain: float = math.inf
+    features0: Features, features1: Features, *, strongest: int = COMPARED, certain: float = math.inf
 ) -> Tensor:
     """(T, B) evidence that image 1 matches image 0 after 0 … T - 1 clockwise quarter turns.
 
@@ -142,6 +120,6 @@ def _evidence(similarity: Tensor, padding: Tensor) -> Tensor:
     second0 = similarity.masked_fill(top0, -1.0).amax(2)[pair, row]
     second1 = similarity.masked_fill(top1, -1.0).amax(1)[pair, column]
     second_distance = 1 - torch.maximum(second0, second1)  # the larger ratio is that of the smaller distance
-    ratio = (1 - best0[pair, row, 0]) / second_distance.clamp(min=_MIN_DISTANCE)
+    ratio = (1 - best0[pair, row, 0]) / second_distance.clamp(min=MIN_DISTANCE)
     evidence = similarity.new_zeros(len(similarity))
     return evidence.index_add_(0, pair, (1 - ratio).clamp(min=0) ** 2)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.protocols import Extractor
-from matcher.match.steering import turn_evidence
+from matcher.data.tensors import to_numpy
+from matcher.match.turns import evidence_of_turns
 from matcher.passes.crops import Crop
 from matcher.passes.regions import CommonRegion, crops_of
 
@@ -40,7 +41,7 @@ def best_change(
 ) -> Change | None:
     """The change with the most descriptor evidence; None if none has enough.
 
-    Only descriptors are compared (`turn_evidence`); no matching network runs.
+    Only descriptors are compared (`evidence_of_turns`); no matching network runs.
 
     Args:
         extractor: the front end.
@@ -57,11 +58,12 @@ def best_change(
 
 
 def evidence(features0: Features, features1: Features) -> float:
-    """The evidence of `turn_evidence` for the best quarter turn, per keypoint."""
+    """The evidence of `evidence_of_turns` for the best quarter turn, per keypoint."""
     fewer = min(len(features0), len(features1))
     if not fewer:
         return 0.0
-    return float(turn_evidence(Features.stack([features0]), Features.stack([features1])).max()) / fewer
+    descriptors = (to_numpy(features.descriptors) for features in (features0, features1))
+    return float(evidence_of_turns(*descriptors, features1.kind).max()) / fewer
 
 
 def _changes(*, scales: bool, negative: bool) -> Iterator[Change]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from matcher.data.features import Features
 from matcher.data.matches import Matches
+from matcher.data.tensors import to_numpy
 from matcher.passes.crops import PassMatches
 
 JOINED = "joined"  # kind of features from several front ends
@@ -40,8 +40,9 @@ def _shared(first: PassMatches, second: PassMatches, radius: tuple[float, float]
     near = np.zeros((len(first.scores), len(second.scores)), dtype=bool)
     sides = ((first.points0, second.points0), (first.points1, second.points1))
     for (own, other), reach in zip(sides, radius, strict=True):
-        distance = torch.cdist(torch.from_numpy(own / reach), torch.from_numpy(other / reach))
-        near |= (distance < 1).numpy()
+        own, other = own / reach, other / reach
+        x, y = (own[:, None, axis] - other[None, :, axis] for axis in (0, 1))
+        near |= x * x + y * y < 1
     return near
 
 
@@ -51,14 +52,14 @@ def with_points(features: Features, points: np.ndarray) -> Features:
     As nothing can be matched to them, the result has descriptors of size 0 and the kind `JOINED`, which
     matchers refuse.
     """
-    added = torch.from_numpy(np.asarray(points, dtype=np.float32))
-    keypoints = torch.cat([features.keypoints, added.to(features.keypoints)])
+    values, count = features.numpy(), len(points)
+    keypoints = np.concatenate([values["keypoints"], np.asarray(points, dtype=np.float32)])
     return replace(
         features,
         keypoints=keypoints,
-        descriptors=keypoints.new_zeros((len(keypoints), 0)),
-        scores=torch.cat([features.scores, features.scores.new_zeros(len(added))]),
-        mask=torch.cat([features.mask, features.mask.new_ones(len(added))]),
+        descriptors=np.zeros((len(keypoints), 0), np.float32),
+        scores=np.concatenate([values["scores"], np.zeros(count, np.float32)]),
+        mask=np.concatenate([values["mask"], np.ones(count, bool)]),
         **dict.fromkeys(("scales", "orientations", "affine_frames", "cells", "grid", "maps")),
         kind=JOINED,
     )
@@ -80,7 +81,7 @@ def joined(
         kept, best first, each with the probability that its pass gave it.
     """
     passes = [PassMatches("first", first.points0, first.points1, first.scores), *further]
-    reach = tuple(radius / float(f.scale.prod().sqrt()) for f in (features0, features1))
+    reach = tuple(radius / float(np.sqrt(np.prod(to_numpy(f.scale)))) for f in (features0, features1))
     kept = joined_matches(passes, reach)
     new = [one.points0[keep] for one, keep in zip(further, kept[1:], strict=True)]
     new1 = [one.points1[keep] for one, keep in zip(further, kept[1:], strict=True)]

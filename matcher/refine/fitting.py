@@ -6,12 +6,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 
 from matcher.kernels import FitSettings, WindowView, fit_windows_compiled
 from matcher.refine import least_squares
 from matcher.refine.least_squares import Fit, Fitting, Windows
 from matcher.refine.windows import Grid, Pyramid
+from matcher.threads import compute_threads
 
 FIRST_STEPS, STEPS = 3, 3  # Gauss-Newton steps before the first reweighting, and after each
 _BLOCK = 256  # windows that NumPy fits together, so that they stay in a core's cache
@@ -51,7 +51,7 @@ def _view(pyramid: Pyramid, affine: np.ndarray) -> WindowView:
 
 
 def _by_numpy(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: int) -> Fit:
-    """Blocks on as many threads as torch may use; NumPy and OpenCV release the interpreter lock."""
+    """Blocks on as many threads as this process may use; NumPy and OpenCV release the interpreter lock."""
 
     def fit(block: slice) -> Fit:
         fitting = Fitting(windows.select(block), grid, prior[block])
@@ -62,7 +62,7 @@ def _by_numpy(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: int)
         return fitting.finish()
 
     blocks = [slice(i, i + _BLOCK) for i in range(0, len(prior), _BLOCK)]
-    threads = min(torch.get_num_threads(), len(blocks), os.cpu_count() or 1)
+    threads = min(compute_threads(), len(blocks), os.cpu_count() or 1)
     if threads < 2:
         fits = [fit(block) for block in blocks]
     else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from matcher.config import GRID_KIND
 from matcher.errors import UsageError
 from matcher.loading import open_pipeline
-from matcher.match.network.depth import with_layers
+from matcher.match.depth import with_layers
 from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import Pipeline
 

@@ -10,7 +10,7 @@ import numpy as np
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.match.retrieval import Vocabulary, learn_vocabulary
-from matcher.match.steering import aligned, rotated_descriptors
+from matcher.match.turns import STEERABLE, best_turn, rotated_descriptors, turned
 from matcher.sequence.frames import FrameLinks
 from matcher.sequence.keyframes import KeptFrame
 from matcher.sequence.linking import MIN_LINKS, Linker
@@ -78,6 +78,7 @@ def verify_candidates(
 
 def _facing(candidate: KeptFrame, frame: KeptFrame) -> KeptFrame:
     """The frame with descriptors turned as the candidate is."""
-    batches = (Features.stack([kept.features]) for kept in (candidate, frame))
-    turned = aligned(*batches, frame.features.kind).descriptors[0]
-    return replace(frame, descriptors=turned.cpu().float().numpy())
+    if frame.features.kind != STEERABLE or 0 in (len(candidate.descriptors), len(frame.descriptors)):
+        return frame
+    turn = best_turn(candidate.descriptors, frame.descriptors)
+    return replace(frame, descriptors=turned(frame.descriptors, turn))

@@ -14,6 +14,7 @@ from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
+from matcher.data.tensors import to_numpy
 from matcher.options import LoadOptions
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
@@ -242,8 +243,10 @@ class Tracker:
         )
 
     def _kept(self, features: Features, image: Image) -> KeptFrame:
-        arrays = [tensor.float().cpu().numpy() for tensor in (features.keypoints, features.descriptors)]
-        points, descriptors = (np.ascontiguousarray(array) for array in arrays)
+        points, descriptors = (
+            np.ascontiguousarray(to_numpy(values), np.float32)
+            for values in (features.keypoints, features.descriptors)
+        )
         return KeptFrame(
             index=self._count,
             features=features,

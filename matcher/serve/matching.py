@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from matcher.config import GeometryKind
+from matcher.data.tensors import to_numpy
 from matcher.drawing.canvas import figure_pixels
 from matcher.drawing.matches import draw_matches
 from matcher.errors import UsageError
@@ -86,8 +87,8 @@ class Matching:
             result.points1,
             scores=result.scores,
             inliers=result.geometry.inliers if verified else None,
-            keypoints0=result.features0.keypoints.cpu().numpy(),
-            keypoints1=result.features1.keypoints.cpu().numpy(),
+            keypoints0=to_numpy(result.features0.keypoints),
+            keypoints1=to_numpy(result.features1.keypoints),
         )
         return Answer(pipeline, result, figure_pixels(figure), report)
 

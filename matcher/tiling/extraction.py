@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import numpy as np
-import torch
 
 from matcher.data.features import Features
 from matcher.data.geometry import UPRIGHT, turn_angles
 from matcher.data.image import Image
 from matcher.data.protocols import Extractor
+from matcher.data.tensors import to_numpy
 
 TILE = 1024  # pixels a side, without the margin
 MARGIN = 64  # pixels of context around a tile; keypoints there belong to the neighbouring tile
@@ -42,7 +42,7 @@ def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarr
     if not parts:  # no tile is near: empty features of the right kind
         parts = [_own(extractor([_cut(image, (0, 0, 1, 1))])[0], (0, 0, 0, 0), image)]
     whole = _joined(parts)
-    return whole.select(torch.from_numpy(spread(whole.keypoints.numpy(), whole.scores.numpy(), most)))
+    return whole.select(spread(to_numpy(whole.keypoints), to_numpy(whole.scores), most))
 
 
 def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
@@ -113,21 +113,19 @@ def _cut(image: Image, tile: tuple[int, int, int, int]) -> Image:
 def _own(features: Features, tile: tuple[int, int, int, int], image: Image) -> Features:
     """The features that lie on the tile, not on its margin, in stored pixels of the whole image."""
     start = np.array(_with_margin(image, tile)[:2], dtype=np.float64)
-    points = features.keypoints.double().numpy() + start
+    points = to_numpy(features.keypoints).astype(np.float64) + start
     left, top, right, bottom = (edge - 0.5 for edge in tile)
     x, y = points.T
     keep = np.flatnonzero((x >= left) & (x < right) & (y >= top) & (y < bottom))
-    chosen, points = features.select(torch.from_numpy(keep)), points[keep]
+    chosen, points = features.select(keep), points[keep]
     turn, changes = UPRIGHT[image.orientation].T, {}
     if chosen.scales is not None:
         changes["scales"] = chosen.scales / np.float32(np.sqrt(np.prod(image.scale)))
     if chosen.orientations is not None:
-        angles = turn_angles(chosen.orientations.double().numpy(), turn)
-        changes["orientations"] = torch.from_numpy(angles).float()
+        changes["orientations"] = turn_angles(to_numpy(chosen.orientations).astype(np.float64), turn)
     if chosen.affine_frames is not None:
-        frames = image.axes_to_stored @ chosen.affine_frames.double().numpy()
-        changes["affine_frames"] = torch.from_numpy(frames).float()
-    keypoints = torch.from_numpy(image.to_stored(points)).float()
+        changes["affine_frames"] = image.axes_to_stored @ to_numpy(chosen.affine_frames).astype(np.float64)
+    keypoints = image.to_stored(points).astype(np.float32)
     per_image = {name: value for name, value in image.features_fields().items() if value is not None}
     return replace(chosen, keypoints=keypoints, **changes, **per_image)
 
@@ -138,6 +136,6 @@ def _joined(parts: list[Features]) -> Features:
     for f in fields(Features):
         value = getattr(parts[0], f.name)
         if value is not None and f.name not in (*Features._PER_IMAGE, "kind"):
-            value = torch.cat([getattr(part, f.name) for part in parts])
+            value = np.concatenate([to_numpy(getattr(part, f.name)) for part in parts])
         columns[f.name] = value
     return Features(**columns)

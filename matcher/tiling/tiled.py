@@ -14,6 +14,7 @@ from matcher.data.features import Features
 from matcher.data.geometry import resized
 from matcher.data.image import Image
 from matcher.data.matches import Matches
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
@@ -135,7 +136,7 @@ class TiledPipeline(Pipeline):
         return found, seconds
 
     def _match_windows(self, features0: Features, features1: Features, *first: np.ndarray) -> Matches:
-        points = [features.keypoints.numpy() for features in (features0, features1)]
+        points = [to_numpy(features.keypoints) for features in (features0, features1)]
         pairs = corresponding(*points, *first) if min(map(len, points)) else []
         found = [
             self.match_features(

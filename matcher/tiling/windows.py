@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from matcher.data.features import Features
 from matcher.data.matches import Matches
+from matcher.data.tensors import to_numpy
 
 _OWN = 750  # keypoints of image 0 that a window matches
 _SEEN = 2048  # keypoints of either image in a window, context included
@@ -61,9 +61,10 @@ def corresponding(
 
 def window_features(features: Features, index: np.ndarray) -> Features:
     """Keypoints as if of an image of their own, so that their positions are in the range of training."""
-    chosen = features.select(torch.from_numpy(index))
-    low, high = chosen.keypoints.amin(0), chosen.keypoints.amax(0)
-    return replace(chosen, keypoints=chosen.keypoints - low, size=(high - low).clamp(min=1.0) + 1.0)
+    chosen = features.select(index)
+    points = to_numpy(chosen.keypoints)
+    low, high = points.min(axis=0), points.max(axis=0)
+    return replace(chosen, keypoints=points - low, size=np.maximum(high - low, 1.0) + 1.0)
 
 
 def joined_matches(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+T = TypeVar("T")
 
 # Regular expressions on the beginning of a tensor's name.
 TENSORS = (
@@ -56,7 +56,7 @@ def current_name(name: str) -> str:
     return name
 
 
-def current_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def current_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """The same tensors under their present names.
 
     Raises:

@@ -1,11 +1,9 @@
-"""Safetensors files in memory: their header, and their tensors, checked against those that a network has.
+"""The tensors of safetensors files in memory, checked against those that a network has.
 
 Errors are `IntegrityError` and read on after the file's name.
 """
 
 from __future__ import annotations
-
-import json
 
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
@@ -13,29 +11,6 @@ from torch import Tensor
 
 from matcher.errors import IntegrityError
 from matcher.weights.renames import current_names
-
-
-def read_header(data: bytes) -> dict[str, str]:
-    """The metadata in the header, which is 8 bytes of length (little endian), then JSON.
-
-    Raises:
-        IntegrityError: the bytes are not those of a safetensors file.
-    """
-    try:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length]) if 2 <= length <= len(data) - 8 else None
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        pickle = data[:2] == b"PK" or data[:1] == b"\x80"
-        what = (
-            "is a PyTorch pickle, not a safetensors file"
-            if pickle
-            else "is not a safetensors file, or is cut short"
-        )
-        raise IntegrityError(what)
-    metadata = header.get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from matcher.collection.exporting.validation import (
     valid_pairs,
 )
 from matcher.data.features import Features
+from matcher.data.tensors import to_numpy
 from matcher.errors import IntegrityError, UsageError, install_command
 
 if TYPE_CHECKING:
@@ -110,11 +111,11 @@ def _write_features(
     features = read(image.name)
     if features is None:
         return
-    group.create_dataset("descriptors", data=np.ascontiguousarray(features.descriptors.numpy().T))
-    group.create_dataset("scores", data=features.scores.numpy())
+    group.create_dataset("descriptors", data=np.ascontiguousarray(to_numpy(features.descriptors).T))
+    group.create_dataset("scores", data=to_numpy(features.scores))
     for name, values in (("scales", features.scales), ("oris", features.orientations)):
         if values is not None:
-            group.create_dataset(name, data=values.numpy())
+            group.create_dataset(name, data=to_numpy(values))
 
 
 def _write_matches(group: Any, pair: StoredPair, count0: int) -> None:

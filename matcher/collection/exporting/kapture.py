@@ -16,6 +16,7 @@ from matcher.collection.exporting.colmap import to_colmap
 from matcher.collection.exporting.hloc import features_of
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.exporting.validation import begin_export, refuse_names, valid_keypoints, valid_pairs
+from matcher.data.tensors import to_numpy
 
 if TYPE_CHECKING:
     from matcher.collection.records import StoredImage
@@ -77,14 +78,14 @@ def _write_features(folder: Path, store: Store, images: list[StoredImage], repor
     first = read(images[0].name)
     if first is not None:
         kind, size = first.kind, first.descriptors.shape[-1]
-        dtype = str(first.descriptors.numpy().dtype)
+        dtype = str(to_numpy(first.descriptors).dtype)
     for image in images:
         points = to_colmap(valid_keypoints(store, image)).astype("<f4")
         _write_array(folder / "keypoints" / kind / f"{image.name}.kpt", points)
         features = read(image.name) if size else None
         if features is not None:
             path = folder / "descriptors" / kind / f"{image.name}.desc"
-            _write_array(path, features.descriptors.numpy().astype(dtype))
+            _write_array(path, to_numpy(features.descriptors).astype(dtype))
     _write_table(folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [f"{kind}, float32, 2"])
     if size:
         row = f"{kind}, {dtype}, {size}, {kind}, L2"

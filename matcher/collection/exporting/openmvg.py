@@ -21,6 +21,7 @@ from matcher.collection.exporting.validation import (
     valid_pairs,
 )
 from matcher.data.camera import CAMERA_MODELS
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -134,9 +135,9 @@ def _write_regions(path: Path, points: np.ndarray, features: Any | None) -> None
     """A line per keypoint: x, y, scale (a radius), direction in radians."""
     scales, angles = np.ones(len(points)), np.zeros(len(points))
     if features is not None and features.scales is not None:
-        scales = features.scales.numpy() / 2
+        scales = to_numpy(features.scales) / 2
     if features is not None and features.orientations is not None:
-        angles = features.orientations.numpy()
+        angles = to_numpy(features.orientations)
     np.savetxt(path, np.column_stack([points, scales, angles]), fmt="%.8g")
 
 

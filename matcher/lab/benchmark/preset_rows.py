@@ -19,13 +19,14 @@ from matcher.data.matches import Matches
 from matcher.lab.benchmark.network_rows import OFF, BenchmarkRow
 from matcher.lab.benchmark.references import naive_sinkhorn
 from matcher.lab.benchmark.timing import Samples, Stopwatch
-from matcher.loading import build_extractor, load
+from matcher.loading import load
 from matcher.match.assignment import assign
 from matcher.match.mutual import mutual_matches
 from matcher.match.network.correspondence import Side
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.tokens import split_sides
 from matcher.pipeline import Pipeline
+from matcher.torch_engine import build_extractor
 
 LONGER_SIDE = 1024
 

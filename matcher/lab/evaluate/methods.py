@@ -12,7 +12,7 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.lab.evaluate.run import Method
 from matcher.loading import load
 from matcher.presets import PRESETS, find_preset
-from matcher.weights.tensors import read_header
+from matcher.weights.header import read_header
 
 SHIPPED = "shipped"
 _FULL_DEPTH = {"early_exit": False, "pruning": False}

@@ -22,7 +22,8 @@ from matcher.lab.train.pair_cache import CorrespondingView
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, plane_of
 from matcher.match.mutual import mutual_minima
-from matcher.match.steering import EXIF_TURNS, aligned, rotated_descriptors
+from matcher.match.steering import aligned
+from matcher.match.turns import EXIF_TURNS, rotated_descriptors
 
 IGNORED = -2  # a value of partners, beside UNMATCHED: losses ignore the keypoint
 QUARTER_TURNS = (1, 8, 3, 6)  # EXIF orientations that are rotations

@@ -15,9 +15,10 @@ from matcher.errors import UsageError
 from matcher.extract.learned import BORDER, NMS_RADIUS, STRIDE, FeatureNetwork, candidates, refine
 from matcher.extract.shared import grey, padded
 from matcher.lab.pairs.textures import PhotoSet
-from matcher.loading import build_extractor
 from matcher.match.network.model import MatchingNetwork
-from matcher.match.steering import TURNS, steered
+from matcher.match.steering import steered
+from matcher.match.turns import TURNS
+from matcher.torch_engine import build_extractor
 
 PHOTOS, POINTS = 60, 800  # photos, and keypoints of each
 SEED = 7

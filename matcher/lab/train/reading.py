@@ -10,7 +10,7 @@ from matcher.errors import UsageError
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.recipe import Recipe
 from matcher.match.network.validate import check_config
-from matcher.weights.files import FOLDERS
+from matcher.weights.manifest import FOLDERS
 from matcher.weights.renames import current_config
 
 

@@ -27,8 +27,8 @@ from matcher.lab.pairs.planes import NOTHING, View, build_planes, place_camera, 
 from matcher.lab.pairs.textures import PhotoSet, photos_digest
 from matcher.lab.train.cache_folder import CacheFolder
 from matcher.lab.train.recipe import Recipe, fingerprint
-from matcher.loading import build_extractor
-from matcher.weights.files import read_manifest
+from matcher.torch_engine import build_extractor
+from matcher.weights.manifest import read_manifest
 
 ARRAYS = ("keypoints", "scales", "angles", "descriptors", "labels", "homographies")
 LABEL_STRIDE = 4  # plane labels are kept at a quarter of the resolution

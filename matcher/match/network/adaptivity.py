@@ -5,7 +5,6 @@ LightGlue (Lindenberger et al. 2023), section 3.3.
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ from torch import Tensor
 from matcher.config import MatchingPolicy
 from matcher.match.network.packed import Layout, image_sums
 from matcher.match.network.tokens import Tokens
-
-NEGLIGIBLE = 0.5  # matches: a pair of which fewer than this are still open need not go on
+from matcher.match.rules import NEGLIGIBLE
 
 
 class Decision(NamedTuple):
@@ -54,11 +52,6 @@ def decide(
         exiting = ready_by_confidence(tokens, confident, totals, policy)
     kept = keep_unless_few(keep, tokens.layout, policy.min_pruned_share)
     return Decision(tuple(exiting), keep if predicted else None, None if bool(kept.all()) else kept)
-
-
-def confidence_threshold(layer: int, depth: int) -> float:
-    """λ of layer 0 … depth−1: 0.8 + 0.1·exp(−4ℓ/L), eq. 11: early layers need more confidence."""
-    return 0.8 + 0.1 * math.exp(-4.0 * layer / depth)
 
 
 def ready_by_confidence(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from matcher.config import AssignmentConfig
-from matcher.kernels import have_candidates
+from matcher.kernels.candidates import have_candidates
 from matcher.match.assignment import assigned, plan
 from matcher.match.candidates import CandidateAssignment, Candidates, candidates_of
 from matcher.match.network.consensus import SoftMatches, agreement, mutual_soft_matches, soft_matches

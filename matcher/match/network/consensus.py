@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.kernels import fit_compiled, supported_candidates
+from matcher.kernels.candidates import fit_compiled, supported_candidates
 from matcher.match.candidates import Candidates
 from matcher.match.mutual import MutualBest, mutual_best
 from matcher.match.network.blocks import row_blocks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.attention import MultiHeadAttention
-from matcher.kernels import FeedForwardSteps, feed_forward_compiled, have_kernels, turn_compiled
+from matcher.kernels.calls import FeedForwardSteps, feed_forward_compiled, have_kernels, turn_compiled
 from matcher.match.network.context import CrossBlock, FeedForward, Layer, QueriesKeys, SelfBlock
 from matcher.match.network.packed import Layout, attend
 

@@ -17,7 +17,8 @@ from matcher.match.network.context import CrossBlock, SelfBlock
 from matcher.match.network.fused import fuse_layer
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.prediction import PairPrediction
-from matcher.match.steering import STEERABLE, TURNS, aligned, turned_by
+from matcher.match.steering import aligned, turned_by
+from matcher.match.turns import STEERABLE, TURNS
 
 # The opposite turn is accepted if it gives this part of the matches below which it was tried, and this many
 # times the matches of the first turn.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from matcher.config import MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
+from matcher.match.features import check_features
 from matcher.match.network.assigning import assign_all, assign_candidates
 from matcher.match.network.backbone import Backbone
 from matcher.match.network.consensus import Consensus
@@ -25,7 +26,7 @@ from matcher.match.network.position import build_position, normalise_positions
 from matcher.match.network.refinement import Refinement
 from matcher.match.network.states import LayerState
 from matcher.match.network.tokens import Tokens, groups, split_sides
-from matcher.match.network.validate import check_config, check_features
+from matcher.match.network.validate import check_config
 from matcher.match.prediction import PairPrediction, Prediction
 from matcher.match.steering import aligned
 
@@ -131,6 +132,8 @@ class MatchingNetwork(nn.Module):
 
     def tokens(self, features0: Features, features1: Features, *, align: bool = True) -> Tokens:
         """The valid points of B pairs as packed tokens, descriptors turned to fit; raises as `check` does."""
+        device = next(self.parameters()).device
+        features0, features1 = (f.to(device) for f in (features0, features1))
         for features in (features0, features1):
             self.check(features)
         if features0.mask.shape[0] != features1.mask.shape[0]:

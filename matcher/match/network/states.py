@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from matcher.config import MatchingPolicy
-from matcher.match.network.adaptivity import Decision, confidence_threshold, decide
+from matcher.match.network.adaptivity import Decision, decide
 from matcher.match.network.tokens import Tokens
 from matcher.match.prediction import PairPrediction
+from matcher.match.rules import confidence_threshold
 
 
 @dataclass(frozen=True, eq=False)

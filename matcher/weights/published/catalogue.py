@@ -5,15 +5,13 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 from urllib.parse import urlsplit
-
-from torch import nn
 
 from matcher.config import ExtractorConfig, from_dict
 from matcher.errors import IntegrityError, UsageError, unknown_name
 from matcher.files import cache_folder
-from matcher.match.network.model import MatchingNetwork
-from matcher.weights.files import fill_front_end, load_model, read_manifest, verify
+from matcher.weights.manifest import RESTORE, WeightsBytes, read_manifest, verify, weights_bytes
 
 CATALOGUE = Path(__file__).with_name("catalogue.toml")
 
@@ -93,8 +91,28 @@ def locate(row: Published) -> Path:
     return verify(manifest[row.name], row.folder, remedy=_remedy(row))
 
 
-def load_weights(weights: str | Path) -> tuple[MatchingNetwork, str, str]:
-    """A trained network, of ours or published: as `matcher.weights.files.load_model`, which it extends.
+class WeightsPlace(NamedTuple):
+    """What `weights_bytes` needs to find a file."""
+
+    weights: str | Path
+    folder: Path | None
+    remedy: str
+
+
+def find_place(weights: str | Path) -> WeightsPlace:
+    """Where the weights of a matcher's network are; arguments and errors as of `find_weights`."""
+    rows = read_catalogue()
+    if isinstance(weights, Path) or weights not in rows:
+        return WeightsPlace(weights, None, RESTORE)
+    row = rows[weights]
+    if not row.preset:
+        raise UsageError(f"{row.name} is a front end, not a matcher's network")
+    _check_presence(row)
+    return WeightsPlace(row.name, row.folder, _remedy(row))
+
+
+def find_weights(weights: str | Path) -> WeightsBytes:
+    """The weights file of a matcher's network, of ours or published: as `weights_bytes`, which it extends.
 
     Args:
         weights: a name in our manifest or in the catalogue, or the path of a weights file.
@@ -102,28 +120,8 @@ def load_weights(weights: str | Path) -> tuple[MatchingNetwork, str, str]:
     Raises:
         IntegrityError: absent or damaged; the message names the command to get it.
     """
-    rows = read_catalogue()
-    if isinstance(weights, Path) or weights not in rows:
-        return load_model(weights)
-    row = rows[weights]
-    if not row.preset:
-        raise UsageError(f"{row.name} is a front end, not a matcher's network")
-    _check_presence(row)
-    return load_model(row.name, row.folder, remedy=_remedy(row))
-
-
-def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
-    """Put a front end's trained parameters into its network: as `fill_front_end`, which it extends.
-
-    Args:
-        network: on the CPU, in float32.
-        config: of the front end; its kind and variant select the parameters.
-        path: a converted file; None is the shipped one, or the one that `matcher weights fetch` made.
-
-    Raises:
-        IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
-    """
-    fill_front_end(network, config.kind, locate_front_end(config) if path is None else path)
+    place = find_place(weights)
+    return weights_bytes(place.weights, place.folder, remedy=place.remedy)
 
 
 def locate_front_end(config: ExtractorConfig) -> Path:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_whole
-from matcher.weights.files import WeightsRow
+from matcher.weights.manifest import WeightsRow
 from matcher.weights.published.catalogue import Published, PublishedFile, find_published, locate
 from matcher.weights.published.conversion import import_checkpoint
 from matcher.weights.published.download import Report, Wanted, download

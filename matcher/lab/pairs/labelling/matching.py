@@ -9,13 +9,12 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-import torch
 
 from matcher.config import ExtractorConfig
 from matcher.data.descriptors import root_sift
 from matcher.data.image import Image
-from matcher.loading import build_extractor
 from matcher.match.nearest import mutual_nearest
+from matcher.torch_engine import build_extractor
 
 SIFT_POINTS, LEARNED_POINTS = 2500, 2048
 RATIOS = (0.8, 0.9)  # of distances to the nearest and the second nearest descriptor: SIFT, learned
@@ -78,5 +77,5 @@ def mutual_matches(first: np.ndarray, second: np.ndarray, ratio: float) -> np.nd
     ratio test; none where either image has fewer than two."""
     if min(len(first), len(second)) < 2:
         return np.zeros((0, 2), np.int64)
-    indices, _ = mutual_nearest(torch.from_numpy(first), torch.from_numpy(second), ratio)
-    return indices.numpy()
+    indices, _ = mutual_nearest(first, second, ratio)
+    return indices

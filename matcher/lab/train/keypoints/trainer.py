@@ -13,9 +13,9 @@ from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.stage import Stage, mixed_precision
-from matcher.loading import build_extractor
 from matcher.match.mutual import mutual_best
 from matcher.match.steering import steered
+from matcher.torch_engine import build_extractor
 
 APART = 4.0  # pixels; descriptors of nearer points need not differ
 FIRST_SCALE = 20.0  # of the similarities, initially; it is learned

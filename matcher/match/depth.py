@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from matcher.match.network.inference import AttentionMatcher
-
 
 def with_layers(
     matcher: object, layers: int, iterations: int | None = None, *, pruning: bool = True
@@ -24,4 +22,4 @@ def with_layers(
 
 def can_be_cut(matcher: object) -> bool:
     """Whether any number of its layers gives an assignment."""
-    return isinstance(matcher, AttentionMatcher) and matcher.model.config.assignment.every_layer
+    return hasattr(matcher, "adjusted") and matcher.model.config.assignment.every_layer

@@ -1,0 +1,1 @@
+"""ONNX: our networks as graphs, and the engine that runs them without torch."""

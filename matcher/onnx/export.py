@@ -1,0 +1,76 @@
+"""`matcher weights export`: the models of a preset as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matcher.config import NetworkConfig, PipelineConfig
+from matcher.errors import UsageError
+from matcher.files import check_output, write_whole
+from matcher.onnx.linear import Numbers
+from matcher.onnx.models import extractor_model, network_model, trained_network
+from matcher.onnx.pairs import check_exportable
+
+
+class Exported(NamedTuple):
+    """One written file."""
+
+    path: Path
+    bytes: int
+
+
+def export_preset(
+    preset: str,
+    config: PipelineConfig,
+    folder: str | Path,
+    *,
+    numbers: Numbers = "float32",
+    weights: str | Path | None = None,
+    frontend_weights: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[Exported]:
+    """Write a preset's front end, if it is ours, and its matcher, if it is a network, as ONNX files.
+
+    Args:
+        preset: its name, which the matcher's file gets; the front end's is called as the front end.
+        config: the preset's configuration, with its policy of exit, pruning and thresholds.
+        folder: is made if need be.
+        numbers: "float32"; "float16" or "int8" for smaller files.
+        weights: of the matcher; the preset's own when absent.
+        frontend_weights: of the front end; the shipped ones when absent.
+        overwrite: replace files that exist.
+
+    Raises:
+        UsageError: nothing of the preset can be written as ONNX, or a file exists or cannot be written.
+        IntegrityError: weights are absent or damaged.
+    """
+    folder = Path(folder)
+    models: list[tuple[str, bytes]] = []
+    if isinstance(config.matcher, NetworkConfig):
+        check_exportable(config.matcher)
+        trained = trained_network(weights or config.weights, config.matcher.policy)
+        models.append((preset, network_model(trained, numbers=numbers)))
+    if config.extractor.kind == "learned":
+        models.append(
+            (config.extractor.kind, extractor_model(config.extractor, frontend_weights, numbers=numbers))
+        )
+    if not models:
+        raise UsageError(
+            f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"
+        )
+    return _write(folder, models, overwrite=overwrite)
+
+
+def _write(folder: Path, models: Sequence[tuple[str, bytes]], *, overwrite: bool) -> list[Exported]:
+    paths = [folder / f"{name}.onnx" for name, _ in models]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made a folder ({error.strerror}): name another one") from error
+    for path in paths:
+        check_output(path, (".onnx",), overwrite=overwrite)
+    for path, (_, data) in zip(paths, models, strict=True):
+        write_whole(path, data)
+    return [Exported(path, len(data)) for path, (_, data) in zip(paths, models, strict=True)]

@@ -1,0 +1,33 @@
+"""What an engine builds from a configuration, whichever library runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from matcher.config import PipelineConfig
+from matcher.data.protocols import Extractor, Matcher
+from matcher.errors import UsageError
+from matcher.result import WeightsSource
+
+
+class LearnedParts(NamedTuple):
+    """The learned parts of a pipeline."""
+
+    extractor: Extractor
+    matcher: Matcher
+    config: PipelineConfig  # with the architecture that the weights have
+    weights: WeightsSource | None  # of the matcher; None where it has none
+
+
+def refuse_for_grid(given: Mapping[str, Any]) -> None:
+    """Refuse options of a detector: a grid has all its cells, and its network is in the matcher's weights.
+
+    Raises:
+        UsageError: there is such an option.
+    """
+    for name in ("frontend_weights", "max_keypoints"):
+        if name in given:
+            raise UsageError(
+                f"this preset matches the cells of a grid, so {name} has no effect; leave it out"
+            )

@@ -1,0 +1,123 @@
+"""The engine on torch: front ends and networks of every preset, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig, Precision
+from matcher.data.protocols import Extractor
+from matcher.errors import UsageError
+from matcher.extract.registry import find_front_end
+from matcher.extract.shared import LearnedExtractor
+from matcher.extract.sift import SiftExtractor
+from matcher.match.nearest import NearestMatcher
+from matcher.match.network.grid import GridExtractor
+from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
+from matcher.match.network.model import MatchingNetwork
+from matcher.parts import LearnedParts, refuse_for_grid
+from matcher.result import WeightsSource
+from matcher.weights.published.networks import fill_extractor, load_weights
+
+
+def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
+    """The extractor and the matcher of a configuration.
+
+    Raises:
+        UsageError: a device, front end or option that does not fit.
+        IntegrityError: weights that are absent or damaged.
+    """
+    device = resolve_device(given.get("device", "auto"))
+    on_grid = config.extractor.kind == GRID_KIND
+    if on_grid:
+        refuse_for_grid(given)
+    else:
+        extractor = build_extractor(
+            config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
+        )
+    if isinstance(config.matcher, NearestConfig):
+        return LearnedParts(extractor, NearestMatcher(config.matcher, device=device), config, None)
+    precision = resolve_precision(given.get("precision", "auto"), device)
+    network, source = _trained(config, given)
+    matcher = AttentionMatcher(network, device=device, precision=precision)
+    if on_grid:
+        extractor = _grid_extractor(matcher, source.name)
+    return LearnedParts(extractor, matcher, replace(config, matcher=network.config), source)
+
+
+def build_extractor(
+    config: ExtractorConfig,
+    weights: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    precision: Precision = "auto",
+) -> Extractor:
+    """The front end that `config.kind` names.
+
+    Args:
+        config: of the front end.
+        weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
+            read at the first image, not before. Those of `learned` are shipped.
+        device: where a learned front end runs.
+        precision: of the front end `learned`; the others run in float32.
+
+    Raises:
+        UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
+    """
+    if config.kind == "sift":
+        if weights is not None:
+            raise UsageError("the front end sift has no weights; leave frontend_weights out")
+        return SiftExtractor(config)
+    front_end = find_front_end(config.kind)
+    if front_end.build is None and weights is not None:
+        raise UsageError(f"the front end {config.kind} has no weights; leave frontend_weights out")
+    dtype = DTYPES[resolve_precision(precision, torch.device(device))]
+    fill = partial(fill_extractor, path=weights)
+    return LearnedExtractor(config, front_end, fill, device, dtype, weights)
+
+
+def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
+    """The front end of a detector-free matcher; it shares the matcher's parameters and its device."""
+    if matcher.model.backbone is None:
+        raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
+    return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of that name; "auto" is CUDA when there is one, else the CPU.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps") from error
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= counts.get(device.type, 0):
+        raise UsageError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'")
+    return device
+
+
+def devices(name: str) -> list[str]:
+    """The devices that a name stands for: all GPUs for "cuda", else one.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    device = resolve_device(name)
+    if device.type == "cuda" and device.index is None:
+        return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return [str(device)]
+
+
+def _trained(config: PipelineConfig, options: Mapping[str, Any]) -> tuple[MatchingNetwork, WeightsSource]:
+    """The trained network: its architecture from the weights file, its policy from the preset and options."""
+    network, digest, name = load_weights(options.get("weights") or config.weights)
+    return network.with_policy(config.matcher.policy), WeightsSource(name, digest)

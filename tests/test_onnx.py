@@ -1,0 +1,297 @@
+"""ONNX graphs of our networks do in ONNX Runtime what the networks do in torch."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_models import by_both, shared, trained_of
+from random_matcher import CONFIG, WITH_MATCH_PROBABILITY, pair, random_model
+
+from matcher.cli import main
+from matcher.config import AssignmentConfig, ContextConfig, ExtractorConfig, MatchingPolicy, PositionConfig
+from matcher.data.features import Features
+from matcher.data.images import read_image
+from matcher.errors import IntegrityError, UsageError
+from matcher.match.nearest import NearestMatcher, mutual_nearest
+from matcher.match.nearest_on_device import mutual_nearest_on
+from matcher.match.network.model import MatchingNetwork
+from matcher.match.steering import quarter_turns
+from matcher.match.turns import TURNS, best_turn, turned
+from matcher.onnx import engine, runtime
+from matcher.onnx.export import export_preset
+from matcher.onnx.extractor import OnnxExtractor
+from matcher.onnx.matching import OnnxMatcher
+from matcher.onnx.models import network_model
+from matcher.onnx.runtime import Model
+from matcher.presets import PRESETS
+from matcher.torch_engine import build_extractor
+
+COUNTS = [(60, 45), (45, 60), (50, 50), (1, 30), (30, 1), (1, 1), (0, 20), (20, 0), (0, 0)]
+SUPERGLUE = replace(
+    CONFIG,
+    position=PositionConfig(kind="mlp", inputs=("xy", "score"), extent=0.7, hidden=(8, 16)),
+    context=ContextConfig(dim=48, heads=4, depth=3, shared_qk=False, norm="batch", activation="relu"),
+    assignment=AssignmentConfig(dustbin="learned", every_layer=False, tolerance=None),
+    policy=MatchingPolicy(match_threshold=0.0, early_exit=False, pruning=False),
+)
+ORIENTED = PositionConfig(inputs=("xy", "raw_sigma", "raw_orientation", "raw_counterclockwise", "frame"))
+OURS = replace(
+    WITH_MATCH_PROBABILITY,
+    guided=True,
+    assignment=AssignmentConfig(consensus=2),
+    policy=replace(
+        WITH_MATCH_PROBABILITY.policy, match_threshold=0.0, prune_matchability=0.05, exit_share=0.6
+    ),
+)
+CASES = {
+    "hybrid": OURS,
+    "hybrid, all layers": replace(OURS, policy=replace(OURS.policy, early_exit=False, pruning=False)),
+    "lightglue": replace(
+        CONFIG,
+        assignment=AssignmentConfig(kind="dual_softmax"),
+        policy=replace(CONFIG.policy, match_threshold=1e-6, threshold_doubles_at=0.5),
+    ),
+    "lightglue, oriented": replace(
+        CONFIG, position=ORIENTED, assignment=AssignmentConfig(kind="dual_softmax")
+    ),
+    "superglue": SUPERGLUE,
+}
+
+
+def in_frames(features: Features, rng: np.random.Generator) -> Features:
+    return replace(features, affine_frames=rng.normal(size=(len(features), 2, 2)))
+
+
+@torch.no_grad()
+def superglue() -> MatchingNetwork:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MatchingNetwork(SUPERGLUE).eval()
+        for name, parameter in model.named_parameters():
+            if "narrow" in name or "position.out" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm1d):
+                module.running_var.uniform_(0.5, 2.0)
+                module.running_mean.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_finds_the_same_matches_as_in_torch(name, rng):
+    model = superglue() if name == "superglue" else random_model(config=CASES[name])
+    pairs = [
+        tuple(in_frames(features, rng) for features in pair(*counts, seed=seed))
+        for seed, counts in enumerate(COUNTS)
+    ]
+    together = every = 0
+    layers = set()
+    for ours, theirs in by_both(model, pairs):
+        both, either, apart = shared(ours, theirs)
+        together, every = together + both, every + either
+        assert np.abs(apart).max(initial=0.0) < 1e-4
+        if min(ours.kept0, ours.kept1) > 1:
+            assert (ours.layers_run, ours.kept0, ours.kept1) == (
+                theirs.layers_run,
+                theirs.kept0,
+                theirs.kept1,
+            )
+            layers.add(ours.layers_run)
+    assert together == every > 20, (together, every)
+    if name == "hybrid":
+        assert len(layers) > 1
+
+
+def test_a_pair_is_matched_the_same_in_any_batch():
+    matcher = OnnxMatcher(trained_of(random_model(config=OURS)))
+    pairs = [pair(40, 30, seed=1), pair(12, 50, seed=2)]
+    batch = matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
+    for sides, together in zip(pairs, batch, strict=True):
+        (alone,) = matcher(*(Features.stack([side]) for side in sides))
+        np.testing.assert_array_equal(alone.indices, together.indices)
+        np.testing.assert_allclose(alone.scores, together.scores, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("numbers", ["float32", "float16", "int8"])
+def test_a_file_is_valid_and_smaller_in_fewer_digits(numbers, fused):
+    trained = trained_of(random_model(config=OURS))
+    data = network_model(trained, numbers=numbers, fused_attention=fused)
+    if not fused:  # the fused operator is in no standard
+        onnx.checker.check_model(onnx.load_from_string(data), full_check=True)
+    whole = network_model(trained)
+    assert numbers == "float32" or len(data) < 0.85 * len(whole)
+    sides = pair(40, 40, seed=5, noise=0.05)
+    given = {}
+    for number, side in enumerate(sides):
+        one = Features.stack([side]).numpy()
+        names = {"keypoints": "keypoints", "descriptors": "descriptors", "mask": "mask", "size": "size"}
+        names |= {"orientation": "exif_orientation", "scales": "scales", "angles": "orientations"}
+        given |= {f"{name}{number}": one[field] for name, field in names.items()}
+    wanted, found = (
+        {tuple(row) for row in Model(each)(**given)["matches"][0].tolist() if row[0] >= 0}
+        for each in (whole, data)
+    )
+    assert len(wanted & found) >= 0.8 * len(wanted) > 5
+
+
+@pytest.mark.parametrize("size", [(64, 96), (75, 101), (17, 33)])
+def test_the_front_end_finds_the_same_keypoints(views, size):
+    config = ExtractorConfig(kind="learned", max_keypoints=80)
+    image = read_image(views[0])
+    image = image.resized(size[1] / image.pixels.shape[1])
+    mask = np.ones(image.pixels.shape[:2], bool)
+    mask[:, :9] = False
+    for one in (image, replace(image, mask=mask)):
+        ours, theirs = build_extractor(config, precision="float32")([one])[0], OnnxExtractor(config)([one])[0]
+        assert len(ours) == len(theirs)
+        np.testing.assert_allclose(ours.keypoints, theirs.keypoints, atol=0.01)
+        np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
+        np.testing.assert_allclose(ours.descriptors, theirs.descriptors, atol=1e-3)
+        assert theirs.kind == "learned"
+    assert len(OnnxExtractor(config).limited(5)([image])[0]) == min(5, len(ours))
+
+
+def steerable(count: int, turn: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    values = rng.normal(size=(count, 64)).astype(np.float32)
+    values /= np.linalg.norm(values, axis=1, keepdims=True)
+    return values, turned(values, turn)
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize("count", [30, 500])
+def test_quarter_turns_are_found_alike_by_torch_numpy_and_onnx(turn, count, rng):
+    from matcher.onnx.builder import Builder
+    from matcher.onnx.steering import quarter_turns as write
+
+    first, second = steerable(count, turn, rng)
+    second = second + 0.05 * rng.normal(size=second.shape).astype(np.float32)
+    places = rng.uniform(0, 100, (count, 2))
+    batch = [
+        Features.stack([Features(places, each, size=(100, 100), kind="learned")]) for each in (first, second)
+    ]
+    wanted = -turn % TURNS
+    graph = Builder("turns")
+    inputs = [graph.input(name, "float32", name, 64) for name in ("a", "b")]
+    graph.output("turns", write(graph, *inputs), "int64")
+    assert best_turn(first, second) == wanted
+    assert quarter_turns(*(features.to("cpu") for features in batch)).tolist() == [wanted]
+    assert Model(graph.encode({}))(a=first, b=second)["turns"] == wanted
+
+
+def test_nearest_neighbours_are_the_same_in_numpy_and_torch(rng):
+    first, second = (rng.normal(size=(n, 8)).astype(np.float32) for n in (70, 55))
+    for ours, theirs in zip(
+        mutual_nearest(first, second, 0.95), mutual_nearest_on("cpu", first, second, 0.95), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert isinstance(NearestMatcher(PRESETS["nearest"].matcher).config.ratio, float)
+
+
+def test_a_preset_is_exported_and_replaced_only_if_it_is_ours(tmp_path, capsys):
+    assert main(["weights", "export", "hybrid-learned", "--onnx", str(tmp_path / "models")]) == 0
+    assert "hybrid-learned.onnx" in capsys.readouterr().out
+    files = sorted((tmp_path / "models").iterdir())
+    assert [file.name for file in files] == ["hybrid-learned.onnx", "learned.onnx"]
+    assert Model(files[1].read_bytes()).outputs == ["keypoints", "scores", "descriptors"]
+    assert main(["weights", "export", "hybrid-learned", "--onnx", str(tmp_path / "models")]) == 0
+    files[1].write_bytes(b"something else")
+    assert main(["weights", "export", "hybrid-learned", "--onnx", str(tmp_path / "models")]) == 2
+    assert "learned.onnx exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [("nearest", "nothing to export"), ("loftr-indoor", "cannot be written as ONNX")],
+)
+def test_what_cannot_be_exported_is_said(preset, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        export_preset(preset, PRESETS[preset], tmp_path)
+
+
+def test_a_preset_without_its_weights_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    with pytest.raises(IntegrityError, match="matcher weights fetch lightglue-superpoint"):
+        export_preset("lightglue-superpoint", PRESETS["lightglue-superpoint"], tmp_path / "models")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "models").write_text("")
+    with pytest.raises(UsageError, match="cannot be made a folder"):
+        export_preset("hybrid-learned", PRESETS["hybrid-learned"], tmp_path / "models")
+
+
+def test_absent_arrays_are_named():
+    trained = trained_of(random_model(config=OURS))
+    fewer = {name: array for name, array in trained.arrays.items() if name != "consensus.out.bias"}
+    with pytest.raises(IntegrityError, match=r"consensus\.out\.bias"):
+        network_model(trained._replace(arrays=fewer))
+
+
+def test_an_old_runtime_is_refused():
+    with pytest.raises(UsageError, match=r"onnxruntime 1\.16\.3 is too old; install at least version 1\.17"):
+        Model(b"", "1.16.3")
+    assert runtime.LEAST_VERSION == (1, 17)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "cuda"}, "runs on the CPU"),
+        ({"precision": "bfloat16"}, "computes in float32"),
+        ({"frontend": "disk"}, "front ends sift and learned"),
+        ({"engine": "tensorrt"}, "engine must be one of torch, onnx"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused(given, message):
+    import matcher
+
+    with pytest.raises(UsageError, match=message):
+        matcher.load("hybrid-learned", **{"engine": "onnx", **given})
+    assert engine.devices("auto") == ["cpu"]
+
+
+def test_the_engine_gives_the_result_of_torch(views):
+    import matcher
+
+    options = {"max_keypoints": 300, "second_pass": False, "refine": False, "precision": "float32"}
+    results = [
+        matcher.load("hybrid-learned", engine=name, **options).match(*views) for name in ("torch", "onnx")
+    ]
+    both, either, _ = shared(*(result.matches for result in results))
+    assert both >= 0.98 * either > 50
+    assert results[1].geometry.status == results[0].geometry.status == "ok"
+    assert results[1].weights == results[0].weights
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("MATCHER_DATA"), reason="needs the benchmarks' photos")
+def test_fifty_real_pairs_match_as_in_torch():
+    from itertools import pairwise
+    from pathlib import Path
+
+    import matcher
+
+    photos = sorted(Path(os.environ["MATCHER_DATA"], "bench").rglob("*.jpg"))[:51]
+    options = {"max_keypoints": 1024, "second_pass": False, "refine": False, "precision": "float32"}
+    torch_, onnx_ = (matcher.load("hybrid-learned", engine=name, **options) for name in ("torch", "onnx"))
+    features = [torch_.extract(str(photo)) for photo in photos]
+    for photo, ours in zip(photos[:10], features, strict=False):
+        theirs = np.asarray(onnx_.extract(str(photo)).keypoints)
+        away = np.abs(np.asarray(ours.keypoints)[:, None] - theirs).max(axis=2).min(axis=1)
+        assert np.mean(away < 0.01) >= 0.999  # of two equal scores at the limit, either may be kept
+    together = every = 0
+    apart = []
+    for one, other in pairwise(features):
+        both, either, differences = shared(
+            torch_.match_features(one, other), onnx_.match_features(one, other)
+        )
+        together, every = together + both, every + either
+        apart.append(differences)
+    assert together >= 0.999 * every > 1000
+    # Consensus takes each point's sixteen nearest matches; where the last two are equally near, rounding
+    # decides, in torch with and without the compiled kernels as well.
+    assert np.quantile(np.abs(np.concatenate(apart)), 0.9) < 1e-4
