@@ -12,6 +12,7 @@ import numpy as np
 
 from matcher.collection.exporting.colmap import import_pycolmap, to_colmap
 from matcher.data.camera import Camera
+from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 from matcher.localization.absolute_pose import (
     CONFIDENCE,
@@ -67,7 +68,7 @@ def _clusters(localizer: Localizer, queries: Sequence[Query]) -> list[list[int]]
 
 def _correspond(localizer: Localizer, query: Query, cluster: list[int]) -> Correspondences:
     """A picture's matches with the points of a cluster, by the images that are similar to it."""
-    positions = query.features.keypoints.cpu().numpy().astype(np.float64)
+    positions = to_numpy(query.features.keypoints).astype(np.float64)
     found = Correspondences(localizer.model, positions)
     own = [row for group in localizer.similar_clusters(query) for row in group if row in cluster]
     images = (own or cluster)[: localizer.config.neighbours // 2 or 1]
