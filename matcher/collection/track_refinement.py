@@ -3,12 +3,14 @@
 Refining each match on its own would give a keypoint a different position in each of its pairs. Here the
 reference of a track is its keypoint with the most matches. Keypoints matched to it are refined against it on
 the images, the remaining ones against those, and so on, so each keypoint has one position for all its pairs.
+Then each is refined against all other observations that it was matched to, and takes the mean of what they
+say.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 _WINDOW = 21  # least window side; larger is affordable, as a track is refined once for all its pairs
 _TRIES = 3  # observations of its track that a keypoint is refined against at most, until one is accepted
+_SWEEPS = 1  # refinements of every keypoint against all that it was matched to
+_FAR = 9.0  # squared Mahalanobis distance beyond which an observation contradicts the others
 _CACHE_BYTES = 1 << 30  # of images kept in memory
 _GREY_BYTES = 4 * 4 / 3  # per pixel, all pyramid levels included
 
@@ -90,18 +94,24 @@ def refine_tracks(
     read = _Images([(image.path, image.size) for image in images], scales)
     config = replace(config, window=max(config.window, _WINDOW))
     frontier = _Frontier(_edges_of_tracks(store, pairs, images, starts), len(points))
-    for step in frontier.steps():
+
+    def refine(step: _Step) -> Matches:
         pair = pairs[step.pair]
         order = (pair.second, pair.first) if step.reverse else (pair.first, pair.second)
         columns = pair.indices[:, ::-1] if step.reverse else pair.indices
         ends = (points[starts[image] + column] for image, column in zip(order, columns.T, strict=True))
         maps, known = fit_affine_maps(*ends, config.neighbours)
         given = (maps[step.rows], known[step.rows])
-        refined = refine_matches(*map(read, order), found.matches(step), config, given)
+        return refine_matches(*map(read, order), found.matches(step), config, given)
+
+    for step in frontier.steps():
+        refined = refine(step)
         found.take(step, refined)
         frontier.reach(step.children[refined.refinement.accepted])
         if on_progress is not None:
             on_progress(frontier.reached, frontier.total)
+    for _ in range(_SWEEPS):
+        found.average((step, refine(step)) for step in frontier.sweep(found.refined))
     return {image.name: found.part(slice(*starts[i : i + 2])) for i, image in enumerate(images)}
 
 
@@ -127,6 +137,27 @@ class _Positions:
         inherited = self.covariances[parents] * self.refined[parents, None, None]
         self.covariances[children] = matches.refinement.covariances[accepted] + inherited
         self.refined[children] = True
+
+    def average(self, found: Iterable[tuple[_Step, Matches]]) -> None:
+        """Move refined keypoints to the mean of several refinements, weighted by their covariances.
+
+        All share the noise of the keypoint's own image, so the covariance is the mean of theirs, no smaller.
+        """
+        information, sums = np.zeros((len(self.points), 2, 2)), np.zeros((len(self.points), 2))
+        counts = np.zeros(len(self.points), dtype=np.int64)
+        for step, matches in found:
+            inherited = self.covariances[step.parents] * self.refined[step.parents, None, None]
+            own = np.linalg.inv(matches.refinement.covariances.astype(np.float64) + inherited)
+            away = matches.points1 - self.points[step.children]
+            near = np.einsum("ki,kij,kj->k", away, own, away) < _FAR
+            used = np.flatnonzero(matches.refinement.accepted & near)
+            children = step.children[used]  # each at most once in a step
+            information[children] += own[used]
+            sums[children] += (own[used] @ matches.points1[used, :, None].astype(np.float64))[:, :, 0]
+            counts[children] += 1
+        seen = np.flatnonzero(counts)
+        self.points[seen] = np.linalg.solve(information[seen], sums[seen, :, None])[:, :, 0]
+        self.covariances[seen] = np.linalg.inv(information[seen] / counts[seen, None, None])
 
     def part(self, rows: slice) -> RefinedKeypoints:
         return RefinedKeypoints(
@@ -229,6 +260,19 @@ class _Frontier:
                 one = chosen[keys == key]
                 rows = edges.rows[one % count]
                 yield _Step(key // 2, bool(key % 2), rows, parents[one], children[one])
+
+    def sweep(self, refined: np.ndarray) -> Iterator[_Step]:
+        """Every match of a refined keypoint (N,) with one that is refined or a reference, both ways."""
+        edges = self._edges
+        order = np.argsort(edges.pairs, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(edges.pairs[order])) + 1):
+            for reverse in (False, True):
+                parents, children = edges.nodes[rows].T[:: -1 if reverse else 1]
+                chosen = self._done[parents] & refined[children]
+                if chosen.any():
+                    where = rows[chosen]
+                    pair = int(edges.pairs[where[0]])
+                    yield _Step(pair, reverse, edges.rows[where], parents[chosen], children[chosen])
 
 
 def _references(edges: _Edges, count: int) -> np.ndarray:
