@@ -18,6 +18,7 @@ from matcher.data.camera import Camera
 from matcher.data.named_poses import read_named_poses
 from matcher.errors import IntegrityError, UsageError
 from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
+from matcher.localization.judgement import judge
 from matcher.localization.settings import LocalizationConfig
 
 pytest.importorskip("pycolmap")
@@ -103,6 +104,20 @@ def test_chance_gives_no_significant_pose():
         found = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True, seed=seed)
         if found is not None:
             assert log10_false_alarms(matches, found.inliers, 480 * 360, 4.0) > 0
+
+
+@pytest.mark.parametrize(("agreeing", "status"), [(20, "not_significant"), (60, "ok")])
+def test_a_few_matches_that_agree_are_not_enough(agreeing, status):
+    """Repeated structure lets more wrong matches agree than chance does."""
+    rng = np.random.default_rng(agreeing)
+    points = rng.normal((0, 0, 6), 1.0, (200, 3))
+    seen = points[:, :2] / points[:, 2:] * 528 + [239.5, 179.5]
+    seen[agreeing:] = rng.uniform((0, 0), SIZE, (200 - agreeing, 2))
+    matches = Matches3d(seen, points, np.arange(200))
+    found = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
+    assert np.abs(found.cam_from_world - np.eye(4)).max() < 0.02  # it is right, but who could know?
+    verdict = judge(found, matches, 4.0, LocalizationConfig(), focal_known=True)
+    assert verdict[0] == status and verdict[2] < -10 and bool(verdict[1]) == (status != "ok")
 
 
 def test_the_covariance_is_that_of_repeated_measurements():

@@ -3,7 +3,7 @@
 PoseLib's LO-RANSAC over P3P (Persson and Nordberg 2018) proposes a pose where the focal length is known,
 COLMAP's over P4Pf (Larsson et al. 2017) where it is not; pycolmap refines it on the pixels themselves. How
 many wrong matches would agree with some pose by chance is the number of false alarms of Moisan and Stival
-(2004): below one in a thousand it is not chance.
+(2004). It takes wrong matches for independent; `settings.py` asks for much more than that needs.
 """
 
 from __future__ import annotations

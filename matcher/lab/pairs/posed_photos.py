@@ -46,7 +46,7 @@ class PosedPhotos:
         count = len(self.names)
         index = np.arange(count)
         if how == "last":
-            asked = index >= 2 * count // 3
+            asked = index >= -(-2 * count // 3)
         elif how == "blocks":
             asked = (index // _BLOCK) % 3 == 2
         else:
