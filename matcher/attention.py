@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matcher.kernels.calls import attend_compiled
 from matcher.kernels.cpu import half_on_cpu, whole
 
 
@@ -52,6 +53,8 @@ def scaled_dot_product(
         return whole(q, k, v)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
         return half_on_cpu(q, k, v)
+    if q.dtype == torch.float32 and (found := attend_compiled(q, k, v)) is not None:
+        return found
     return F.scaled_dot_product_attention(q, k, v)
 
 

@@ -1,9 +1,9 @@
-"""Compile the CPU kernels for this processor. They are optional: everything runs without them.
+"""Compile the CPU kernels for this processor, unless the installed wheel has them. They are optional.
 
     python scripts/build_kernels.py
 
-Needs a processor with AVX-512 and g++ 11 or newer, or clang++. `MATCHER_COMPILED=0` in the environment
-switches them off.
+Needs a processor with AVX2 or NEON and g++ 11 or newer, or clang++. `MATCHER_COMPILED=0` in the environment
+switches them off; `amx`, `avx512_bf16`, `avx512` or `avx2` there chooses among those that run here.
 """
 
 import argparse

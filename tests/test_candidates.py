@@ -7,6 +7,7 @@ import torch
 
 from matcher import kernels as compiled
 from matcher.config import AssignmentConfig
+from matcher.kernels import candidates as kernel_candidates
 from matcher.kernels import library
 from matcher.match.assignment import plan
 from matcher.match.candidates import CandidateAssignment, Candidates, candidates_of
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _kernels(kernels_folder, monkeypatch):
     monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setenv(compiled.SWITCH, library.instructions())  # without trials
     forget()
     with torch.inference_mode():
         yield
@@ -57,7 +58,7 @@ def dense(left, right, bins0, bins1, corner: float = 0.0) -> torch.Tensor:
 @pytest.mark.parametrize(("n", "m"), [(300, 417), (1, 5), (40, 7), (97, 33)])
 def test_candidates_are_the_largest_of_rows_and_columns(n: int, m: int) -> None:
     left, right, bins0, bins1 = described(n, m)
-    where, values, rest = compiled.find_candidates(left, right, bins0, bins1, 8)
+    where, values, rest = kernel_candidates.find_candidates(left, right, bins0, bins1, 8)
     odds = left @ right.t() - bins0[:, None] - bins1
     rows = torch.repeat_interleave(torch.arange(n), where.starts.long().diff())
     found = torch.zeros(n, m, dtype=torch.bool)
@@ -82,7 +83,7 @@ def test_candidates_are_the_largest_of_rows_and_columns(n: int, m: int) -> None:
 def everything(n: int = 90, m: int = 120, corner: float = 0.0, **kind) -> tuple[Candidates, torch.Tensor]:
     """All entries as candidates, and the dense scores."""
     given = described(n, m, **kind)
-    where, odds, rest = compiled.find_candidates(*given, max(n, m))
+    where, odds, rest = kernel_candidates.find_candidates(*given, max(n, m))
     bins0, bins1 = given[2:]
     made = Candidates(where, odds, bins0, bins1, corner, rest)
     return made.moved(odds + bins0[made.rows] + bins1[made.columns], bins0, bins1), dense(*given, corner)
@@ -119,7 +120,7 @@ def test_what_is_lost_is_within_its_bound() -> None:
     shares = []
     for noise in (0.3, 2.0):
         given = described(200, 240, noise=noise)
-        where, odds, rest = compiled.find_candidates(*given, 4)
+        where, odds, rest = kernel_candidates.find_candidates(*given, 4)
         made = Candidates(where, odds, *given[2:], 0.0, rest)
         made = made.moved(odds + given[2][made.rows] + given[3][made.columns], *given[2:])
         scores = dense(*given)

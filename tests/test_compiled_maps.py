@@ -8,6 +8,7 @@ import torch
 from matcher import kernels as compiled
 from matcher.extract.learned import FeatureNetwork, candidates, peaks, sample
 from matcher.kernels import library
+from matcher.kernels import maps as maps_of
 
 pytestmark = pytest.mark.skipif(
     library.instructions() is None or shutil.which("g++") is None, reason="needs a compiler and vector units"
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _kernels(kernels_folder, monkeypatch):
     monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setenv(compiled.SWITCH, library.instructions())  # without trials
     library._load.cache_clear()
     with torch.inference_mode():
         yield
@@ -60,7 +61,7 @@ def test_samples_are_those_of_the_maps(factor: float) -> None:
     rng = torch.Generator().manual_seed(3)
     maps = torch.randn(1, 20, 13, 17, generator=rng).contiguous(memory_format=torch.channels_last)
     points = torch.rand(1, 300, 2, generator=rng) * 80 - 8
-    found = compiled.sample_compiled([maps, maps.bfloat16()], points, [factor, factor / 2])
+    found = maps_of.sample_compiled([maps, maps.bfloat16()], points, [factor, factor / 2])
     torch.testing.assert_close(found[..., :20], sample(maps, points * factor), atol=1e-5, rtol=0)
     torch.testing.assert_close(
         found[..., 20:], sample(maps.bfloat16(), points * factor / 2), atol=1e-5, rtol=0
@@ -72,17 +73,17 @@ def test_samples_are_those_of_the_maps(factor: float) -> None:
 def test_peaks_are_the_peaks_in_their_order(radius: int, border: int) -> None:
     rng = torch.Generator().manual_seed(6)
     scores = torch.randn(45, 90, generator=rng)[:, :83].round(decimals=1)  # with gaps between rows, and ties
-    found = compiled.peaks_compiled(scores, radius, border)
+    found = maps_of.peaks_compiled(scores, radius, border)
     assert found.equal(candidates(scores[None], radius, border)[0].nonzero().flip(1))
     flat = torch.zeros(200, 300)  # more of them than expected
-    assert compiled.peaks_compiled(flat, radius, border) is None and bool(peaks(flat[None], radius).all())
+    assert maps_of.peaks_compiled(flat, radius, border) is None and bool(peaks(flat[None], radius).all())
 
 
 def test_other_maps_are_left_to_stock_operators(monkeypatch) -> None:
     maps = torch.randn(1, 8, 6, 6).contiguous(memory_format=torch.channels_last)
-    assert compiled.have_maps(maps, maps.bfloat16())
-    assert not compiled.have_maps(maps.double()) and not compiled.have_maps(maps.contiguous())
+    assert maps_of.have_maps(maps, maps.bfloat16())
+    assert not maps_of.have_maps(maps.double()) and not maps_of.have_maps(maps.contiguous())
     with torch.inference_mode(False), torch.enable_grad():
-        assert not compiled.have_maps(maps) and compiled.peaks_compiled(maps[0, 0], 1, 0) is None
+        assert not maps_of.have_maps(maps) and maps_of.peaks_compiled(maps[0, 0], 1, 0) is None
     monkeypatch.setenv(compiled.SWITCH, "0")
-    assert not compiled.have_maps(maps)
+    assert not maps_of.have_maps(maps)

@@ -13,7 +13,7 @@ VARIABLES = {
     "MATCHER_DATA": "Folder with photos/ and bench/ for `train` and `evaluate`; ../shared if not set.",
     "MATCHER_CACHE": "Folder for downloaded weights, compiled kernels and rendered training views.",
     "MATCHER_OFFLINE": "1: never use the network; `weights fetch` fails at once.",
-    "MATCHER_COMPILED": "0: do not use the compiled kernels.",
+    "MATCHER_COMPILED": "0: do not use the compiled kernels; a target such as avx2: use those of it.",
     "MATCHER_DEBUG": "1: print the traceback of every error.",
     "MATCHER_VENV": "Virtual environment that scripts/demo.py and run_tests.py create; .venv if not set.",
     "MATCHER_LIGHTGLUE_CODE": "Source file of the published LightGlue, to compare with in tests.",
@@ -57,6 +57,7 @@ def _machine() -> list[str]:
     import torch
 
     from matcher.kernels import kernels
+    from matcher.kernels.library import library_in_use
     from matcher.match.network.inference import resolve_precision
     from matcher.torch_engine import resolve_device
 
@@ -65,7 +66,7 @@ def _machine() -> list[str]:
     return [
         f"device: {device} ({name}), {torch.get_num_threads()} threads, "
         f"precision auto is {resolve_precision('auto', device)}",
-        "kernels: compiled"
+        f"kernels: compiled for {library_in_use().split('-')[0]}"
         if kernels() is not None
         else "kernels: not compiled; run `python scripts/build_kernels.py`",
     ]

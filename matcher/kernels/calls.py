@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.kernels.library import kernels
+from matcher.kernels.trials import Trial, granted
 
 WIDEST_HEAD = 128  # channels
 WIDEST_ROW = 4096  # channels
@@ -20,30 +21,43 @@ _LEAST_SHARE = 16  # rows that are worth a thread
 
 
 def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """softmax(q kᵀ / √d) v, or None where the kernel is not there or not made for this.
+    """softmax(q kᵀ / √d) v, or None where the kernel is not there, not made for this, or slower here.
 
     Args:
-        q: (…, heads, N, d) bfloat16 on the CPU. k, v: (…, heads, M, d).
+        q: (…, heads, N, d) bfloat16 or float32 on the CPU. k, v: (…, heads, M, d).
 
     Returns:
-        (…, heads, N, d), N before heads in memory. None also if scores may be too large to do without their
-        maximum.
+        (…, heads, N, d), N before heads in memory.
     """
-    width, library = q.shape[-1], kernels()
-    suits = q.dtype == torch.bfloat16 and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
+    width, library, half = q.shape[-1], kernels(), q.dtype == torch.bfloat16
+    suits = (half or q.dtype == torch.float32) and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
+    suits = suits and q.dtype == k.dtype == v.dtype and q.device.type == "cpu"
     suits = suits and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     if library is None or not suits or not q.numel() or not k.numel():
+        return None
+    if not granted(f"attention {q.dtype}", _try_half_attention if half else _try_attention):
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (heads, n), m, leading = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
     out = q.new_empty(*leading, n, heads, width).transpose(-2, -3)
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
-    threads = min(torch.get_num_threads(), math.ceil(n / 32) * heads)
+    sizes, threads = (n, m, heads, width), min(torch.get_num_threads(), math.ceil(n / 32) * heads)
     for index in product(*map(range, leading)):
-        pointers = (x[index].data_ptr() for x in (q, k, v, out))
-        if library.matcher_attend(*pointers, strides, n, m, heads, width, threads):
-            return None
+        given = (*(x[index].data_ptr() for x in (q, k, v, out)), strides)
+        # Without matrix units, and where scores may be too large to do without their maximum.
+        if not half or library.matcher_attend(*given, *sizes, threads):
+            library.matcher_attend_vectors(*given, half, *sizes, threads)
     return out
+
+
+def _try_attention(dtype: torch.dtype = torch.float32) -> Trial:
+    rng = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, 768, 64, generator=rng).to(dtype) for _ in range(3)]
+    return Trial(lambda: attend_compiled(*given), lambda: F.scaled_dot_product_attention(*given), 5e-3)
+
+
+def _try_half_attention() -> Trial:
+    return _try_attention(torch.bfloat16)
 
 
 class FeedForwardSteps(NamedTuple):
@@ -65,7 +79,33 @@ def have_kernels(x: Tensor) -> bool:
     # Autocast would change the precision of products between the kernels.
     if not suits or x.shape[1] > WIDEST_ROW // 4 or torch.is_autocast_enabled("cpu"):
         return False
-    return not torch.is_grad_enabled() and kernels() is not None
+    if torch.is_grad_enabled() or kernels() is None:
+        return False
+    return granted(f"rows {x.dtype}", _try_half_rows if x.dtype == torch.bfloat16 else _try_rows)
+
+
+def _try_rows(dtype: torch.dtype = torch.float32) -> Trial:
+    rng = torch.Generator().manual_seed(0)
+    x, joint = torch.randn(512, 128, generator=rng), torch.randn(512, 256, generator=rng).to(dtype)
+    widen, narrow = (torch.randn(*size, generator=rng).to(dtype) / 16 for size in ((256, 256), (128, 256)))
+    bias, last, out = torch.zeros(256), torch.zeros(128), torch.empty_like(x)
+    steps = FeedForwardSteps(widen, narrow, bias, bias + 1, bias, 1e-5, last)
+
+    def stock() -> Tensor:
+        hidden = F.layer_norm(
+            F.linear(joint, widen, bias.to(dtype)), (256,), (bias + 1).to(dtype), bias.to(dtype)
+        )
+        return x + F.linear(F.gelu(hidden), narrow, last.to(dtype))
+
+    def kernel() -> Tensor:
+        feed_forward_compiled(x, joint, steps, out)
+        return out
+
+    return Trial(kernel, stock, 0.1 if dtype == torch.bfloat16 else 1e-3)
+
+
+def _try_half_rows() -> Trial:
+    return _try_rows(torch.bfloat16)
 
 
 def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from matcher.kernels.calls import threads_for
 from matcher.kernels.library import kernels
+from matcher.kernels.trials import Trial, granted
 
 
 class CandidateSet(NamedTuple):
@@ -33,7 +34,31 @@ class CandidateSet(NamedTuple):
 
 def have_candidates(x: Tensor) -> bool:
     """Whether the functions of this file are there for tensors on the device of `x`, without gradients."""
-    return x.device.type == "cpu" and not torch.is_grad_enabled() and kernels() is not None
+    if x.device.type != "cpu" or torch.is_grad_enabled() or kernels() is None:
+        return False
+    return granted("candidates", _try_candidates)
+
+
+def _try_candidates() -> Trial:
+    """Beside dense scores and twenty iterations of Sinkhorn, fewer than a match takes."""
+    rng = torch.Generator().manual_seed(0)
+    left, bins, most = torch.randn(1200, 128, generator=rng) / 4, torch.zeros(1200), 16
+    right = left.roll(1, 0) + torch.randn(1200, 128, generator=rng) / 16
+
+    def stock() -> Tensor:
+        scores = left @ right.t()
+        kernel = scores.exp()
+        for _ in range(20):
+            columns = torch.mv(kernel, bins)
+            torch.mv(kernel.t(), columns)
+        return scores.amax(1)
+
+    def kernel() -> Tensor:
+        where, values, _ = find_candidates(left, right, bins, bins, most)
+        rows = torch.repeat_interleave(torch.arange(1200), where.starts.long().diff())
+        return torch.full((1200,), -torch.inf).scatter_reduce(0, rows, values, "amax")
+
+    return Trial(kernel, stock, 0.02)
 
 
 def find_candidates(

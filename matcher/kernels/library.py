@@ -1,17 +1,14 @@
 """Building and loading the compiled kernels.
 
-`build()` compiles the sources beside this file with the machine's own compiler and keeps the library in the
-user's cache folder, under a name that changes with the sources and with the processor's instructions,
-together with its checksum; `trusted.py` says which libraries are loaded.
+A library is compiled for each kind of processor (`targets.py`). The best one that runs here is taken: from
+the wheel where it has one, else from the cache folder, where `build()` compiles it; `trusted.py` says which
+libraries are loaded from there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -19,44 +16,32 @@ from pathlib import Path
 from matcher.errors import UsageError
 from matcher.files import cache_folder
 from matcher.kernels import trusted
-from matcher.kernels.signatures import SIGNATURES
+from matcher.kernels.signatures import RETURNING_LONG, SIGNATURES
+from matcher.kernels.targets import (
+    PREBUILT,
+    TARGETS,
+    Target,
+    compile_library,
+    find_compiler,
+    library_name,
+    targets_of_machine,
+)
 
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in (
-        "attend.cpp",
-        "rows.cpp",
-        "assign.cpp",
-        "candidates.cpp",
-        "transport.cpp",
-        "consensus.cpp",
-        "fit_windows.cpp",
-        "maps.cpp",
-    )
-)
-HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("vectors.h", "numbers.h", "products.h", "tiles.h")
-)
 SWITCH = "MATCHER_COMPILED"
-_AVX_512 = frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-_FLAGS = (
-    "-O3",
-    "-fno-math-errno",  # not -ffast-math, which would change the arithmetic of the whole process
-    "-fno-trapping-math",
-    "-mprefer-vector-width=512",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
+_AVX2 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_INSTRUCTIONS = {  # of targets that not every processor of their machines has, in Linux's words
+    "amx": (*_AVX512, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
 
 
-def instructions() -> str | None:
-    """The instructions to compile for: those of CPUs with AMX, with AVX-512, or none; older vector
-    units gain nothing."""
-    flags = _processor_flags()
-    if {"amx_tile", "amx_bf16", *_AVX_512} <= flags:
-        return "sapphirerapids"
-    return "x86-64-v4" if flags >= _AVX_512 else None
+def supported() -> tuple[str, ...]:
+    """The targets whose instructions this processor has, the best first."""
+    has = _processor_flags()
+    return tuple(t.name for t in targets_of_machine() if has.issuperset(_INSTRUCTIONS.get(t.name, ())))
 
 
 @cache
@@ -69,64 +54,101 @@ def _processor_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def library_path() -> Path:
-    """Where the library of these sources lies, or would lie."""
-    parts = [" ".join(_FLAGS).encode(), *(source.read_bytes() for source in SOURCES + HEADERS)]
-    name = f"{instructions()}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
-    return cache_folder() / "kernels" / name
+def instructions() -> str | None:
+    """The best of them, if any, or the one that MATCHER_COMPILED names."""
+    named, able = os.environ.get(SWITCH), supported()
+    return named if named in able else next(iter(able), None)
+
+
+def library_path(name: str | None = None) -> Path:
+    """Where the library of these sources for a target, that of `instructions`, lies or would lie."""
+    return cache_folder() / "kernels" / library_name(_target(name or instructions()))
+
+
+def _target(name: str | None) -> Target:
+    return next(target for target in TARGETS if target.name == name)
 
 
 def build() -> Path:
-    """Compile the kernels for this machine.
+    """Compile the kernels for this machine, unless the library is there.
 
     Raises:
-        UsageError: the processor has no AVX-512, there is no compiler, it does not compile, or the library
+        UsageError: there are none for this processor, no compiler is there, it fails, or the library
             cannot be kept or loaded.
     """
-    if instructions() is None:
-        raise UsageError("this processor has no AVX-512; the kernels are of no use here")
-    compiler = shutil.which("g++") or shutil.which("clang++")
+    name = instructions()
+    if name is None:
+        raise UsageError("there are no kernels for this processor: it has neither AVX2 nor NEON")
+    if _load(name) is not None:
+        return _place(name)
+    compiler = find_compiler()
     if compiler is None:
         raise UsageError("no C++ compiler found: install g++ 11 or newer, or clang++ 12")
-    path = library_path()
-    if _load() is not None:
-        return path
+    path = library_path(name)
     try:
         trusted.make_private(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, f"-march={instructions()}", *_FLAGS, "-o", str(made), *map(str, SOURCES)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise UsageError(f"{compiler} cannot compile the kernels:\n{done.stderr.strip()[-2000:]}")
+            if said := compile_library(compiler, _target(name), made):
+                raise UsageError(f"{compiler} cannot compile the kernels:\n{said}")
             trusted.keep(made, path)
     except OSError as error:
         raise UsageError(f"the kernels cannot be kept in {path.parent} ({error.strerror})") from error
     _load.cache_clear()
-    if _load() is None:
+    if _load(name) is None:
         raise UsageError(f"{path} was compiled but cannot be loaded; may files in that folder be executed?")
     return path
 
 
+def _place(name: str) -> Path:
+    prebuilt = PREBUILT / library_name(_target(name))
+    return prebuilt if prebuilt.is_file() else library_path(name)
+
+
 @cache
-def _load() -> ctypes.CDLL | None:
-    if instructions() is None:
-        return None
+def _load(name: str) -> ctypes.CDLL | None:
+    """The library of a target, from the wheel or the cache."""
     try:
-        library = trusted.load(library_path())
+        prebuilt = PREBUILT / library_name(_target(name))
+        library = ctypes.CDLL(str(prebuilt)) if prebuilt.is_file() else trusted.load(library_path(name))
         if library is None:
             return None
-        for name, types in SIGNATURES.items():
-            getattr(library, f"matcher_{name}").argtypes = types
-        for name in ("join", "peaks"):
-            getattr(library, f"matcher_{name}").restype = ctypes.c_long
-        if instructions() == "sapphirerapids" and library.matcher_prepare():
+        for function, types in SIGNATURES.items():
+            getattr(library, f"matcher_{function}").argtypes = types
+        for function in RETURNING_LONG:
+            getattr(library, f"matcher_{function}").restype = ctypes.c_long
+        if name == "amx" and library.matcher_prepare():
             return None  # the system does not let this process use the matrix unit
     except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged
         return None
     return library
 
 
+def library_in_use() -> str:
+    """The name of the library that `kernels` gives, "" without."""
+    named = os.environ.get(SWITCH)
+    for name in (named,) if named in supported() else supported():
+        if _load(name) is not None:
+            return library_name(_target(name))
+    return ""
+
+
 def kernels() -> ctypes.CDLL | None:
-    """The kernels, if they were built, run here and are not switched off."""
-    return None if os.environ.get(SWITCH) == "0" else _load()
+    """The best library that is there and runs here, unless MATCHER_COMPILED is 0 or names another one."""
+    named = os.environ.get(SWITCH)
+    if named == "0":
+        return None
+    return _best(named)
+
+
+@cache
+def _names(named: str | None) -> tuple[str, ...]:
+    able = supported()
+    return (named,) if named in able else able
+
+
+def _best(named: str | None) -> ctypes.CDLL | None:
+    for name in _names(named):
+        if (library := _load(name)) is not None:
+            return library
+    return None

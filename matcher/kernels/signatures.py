@@ -2,8 +2,10 @@
 
 from ctypes import c_float, c_int, c_long, c_void_p
 
+RETURNING_LONG = ("join", "peaks")
 SIGNATURES = {
     "attend": [*[c_void_p] * 5, *[c_long] * 4, c_int],
+    "attend_vectors": [*[c_void_p] * 5, c_int, *[c_long] * 4, c_int],
     "normalise_gelu": [c_void_p, c_int, c_long, c_long, *[c_void_p] * 3, c_float, c_int],
     "add": [c_void_p, c_void_p, c_int, c_long, c_long, c_void_p, c_void_p, c_int],
     "turn": [c_void_p, c_int, *[c_long] * 4, c_void_p, c_void_p, c_int],

@@ -20,7 +20,7 @@ from matcher.kernels.candidates import CandidateSet, best_candidates, find_candi
 from matcher.match.mutual import MutualBest
 from matcher.match.sinkhorn import Potentials
 
-MOST = 16  # of a row, and of a column
+MOST = 32  # of a row, and of a column
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from matcher.match.sinkhorn import Potentials, sinkhorn
 
 SETTLED = 0.85  # share of the matches that a round of consensus left unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
-LOST_SHARE = 0.25  # of the expected matches, at most, for what is no candidate; a bound that is never near
+LOST_SHARE = 0.1  # of the expected matches, at most, for what is no candidate; a bound that is never near
 
 
 def assign_all(

@@ -1,0 +1,58 @@
+"""What `pip wheel .` and `pip install .` do beside copying: they compile the kernels for all processors.
+
+Without a C++ compiler the wheel has none, and everything runs without them. `MATCHER_COMPILED=0` in the
+environment leaves them out as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class KernelHook(BuildHookInterface):
+    """Adds the libraries of all targets of this machine that the compiler can make to a wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and say what the wheel is for; an editable install compiles on request only."""
+        targets = self._targets()
+        compiler = targets.find_compiler()
+        if version == "editable" or compiler is None or os.environ.get("MATCHER_COMPILED") == "0":
+            return
+        self._folder = tempfile.TemporaryDirectory()
+
+        def compiled(target: Any) -> Path | None:
+            path = Path(self._folder.name) / targets.library_name(target)
+            failed = targets.compile_library(compiler, target, path)
+            if failed:
+                self.app.display_warning(f"no kernels for {target.name}: {failed[-300:]}")
+            return None if failed else path
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = [path for path in pool.map(compiled, targets.targets_of_machine()) if path]
+        for path in made:
+            build_data["force_include"][str(path)] = f"matcher/kernels/prebuilt/{path.name}"
+        if made:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was compiled: it is in the wheel."""
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+    def _targets(self) -> ModuleType:
+        """matcher/kernels/targets.py by itself: what the package needs may not be installed."""
+        place = Path(self.root) / "matcher" / "kernels" / "targets.py"
+        spec = importlib.util.spec_from_file_location("matcher_kernel_targets", place)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module

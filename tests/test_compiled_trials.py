@@ -1,0 +1,94 @@
+"""Kernels are used where they are right and not slower; what was found is kept."""
+
+import json
+from time import sleep
+
+import pytest
+import torch
+
+from matcher.kernels import SWITCH, trials
+from matcher.kernels.trials import Trial, granted
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """The file of what was found, in a cache of this test."""
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(trials, "library_in_use", lambda: "a library")
+    (tmp_path / "kernels").mkdir()
+    trials._granted.cache_clear()
+    yield tmp_path / "kernels" / "trials.json"
+    trials._granted.cache_clear()
+
+
+def right() -> torch.Tensor:
+    return torch.ones(3)
+
+
+def slow() -> torch.Tensor:
+    sleep(0.004)
+    return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stock", "used"),
+    [
+        (right, slow, True),
+        (slow, right, False),
+        (lambda: right() + 0.5, slow, False),
+        (lambda: right() * torch.nan, slow, False),
+        (lambda: None, slow, False),
+    ],
+)
+def test_a_kernel_must_be_right_and_not_slower(record, kernel, stock, used: bool) -> None:
+    made = []
+
+    def make() -> Trial:
+        made.append(None)
+        return Trial(kernel, stock, 0.01)
+
+    assert granted("a kind", make) is used
+    assert granted("a kind", make) is used and len(made) == 1
+    trials._granted.cache_clear()  # as another process
+    assert granted("a kind", make) is used and len(made) == 1
+    assert list(json.loads(record.read_text()).values()) == [used]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"x": 3}', "\xff"])
+def test_a_damaged_record_is_replaced(record, content: str) -> None:
+    record.write_text(content)
+    assert granted("a kind", lambda: Trial(right, slow, 0.01))
+    assert True in json.loads(record.read_text()).values()
+
+
+def test_without_a_cache_the_process_remembers(record) -> None:
+    record.parent.rmdir()
+    made = []
+
+    def make() -> Trial:
+        made.append(None)
+        return Trial(right, slow, 0.01)
+
+    assert granted("a kind", make) and granted("a kind", make) and len(made) == 1
+    assert not record.exists()
+
+
+def test_a_kernel_under_trial_runs(record) -> None:
+    asked = []
+
+    def kernel() -> torch.Tensor:
+        asked.append(granted("a kind", make))
+        return right()
+
+    def make() -> Trial:
+        return Trial(kernel, right, 0.01)
+
+    granted("a kind", make)
+    assert asked and all(asked)
+
+
+def test_a_named_target_needs_no_trial(record, monkeypatch) -> None:
+    monkeypatch.setattr(trials, "supported", lambda: ("avx2",))
+    monkeypatch.setenv(SWITCH, "avx2")
+    assert granted("a kind", lambda: pytest.fail("tried"))
