@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["torch", "onnx"]  # the library that runs front ends and networks
-GeometryKind = Literal["fundamental", "homography", "essential", "none"]
+GeometryKind = Literal["fundamental", "homography", "essential", "none", "homographies"]
 GeometryStatus = Literal["ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated"]
 PlanarModel = Literal["homography", "affine", "similarity"]  # maps of a plane, from 8, 6 and 4 numbers
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from matcher.pipeline import Pipeline
 from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.threads import bound_primitives
-from matcher.verify.estimation import RobustEstimator
+from matcher.verify.planes import build_estimator
 
 
 def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeline:
@@ -47,7 +47,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
         early_exit: stop a pair at the layer where it is confident.
         pruning: drop keypoints that cannot match.
-        geometry: "fundamental", "homography", "essential" (needs cameras) or "none".
+        geometry: "fundamental", "homography", "homographies" (several planes), "essential" (needs cameras)
+            or "none".
         second_pass: run further passes if the first was not confident; on for `hybrid-learned`,
             off for the other presets.
         refine: move every match to where the images look most alike; by default where there are keypoints.
@@ -138,7 +139,7 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
     return Pipeline(
         extractor=parts.extractor,
         matcher=parts.matcher,
-        estimator=RobustEstimator(config.estimation),
+        estimator=build_estimator(config.estimation),
         config=config,
         preset=preset,
         weights=parts.weights,

@@ -41,7 +41,7 @@ class LoadOptions(TypedDict, total=False):
     ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
     early_exit: bool | None  # stop a pair at the layer where it is confident
     pruning: bool | None  # drop points that cannot match
-    geometry: GeometryKind | None  # "fundamental", "homography", "essential" or "none"
+    geometry: GeometryKind | None  # "fundamental", "homography", "homographies", "essential" or "none"
     second_pass: bool | None  # look again, in other ways, at a pair whose first pass was not confident
     refine: bool | None  # refine every match on the images; presets with keypoints do
     upright: bool | None  # apply the EXIF orientation of images

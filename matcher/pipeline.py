@@ -24,7 +24,7 @@ from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.refine.refinement import ImagePyramid, refine_matches
 from matcher.result import Result, WeightsSource
-from matcher.verify.estimation import RobustEstimator
+from matcher.verify.planes import build_estimator
 from matcher.verify.thresholds import threshold_scale
 from matcher.verify.verdict import reject_improbable
 
@@ -74,7 +74,7 @@ class Pipeline:
             own = NearestMatcher(config if isinstance(config, NearestConfig) else NearestConfig())
             object.__setattr__(self, "matcher", own)
         if self.estimator is None:
-            object.__setattr__(self, "estimator", RobustEstimator(self.config.estimation))
+            object.__setattr__(self, "estimator", build_estimator(self.config.estimation))
 
     def __repr__(self) -> str:
         parts = [repr(self.preset)]

@@ -116,8 +116,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
-        geometry = self.geometry
-        pose, verdict, refinement = geometry.cam1_from_cam0, self.verdict, self.matches.refinement
+        verdict, refinement = self.verdict, self.matches.refinement
         return {
             "preset": self.preset,
             "weights": None if self.weights is None else vars(self.weights),
@@ -133,13 +132,7 @@ class Result:
             "budget": None if self.budget is None else vars(self.budget),
             "kept0": self.matches.kept0,
             "kept1": self.matches.kept1,
-            "geometry": {
-                "kind": geometry.kind,
-                "status": geometry.status,
-                "inliers": int(geometry.inliers.sum()),
-                "matrix": None if geometry.matrix is None else geometry.matrix.tolist(),
-                "cam1_from_cam0": None if pose is None else pose.tolist(),
-            },
+            "geometry": self.geometry.to_dict(),
             "verdict": verdict and {"word": verdict.word, **vars(verdict)},
             "seconds": {stage: round(value, 6) for stage, value in self.seconds.items()},
         }
@@ -155,13 +148,15 @@ class Result:
             found = ", ".join(f"{one.name} {one.matches}" for one in self.passes)
             lines.append(f"{len(self.passes)} passes, because too few matches of the first agreed: {found}")
         kind, status = self.geometry.kind, self.geometry.status
-        model = kind if kind == "homography" else f"{kind} matrix"
+        model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
         if not len(self.matches):
             lines.append("no match: the images share nothing that was recognised")
         elif status in _REASONS:
             lines.append(f"no match: the matches fit no {model} ({_REASONS[status]})")
         elif kind != "none":
-            lines.append(f"{int(self.inliers.sum())} are inliers of one {model}")
+            count = 1 if self.geometry.matrices is None else len(self.geometry.matrices)
+            models = f"one {model}" if count == 1 else f"{count} homographies"
+            lines.append(f"{int(self.inliers.sum())} are inliers of {models}")
         if self.verdict is not None:
             lines.append(str(self.verdict))
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
@@ -192,10 +187,14 @@ class Result:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What `save` writes: keypoints, indices, points, scores, inliers, sizes, geometry and refinement.
 
-        A matrix or pose that was not found has shape (0, 0).
+        A matrix or pose that was not found has shape (0, 0). Geometry "homographies" adds `planes` and
+        `matrices`, as in `TwoViewGeometry`.
         """
         geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
-        return ({} if refinement is None else refinement.to_arrays()) | {
+        planes = {"planes": geometry.planes, "matrices": geometry.matrices}
+        found = {} if geometry.planes is None else planes
+        found |= {} if refinement is None else refinement.to_arrays()
+        return found | {
             "keypoints0": to_numpy(self.features0.keypoints),
             "keypoints1": to_numpy(self.features1.keypoints),
             "indices": self.matches.indices,
@@ -245,7 +244,7 @@ class Result:
         image1: Image | np.ndarray | str | Path | None = None,
         *,
         title: str | None = None,
-        colour_by: ColourBy = "confidence",
+        colour_by: ColourBy | None = None,
         errors: np.ndarray | None = None,
         stacked: bool = False,
         ellipses: bool = False,
@@ -257,7 +256,8 @@ class Result:
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
-            title, colour_by, errors, stacked, max_lines: as in `matcher.drawing.matches.draw_matches`.
+            title, errors, stacked, max_lines, colour_by: as in `matcher.drawing.matches.draw_matches`;
+                colours show planes where several were looked for, else confidence, unless one is chosen.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
 
@@ -269,16 +269,16 @@ class Result:
         from matcher.drawing.canvas import PLOT_SUFFIXES, save_figure
         from matcher.drawing.matches import draw_matches
 
-        path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
-        images = [self._image(*each) for each in enumerate((image0, image1))]
+        path, planes = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), self.geometry.planes
         figure = draw_matches(
-            *images,
+            *(self._image(*each) for each in enumerate((image0, image1))),
             self.points0,
             self.points1,
             scores=self.scores,
             inliers=None if self.geometry.status == "not_estimated" else self.inliers,
             errors=errors,
-            colour_by=colour_by,
+            planes=planes,
+            colour_by=colour_by or ("confidence" if planes is None else "planes"),
             stacked=stacked,
             keypoints0=to_numpy(self.features0.keypoints),
             keypoints1=to_numpy(self.features1.keypoints),

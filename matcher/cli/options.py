@@ -85,8 +85,11 @@ Ratio = Annotated[
     ),
 ]
 Geometry = Annotated[
-    Literal["fundamental", "homography", "essential", "none"] | None,
-    typer.Option("--geometry", help="Two-view model that verifies the matches; essential needs cameras."),
+    Literal["fundamental", "homography", "homographies", "essential", "none"] | None,
+    typer.Option(
+        "--geometry",
+        help="Model that verifies the matches; homographies: of several planes; essential needs cameras.",
+    ),
 ]
 SecondPass = Annotated[
     bool | None,

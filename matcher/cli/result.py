@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from matcher.cli.messages import detail, show
 from matcher.errors import UsageError
 from matcher.files import check_output
@@ -86,6 +88,10 @@ def matrix_text(result: Result) -> str:
         parts = [("homography, x1 ~ H x0:", geometry.matrix)]
     if geometry.cam1_from_cam0 is not None:
         parts.append(("cam1_from_cam0, translation of length 1:", geometry.cam1_from_cam0))
+    elif geometry.kind == "homographies":
+        counts = np.bincount(geometry.planes[geometry.inliers], minlength=len(geometry.matrices))
+        headings = (f"homography of {count} inliers, x1 ~ H x0:" for count in counts)
+        parts = list(zip(headings, geometry.matrices, strict=True))
     for heading, matrix in parts:
         rows += [f"# {heading}", *(" ".join(f"{value: .10g}" for value in row) for row in matrix)]
     return "\n".join(rows)

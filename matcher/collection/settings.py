@@ -56,6 +56,11 @@ def build(setup: Setup) -> Pipeline:
         "a second pass finds new keypoints for every pair, but the pairs of a collection must share the "
         "keypoints of an image",
     )
+    if setup.options.get("geometry") == "homographies":
+        raise UsageError(
+            "a run stores one model for each pair, and geometry 'homographies' has several; use 'homography' "
+            "or match_set"
+        )
     own = {"second_pass": False} if setup.preset in PRESETS else {}
     return load(setup.preset, **{**setup.options, **own})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -162,7 +162,20 @@ class TwoViewGeometry:
     # pixels; essential: the same in normalised coordinates of the cameras.
     matrix: np.ndarray | None = None
     cam1_from_cam0: np.ndarray | None = None  # (4, 4) float64, unit translation; essential only
+    # Of homographies only, where `matrix` is that of the plane with most inliers:
+    planes: np.ndarray | None = None  # (K,) int64 index into `matrices`, −1 for outliers
+    matrices: np.ndarray | None = None  # (P, 3, 3) float64, most inliers first
 
     def __repr__(self) -> str:
         count = int(np.count_nonzero(self.inliers))
         return f"TwoViewGeometry({self.kind}: {self.status}, {count} of {len(self.inliers)} inliers)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Kind, status, number of inliers and models as plain values, ready for `json.dumps`."""
+        models = {"matrix": self.matrix, "cam1_from_cam0": self.cam1_from_cam0, "matrices": self.matrices}
+        return {
+            "kind": self.kind,
+            "status": self.status,
+            "inliers": int(np.count_nonzero(self.inliers)),
+            **{name: None if model is None else model.tolist() for name, model in models.items()},
+        }

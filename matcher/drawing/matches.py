@@ -7,7 +7,7 @@ lightness too, so that colour-blind eyes and grey prints tell them apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import matplotlib
 import numpy as np
@@ -19,6 +19,10 @@ from matplotlib.figure import Figure
 from matcher.data.geometry import warp_points
 from matcher.data.image import Image
 from matcher.drawing.canvas import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
     SKY,
     VERMILION,
     YELLOW,
@@ -34,7 +38,8 @@ from matcher.drawing.ellipses import draw_ellipses
 from matcher.errors import UsageError
 from matcher.verify.distances import epipolar_distance
 
-ColourBy = Literal["confidence", "inliers", "error"]
+ColourBy = Literal["confidence", "inliers", "error", "planes"]
+_PLANES = (SKY, YELLOW, GREEN, PINK, BLUE, ORANGE)  # colours, used again where there are more planes
 
 _CELL = 64  # pixels; the drawn lines are spread over cells of this size
 
@@ -48,6 +53,7 @@ def draw_matches(
     scores: np.ndarray | None = None,
     inliers: np.ndarray | None = None,
     errors: np.ndarray | None = None,
+    planes: np.ndarray | None = None,
     colour_by: ColourBy = "confidence",
     error_limit: float = 5.0,
     stacked: bool = False,
@@ -60,12 +66,11 @@ def draw_matches(
     """Two images, upright, with lines between their matched points.
 
     Args:
-        image0, image1: an Image, or an array as `images.image_from_array` takes it.
-        points0, points1: (K, 2) stored pixels.
-        scores: (K,) in [0, 1], the confidence of a match; 1 when absent.
-        inliers: (K,) bool; None where no geometry was estimated, then no match counts as an outlier.
-        errors, colour_by, error_limit: (K,) pixels; what colours show; larger errors have one colour.
-        stacked: one image above the other.
+        image0, image1, points0, points1: images as `images.image_from_array` takes; (K, 2) stored pixels.
+        scores, inliers: (K,) in [0, 1], the confidence of a match, 1 when absent; (K,) bool, None where no
+            geometry was estimated, then no match counts as an outlier.
+        errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, −1 for none;
+            what colours show; larger errors have one colour; one image above the other.
         keypoints0, keypoints1, covariances: (N, 2), (M, 2) all keypoints, as dots; (K, 2, 2) of points1, as
             ellipses of one sigma, enlarged twenty times.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
@@ -74,26 +79,33 @@ def draw_matches(
         UsageError: arrays whose shapes do not fit, or images that cannot be used.
     """
     points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
-    count = len(points0)
+    count, shown, colours = len(points0), {"error": errors, "planes": planes}, _scale(colour_by)
     scores = as_column(scores, count, "scores", np.ones(count))
     good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
-    _check(len(points1), count, colour_by, errors, error_limit, max_lines)
+    _check(len(points1), count, colour_by, shown, error_limit, max_lines)
+    judged = None if inliers is None or colour_by == "error" else good
     title = title or f"{count} matches" + ("" if inliers is None else f", {int(good.sum())} inliers")
-    share, judged = scores, None if inliers is None else good
-    if colour_by == "error":
-        share, judged, good = _error_shares(errors, count, error_limit), None, np.ones(count, bool)
+    good |= colour_by == "error"  # errors tell more than whether a match is an inlier
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
     _draw_keypoints(axes, placed, (keypoints0, keypoints1))
     ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
-    drawn = _draw_lines(axes, ends, scores, good, _scale(colour_by)(np.clip(share, 0, 1)), max_lines)
+    each = colours(np.clip(_shares(colour_by, scores, shown, error_limit), 0, 1))
+    drawn = _draw_lines(axes, ends, scores, good, each, max_lines)
     draw_ellipses(axes, placed[1], points1, covariances)
-    draw_header(figure, title, _legend(colour_by, _scale(colour_by), error_limit, judged, drawn))
+    draw_header(figure, title, _legend(colour_by, colours, error_limit, judged, drawn))
     return figure
 
 
-def _error_shares(errors: np.ndarray, count: int, limit: float) -> np.ndarray:
-    """(K,) errors as shares of the limit; unknown ones are at the limit."""
-    return np.nan_to_num(as_column(errors, count, "errors", np.zeros(count)) / limit, nan=1.0)
+def _shares(
+    colour_by: ColourBy, scores: np.ndarray, shown: dict[str, np.ndarray | None], limit: float
+) -> np.ndarray:
+    """(K,) places on the scale of colours; unknown errors are at the limit."""
+    if colour_by == "error":
+        return np.nan_to_num(as_column(shown["error"], len(scores), "errors", scores) / limit, nan=1.0)
+    if colour_by == "planes":
+        planes = as_column(shown["planes"], len(scores), "planes", scores)
+        return planes % len(_PLANES) / (len(_PLANES) - 1)
+    return scores
 
 
 def _draw_keypoints(
@@ -129,16 +141,17 @@ def match_errors(
 
 
 def _check(
-    other: int, count: int, colour_by: str, errors: np.ndarray | None, limit: float, max_lines: int
+    other: int, count: int, colour_by: str, shown: dict[str, np.ndarray | None], limit: float, max_lines: int
 ) -> None:
     if other != count:
         raise UsageError(f"points0 and points1 must be of one length, not {count} and {other}")
     if max_lines < 0:
         raise UsageError(f"max_lines must not be negative, got {max_lines}")
-    if colour_by not in ("confidence", "inliers", "error"):
-        raise UsageError(f"colour_by is confidence, inliers or error, not {colour_by!r}")
-    if colour_by == "error" and errors is None:
-        raise UsageError("colour_by 'error' needs errors, in pixels, of all matches")
+    if colour_by not in get_args(ColourBy):
+        raise UsageError(f"colour_by is confidence, inliers, error or planes, not {colour_by!r}")
+    if colour_by in shown and shown[colour_by] is None:
+        needed = "errors, in pixels," if colour_by == "error" else "the planes"
+        raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
     if not limit > 0:
         raise UsageError(f"error_limit must be above 0 pixels, not {limit}")
 
@@ -183,6 +196,8 @@ def _scale(colour_by: ColourBy) -> Colormap:
         return LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
     if colour_by == "inliers":
         return ListedColormap([SKY])
+    if colour_by == "planes":
+        return ListedColormap(_PLANES)
     return ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
 
 
@@ -197,11 +212,12 @@ def _legend(
     texts = []
     if good is not None:
         inner = SKY if colour_by == "inliers" else "none"
-        texts.append((f"inliers: {int(good.sum())}", inner))
+        each = ", a colour for each plane" * (colour_by == "planes")
+        texts.append((f"inliers{each}: {int(good.sum())}", inner))
         texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
     if drawn[0] + drawn[1] < drawn[2]:
         texts.append((f"lines drawn: {drawn[0] + drawn[1]} of {drawn[2]}", "none"))
-    if colour_by == "inliers":
+    if colour_by in ("inliers", "planes"):
         return Legend(tuple(texts))
     ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{limit:g} px or more")
     return Legend(tuple(texts), scale, ends)

@@ -21,7 +21,7 @@ from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET
 from matcher.result import Result
-from matcher.verify.estimation import RobustEstimator
+from matcher.verify.planes import build_estimator
 
 _KEPT = 2  # pipelines in memory; each holds a network
 
@@ -114,10 +114,10 @@ class Matching:
             return pipeline
         if not choices.max_error > 0:
             raise UsageError(f"the inlier threshold must be above 0 pixels, not {choices.max_error:g}")
-        name = "max_reprojection_error" if choices.geometry == "homography" else "max_epipolar_error"
+        name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
         estimation = replace(pipeline.config.estimation, **{name: choices.max_error})
         config = replace(pipeline.config, estimation=estimation)
-        return replace(pipeline, config=config, estimator=RobustEstimator(estimation))
+        return replace(pipeline, config=config, estimator=build_estimator(estimation))
 
 
 def geometry_rows(result: Result) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from matcher.serve.matching import Choices, Matching, geometry_rows
 if TYPE_CHECKING:
     from gradio.themes import Base
 
-_GEOMETRIES = ["fundamental", "homography", "none"]  # essential needs cameras
+_GEOMETRIES = ["fundamental", "homography", "homographies", "none"]  # essential needs cameras
 
 
 def build_page(matching: Matching, folder: Path) -> gr.Blocks:

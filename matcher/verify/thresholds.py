@@ -14,7 +14,7 @@ def threshold_scale(
 ) -> float:
     """Stored pixels for one pixel of the resized images, for a threshold on the residual of that geometry.
 
-    A homography's residual lies in image 1. An epipolar residual mixes both images as Sampson's distance
+    The residual of homographies lies in image 1. An epipolar residual mixes both images as Sampson's distance
     does (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either image alone.
 
     Args:
@@ -22,4 +22,6 @@ def threshold_scale(
         kind: of the geometry.
     """
     stored0, stored1 = (1 / float(np.sqrt(scale[0] * scale[1])) for scale in (scale0, scale1))
-    return stored1 if kind == "homography" else float(np.sqrt(2 / (stored0**-2 + stored1**-2)))
+    return (
+        stored1 if kind in ("homography", "homographies") else float(np.sqrt(2 / (stored0**-2 + stored1**-2)))
+    )
