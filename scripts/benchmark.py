@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="CPU threads; default: those of torch")
     parser.add_argument("--repeats", type=int, default=5, help="of each call")
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that every row runs")
-    parser.add_argument("--only", help="rows whose name contains this: lightglue, superglue, loftr, …")
+    parser.add_argument("--only", help="rows whose name contains this: lightglue, pairs, growth, …")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument(
         "--processor-time",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from matcher.errors import UsageError
-from matcher.lab.benchmark import network_rows, preset_rows
+from matcher.lab.benchmark import network_rows, preset_rows, whole_rows
 from matcher.lab.benchmark.machine import Machine, PeakRates, describe_machine, measure_peak_rates
 from matcher.lab.benchmark.network_rows import BenchmarkRow
 from matcher.lab.benchmark.timing import Samples, Stopwatch
@@ -106,6 +106,10 @@ def _plan(
             watch, load(device=str(watch.device), max_keypoints=limit), images, 50 if quick else 1000
         ),
     )
+    yield "pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
+    yield "collection", lambda: whole_rows.collection_rows(watch, images, 3 if quick else 8, limit)
+    growth = (32, 64) if quick else (512, 1024, 2048, 4096, *((8192, 16384) if cuda else ()))
+    yield "growth", lambda: whole_rows.growth_rows(watch, images, growth)
     for points in (limit // 4, limit // 2, limit):
         yield (
             f"one against many {points}",
