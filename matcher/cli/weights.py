@@ -128,19 +128,39 @@ def export_weights(
         Literal["float32", "float16", "int8"],
         typer.Option("--numbers", help="What weights are written in; float16 and int8 make smaller files."),
     ] = "float32",
+    opencv: Annotated[
+        str | None,
+        typer.Option(
+            "--opencv",
+            metavar="WxH",
+            help="Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.",
+        ),
+    ] = None,
     weights: options.Weights = None,
     frontend_weights: options.FrontEndWeights = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Write the front end and the matcher of a preset as ONNX files, for other programs and languages."""
-    from matcher.onnx.export import export_preset
+    from matcher.onnx.export import export_for_opencv, export_preset
     from matcher.presets import find_preset
 
+    config = find_preset(preset)
     given = {"weights": weights, "frontend_weights": frontend_weights}
-    for file in export_preset(
-        preset, find_preset(preset), onnx, numbers=numbers, overwrite=overwrite, **given
-    ):
+    if opencv is not None:
+        if numbers != "float32" or any(given.values()):
+            raise typer.BadParameter("--opencv writes the shipped weights in float32; leave the others out")
+        files = export_for_opencv(preset, config, onnx, _size(opencv), overwrite=overwrite)
+    else:
+        files = export_preset(preset, config, onnx, numbers=numbers, overwrite=overwrite, **given)
+    for file in files:
         show(f"written  {file.path}  {file.bytes / 1e6:.1f} MB")
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise typer.BadParameter(f"--opencv must be a size such as 640x480, not {text!r}")
+    return int(width), int(height)
 
 
 def _show_progress(have: int, total: int) -> None:

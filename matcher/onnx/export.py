@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,13 @@ from matcher.config import NetworkConfig, PipelineConfig
 from matcher.errors import UsageError
 from matcher.files import check_output, write_whole
 from matcher.onnx.linear import Numbers
-from matcher.onnx.models import extractor_model, network_model, trained_network
+from matcher.onnx.models import (
+    extractor_model,
+    network_model,
+    opencv_extractor_model,
+    trained_network,
+)
+from matcher.onnx.opencv import opencv_matcher
 from matcher.onnx.pairs import check_exportable
 
 
@@ -61,6 +68,40 @@ def export_preset(
             f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"
         )
     return _write(folder, models, overwrite=overwrite)
+
+
+def export_for_opencv(
+    preset: str,
+    config: PipelineConfig,
+    folder: str | Path,
+    size: tuple[int, int],
+    *,
+    points: int = 512,
+    overwrite: bool = False,
+) -> list[Exported]:
+    """Write `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for `cv2.LightGlueMatcher`.
+
+    Args:
+        preset, config, folder, overwrite: as in `export_preset`.
+        size: width and height to which OpenCV resizes every image, multiples of 16.
+        points: keypoints of an image.
+
+    Raises:
+        UsageError: a preset of another front end or without a network, a size that does not fit, or a file
+            that exists or cannot be written.
+        IntegrityError: weights are absent or damaged.
+    """
+    if config.extractor.kind != "learned" or not isinstance(config.matcher, NetworkConfig):
+        raise UsageError(
+            f"OpenCV's classes take our own front end with its network, hybrid-learned, not {preset}"
+        )
+    trained = trained_network(config.weights, config.matcher.policy)
+    settings = replace(config.extractor, max_keypoints=points)
+    models = [
+        ("opencv-learned", opencv_extractor_model(settings, size)),
+        (f"opencv-{preset}", opencv_matcher(trained.config, trained.arrays, points)),
+    ]
+    return _write(Path(folder), models, overwrite=overwrite)
 
 
 def _write(folder: Path, models: Sequence[tuple[str, bytes]], *, overwrite: bool) -> list[Exported]:

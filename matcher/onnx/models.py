@@ -13,6 +13,7 @@ from matcher.config import ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.onnx.front_end import KIND, SETTINGS, front_end_model
 from matcher.onnx.linear import Numbers
+from matcher.onnx.opencv import opencv_front_end
 from matcher.onnx.pairs import matcher_model
 from matcher.weights.arrays import read_arrays
 from matcher.weights.header import front_end_of, network_config
@@ -70,6 +71,25 @@ def extractor_model(
         UsageError: another front end.
         IntegrityError: the parameters are absent or damaged.
     """
+    config, arrays, path = _front_end(config, weights)
+    return _written(path, lambda: front_end_model(config, arrays, numbers=numbers))
+
+
+def opencv_extractor_model(config: ExtractorConfig, size: tuple[int, int]) -> bytes:
+    """The ONNX file of our front end for `cv2.ALIKED`; see `opencv_front_end`.
+
+    Raises:
+        UsageError: another front end, or a size that does not fit.
+        IntegrityError: the parameters are absent or damaged.
+    """
+    config, arrays, path = _front_end(config, None)
+    return _written(path, lambda: opencv_front_end(config, arrays, size))
+
+
+def _front_end(
+    config: ExtractorConfig, weights: str | Path | None
+) -> tuple[ExtractorConfig, dict[str, np.ndarray], str]:
+    """All settings of our front end, its parameters and where they lie."""
     if config.kind != KIND:
         raise UsageError(
             f"the front end {config.kind} cannot be written as ONNX; {KIND} can, and SIFT needs no network"
@@ -83,12 +103,14 @@ def extractor_model(
         raise IntegrityError(f"{path} {error}") from error
     values = {name: getattr(config, name) for name in SETTINGS if getattr(config, name) is not None}
     config = replace(config, **{**SETTINGS, **values})
-    return _written(str(path), lambda: front_end_model(config, arrays, numbers=numbers))
+    return config, arrays, str(path)
 
 
 def _written(name: str, write: Callable[[], T]) -> T:
     try:
         return write()
+    except UsageError:
+        raise
     except (KeyError, ValueError, IndexError) as error:
         raise IntegrityError(
             f"the weights {name} do not hold the arrays that their configuration asks for ({error})"

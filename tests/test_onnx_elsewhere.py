@@ -1,0 +1,103 @@
+"""Our ONNX files in OpenCV's own classes, and the package where torch is absent."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.errors import UsageError
+from matcher.onnx.export import export_for_opencv
+from matcher.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = (320, 240)
+WITHOUT_TORCH = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "kornia", "onnx"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def opencv_script():
+    spec = importlib.util.spec_from_file_location("opencv_matcher", ROOT / "scripts" / "opencv_matcher.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not hasattr(cv2, "LightGlueMatcher"), reason="needs OpenCV 5")
+def test_opencv_matches_with_our_weights_what_the_pipeline_matches(views, tmp_path):
+    config = PRESETS["hybrid-learned"]
+    export_for_opencv("hybrid-learned", config, tmp_path, SIZE, points=256)
+    images = [cv2.resize(cv2.imread(str(view)), SIZE, interpolation=cv2.INTER_AREA) for view in views]
+    points0, points1, found = opencv_script().match(tmp_path, *images, SIZE)
+    places = [np.array([point.pt for point in points]) for points in (points0, points1)]
+    theirs = np.array([[*places[0][m.queryIdx], *places[1][m.trainIdx]] for m in found])
+    pipeline = matcher.load(
+        "hybrid-learned", engine="onnx", max_keypoints=256, second_pass=False, refine=False
+    )
+    matches = pipeline.match(*(np.ascontiguousarray(image[..., ::-1]) for image in images)).matches
+    ours = np.concatenate([matches.points0, matches.points1], axis=1)
+    near = np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.5
+    assert len(theirs) > 30
+    assert near.mean() > 0.8
+    assert 0.8 < len(theirs) / len(ours) < 1.25
+
+
+def test_sizes_and_presets_that_opencv_cannot_have_are_refused(tmp_path, capsys):
+    with pytest.raises(UsageError, match="multiples of 16, not 100 and 64"):
+        export_for_opencv("hybrid-learned", PRESETS["hybrid-learned"], tmp_path, (100, 64))
+    with pytest.raises(UsageError, match=r"not hybrid$"):
+        export_for_opencv("hybrid", PRESETS["hybrid"], tmp_path, SIZE)
+    command = ["weights", "export", "hybrid-learned", "--onnx", str(tmp_path), "--opencv"]
+    assert main([*command, "large"]) == 2
+    assert "640x480" in capsys.readouterr().err
+
+
+def test_the_main_job_runs_where_torch_cannot_be_imported(views, tmp_path):
+    code = f"""{WITHOUT_TORCH}
+from matcher.cli import main
+views = {[str(view) for view in views]!r}
+assert main(["match", *views, "--engine", "onnx", "--max-keypoints", "256", "--output", "m.npz"]) == 0
+assert not {{"torch", "onnx", "kornia"}} & set(sys.modules)
+assert main(["match", *views, "--max-keypoints", "256"]) == 2
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "inliers of one fundamental matrix" in done.stdout
+    assert "needs torch, which is not installed: use engine 'onnx'" in done.stderr
+    assert len(np.load(tmp_path / "m.npz")["points0"]) > 50
+
+
+@pytest.mark.slow
+def test_the_small_distribution_matches_verifies_and_runs_collections_without_torch(views, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
+    subprocess.run([python, "-m", "pip", "install", "-q", ROOT / "lite"], **run)
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for view in views:
+        (folder / view.name).write_bytes(view.read_bytes())
+    program = tmp_path / "venv" / "bin" / "matcher"
+    options = ["--engine", "onnx", "--max-keypoints", "512"]
+    done = subprocess.run([program, "match", *views, *options, "--output", "m.json"], **run)
+    assert "inliers of one fundamental matrix" in done.stdout
+    done = subprocess.run([program, "collection", folder, "--run", "run", *options, "--workers", "1"], **run)
+    assert "1 done" in done.stdout + done.stderr
+    listed = subprocess.run([python, "-m", "pip", "list"], **run).stdout
+    assert "torch" not in listed
