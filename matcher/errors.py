@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Real
 
 # The distribution's name for `pip`; `matcher` on the package index is another project.
 DISTRIBUTION = "matcher-vision"
@@ -35,6 +36,16 @@ class IntegrityError(MatcherError):
     """Weights or stored data that are absent or damaged."""
 
     exit_code = 5
+
+
+def check_number(value: object, name: str, least: float, most: float) -> None:
+    """Refuse what is no number from `least` to `most`; `name` is the argument's.
+
+    Raises:
+        UsageError: something else, NaN included.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(f"{name} must be a positive number, from {least:g} to {most:g}, not {value!r}")
 
 
 def install_command(extra: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
 from matcher.data.camera import Camera, cameras_of_pair
+from matcher.data.feature_pairs import checked_pairs
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.images import MAX_PIXELS, ImageInput, read_input
@@ -233,11 +234,7 @@ class Pipeline:
 
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
         """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`."""
-        if any(features.keypoints.ndim != 2 for pair in pairs for features in pair):
-            raise UsageError(
-                "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
-            )
-        if not pairs:
+        if not checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)
         found = list(self.matcher(Features.stack(side0), Features.stack(side1)))

@@ -21,6 +21,7 @@ from matcher.match.depth import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extracted from, tried in turn
+BUDGETS = (1e-3, 1e9)  # milliseconds that may be asked for
 _LEAST_LAYERS = 2
 _LEAST_POINTS = 256  # rather than fewer, a smaller image is used
 POINTS_REFINED = 512  # rather than fewer, refinement is left out

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from matcher.budget.choice import (
+    BUDGETS,
     POINTS_REFINED,
     SIZES,
     Choice,
@@ -24,7 +25,7 @@ from matcher.budget.choice import (
 from matcher.config import GRID_KIND
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.errors import UsageError
+from matcher.errors import UsageError, check_number
 from matcher.match.depth import can_be_cut
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
@@ -91,8 +92,7 @@ def plan(
     Raises:
         UsageError: a budget that is not positive, or a pipeline without keypoints.
     """
-    if not 0 < budget_ms < float("inf"):
-        raise UsageError(f"budget_ms must be a positive number, not {budget_ms!r}")
+    check_number(budget_ms, "budget_ms", *BUDGETS)
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
     costs = measured_costs(pipeline, images)

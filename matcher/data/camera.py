@@ -32,6 +32,8 @@ CAMERA_MODELS = {
     "THIN_PRISM_FISHEYE": (2, 8),
 }
 _HALF_PIXEL = 0.5
+_LARGEST = 1e9  # pixels, or a distortion parameter
+_SHORTEST = 1e-6  # focal length in pixels
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Camera:
     def __post_init__(self) -> None:
         for name in ("fx", "fy", "cx", "cy"):
             object.__setattr__(self, name, _number(getattr(self, name), name))
-        if min(self.fx, self.fy) <= 0:
+        if min(self.fx, self.fy) < _SHORTEST:
             raise UsageError(f"a camera's focal lengths must be positive, not {self.fx:g} and {self.fy:g}")
         if self.model not in CAMERA_MODELS:
             raise UsageError(f"unknown camera model {self.model!r}; known: {', '.join(CAMERA_MODELS)}")
@@ -181,6 +183,8 @@ def _number(value: Any, name: str) -> float:
         raise UsageError(f"a camera's {name} must be a number, not {value!r}") from None
     if not math.isfinite(number):
         raise UsageError(f"a camera's {name} must be finite, not {number}")
+    if abs(number) > _LARGEST:
+        raise UsageError(f"a camera's {name} must not exceed {_LARGEST:g}, not {number:g}")
     return number
 
 

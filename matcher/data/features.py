@@ -78,6 +78,8 @@ class Features:
         self._check()
 
     def _fill_defaults(self) -> None:
+        if self.keypoints is None or self.descriptors is None:
+            raise UsageError("Features need keypoints (..., N, 2) and descriptors (..., N, D)")
         points, xp = self.keypoints, library(self.keypoints)
         if self.size is None:
             raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from matcher.budget.choice import BUDGETS
 from matcher.config import GRID_KIND
-from matcher.errors import UsageError
+from matcher.errors import UsageError, check_number
 from matcher.loading import open_pipeline
 from matcher.match.depth import with_layers
 from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import Pipeline
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
+BASELINES = (1e-6, 1e6)  # in the unit of the poses, such as metres
+WINDOWS = (1e-3, 1e6)  # pixels
 MATCH_THRESHOLD = 0.2
 NEIGHBOUR_ITERATIONS = 10  # of Sinkhorn, the last time
 
@@ -67,9 +70,13 @@ def check_settings(
     Raises:
         UsageError: one of them.
     """
-    given = {"baseline": baseline, "budget_ms": budget_ms, "epipolar_window": epipolar_window}
-    for name, value in given.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"{name} must be a positive number, not {value!r}")
+    given = (
+        ("baseline", baseline, BASELINES),
+        ("budget_ms", budget_ms, BUDGETS),
+        ("epipolar_window", epipolar_window, WINDOWS),
+    )
+    for name, value, limits in given:
+        if value is not None:
+            check_number(value, name, *limits)
     if type(window) is not int or window < 2:
         raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
