@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 CASES = pytest.StashKey[int]()
-TABLE = pytest.StashKey[dict]()
 
 
 def pytest_addoption(parser) -> None:
@@ -20,7 +19,7 @@ def pytest_addoption(parser) -> None:
 
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "promise(number): the promise of SECURITY.md that a test is about")
-    config.stash[TABLE] = defaultdict(lambda: [0, 0])
+    config.pluginmanager.register(Tally(config))
 
 
 @pytest.fixture
@@ -37,20 +36,28 @@ def tried(request) -> Callable[[int], None]:
 def pytest_runtest_makereport(item, call):
     report = yield
     mark = item.get_closest_marker("promise")
-    if mark is not None and (report.when == "call" or report.failed):
-        row = item.config.stash[TABLE][mark.args[0]]
-        cases = max(1, item.stash.get(CASES, 0))
-        if not report.skipped:
-            row[0] += cases
-            row[1] += cases - report.failed
+    if mark is not None and not report.skipped and (report.when == "call" or report.failed):
+        report.user_properties.append(("promise", [mark.args[0], max(1, item.stash.get(CASES, 0))]))
     return report
 
 
-def pytest_terminal_summary(terminalreporter, config) -> None:
-    table = {number: table for number, table in sorted(config.stash[TABLE].items())}
-    if table:
-        terminalreporter.section("cases behind the promises")
-    for number, (cases, held) in table.items():
-        terminalreporter.line(f"promise {number}: {cases} cases tried, {held} held")
-    if path := config.getoption("--fault-cases"):
-        Path(path).write_text(json.dumps(table), encoding="utf-8")
+class Tally:
+    """Cases tried and held by promise; its own process collects the reports of all."""
+
+    def __init__(self, config) -> None:
+        self.config, self.table = config, defaultdict(lambda: [0, 0])
+
+    def pytest_runtest_logreport(self, report) -> None:
+        for name, value in report.user_properties:
+            if name == "promise" and not report.skipped and (report.when == "call" or report.failed):
+                number, cases = value
+                self.table[number][0] += cases
+                self.table[number][1] += cases - report.failed
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        if self.table:
+            terminalreporter.section("cases behind the promises")
+        for number, (cases, held) in sorted(self.table.items()):
+            terminalreporter.line(f"promise {number}: {cases} cases tried, {held} held")
+        if path := self.config.getoption("--fault-cases"):
+            Path(path).write_text(json.dumps(dict(self.table)), encoding="utf-8")

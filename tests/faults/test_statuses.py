@@ -1,4 +1,4 @@
-"""Promise 8: no answer is silently wrong. What has no geometry says so, and why, and never is the identity."""
+"""Promise 8: no answer is silently wrong. What has no geometry says so and why, and never is the identity."""
 
 import numpy as np
 import pytest

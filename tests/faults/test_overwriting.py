@@ -1,4 +1,4 @@
-"""No command replaces a file that it did not write, unless --overwrite says so."""
+"""Promise 2: no command replaces a file that it did not write, unless --overwrite says so."""
 
 import sqlite3
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 from collection_runs import QUICK, photos
 
 from matcher.cli import main
+
+pytestmark = pytest.mark.promise(2)
 
 FILES = {"colmap": "mine.db", "npz": "mine.npz"}
 FOLDERS = ("hloc", "openmvg", "kapture")

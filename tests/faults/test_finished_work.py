@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted or run out of room: the store stays sound, and the next run goes on."""
+"""Promise 1: nothing finished is lost. Runs that are killed, interrupted or run out of room go on soundly."""
 
 import json
 import os
@@ -20,7 +20,10 @@ from matcher.collection.collection import Collection
 from matcher.collection.engines import Workers
 from matcher.collection.store import Store
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
+pytestmark = [
+    pytest.mark.promise(1),
+    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux"),
+]
 
 # For every line that comes in, runs all pairs of a folder in a fork, which says after each commit how many
 # pairs are on disk. A fork, so that dying fifty times does not mean importing torch fifty times. The line is
@@ -141,15 +144,17 @@ def check_sound(run: Path, unbroken: dict, acknowledged: int) -> int:
     return len(held)
 
 
-def test_three_kills_lose_nothing(scene, tmp_path):
+def test_three_kills_lose_nothing(scene, tmp_path, tried):
     acknowledged = kill_again_and_again(scene, tmp_path / "run", 3, workers=0)
+    tried(3)
     assert max(acknowledged) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_fifty_kills_lose_nothing(scene, tmp_path, workers):
+def test_fifty_kills_lose_nothing(scene, tmp_path, tried, workers):
     acknowledged = kill_again_and_again(scene, tmp_path / "run", 50, workers)
+    tried(50)
     print("acknowledged when killed:", acknowledged)
     assert sum(count > 0 for count in acknowledged) > 10
 

@@ -1,4 +1,4 @@
-"""The page that one can click: refusals without gradio, closed to others, one whole visit in a browser."""
+"""Promise 7, the page that one can click: refusals, closed to others, one visit in a browser."""
 
 import builtins
 import io
@@ -17,6 +17,8 @@ from matcher.cli import main
 from matcher.errors import ImageError, UsageError
 from matcher.serve.matching import Choices, Matching, geometry_rows
 from matcher.serve.server import HOST, build_app
+
+pytestmark = pytest.mark.promise(7)
 
 
 def test_a_pair_is_answered(views):

@@ -1,0 +1,82 @@
+"""Promise 9: what failed is named. Every image, pair and line without a result is counted, with why."""
+
+import json
+
+import pytest
+from collection_runs import QUICK, photos
+
+from matcher.cli import main
+from matcher.collection.store import Store
+
+pytestmark = pytest.mark.promise(9)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three photos that are whole, and one of every kind of damage."""
+    names = photos(tmp_path / "photos", 3)
+    whole = (tmp_path / "photos" / names[0]).read_bytes()
+    damaged = {
+        "cut.png": whole[: len(whole) // 2],
+        "empty.jpg": b"",
+        "text.jpg": b"this is a letter",
+        "flipped.png": whole[:200] + bytes([whole[200] ^ 64]) + whole[201:],
+        "page.png": b"<!doctype html><title>404</title>",
+    }
+    for name, data in damaged.items():
+        (tmp_path / "photos" / name).write_bytes(data)
+    return tmp_path / "photos", sorted(damaged)
+
+
+def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_path, capfd, tried):
+    run = tmp_path / "run"
+    command = ["collection", folder[0], "--run", run, *QUICK, "--exhaustive", "--workers", 0]
+    assert main([*map(str, command)]) == 4
+    capfd.readouterr()
+    with Store.open(run) as store:
+        failed = {image.name: image.reason for image in store.images() if image.status == "failed"}
+        pairs = {frozenset((pair.name0, pair.name1)) for pair in store.failed()}
+        counts = store.counts()
+    assert sorted(failed) == folder[1] and all(failed.values())
+    assert counts.pairs_done == 3 and len(pairs) == counts.pairs_failed == 25
+    assert main(["status", str(run)]) == 4
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in folder[1]) and "25 failed" in shown
+    assert main(["report", str(run), "--output", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text("utf-8")
+    assert all(name in page for name in folder[1])
+    tried(len(folder[1]) + 25)
+
+
+def test_one_image_that_cannot_be_used(folder, capfd, tried):
+    whole = folder[0] / "view 00.png"
+    for name in folder[1]:
+        assert main(["match", str(whole), str(folder[0] / name), "--preset", "nearest"]) == 3
+        assert name in capfd.readouterr().err
+        tried()
+
+
+def test_lines_of_a_pair_list_are_named(folder, tmp_path, capfd):
+    lines = ["view 00.png\tview 01.png", "view 00.png\tabsent.png", "view 01.png\tview 01.png"]
+    (tmp_path / "pairs.txt").write_text("\n".join([*lines, "/etc/passwd\tview 01.png", lines[0], "alone"]))
+    command = ["collection", folder[0], "--run", tmp_path / "run", *QUICK, "--workers", 0]
+    command += ["--pairs", tmp_path / "pairs.txt"]
+    assert main([*map(str, command)]) in (0, 4)
+    said = capfd.readouterr().err
+    assert all(f"line {number}" in said or f"{number} (" in said for number in (2, 3, 4, 5, 6)), said
+
+
+def test_exports_say_what_they_leave_out(folder, tmp_path, capfd):
+    run = tmp_path / "run"
+    command = ["collection", folder[0], "--run", run, *QUICK, "--exhaustive", "--workers", 0]
+    main([*map(str, command)])
+    capfd.readouterr()
+    assert main(["export", str(run), "--to", "npz", str(tmp_path / "m.npz")]) in (0, 4)
+    said = capfd.readouterr()
+    assert "5 images failed" in said.out + said.err
+
+
+def test_statistics_are_json(folder, capfd):
+    names = [str(folder[0] / f"view 0{number}.png") for number in range(2)]
+    assert main(["match", *names, "--preset", "nearest", "--json"]) == 0
+    json.loads(capfd.readouterr().out, parse_constant=pytest.fail)

@@ -1,0 +1,135 @@
+"""Promise 3: the same input gives the same result: again, from many threads and processes, in any batch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from collection_runs import photos
+
+import matcher
+from matcher.data.photos import data_folder, is_image
+from matcher.kernels import SWITCH, build, library
+
+pytestmark = pytest.mark.promise(3)
+
+PROGRAM = """
+import json, sys
+import torch
+import matcher
+
+torch.set_num_threads(int(sys.argv[1]))
+pipe = matcher.load(device="cpu", precision="float32", max_keypoints=256, second_pass=False)
+result = pipe.match(*sys.argv[2:4])
+print(json.dumps([result.points0.tolist(), result.points1.tolist(), result.geometry.inliers.tolist()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    names = photos(folder, 5)
+    return [(folder / names[0], folder / name) for name in names[1:]]
+
+
+def facts(result) -> list:
+    geometry = result.geometry
+    return [
+        result.points0.tolist(),
+        result.points1.tolist(),
+        result.scores.tolist(),
+        geometry.inliers.tolist(),
+    ]
+
+
+@pytest.mark.parametrize("preset", ["nearest", "hybrid-learned"])
+def test_eight_threads_give_serial_results(pairs, tried, preset):
+    pipe = matcher.load(
+        preset, max_keypoints=96, device="cpu", precision=None if preset == "nearest" else "float32"
+    )
+    serial = [facts(pipe.match(*pair)) for pair in pairs]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda pair: facts(pipe.match(*pair)), pairs * 2))
+    assert found == serial * 2
+    tried(len(found))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_gives_the_same(pairs):
+    pipe = matcher.load("nearest", max_keypoints=96, device="cpu")
+    serial = facts(pipe.match(*pairs[0]))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, json.dumps(facts(pipe.match(*pairs[0])) == serial).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    assert os.read(reading, 99) == b"true"
+
+
+def agreement(first: np.ndarray, second: np.ndarray, within: float = 0.05) -> float:
+    """Share of matches (K, 4), or of pairs of indices, that two results have in common, to so many pixels."""
+    first, second = (np.asarray(rows, np.float64) for rows in (first, second))
+    apart = np.abs(first[:, None] - second[None]).max(axis=2)
+    return min((apart.min(axis=1) < within).mean(), (apart.min(axis=0) < within).mean())
+
+
+def program(views, threads: int, **environment: str) -> np.ndarray:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(threads), *map(str, views)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    points0, points1, _ = json.loads(done.stdout)
+    return np.hstack([points0, points1])
+
+
+def test_threads_change_nothing_that_matters(views, tried):
+    """The same bits again, and at least 99.9 % of the matches in float32 with another number of threads."""
+    one = program(views, 1)
+    assert len(one) > 100 and np.array_equal(one, program(views, 1))
+    assert agreement(one, program(views, 2)) >= 0.999
+    tried(2)
+
+
+@pytest.mark.slow
+def test_kernels_and_threads_on_real_photos(tmp_path, monkeypatch, tried):
+    """At least 99.9 % of the matches in float32, with and without compiled kernels."""
+    if library.instructions() is None or shutil.which("g++") is None:
+        pytest.skip("needs AVX-512 and a compiler")
+    folder = data_folder() / "bench" / "oxford_graf"
+    photos = sorted(path for path in folder.rglob("*") if is_image(path))
+    if len(photos) < 6:
+        pytest.skip("needs bench/oxford_graf")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    build()
+    shares = []
+    for other in photos[1:6]:
+        plain = program((photos[0], other), 1)
+        for threads, switch in ((1, "1"), (2, "1"), (2, "0")):
+            shares.append(agreement(plain, program((photos[0], other), threads, **{SWITCH: switch})))
+    print("shares of matches in common:", np.round(shares, 4).tolist())
+    assert np.mean(shares) >= 0.999
+    tried(len(shares))
+
+
+def test_batches_change_nothing_that_matters(pairs, tried):
+    pipe = matcher.load(max_keypoints=128, device="cpu", precision="float32")
+    sides = [tuple(map(pipe.extract, pair)) for pair in pairs]
+    alone = [pipe.match_features(*pair) for pair in sides]
+    for size in (2, 3, 4):
+        found = [
+            m for i in range(0, len(sides), size) for m in pipe.match_features_batch(sides[i : i + size])
+        ]
+        same = [agreement(a.indices, b.indices) for a, b in zip(alone, found, strict=True)]
+        assert min(same) >= 0.999
+        tried(len(same))
