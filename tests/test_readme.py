@@ -16,8 +16,9 @@ from matcher.cli.environment import VARIABLES
 from matcher.presets import DEFAULT_PRESET, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("matcher", "weights", "scripts", "tests")
 README = (ROOT / "README.md").read_text("utf-8")
-DOCUMENTS = ["README.md", "matcher/README.md", "weights/README.md", "scripts/README.md"]
+DOCUMENTS = ["README.md", "SECURITY.md", *(f"{name}/README.md" for name in FOLDERS)]
 
 
 def blocks(language: str) -> list[str]:

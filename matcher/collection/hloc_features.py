@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from matcher.collection.selection import Selection
-from matcher.collection.sources import Extracted, FeatureSource, Photos, is_text, stamp_of
+from matcher.collection.sources import Extracted, FeatureSource, Photos, name_fault, stamp_of
 from matcher.config import NetworkConfig
 from matcher.data.features import Features
 from matcher.data.geometry import resized
@@ -25,6 +25,7 @@ from matcher.errors import ImageError, UsageError, install_command
 from matcher.pipeline import Pipeline
 
 _OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}
+_SMALL, _MOST_PACKED = 1 << 20, 1100  # bytes; how much smaller compression makes data at most
 _DATASETS = ("keypoints", "descriptors", "image_size", *_OPTIONAL)
 
 
@@ -52,7 +53,7 @@ class HlocFeatures:
             file.visititems(lambda name, item: names.append(name) if "keypoints" in _keys(item) else None)
         if not names:
             raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
-        unusable = [name for name in names if not is_text(name)]
+        unusable = [name for name in names if name_fault(name) is not None]
         return self.selection.apply(sorted(set(names) - set(unusable))), [*map(ascii, unusable)]
 
     def stamp(self, name: str) -> str:
@@ -78,11 +79,11 @@ class HlocFeatures:
         digest = _digest(arrays)
         if absent := [key for key in ("keypoints", "descriptors", "image_size") if key not in arrays]:
             raise ImageError(f"{self.file}: {name} has no {absent[0]}")
-        size = tuple(int(side) for side in np.asarray(arrays["image_size"]).reshape(-1)[:2])
-        if (angles := arrays.get("oris")) is not None and np.abs(angles).max(initial=0) > 2 * np.pi + 1e-3:
-            arrays["oris"] = np.deg2rad(angles.astype(np.float32))
         optional = {ours: arrays[theirs] for theirs, ours in _OPTIONAL.items() if theirs in arrays}
         try:
+            size = _size(arrays["image_size"])
+            if (angles := optional.get("orientations")) is not None and _in_degrees(angles):
+                optional["orientations"] = np.deg2rad(angles.astype(np.float32))
             features = Features(arrays["keypoints"][:, :2], arrays["descriptors"].T, size=size, **optional)
             self._check(features, pipeline)
         except (UsageError, IndexError, ValueError) as error:
@@ -109,8 +110,8 @@ class HlocFeatures:
         with self._open() as file:
             try:
                 group = file[name]
-                return {key: np.asarray(group[key]) for key in _DATASETS if key in _keys(group)}
-            except (KeyError, OSError, RuntimeError, ValueError) as error:
+                return {key: _array(group, key) for key in _DATASETS if key in _keys(group)}
+            except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
                 raise ImageError(f"{self.file}: {name} cannot be read ({error})") from None
 
     @contextmanager
@@ -144,6 +145,33 @@ def find_source(
             "masks and features cannot be combined: masks only affect the extraction of keypoints"
         )
     return HlocFeatures(folder, Path(features), selection)
+
+
+def _size(values: np.ndarray) -> tuple[int, int]:
+    if values.size != 2 or not np.isfinite(values).all() or not 1 <= values.min() <= values.max() <= 2**30:
+        raise UsageError(f"its image_size is {np.asarray(values).reshape(-1)[:4].tolist()}")
+    width, height = (int(side) for side in values.reshape(-1))
+    return width, height
+
+
+def _in_degrees(angles: np.ndarray) -> bool:
+    return bool(np.abs(angles).max(initial=0) > 2 * np.pi + 1e-3)
+
+
+def _array(group: Any, key: str) -> np.ndarray:
+    """A dataset of numbers that lie in the file itself, and are no more than it can hold."""
+    import h5py
+
+    if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+        raise ValueError(f"{key} is a link")
+    found = group[key]
+    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+        raise ValueError(f"{key} is not in the file itself")
+    if found.dtype.kind not in "fiu":
+        raise ValueError(f"{key} holds {found.dtype}, not numbers")
+    if found.nbytes > _SMALL + _MOST_PACKED * found.id.get_storage_size():
+        raise ValueError(f"{key} would be {found.nbytes} bytes, more than the file can hold")
+    return np.asarray(found)
 
 
 def _keys(item: Any) -> set[str]:

@@ -20,6 +20,7 @@ from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
 
 _BLOCK = 1 << 20  # bytes read at once
+_LONGEST_NAME = 1024  # characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +78,8 @@ class Photos:
             if folder is not None and not folder.is_dir():
                 raise UsageError(f"{folder} is not a folder of images")
         found = sorted(set(list_images(self.folder)))
-        unusable = [name for name in found if not is_text(name)]
-        return self.selection.apply(name for name in found if is_text(name)), [*map(ascii, unusable)]
+        unusable = [name for name in found if name_fault(name) is not None]
+        return self.selection.apply(sorted(set(found) - set(unusable))), [*map(ascii, unusable)]
 
     def masked(self, names: Iterable[str]) -> list[str]:
         """Those of the names whose image has a mask."""
@@ -137,6 +138,22 @@ def check_masks(source: FeatureSource) -> int | None:
 def is_text(name: str) -> bool:
     """Whether a name can be stored and printed on one line."""
     return name.isprintable() and not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def name_fault(name: Any) -> str | None:
+    """What is wrong with the name of an image, as a message; None where nothing is.
+
+    A name is a path below the image folder, on one line: exports make files of it.
+    """
+    if not isinstance(name, str) or not name:
+        return "is no text"
+    if len(name) > _LONGEST_NAME:
+        return f"has more than {_LONGEST_NAME} characters"
+    if not is_text(name):
+        return "holds control characters"
+    if name.startswith("/") or ".." in name.split("/"):
+        return "leads out of the image folder"
+    return None
 
 
 def stamp_of(path: Path) -> str:

@@ -20,11 +20,11 @@ from matcher.collection import schema
 from matcher.collection.descriptors import RecordLocation, read_record
 from matcher.collection.encoding import DamagedError, check, decode_camera, parse_json
 from matcher.collection.pair_choice import PairChoice
-from matcher.collection.sources import is_text
+from matcher.collection.sources import name_fault
 from matcher.errors import IntegrityError
 
 _STEPS_A_BYTE, _STEPS = 40, 5_000_000  # instructions of SQLite's machine that a check may take
-_TEXT, _NAME = 10_000, 1_024  # characters of a text and of a name
+_TEXT = 10_000  # characters
 _LARGEST = 2**31 - 1
 _FILES = 10**6  # number of a descriptor file
 _FILE_END = 2**40  # bytes
@@ -242,22 +242,6 @@ def _check_features(
     _require(isinstance(kind, str) and len(kind) <= 100, f"{where}: its kind is {_shown(kind)}")
     if done:
         _require(length == 8 * count, f"{where}: {_shown(length)} bytes are not {_shown(count)} keypoints")
-
-
-def name_fault(name: Any) -> str | None:
-    """What is wrong with the name of an image, as a message; None where nothing is.
-
-    A name is a path below the image folder, on one line: exports make files of it.
-    """
-    if not isinstance(name, str) or not name:
-        return "is no text"
-    if len(name) > _NAME:
-        return f"has more than {_NAME} characters"
-    if not is_text(name):
-        return "holds control characters"
-    if name.startswith("/") or ".." in name.split("/"):
-        return "leads out of the image folder"
-    return None
 
 
 def one_line(text: str) -> str:

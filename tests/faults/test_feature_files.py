@@ -1,0 +1,92 @@
+"""Promises 4 and 5 for features of others: a file reaches nothing else, and takes no more than it holds."""
+
+import numpy as np
+import pytest
+
+from matcher.cli import main
+from matcher.collection.store import Store
+
+h5py = pytest.importorskip("h5py")
+pytestmark = pytest.mark.promise(5)
+
+
+def entry(file, name: str, count: int = 30, seed: int = 1):
+    rng = np.random.default_rng(seed)
+    group = file.create_group(name)
+    group["keypoints"] = rng.uniform(0, 90, (count, 2)).astype(np.float32)
+    descriptors = rng.random((128, count)).astype(np.float32)
+    group["descriptors"] = descriptors / np.linalg.norm(descriptors, axis=0)
+    group["image_size"] = np.array([100, 100])
+    return group
+
+
+def replace(group, key: str, value) -> None:
+    del group[key]
+    group[key] = value
+
+
+def huge(group, key: str, shape: tuple[int, ...]) -> None:
+    del group[key]
+    group.create_dataset(key, shape=shape, dtype="f4", chunks=True)
+
+
+def external(group, key: str, path) -> None:
+    del group[key]
+    group.create_dataset(key, (10, 2), "f4", external=[(str(path), 0, h5py.h5f.UNLIMITED)])
+
+
+# What is done to the entry of one image; every one is an image that failed, with a reason.
+FAULTS = {
+    "points of NaN": lambda g, p: replace(g, "keypoints", np.full((30, 2), np.nan, np.float32)),
+    "points of text": lambda g, p: replace(g, "keypoints", np.array([b"a", b"b"])),
+    "points of one number": lambda g, p: replace(g, "keypoints", np.float32(3)),
+    "points in one row": lambda g, p: replace(g, "keypoints", np.zeros(60, np.float32)),
+    "more points than descriptors": lambda g, p: replace(g, "keypoints", np.zeros((31, 2), np.float32)),
+    "a group for points": lambda g, p: (g.__delitem__("keypoints"), g.create_group("keypoints")),
+    "no descriptors": lambda g, p: g.__delitem__("descriptors"),
+    "no size": lambda g, p: g.__delitem__("image_size"),
+    "a size of NaN": lambda g, p: replace(g, "image_size", np.array([np.nan, 4])),
+    "a size of zero": lambda g, p: replace(g, "image_size", np.array([0, 4])),
+    "a size too large": lambda g, p: replace(g, "image_size", np.array([2.0**40, 4])),
+    "a size of three": lambda g, p: replace(g, "image_size", np.array([4, 4, 4])),
+    "scores of another number": lambda g, p: g.create_dataset("scores", data=np.ones(7, np.float32)),
+    "a terabyte of points": lambda g, p: huge(g, "keypoints", (2**37, 2)),
+    "a terabyte of descriptors": lambda g, p: huge(g, "descriptors", (128, 2**31)),
+    "a link within": lambda g, p: replace(g, "keypoints", h5py.SoftLink("/good.jpg/keypoints")),
+    "a link without": lambda g, p: replace(g, "keypoints", h5py.ExternalLink(str(p), "/x")),
+    "data of another file": lambda g, p: external(g, "keypoints", p),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_entry_that_is_no_entry_fails_with_its_reason(tmp_path, capfd, name):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "secret").write_bytes(bytes(4096))
+    with h5py.File(tmp_path / "features.h5", "w") as file:
+        entry(file, "good.jpg"), entry(file, "other.jpg", seed=1)
+        FAULTS[name](entry(file, "wrong.jpg"), tmp_path / "secret")
+    run = tmp_path / "run"
+    command = ["collection", tmp_path / "photos", "--run", run, "--features", tmp_path / "features.h5"]
+    code = main([*map(str, command), "--preset", "nearest", "--exhaustive", "--workers", "0"])
+    errors = capfd.readouterr().err
+    assert code == 4 and "Traceback" not in errors, errors
+    with Store.open(run) as store:
+        failed = {image.name: image.reason for image in store.images() if image.status == "failed"}
+        assert list(failed) == ["wrong.jpg"] and "features.h5" in failed["wrong.jpg"]
+        assert store.counts().pairs_done == 1
+
+
+def test_names_that_lead_elsewhere_are_not_taken(tmp_path, capfd, tried):
+    (tmp_path / "photos").mkdir()
+    names = ["../up.jpg", "sub/../../up.jpg", "a\nb.jpg", "\x1b[2J.jpg", "x" * 2000]
+    with h5py.File(tmp_path / "features.h5", "w") as file:
+        entry(file, "good.jpg"), entry(file, "sub/good.jpg")
+        for name in names:
+            entry(file, name)
+    command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", "--features"]
+    options = ["--preset", "nearest", "--exhaustive", "--workers", "0"]
+    main([*map(str, command), str(tmp_path / "features.h5"), *options])
+    capfd.readouterr()
+    with Store.open(tmp_path / "run") as store:
+        assert sorted(image.name for image in store.images()) == ["good.jpg", "sub/good.jpg"]
+    tried(len(names))
