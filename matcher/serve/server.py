@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matcher.errors import UsageError, install_command
+from matcher.serve.admission import admitting
 from matcher.serve.matching import Matching
 
 HOST = "127.0.0.1"
 MAX_MEGABYTES = 50  # of an upload
+_UPLOADS = 40  # of the largest size, that a page keeps until it ends
 _PORTS = 20  # tried, from the wanted one on
 # Whatever the page's own code may want, the browser asks nobody but this server.
 _POLICY = (
@@ -101,7 +103,7 @@ def build_app(
     gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **limits, **_PLAIN)
     # A name that another site points at this machine is not ours (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    return _with_policy(app)
+    return _with_policy(admitting(app, folder, _UPLOADS * max_megabytes * 2**20))
 
 
 def _with_policy(app: Callable) -> Callable:

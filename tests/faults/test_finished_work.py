@@ -330,6 +330,32 @@ def test_a_file_that_may_not_grow_is_a_full_disk(scene, tmp_path, limit):
     finish(folder, run, unbroken, "--exhaustive")
 
 
+def test_readers_beside_a_run_see_it_whole(scene, tmp_path, capfd, tried):
+    """`status`, `report` and `export` while the run writes; and a second run on its folder is refused."""
+    folder, unbroken = scene
+    run = tmp_path / "run"
+    process = started(folder, run, workers=1)
+    second = ["collection", folder, "--run", run, *QUICK, "--exhaustive", "--workers", "0"]
+    codes, refused = set(), None
+    readers = (
+        ["status", run],
+        ["export", run, "--to", "npz", tmp_path / "m.npz", "--overwrite"],
+        ["report", run, "--output", tmp_path / "r.html", "--overwrite"],
+    )
+    while process.poll() is None:
+        if refused is None:
+            refused = main([*map(str, second)])
+        for reader in readers:
+            codes.add(main([*map(str, reader)]))
+            tried()
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    said = capfd.readouterr().err
+    assert codes == {0} and refused == 2
+    assert "written by another run" in said and "internal error" not in said
+    assert contents(run) == unbroken
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_full_disk(scene, tmp_path, gate):
     folder, unbroken = scene
