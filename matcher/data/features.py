@@ -83,6 +83,11 @@ class Features:
         points, xp = self.keypoints, library(self.keypoints)
         if self.size is None:
             raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
+        shape = tuple(self.keypoints.shape)
+        if len(shape) < 2 or shape[-1] != 2:
+            raise UsageError(f"Features.keypoints must be (..., N, 2), not {shape}")
+        if tuple(self.size.shape) != (*shape[:-2], 2):
+            raise UsageError(f"Features.size must be {(*shape[:-2], 2)}, not {tuple(self.size.shape)}")
         if self.scores is None:
             object.__setattr__(self, "scores", xp.ones_like(points[..., 0]))
         if self.mask is None:
@@ -95,8 +100,6 @@ class Features:
 
     def _check(self) -> None:
         shape = self.keypoints.shape
-        if len(shape) < 2 or shape[-1] != 2:
-            raise UsageError(f"Features.keypoints must be (..., N, 2), not {tuple(shape)}")
         wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
         wanted |= dict.fromkeys(("size", "scale", "grid"), (*shape[:-2], 2))
         wanted |= dict.fromkeys(ORIENTATIONS, tuple(shape[:-2]))
