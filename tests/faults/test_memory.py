@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from collection_runs import photos
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from matcher.collection.collection import Collection
+from matcher.collection.runner import StageProgress
 from matcher.kernels import cpu
 
 pytestmark = pytest.mark.promise(6)
@@ -96,3 +99,32 @@ def test_ten_thousand_frames_of_the_default_preset(capsys, tried, kind):
         print(f"\nresident MB by frame {found} {kind}")
     assert found[frames - 1] - found[100] < 60
     tried(frames)
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_hundred_thousand_pairs(tmp_path, capsys, tried):
+    """Of cached features, in this process: memory and open files stay, and the store is sound at the end."""
+    wanted = int(os.environ.get("MATCHER_TEST_PAIRS", "100000"))
+    images = next(count for count in range(2, 1000) if count * (count - 1) // 2 >= wanted)
+    photos(tmp_path / "photos", images, size=(120, 90))
+    found = Collection.open(tmp_path / "run", preset="nearest", max_keypoints=64, device="cpu", workers=0)
+    found.add_images(tmp_path / "photos")
+    found.add_pairs(exhaustive=True)
+    found.extract()
+    samples = []
+
+    def sample(progress: StageProgress) -> None:
+        if progress.stage == "match":
+            held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+            samples.append((progress.done, round(held, 1), len(list(Path("/proc/self/fd").iterdir()))))
+
+    report = found.run(on_progress=sample)
+    quarter = samples[len(samples) // 4]
+    with capsys.disabled():
+        print(f"\n(pairs, resident MB, open files) {quarter} {samples[len(samples) // 2]} {samples[-1]}")
+    assert report.all_well and report.counts.pairs_done >= wanted
+    assert samples[-1][1] - quarter[1] < 60 and abs(samples[-1][2] - quarter[2]) <= 2
+    with found.store as store:
+        assert store.check() == []
+    tried(report.counts.pairs_done)
