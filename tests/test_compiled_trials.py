@@ -1,12 +1,12 @@
 """Kernels are used where they are right and not slower; what was found is kept."""
 
 import json
-from time import sleep
+from time import process_time, sleep
 
 import pytest
 import torch
 
-from matcher.kernels import SWITCH, trials
+from matcher.kernels import SWITCH, library, trials
 from matcher.kernels.trials import Trial, granted
 
 
@@ -92,3 +92,19 @@ def test_a_named_target_needs_no_trial(record, monkeypatch) -> None:
     monkeypatch.setattr(trials, "supported", lambda: ("avx2",))
     monkeypatch.setenv(SWITCH, "avx2")
     assert granted("a kind", lambda: pytest.fail("tried"))
+
+
+def test_asking_again_takes_no_time(record) -> None:
+    """Every call of a kernel asks: nothing is read or computed again."""
+    make = right_and_slow
+    granted("a kind", make)
+    library.library_in_use()
+    start = process_time()
+    for _ in range(1000):
+        granted("a kind", make)
+        library.library_in_use()
+    assert process_time() - start < 0.1
+
+
+def right_and_slow() -> Trial:
+    return Trial(right, slow, 0.01)

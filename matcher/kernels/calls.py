@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.kernels.library import kernels
+from matcher.kernels.library import kernels, library_in_use
 from matcher.kernels.trials import Trial, granted
 
 WIDEST_HEAD = 128  # channels
@@ -27,7 +27,8 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         q: (…, heads, N, d) bfloat16 or float32 on the CPU. k, v: (…, heads, M, d).
 
     Returns:
-        (…, heads, N, d), N before heads in memory.
+        (…, heads, N, d), N before heads in memory. None also if scores in bfloat16 may be too large for the
+        matrix unit's kernel, which does without their maximum.
     """
     width, library, half = q.shape[-1], kernels(), q.dtype == torch.bfloat16
     suits = (half or q.dtype == torch.float32) and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
@@ -42,11 +43,13 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     out = q.new_empty(*leading, n, heads, width).transpose(-2, -3)
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
     sizes, threads = (n, m, heads, width), min(torch.get_num_threads(), math.ceil(n / 32) * heads)
+    tiles = half and library_in_use().startswith("amx")
     for index in product(*map(range, leading)):
         given = (*(x[index].data_ptr() for x in (q, k, v, out)), strides)
-        # Without matrix units, and where scores may be too large to do without their maximum.
-        if not half or library.matcher_attend(*given, *sizes, threads):
+        if not tiles:
             library.matcher_attend_vectors(*given, half, *sizes, threads)
+        elif library.matcher_attend(*given, *sizes, threads):
+            return None
     return out
 
 

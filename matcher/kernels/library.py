@@ -38,6 +38,7 @@ _INSTRUCTIONS = {  # of targets that not every processor of their machines has, 
 }
 
 
+@cache
 def supported() -> tuple[str, ...]:
     """The targets whose instructions this processor has, the best first."""
     has = _processor_flags()

@@ -9,6 +9,7 @@ import hashlib
 import platform
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ TARGETS = (  # of each machine the best first
 )
 
 
+@cache
 def targets_of_machine() -> tuple[Target, ...]:
     """Those of this kind of machine, whether or not its processor is one of them."""
     return tuple(target for target in TARGETS if platform.machine() in target.machines)
@@ -58,6 +60,7 @@ def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
+@cache
 def library_name(target: Target) -> str:
     """That of the library of a target, which changes with the sources and with how they are compiled."""
     parts = [" ".join(_COMMON + target.flags).encode(), *(file.read_bytes() for file in sources())]
