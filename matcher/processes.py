@@ -27,8 +27,8 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
     # Relative entries, such as the '' of `python -c`, mean the working folder.
     paths = [path for path in sys.path if Path(path).is_absolute()]
     ours = str(Path(__file__).resolve().parent.parent)
-    if ours not in paths:
-        paths.append(ours)
+    if next((path for path in paths if (Path(path) / "matcher").is_dir()), None) != ours:
+        paths.insert(0, ours)  # the child is to run this package, not another one that is installed
     limits = {} if threads is None else thread_environment(threads)
     return {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(paths), _SAFE: "1"}
 
