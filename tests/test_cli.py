@@ -46,7 +46,7 @@ def test_json_is_one_object_and_nothing_else(views, capfd):
     assert found["preset"] == "nearest"
     assert found["weights"] is None
     assert found["image0"] == {"path": str(views[0]), "width": 800, "height": 600}
-    assert list(found["geometry"]) == ["kind", "status", "inliers", "matrix", "cam1_from_cam0"]
+    assert list(found["geometry"]) == ["kind", "status", "inliers", "matrix", "cam1_from_cam0", "matrices"]
     assert found["geometry"]["kind"] == "fundamental"
     assert found["geometry"]["status"] == "ok"
     assert 12 <= found["geometry"]["inliers"] <= found["matches"]

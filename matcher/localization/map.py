@@ -38,6 +38,12 @@ _FEATURES_KEPT = 256  # images of the map whose features stay in memory
 class Map:
     """Images with poses, the points that they see, and their features; `open` reads one.
 
+        >>> import matcher
+        >>> matcher.Map.open("no-such-folder")
+        Traceback (most recent call last):
+            ...
+        matcher.errors.UsageError: no-such-folder is not a folder; a map is what `matcher sfm` writes
+
     What localises a photo are the points, their observations, the features in the run's store, and, for
     keypoints exact to a fraction of a pixel, the images where they still are.
     """
@@ -57,11 +63,6 @@ class Map:
         **options: Unpack[LoadOptions],
     ) -> Map:
         """Open the map in a folder that `matcher sfm` or `Collection.reconstruct` wrote, or a COLMAP model.
-
-            >>> import matcher
-            >>> matcher.Map.open("no-such-folder")
-            Traceback (most recent call last):
-            matcher.errors.UsageError: no-such-folder is not a folder; a map is what `matcher sfm` writes
 
         Args:
             model: the folder; of several models in it, the largest.

@@ -43,6 +43,11 @@ class Pose:
 
     The camera looks along +z, x to the right and y down. Without status "ok" there is no pose: a guess is
     never returned.
+
+        >>> import matcher
+        >>> refused = matcher.Pose("too_few_matches", "3 matches with points of the map")
+        >>> refused.ok, refused.cam_from_world
+        (False, None)
     """
 
     status: PoseStatus

@@ -74,6 +74,12 @@ class KeyframeMap:
     """Collects keyframes in a folder; `finish` makes the map.
 
     Memory holds poses only. A program that is interrupted loses the map, not the frames.
+
+        >>> import matcher
+        >>> camera = matcher.Camera(700, 700, 320, 240, size=(640, 480))
+        >>> keyframes = matcher.KeyframeMap("map", camera)
+        >>> keyframes.folder.name
+        'map'
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def test_operations_compiled_for_a_shape_are_not_kept_for_ever(tried):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "without-amx"])
 def test_ten_thousand_frames_of_the_default_preset(capsys, tried, kind):
-    frames = int(os.environ.get("MATCHER_TEST_FRAMES", "10000"))
+    frames = 10_000
     environment = {**os.environ, "MATCHER_COMPILED": "0"} if kind else dict(os.environ)
     command = [sys.executable, HERE / "sequence_memory.py", str(frames), *([kind] if kind else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -105,7 +105,7 @@ def test_ten_thousand_frames_of_the_default_preset(capsys, tried, kind):
 @pytest.mark.slow
 def test_a_hundred_thousand_pairs(tmp_path, capsys, tried):
     """Of cached features, in this process: memory and open files stay, and the store is sound at the end."""
-    wanted = int(os.environ.get("MATCHER_TEST_PAIRS", "100000"))
+    wanted = 100_000
     images = next(count for count in range(2, 1000) if count * (count - 1) // 2 >= wanted)
     photos(tmp_path / "photos", images, size=(120, 90))
     found = Collection.open(tmp_path / "run", preset="nearest", max_keypoints=64, device="cpu", workers=0)
