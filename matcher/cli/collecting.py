@@ -34,6 +34,24 @@ Similar = Annotated[
     int | None,
     typer.Option("--similar", metavar="K", min=1, help="Match each image with the K most similar ones."),
 ]
+Preemptive = Annotated[
+    int | None,
+    typer.Option(
+        "--preemptive",
+        metavar="K",
+        min=1,
+        help="Of each image's K most similar ones, match those whose strongest keypoints agree.",
+    ),
+]
+Nearby = Annotated[
+    int | None,
+    typer.Option(
+        "--nearby",
+        metavar="K",
+        min=1,
+        help="Match each photo with the K nearest ones, by the GPS positions of their EXIF headers.",
+    ),
+]
 FeaturesFile = Annotated[
     Path | None,
     typer.Option(
@@ -72,14 +90,13 @@ WorkerCount = Annotated[
 Restart = Annotated[bool, typer.Option("--restart", help="Delete the contents of RUN_DIR and start over.")]
 
 
-def choose_pairs(
-    pairs: Path | None, exhaustive: bool, sequential: int | None, similar: int | None
-) -> dict[str, Any]:
+def choose_pairs(pairs: Path | None, exhaustive: bool, **counts: int | None) -> dict[str, Any]:
     """How pairs are chosen, as arguments of `Collection.add_pairs`; empty without an option."""
-    choice = dict(file=pairs, exhaustive=exhaustive or None, sequential=sequential, similar=similar)
+    choice = dict(file=pairs, exhaustive=exhaustive or None, **counts)
     choice = {name: value for name, value in choice.items() if value is not None}
     if len(choice) > 1:
-        raise typer.BadParameter("give one of --pairs, --exhaustive, --sequential and --similar")
+        others = ", ".join(f"--{name}" for name in counts)
+        raise typer.BadParameter(f"give one of --pairs, --exhaustive, {others}")
     return choice
 
 
@@ -143,11 +160,12 @@ def suggestion(choice: PairChoice, images: int) -> str:
     if not choice.arguments():
         return (
             "some images have no pair, and this run took its pairs from a list: use --pairs, --exhaustive, "
-            "--sequential or --similar to match them"
+            "--sequential, --similar, --preemptive or --nearby to match them"
         )
     if not choice.by_default:
         return f"new images are paired like the others: {_option_of(choice)}"
     what = "exhaustively" if choice.neighbours is None else "each with the most similar ones"
+    what += ", where the strongest keypoints agree" if choice.method == "preemptive" else ""
     return f"no pairs were chosen, so the {images} images are matched {what} ({_option_of(choice)})"
 
 

@@ -14,7 +14,9 @@ from matcher.cli.collecting import (
     FeaturesFile,
     Include,
     Masks,
+    Nearby,
     PairFile,
+    Preemptive,
     Restart,
     Sequential,
     Similar,
@@ -68,6 +70,8 @@ def collection(
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,
     similar: Similar = None,
+    preemptive: Preemptive = None,
+    nearby: Nearby = None,
     include: Include = None,
     exclude: Exclude = None,
     features: FeaturesFile = None,
@@ -83,15 +87,16 @@ def collection(
 ) -> int:
     """Match the images of a folder: extract every image once, match every pair once, verify the geometry.
 
-    Choose the pairs with --pairs, --exhaustive, --sequential or --similar. By default, up to 50 images are
-    matched exhaustively; in a larger folder, each image is matched with the 20 most similar ones. Finished
-    work stays in RUN_DIR: run the same command again to continue after an interruption, or to match images
-    that were added or changed.
+    Choose the pairs with --pairs, --exhaustive, --sequential, --similar, --preemptive or --nearby. By
+    default, up to 50 images are matched exhaustively; in a larger folder, each image is matched with the 20
+    most similar ones. Finished work stays in RUN_DIR: run the same command again to continue after an
+    interruption, or to match images that were added or changed.
     """
     from matcher.collection.collection import Collection
     from matcher.collection.engines import Workers
 
-    choice = choose_pairs(pairs, exhaustive, sequential, similar)
+    counts = dict(sequential=sequential, similar=similar, preemptive=preemptive, nearby=nearby)
+    choice = choose_pairs(pairs, exhaustive, **counts)
     pinhole = options.parse_camera(camera, "--camera")
     _check_camera(given.get("geometry"), camera, run)
     processes = engine if engine == "ray" else "local"

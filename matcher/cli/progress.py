@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matcher.collection.runner import StageProgress
 
 _LINE_SECONDS = 10.0  # between two lines where there is no terminal
-_DOING = {"extract": "extracting images", "match": "matching pairs"}
+_DOING = {"extract": "extracting images", "choose": "comparing images", "match": "matching pairs"}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from matcher.cli.collecting import (
     Include,
     Masks,
     PairFile,
+    Preemptive,
     Restart,
     Sequential,
     Similar,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from matcher.collection.sources import FeatureSource
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
-# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
-LIMITS = {"exhaustive_up_to": 100, "neighbours": 30}
+# Images up to which a reconstruction matches every pair, and candidates of each image in larger collections.
+LIMITS = {"exhaustive_up_to": 8, "neighbours": 30, "preemptive": True}
 _ALWAYS = {"preset", "device", "upright"}  # options that always have a value
 
 RunOrPhotos = Annotated[
@@ -81,6 +82,7 @@ def sfm(
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,
     similar: Similar = None,
+    preemptive: Preemptive = None,
     include: Include = None,
     exclude: Exclude = None,
     features: FeaturesFile = None,
@@ -101,11 +103,10 @@ def sfm(
 ) -> int:
     """Reconstruct cameras and 3D points with COLMAP, from photos or from a run of `matcher collection`.
 
-    Photos are matched first, with more keypoints and larger images than in a collection: every pair of up to
-    100, more each with the 30 most similar. The run is kept, and the same command continues from it.
+    Photos are matched first: every pair of up to 8, else --preemptive 30. The same command continues a run.
     """
     _check_first(out, overwrite, poses, continued)
-    wanted = choose_pairs(pairs, exhaustive, sequential, similar)
+    wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, overwrite=overwrite)
     mapping |= dict(choice=camera_choice(camera, camera_model, cameras), poses=poses)
     selection = dict(include=include or (), exclude=exclude or ())

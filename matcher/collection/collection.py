@@ -10,14 +10,8 @@ from typing import Unpack
 from matcher.collection import pairlists, runner
 from matcher.collection.engines import Workers, batch_size, start_engine
 from matcher.collection.hloc_features import find_source
-from matcher.collection.pair_choice import (
-    EXHAUSTIVE_UP_TO,
-    NEIGHBOURS,
-    PairChoice,
-    chosen_pairs,
-    default_choice,
-    requested_choice,
-)
+from matcher.collection.pair_choice import PairChoice, default_choice, requested_choice
+from matcher.collection.pair_finding import chosen_pairs
 from matcher.collection.pairlists import PairFault
 from matcher.collection.planning import ImageChanges, add_pairs, refresh_images
 from matcher.collection.reverification import check_cameras, verify_again
@@ -190,13 +184,13 @@ class Collection(StoredRun):
                 writer.put_camera(name, wanted[name])
             return verify_again(writer, changed)
 
-    def suggest_pairs(
-        self, *, exhaustive_up_to: int = EXHAUSTIVE_UP_TO, neighbours: int = NEIGHBOURS
-    ) -> PairChoice | None:
+    def suggest_pairs(self, **limits: int) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
 
-        Up to `exhaustive_up_to` images every pair is matched, in larger collections each image is paired with
-        `neighbours` similar ones.
+        Args:
+            limits: as of `default_choice`: `exhaustive_up_to` images every pair is matched (50), in larger
+                collections each image is paired with `neighbours` similar ones (20), of which `preemptive`
+                keeps those whose strongest keypoints agree.
 
         Returns:
             An argument for `add_pairs`, or None if every image has a pair. Its method is "names" or "file" if
@@ -210,7 +204,7 @@ class Collection(StoredRun):
             return PairChoice("names")  # by a version that did not keep it
         if before is None or before.by_default:
             images = len(self._ready().source.names()[0])
-            return default_choice(images, exhaustive_up_to=exhaustive_up_to, neighbours=neighbours)
+            return default_choice(images, **limits)
         return before
 
     def add_pairs(
@@ -221,6 +215,8 @@ class Collection(StoredRun):
         exhaustive: bool = False,
         sequential: int | None = None,
         similar: int | None = None,
+        preemptive: int | None = None,
+        nearby: int | None = None,
         on_fault: Callable[[PairFault], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
@@ -232,8 +228,10 @@ class Collection(StoredRun):
             exhaustive: pair all images with each other.
             sequential: pair each image with this many that follow it in natural order of the names.
             similar: pair each image with this many most similar ones; extracts features first.
+            preemptive: of these, and of those taken nearby, the pairs whose strongest keypoints agree.
+            nearby: pair each image with this many nearest ones, by the GPS positions of their EXIF headers.
             on_fault: called for every line of `file` that yields no pair.
-            on_progress: called with the progress of the extraction.
+            on_progress: called with the progress of the extraction and of the choice.
 
         Returns:
             The number of pairs (of this shard), and how many of them are new.
@@ -241,9 +239,10 @@ class Collection(StoredRun):
         Raises:
             UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
         """
-        choice = requested_choice(pairs, file, exhaustive, sequential, similar)
+        counts = dict(sequential=sequential, similar=similar, preemptive=preemptive, nearby=nearby)
+        choice = requested_choice(pairs, file, exhaustive, **counts)
         setup = self._ready()
-        if choice.method == "similar":
+        if choice.needs_features:
             self.extract(everything=True, on_progress=on_progress)
         with Writer(self.run_dir) as writer:
             if choice.method == "names":
@@ -252,7 +251,8 @@ class Collection(StoredRun):
                 names = sorted(writer.store.names().values())
                 found = pairlists.read_pairs(file, names, on_fault)
             else:
-                found = chosen_pairs(choice, self._selected(writer.store, choice), writer.store.features)
+                names = self._selected(writer.store, choice)
+                found = chosen_pairs(choice, names, writer.store, setup, on_progress or _silent)
             added = add_pairs(writer, found, setup.shard)
             writer.set_pair_choice(choice)
             return added
@@ -305,8 +305,8 @@ class Collection(StoredRun):
         return self._setup
 
     def _selected(self, store: Store, choice: PairChoice) -> list[str]:
-        """The names that `add_images` found, for "similar" with features; others get no new pairs."""
-        found, anyone = set(self._ready().source.names()[0]), choice.method != "similar"
+        """The names that `add_images` found, with features where those are compared; others get no pairs."""
+        found, anyone = set(self._ready().source.names()[0]), not choice.needs_features
         return sorted(i.name for i in store.images() if i.name in found and (anyone or i.status == "done"))
 
 

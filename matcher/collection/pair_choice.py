@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from matcher.collection.encoding import DamagedError, parse_json
-from matcher.collection.pairlists import exhaustive, sequential
 from matcher.errors import UsageError
 
-if TYPE_CHECKING:
-    from matcher.data.features import Features
-
-PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar"]
+PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar", "preemptive", "nearby"]
 EXHAUSTIVE_UP_TO = 50  # images; 1,225 pairs
 NEIGHBOURS = 20  # most similar images of each, in a larger collection
+_FROM_FEATURES = ("similar", "preemptive")
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class PairChoice:
     """How pairs were chosen; stored, so that images added later are paired in the same way."""
 
     method: PairMethod
-    neighbours: int | None = None  # of sequential and similar
+    neighbours: int | None = None  # of the methods that have a number of them
     by_default: bool = False  # not requested by the user
 
     def arguments(self) -> dict[str, Any]:
@@ -32,6 +29,11 @@ class PairChoice:
         if self.method in ("names", "file"):
             return {}
         return {self.method: True if self.neighbours is None else self.neighbours}
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether images must be extracted before their pairs can be chosen."""
+        return self.method in _FROM_FEATURES
 
     def to_json(self) -> str:
         """As the store keeps it."""
@@ -66,27 +68,35 @@ def requested_choice(
     pairs: Iterable[tuple[str, str]] | PairChoice | None,
     file: object | None,
     exhaustive: bool,
-    sequential: int | None,
-    similar: int | None,
+    **neighbours: int | None,
 ) -> PairChoice:
-    """The choice that the arguments of `Collection.add_pairs` make.
+    """The choice that the arguments of `Collection.add_pairs` make; `neighbours`: those that are numbers.
 
     Raises:
         UsageError: not exactly one of them was given.
     """
-    if sum([exhaustive, *(given is not None for given in (pairs, file, sequential, similar))]) != 1:
-        raise UsageError("pairs come from exactly one of: names, a file, exhaustive, sequential=K, similar=K")
+    counts = {method: count for method, count in neighbours.items() if count is not None}
+    if sum([exhaustive, pairs is not None, file is not None, *(1 for _ in counts)]) != 1:
+        raise UsageError(
+            "pairs come from exactly one of: names, a file, exhaustive, "
+            + ", ".join(f"{method}=K" for method in neighbours)
+        )
     if isinstance(pairs, PairChoice):
         if pairs.method in ("names", "file"):
             raise UsageError("the pairs of this run came from a list; list those of the new images as well")
         return pairs
-    if sequential is not None or similar is not None:
-        return PairChoice("similar" if sequential is None else "sequential", sequential or similar)
+    if counts:
+        ((method, count),) = counts.items()
+        return PairChoice(method, count)
     return PairChoice("exhaustive" if exhaustive else "names" if file is None else "file")
 
 
 def default_choice(
-    images: int, *, exhaustive_up_to: int = EXHAUSTIVE_UP_TO, neighbours: int = NEIGHBOURS
+    images: int,
+    *,
+    exhaustive_up_to: int = EXHAUSTIVE_UP_TO,
+    neighbours: int = NEIGHBOURS,
+    preemptive: bool = False,
 ) -> PairChoice:
     """Every pair of a small collection, the most similar images of each in a larger one.
 
@@ -94,26 +104,8 @@ def default_choice(
         images: of the collection.
         exhaustive_up_to: images of which every pair is matched.
         neighbours: similar images of each, in a collection of more.
+        preemptive: of these, only those whose strongest keypoints agree.
     """
     if images <= exhaustive_up_to:
         return PairChoice("exhaustive", by_default=True)
-    return PairChoice("similar", neighbours, by_default=True)
-
-
-def chosen_pairs(
-    choice: PairChoice, names: Sequence[str], features: Callable[[str], Features]
-) -> Iterable[tuple[str, str]]:
-    """The pairs of images for a choice that is no list.
-
-    Args:
-        choice: the method.
-        names: the images; for "similar" those that have features.
-        features: the features of an image.
-    """
-    if choice.method == "exhaustive":
-        return exhaustive(names)
-    if choice.method == "sequential":
-        return sequential(names, choice.neighbours)
-    from matcher.match.retrieval import similar_pairs
-
-    return similar_pairs(names, features, choice.neighbours)
+    return PairChoice("preemptive" if preemptive else "similar", neighbours, by_default=True)

@@ -37,7 +37,7 @@ _COMMIT_BYTES = 64 << 20
 class StageProgress:
     """Progress of one stage of a run; only what has reached the disk counts."""
 
-    stage: str  # "extract" or "match"
+    stage: str  # "extract", "choose" (which pairs to match) or "match"
     done: int  # failed ones included
     failed: int
     total: int
