@@ -14,10 +14,12 @@ from time import perf_counter, process_time
 
 import torch
 
+from matcher.data.photos import data_folder
 from matcher.errors import MatcherError
 from matcher.lab.benchmark.report import check_device, run_benchmark, to_json
 from matcher.lab.benchmark.timing import Stopwatch
 
+PHOTOS = Path("multiview", "train", "odm_lewis", "images")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -27,7 +29,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="CPU threads; default: those of torch")
     parser.add_argument("--repeats", type=int, default=5, help="of each call")
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that every row runs")
-    parser.add_argument("--only", help="rows whose name contains this: lightglue, pairs, growth, …")
+    parser.add_argument("--only", help="rows whose name contains this: lightglue, whole work, …")
+    parser.add_argument(
+        "--photos",
+        type=Path,
+        help="20 photos of one place, for collection and sfm; default: those of MATCHER_DATA",
+    )
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument(
         "--processor-time",
@@ -41,12 +48,14 @@ def main() -> int:
         device = check_device(options.device)
         clock = process_time if options.processor_time else perf_counter
         watch = Stopwatch(device, repeats=options.repeats, clock=clock)
+        photos = options.photos or data_folder() / PHOTOS
         images = (ASSETS / "view0.jpg", ASSETS / "view1.jpg")
         report = run_benchmark(
             watch,
             images,
             quick=options.quick,
             only=options.only,
+            photos=photos if options.photos or photos.is_dir() else None,
             progress=lambda line: print(line, flush=True),
         )
     except MatcherError as error:

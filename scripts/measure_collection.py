@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("castle", "workers", "retrieval")
-ARRANGEMENTS = {
+ARRANGEMENTS = {  # processes (0: the writing process itself) and threads of each
     "1 process, 1 thread": (0, 1),
     "1 process, 2 threads": (0, 2),
     "2 workers of 1 thread": (2, 1),
@@ -37,6 +37,7 @@ def main() -> None:
     if unknown := set(args.what) - set(KINDS):
         parser.error(f"{min(unknown)}: choose from {', '.join(KINDS)}")
 
+    from matcher.collection.engines import Workers
     from matcher.data.photos import data_folder
     from matcher.lab.benchmark.collections import measure_reconstruction, measure_workers
 
@@ -53,7 +54,8 @@ def main() -> None:
         sizes = {"max_keypoints": args.max_keypoints or 512}
         photos = data / "photos" / "val"
         work, more = args.work / "workers", {"neighbours": args.neighbours}
-        rows = measure_workers(photos, work, options | sizes, ARRANGEMENTS, **more)
+        means = {title: Workers(count=n, threads=threads) for title, (n, threads) in ARRANGEMENTS.items()}
+        rows = measure_workers(photos, work, options | sizes, means, **more)
         for title, found in rows:
             print(title, json.dumps(found), flush=True)
     if "retrieval" in args.what:

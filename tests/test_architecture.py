@@ -70,6 +70,7 @@ PROGRAMS = {
     "matcher.__main__",
     "matcher.collection.worker",
     "matcher.collection.reconstruction.mapping",
+    "matcher.lab.benchmark.process_work",
     "matcher.lab.benchmark.timed_run",
 }
 HEAVY = {"torch", "cv2", "numpy", "matplotlib", "PIL", "poselib", "safetensors", "kornia"}

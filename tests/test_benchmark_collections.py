@@ -7,6 +7,7 @@ import pytest
 from collection_runs import photos
 from collection_scene import centres, render_photos
 
+from matcher.collection.engines import Workers
 from matcher.errors import UsageError
 from matcher.lab.benchmark.collections import aligned, measure_reconstruction, measure_workers
 
@@ -47,7 +48,8 @@ def test_alignment_undoes_a_similarity(rng):
 def test_workers_are_timed_from_features_that_are_there(tmp_path):
     photos(tmp_path / "photos", 4)
     options = {**OPTIONS, "max_keypoints": 150}
-    timed = measure_workers(tmp_path / "photos", tmp_path / "work", options, {"here": (0, 1)}, neighbours=2)
+    means = {"here": Workers(count=0, threads=1)}
+    timed = measure_workers(tmp_path / "photos", tmp_path / "work", options, means, neighbours=2)
     ((title, row),) = timed
     assert (title, row["pairs"]) == ("here", 5)
     assert row["pairs_per_second"] == pytest.approx(5 / row["seconds"])

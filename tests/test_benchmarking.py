@@ -196,21 +196,3 @@ def test_rows_say_their_share_of_the_roofline() -> None:
     row = next(network_rows.lightglue(replace(WATCH, repeats=1), 16, slow))
     workload = count_workload(ContextConfig(dim=256, depth=9), 16, 16, 2)
     assert f"{workload.operations / 1e6 / row.ours.median:.0%} of the roofline" in row.note
-
-
-@pytest.mark.parametrize(
-    ("only", "works"),
-    [
-        pytest.param("pairs", 3, marks=pytest.mark.slow),
-        pytest.param("collection", 1, marks=pytest.mark.slow),
-        ("growth", 1),
-    ],
-)
-def test_whole_work_is_measured(views, only: str, works: int) -> None:
-    """Each row beside what it is compared with."""
-    report = run_benchmark(replace(WATCH, repeats=1), views, quick=True, only=only)
-    assert len(report.rows) == works
-    for row in report.rows:
-        assert row.ours.minimum > 0 and row.theirs.minimum > 0
-    if only == "growth":
-        assert "grows by the power" in report.rows[0].note

@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from matcher.collection.collection import Collection
+from matcher.collection.engines import Workers
 from matcher.collection.exporting.cameras import HALF_PIXEL
 from matcher.collection.exporting.colmap import import_pycolmap
 from matcher.collection.exporting.hloc import FEATURES, MATCHES, PAIRS, import_h5py, pair_key
@@ -159,7 +161,7 @@ def measure_workers(
     folder: Path,
     work: Path,
     options: Mapping[str, Any],
-    arrangements: Mapping[str, tuple[int, int]],
+    arrangements: Mapping[str, Workers],
     *,
     neighbours: int = 12,
 ) -> Iterator[tuple[str, dict[str, float]]]:
@@ -169,7 +171,7 @@ def measure_workers(
         folder: of the images.
         work: folder of the runs; features that are stored there already are not extracted again.
         options: of `Collection.open`.
-        arrangements: title → number of processes (0: the writing process itself) and threads of each.
+        arrangements: title → which processes, and how many threads each has.
         neighbours: number of images, following by name, that each image is matched with.
 
     Yields:
@@ -180,14 +182,14 @@ def measure_workers(
     extracted.add_images(folder)
     extracted.extract(everything=True)
     extracted.add_pairs(sequential=neighbours)
-    for title, (count, threads) in arrangements.items():
+    for title, means in arrangements.items():
         run = work / "timed"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(work / "features", run)
-        arguments = [str(folder), str(run), str(count), str(threads), json.dumps(dict(options))]
+        arguments = [str(folder), str(run), json.dumps(asdict(means)), json.dumps(dict(options))]
         command = child_command("matcher.lab.benchmark.timed_run", *arguments)
         pipes = {"stdout": subprocess.PIPE, "text": True}
-        ended = subprocess.run(command, env=child_environment(threads), **pipes, check=True)
+        ended = subprocess.run(command, env=child_environment(means.threads), **pipes, check=True)
         pairs, seconds, steady = map(float, ended.stdout.split())
         yield (
             title,

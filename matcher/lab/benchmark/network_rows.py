@@ -38,7 +38,7 @@ class BenchmarkRow:
     against: str
     ours: Samples
     theirs: Samples
-    unit: str = "ms"  # of values that are seconds; "MiB" of values that are bytes
+    unit: str = "ms"  # or "s", of values that are seconds; "MiB" of values that are bytes
     note: str = ""
 
     @property

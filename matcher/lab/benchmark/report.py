@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,14 +11,22 @@ from typing import Any
 import torch
 
 from matcher.errors import UsageError
-from matcher.lab.benchmark import network_rows, preset_rows, whole_rows
+from matcher.lab.benchmark import (
+    growth_rows,
+    network_rows,
+    preset_rows,
+    process_rows,
+    whole_rows,
+    worker_rows,
+)
 from matcher.lab.benchmark.machine import Machine, PeakRates, describe_machine, measure_peak_rates
 from matcher.lab.benchmark.network_rows import BenchmarkRow
 from matcher.lab.benchmark.timing import Samples, Stopwatch
 from matcher.loading import load
 from matcher.match.network.inference import DTYPES, resolve_precision
 
-_SCALES = {"ms": 1e3, "MiB": 2.0**-20}
+WHOLE = "whole work"  # how their names begin
+_SCALES = {"ms": 1e3, "s": 1.0, "MiB": 2.0**-20}
 
 
 @dataclass
@@ -37,6 +46,7 @@ def run_benchmark(
     *,
     quick: bool = False,
     only: str | None = None,
+    photos: Path | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> BenchmarkReport:
     """Run the benchmark.
@@ -45,12 +55,18 @@ def run_benchmark(
         watch: the device, and how often and for how long rows are repeated.
         images: two image files of one scene.
         quick: small sizes and few repeats, to check that every row runs.
-        only: run the rows whose name contains this text; the machine is always described.
+        only: run the rows whose name contains this text; the machine is always described. Rows of whole
+            work, a minute or two each, run only so.
+        photos: a folder of 20 photos of one place, for collections and reconstructions; without it
+            collections are of views of `images`, and nothing is reconstructed.
         progress: called with each line of the table as soon as it is measured.
 
     Raises:
-        UsageError: a package to compare with is not installed.
+        UsageError: a package to compare with is not installed, there are too few photos, or `only` needs
+            photos and there are none.
     """
+    if photos is None and only == "sfm":
+        raise UsageError("a reconstruction needs photos of one place: name their folder (photos)")
     if quick:
         watch = replace(watch, repeats=min(watch.repeats, 2))
     precision = resolve_precision("auto", watch.device)
@@ -60,8 +76,8 @@ def run_benchmark(
     report_line = progress or (lambda line: None)
     for line in heading(report):
         report_line(line)
-    for name, make in _plan(watch, peaks, images, quick):
-        if only is None or only.lower() in name.lower():
+    for name, make in _plan(watch, peaks, images, photos, quick):
+        if not name.startswith(WHOLE) if only is None else only.lower() in name.lower():
             for row in make():
                 report.rows.append(row)
                 report_line(format_row(row))
@@ -72,7 +88,7 @@ def run_benchmark(
 
 
 def _plan(
-    watch: Stopwatch, peaks: PeakRates, images: tuple[Path, Path], quick: bool
+    watch: Stopwatch, peaks: PeakRates, images: tuple[Path, Path], photos: Path | None, quick: bool
 ) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
     """Names of rows, each with a function that measures them."""
     cuda = watch.device.type == "cuda"
@@ -106,10 +122,10 @@ def _plan(
             watch, load(device=str(watch.device), max_keypoints=limit), images, 50 if quick else 1000
         ),
     )
-    yield "pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
-    yield "collection", lambda: whole_rows.collection_rows(watch, images, 3 if quick else 8, limit)
-    growth = (32, 64) if quick else (512, 1024, 2048, 4096, *((8192, 16384) if cuda else ()))
-    yield "growth", lambda: whole_rows.growth_rows(watch, images, growth)
+    yield f"{WHOLE}: pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
+    yield from _whole_plan(watch, images, photos, quick)
+    growth = (32, 64, 128) if quick else (512, 1024, 2048, 4096, 8192, 16384)
+    yield f"{WHOLE}: growth of keypoints", lambda: growth_rows.keypoint_rows(watch, images, growth)
     for points in (limit // 4, limit // 2, limit):
         yield (
             f"one against many {points}",
@@ -117,6 +133,34 @@ def _plan(
                 watch, load(device=str(watch.device), max_keypoints=n), images, 2 if quick else 100
             ),
         )
+
+
+def _whole_plan(
+    watch: Stopwatch, images: tuple[Path, Path], photos: Path | None, quick: bool
+) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
+    """Rows of whole work on the processor, each a minute or two."""
+    if watch.device.type != "cpu":
+        return
+    limit, kornia = _limit(quick), 1 if quick else 4
+    frame = (64, 48) if quick else (640, 480)
+    yield f"{WHOLE}: pairs", lambda: process_rows.pair_memory_row(watch, images, frame, limit // 2)
+
+    def on_photos(measure: Callable[[Path], Iterator[BenchmarkRow]]) -> Iterator[BenchmarkRow]:
+        with tempfile.TemporaryDirectory() as folder:
+            count = 3 if quick else 20
+            yield from measure(process_rows.copy_photos(photos, images, Path(folder), count))
+
+    yield (
+        f"{WHOLE}: collection",
+        lambda: on_photos(lambda chosen: process_rows.collection_rows(watch, chosen, limit, kornia)),
+    )
+    if photos is not None:
+        yield f"{WHOLE}: sfm", lambda: on_photos(lambda chosen: process_rows.sfm_rows(watch, chosen))
+    pictures, stored = ((4, 8), (10, 20)) if quick else ((10, 100, 1000), (100, 1000, 10_000, 100_000))
+    yield f"{WHOLE}: growth of images", lambda: growth_rows.image_rows(watch, images, pictures)
+    yield f"{WHOLE}: growth of the store", lambda: growth_rows.stored_pair_rows(watch, stored)
+    views = (4, 64, 2) if quick else (40, 512, 12)
+    yield f"{WHOLE}: workers", lambda: worker_rows.worker_rows(images, *views)
 
 
 def _limit(quick: bool) -> int:
@@ -178,7 +222,7 @@ def to_json(report: BenchmarkReport) -> dict[str, Any]:
             {
                 "work": row.work,
                 "against": row.against,
-                "unit": "s" if row.unit == "ms" else "bytes",
+                "unit": "bytes" if row.unit == "MiB" else "s",
                 "ours": _numbers(row.ours),
                 "theirs": _numbers(row.theirs),
                 "ratio": row.ratio,

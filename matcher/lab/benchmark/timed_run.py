@@ -1,10 +1,11 @@
 """A timed run in its own process, whose number of threads was set before torch was imported.
 
-    python -m matcher.lab.benchmark.timed_run IMAGES RUN_DIR WORKERS THREADS OPTIONS
+    python -m matcher.lab.benchmark.timed_run IMAGES RUN_DIR WORKERS OPTIONS
 
 Matches the waiting pairs of a run whose features are stored. Prints the number of pairs, the total seconds,
 and the pairs per second after the first commit, when all workers have started ("nan" if there was only one
-commit). OPTIONS is a JSON object with keyword arguments of `Collection.open`.
+commit). WORKERS and OPTIONS are JSON objects: the fields of `Workers`, and keyword arguments of
+`Collection.open`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from matcher.collection.engines import Workers
 
 def main() -> None:
     """Run it with the arguments of this process."""
-    folder, run_dir, workers, threads, options = sys.argv[1:]
-    means = Workers(count=int(workers), threads=int(threads))
+    folder, run_dir, workers, options = sys.argv[1:]
+    means = Workers(**json.loads(workers))
     collection = Collection.open(run_dir, workers=means, **json.loads(options))
     collection.add_images(folder)
     commits: list[tuple[float, int]] = []

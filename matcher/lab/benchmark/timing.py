@@ -12,8 +12,9 @@ from time import perf_counter
 
 import torch
 
+from matcher.lab.benchmark.memory import resident
+
 Call = Callable[[], object]
-_STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -94,11 +95,6 @@ def memory_above(call: Call, device: torch.device) -> int | None:
         _CLEAR.write_text("5")
     except (AttributeError, OSError):
         return None
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     call()
-    return max(_resident("VmHWM") - before, 0)
-
-
-def _resident(name: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+    return max(resident("VmHWM") - before, 0)
