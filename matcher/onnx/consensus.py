@@ -80,13 +80,12 @@ class ConsensusGraph:
 
     def _matches(self, log_scores: Value) -> tuple[SoftMatchValues, SoftMatchValues]:
         g = self.graph
-        best, partner, mutual = best_of_both(g, log_scores)
+        best, partner, mutual = best_of_both(g, log_scores, dustbins=True)
         confidence = g.Min(g.Exp(best) * g.real(mutual), 1.0)
         confidence = g.Where(confidence < _LEAST_CONFIDENCE, 0.0, confidence)
-        # Rows without a match write into a column beyond the last, which is cut off.
-        columns = g.size(log_scores, 1)
-        column = g.Where(confidence > 0.0, partner, columns)
-        beyond = columns + 1
+        # Rows without a match write into the dustbin's column, which is cut off.
+        beyond = g.size(log_scores, 1)
+        column = g.Where(confidence > 0.0, partner, beyond - 1)
         back = g.ScatterElements(g.full(beyond, 0), column, g.range(g.size(best, 0)), axis=0)
         reverse = g.ScatterElements(g.full(beyond, 0.0), column, confidence, axis=0)
         return (

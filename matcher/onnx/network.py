@@ -214,10 +214,10 @@ class NetworkGraph:
         if assignment.kind == "dual_softmax":
             similarity = side0.factors @ g.Transpose(side1.factors, perm=[1, 0])
             log_scores = dual_softmax(g, similarity, -side0.dustbin, -side1.dustbin)
-            local, scores = mutual_matches(g, log_scores, *reading)
+            local, scores = mutual_matches(g, log_scores, *reading, dustbins=False)
             return self._indices(local, side0.index, side1.index), scores
         if assignment.tolerance is None:
-            local, scores = mutual_matches(g, self._transported(side0, side1), *reading)
+            local, scores = mutual_matches(g, self._transported(side0, side1), *reading, dustbins=True)
             return self._indices(local, side0.index, side1.index), scores
         # The side of fewer points is updated first, between equals that of lower dustbins.
         count0, count1 = (g.scalar(g.size(side.index, 0)) for side in (side0, side1))
@@ -225,7 +225,7 @@ class NetworkGraph:
         swapped = (count1 < count0) | (g.Equal(count0, count1) & lower)
         sides = g.either(swapped, lambda: [*side1, *side0], lambda: [*side0, *side1])
         first, second = Compared(*sides[: len(side0)]), Compared(*sides[len(side0) :])
-        local, scores = mutual_matches(g, self._transported(first, second), *reading)
+        local, scores = mutual_matches(g, self._transported(first, second), *reading, dustbins=True)
         found = self._indices(local, first.index, second.index)
         return g.Gather(found, g.Where(swapped, [1, 0], [0, 1]), axis=1), scores
 
@@ -237,7 +237,7 @@ class NetworkGraph:
         return g.Concat(*ends, axis=1)
 
     def _transported(self, side0: Compared, side1: Compared) -> Value:
-        """Log probabilities (N, M) by optimal transport, after the rounds of consensus."""
+        """Log probabilities (N+1, M+1) by optimal transport, after the rounds of consensus, as `raised`."""
         g, assignment = self.graph, self.config.assignment
         scores = self._scores(side0, side1)
         mass = masses(g, *(g.size(side.index, 0) for side in (side0, side1)))

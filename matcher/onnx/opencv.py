@@ -177,7 +177,7 @@ class StaticNetwork(NetworkGraph):
     def _assigned(self, side0: Compared, side1: Compared) -> tuple[Value, Value]:
         """The partner of every point of image 0, −1 where it has none, and their probabilities."""
         g, policy = self.graph, self.config.policy
-        best, partner, mutual = best_of_both(g, self._transported(side0, side1))
+        best, partner, mutual = best_of_both(g, self._transported(side0, side1), dustbins=True)
         probability = g.Min(g.Exp(best), 1.0) * g.real(mutual)
         above = g.real(probability > policy.match_threshold)
         expected = g.total(probability * above, 0)

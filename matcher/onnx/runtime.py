@@ -1,6 +1,15 @@
-"""Sessions of ONNX Runtime."""
+"""Sessions of ONNX Runtime.
+
+Sharp softmaxes give numbers below 10⁻³⁸, with which a processor takes many times as long unless its thread
+treats them as zero. ONNX Runtime sets that for the thread that creates the first session of a process only,
+so all sessions are created and run in one thread of their own; other threads of a program stay as they are.
+"""
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import onnxruntime
@@ -27,13 +36,22 @@ class Model:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _QUIET
         options.intra_op_num_threads = compute_threads()
-        # Sharp softmaxes are full of them, and they take ten times the time of other numbers.
         options.add_session_config_entry("session.set_denormal_as_zero", "1")
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        create = _thread(os.getpid()).submit(
+            onnxruntime.InferenceSession, data, options, providers=["CPUExecutionProvider"]
+        )
+        self._session = create.result()
         self.inputs = [each.name for each in self._session.get_inputs()]
         self.outputs = [each.name for each in self._session.get_outputs()]
 
     def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
         """The outputs by name, for the inputs by name."""
-        return dict(zip(self.outputs, self._session.run(None, arrays), strict=True))
+        found = _thread(os.getpid()).submit(self._session.run, None, arrays)
+        return dict(zip(self.outputs, found.result(), strict=True))
+
+
+@cache
+def _thread(process: int) -> ThreadPoolExecutor:
+    """The thread of a process, which does not outlive a fork."""
+    return ThreadPoolExecutor(1, thread_name_prefix=f"onnxruntime-{process}")

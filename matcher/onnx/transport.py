@@ -14,6 +14,7 @@ from matcher.onnx.builder import Builder, Value
 _SCALING_LIMIT = 1e12  # beyond it the scaling vectors are absorbed into the potentials
 _LEAST_EXPONENT = -80.0
 _LEAST_SUM = 1e-24
+_NEVER = np.array([-1e30], np.float32)  # the potential of a dustbin, where points alone are asked for
 
 
 class PotentialValues(NamedTuple):
@@ -124,10 +125,10 @@ def log_sigmoid(g: Builder, x: Value) -> Value:
 
 
 def raised(g: Builder, scores: Value, found: PotentialValues) -> Value:
-    """Log probabilities (N, M) of the points, from scores with dustbins (N+1, M+1)."""
-    u, v = g.slice(found.u, 0, 0, -1), g.slice(found.v, 0, 0, -1)
-    inner = g.Slice(scores, [0, 0], [-1, -1], [0, 1])
-    return inner + g.Unsqueeze(u, [1]) + g.Unsqueeze(v, [0])
+    """Log probabilities (N+1, M+1) from scores with dustbins, whose row and column come out far below all."""
+    # Cutting the dustbins off would copy the matrix.
+    u, v = (g.Concat(g.slice(each, 0, 0, -1), _NEVER, axis=0) for each in (found.u, found.v))
+    return scores + g.Unsqueeze(u, [1]) + g.Unsqueeze(v, [0])
 
 
 def _kernel(g: Builder, scores: Value, u: Value, v: Value) -> Value:
