@@ -79,7 +79,7 @@ def test_few_images_are_shared_out():
     names = [f"{number}.jpg" for number in range(200)]
     jobs = [job.items for job in extract_jobs(names)]
     assert [name for items in jobs for name in items] == names
-    assert len(jobs[0]) == 4
+    assert len(jobs[0]) == 6
     assert [len(job.items) for job in extract_jobs(names[:10])] == [1] * 10
 
 

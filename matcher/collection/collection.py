@@ -262,6 +262,7 @@ class Collection(StoredRun):
         with Writer(self.run_dir) as writer, closing(self._start()) as engine:
             check_cameras(writer.store, self._ready().camera)
             how = {"everything": everything, "on_progress": on_progress or _silent}
+            how["batch"] = batch_size(self._ready(), self.workers)
             return runner.extract(writer, engine, self._ready().source, **how)
 
     def run(
@@ -290,10 +291,9 @@ class Collection(StoredRun):
                 with writer.transaction():
                     writer.retry_failed()
             with closing(self._start()) as engine:
-                how = {"everything": everything, "on_progress": on_progress}
-                extracted = runner.extract(writer, engine, setup.source, **how)
-                batch = batch_size(setup, self.workers)
-                matched = runner.match(writer, engine, batch=batch, on_progress=on_progress)
+                how = {"batch": batch_size(setup, self.workers), "on_progress": on_progress}
+                extracted = runner.extract(writer, engine, setup.source, everything=everything, **how)
+                matched = runner.match(writer, engine, **how)
                 return RunReport(extracted, matched, engine.crashes, writer.store.counts())
 
     def _start(self) -> Engine:

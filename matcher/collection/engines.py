@@ -12,7 +12,7 @@ from matcher.collection.workers import Engine, InProcess, LocalWorkers
 from matcher.loading import devices
 
 EngineName = Literal["local", "ray"]
-_GPU_BATCH = 8  # pairs that a GPU matches together
+_GPU_BATCH = 8  # images or pairs that a GPU works on together
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Workers:
     engine: EngineName = "local"
     count: int | None = None  # processes; 0: this one; None: one per core or GPU
     threads: int | None = None  # of each; None: the cores divided by the processes
-    batch: int | None = None  # pairs matched together; None: 1 on a CPU, 8 on a GPU
+    batch: int | None = None  # images or pairs worked on together; None: 1 on a CPU, 8 on a GPU
 
 
 def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
@@ -47,7 +47,7 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
 
 
 def batch_size(setup: Setup, workers: Workers) -> int:
-    """Pairs that are matched together."""
+    """Images that are extracted, or pairs that are matched, together."""
     return workers.batch or (1 if devices(setup.options) == ["cpu"] else _GPU_BATCH)
 
 

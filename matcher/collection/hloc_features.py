@@ -67,7 +67,7 @@ class HlocFeatures:
         """The sha256 of the image's entry; `ImageError` where there is none."""
         return _digest(self._read(name))
 
-    def extract(self, name: str, pipeline: Pipeline) -> Extracted:
+    def read(self, name: str, pipeline: Pipeline) -> Extracted:
         """The features of one image.
 
         They are treated as found at the pipeline's `resize`, which only affects thresholds in pixels.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
@@ -12,11 +13,13 @@ import numpy as np
 
 from matcher.collection.descriptors import encode_features
 from matcher.collection.encoding import checksum, encode_pair
+from matcher.collection.reading import read_ahead
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted
 from matcher.collection.writer import EncodedPair
 from matcher.data.camera import Camera
 from matcher.data.features import Features
+from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.data.tensors import to_numpy
 from matcher.errors import IntegrityError, MatcherError
@@ -80,6 +83,7 @@ class MatchJob:
 
 Job = ExtractJob | MatchJob
 Outcome = ExtractedImage | EncodedPair | PairFailure
+_Read = tuple[str, Callable[[], Extracted]]  # an image's name, and what waits until it was read
 
 
 class JobRunner:
@@ -99,22 +103,45 @@ class JobRunner:
             IntegrityError: the store is damaged, or weights are absent.
         """
         if isinstance(job, ExtractJob):
-            yield from map(self.extract, job.items)
+            yield from self._extract_in_turn(job)
         else:
             for start in range(0, len(job.items), job.batch):
                 batch = job.items[start : start + job.batch]
                 yield from self.match([(job.images[a], job.images[b]) for a, b in batch])
 
-    def extract(self, name: str) -> ExtractedImage:
-        """Features of one image."""
+    def _extract_in_turn(self, job: ExtractJob) -> Iterator[ExtractedImage]:
+        """Features of the images; a thread reads those that follow while the front end works."""
+        batch: list[_Read] = []
+        with closing(read_ahead(self._read, job.items, job.batch)) as images:
+            for one in images:
+                batch.append(one)
+                if len(batch) == job.batch:
+                    yield from self.extract(batch)
+                    batch = []
+            if batch:
+                yield from self.extract(batch)
+
+    def _read(self, name: str) -> Extracted:
+        return self._source.read(name, self.pipeline)
+
+    def extract(self, batch: Sequence[_Read]) -> list[ExtractedImage]:
+        """Features of images in one batch; where it does not fit or one fails, in halves."""
         try:
-            found = self._source.extract(name, self.pipeline)
-            kept = replace(found.features, descriptors=np.zeros((len(found.features), 0), np.float32))
-            return ExtractedImage(name, replace(found, features=kept), encode_features(found.features))
+            given = [result() for _, result in batch]
+            images = [one.features for one in given if isinstance(one.features, Image)]
+            found = iter(self.pipeline.extractor(images) if images else ())
+            done = [
+                replace(one, features=next(found)) if isinstance(one.features, Image) else one
+                for one in given
+            ]
+            return [_encoded(name, one) for (name, _), one in zip(batch, done, strict=True)]
         except IntegrityError:
             raise
         except Exception as error:  # one image fails, the others continue
-            return ExtractedImage(name, None, reason=reason_of(error))
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                return [*self.extract(batch[:middle]), *self.extract(batch[middle:])]
+            return [ExtractedImage(batch[0][0], None, reason=reason_of(error))]
 
     def match(self, pairs: Sequence[tuple[ImageEntry, ImageEntry]]) -> list[EncodedPair | PairFailure]:
         """Match and verify pairs in one batch; where it does not fit or fails, in halves."""
@@ -174,6 +201,11 @@ class JobRunner:
         while self._cached > _CACHE_BYTES and len(self._cache) > 2:
             self._cached -= _bytes(self._cache.popitem(last=False)[1])
         return features
+
+
+def _encoded(name: str, found: Extracted) -> ExtractedImage:
+    kept = replace(found.features, descriptors=np.zeros((len(found.features), 0), np.float32))
+    return ExtractedImage(name, replace(found, features=kept), encode_features(found.features))
 
 
 def _bytes(features: Features) -> int:

@@ -17,7 +17,7 @@ from matcher.data.camera import Camera
 from matcher.errors import ImageError, UsageError
 
 _ROWS = 4096  # pairs processed together
-_PAIRS, _IMAGES = 16, 4  # of a job at most
+_PAIRS, _IMAGES = 16, 8  # of a job at most
 _SHARE = 32  # a job is at most this part of what is left, or some workers would end long before others
 _DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1 = plan.image1"
 
@@ -133,12 +133,12 @@ def images_to_extract(writer: Writer, *, everything: bool) -> list[str]:
     return [name for number, name, status in rows if status == 0 or (status == DONE and number in lost)]
 
 
-def extract_jobs(names: Sequence[str]) -> Iterator[ExtractJob]:
-    """Jobs of a few images, smaller towards the end."""
+def extract_jobs(names: Sequence[str], batch: int = 1) -> Iterator[ExtractJob]:
+    """Jobs of a few images, smaller towards the end; `batch` of them are worked on together."""
     start = 0
     while start < len(names):
-        size = _job_size(len(names) - start, _IMAGES)
-        yield ExtractJob(tuple(names[start : start + size]))
+        size = _job_size(len(names) - start, max(_IMAGES, 2 * batch), batch)
+        yield ExtractJob(tuple(names[start : start + size]), batch)
         start += size
 
 

@@ -62,7 +62,13 @@ OnProgress = Callable[[StageProgress], None]
 
 
 def extract(
-    writer: Writer, engine: Engine, source: FeatureSource, *, everything: bool, on_progress: OnProgress
+    writer: Writer,
+    engine: Engine,
+    source: FeatureSource,
+    *,
+    everything: bool,
+    batch: int,
+    on_progress: OnProgress,
 ) -> int:
     """Extract the waiting images of waiting pairs, or of `everything`; returns how many were tried.
 
@@ -72,9 +78,8 @@ def extract(
     names = images_to_extract(writer, everything=everything)
     if names:
         on_progress(StageProgress("extract", 0, 0, len(names)))
-        _commit_in_groups(
-            engine.run(extract_jobs(names)), _Extraction(writer, source), len(names), on_progress
-        )
+        jobs, stage = extract_jobs(names, batch), _Extraction(writer, source)
+        _commit_in_groups(engine.run(jobs), stage, len(names), on_progress)
     fail_pairs_of_failed_images(writer)
     return len(names)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from matcher.collection.selection import Selection
 from matcher.data.features import Features
+from matcher.data.image import Image
 from matcher.data.masks import find_mask, no_mask
 from matcher.data.photos import list_images
 from matcher.errors import ImageError, UsageError
@@ -25,9 +26,9 @@ _LONGEST_NAME = 1024  # characters
 
 @dataclass(frozen=True, eq=False)
 class Extracted:
-    """Features of one image and what else the store keeps of it."""
+    """Features of one image and what else the store keeps of it; or the image, before they are found."""
 
-    features: Features
+    features: Features | Image
     sha256: str
     stamp: str
     scale: tuple[float, float]  # resized / upright size of what the front end saw
@@ -51,8 +52,8 @@ class FeatureSource(Protocol):
     def digest(self, name: str) -> str:
         """The sha256 of the content; `ImageError` where there is nothing."""
 
-    def extract(self, name: str, pipeline: Pipeline) -> Extracted:
-        """The features; `MatcherError` where the image cannot be used."""
+    def read(self, name: str, pipeline: Pipeline) -> Extracted:
+        """The features where the source has them, else the image; `MatcherError` where it cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class Photos:
                 raise ImageError(f"{path} cannot be read ({error.strerror}); check the path") from None
         return found.hexdigest()
 
-    def extract(self, name: str, pipeline: Pipeline) -> Extracted:
-        """Read the image and run the front end; errors of `matcher.read_image`."""
+    def read(self, name: str, pipeline: Pipeline) -> Extracted:
+        """The image, for the front end; errors of `matcher.read_image`."""
         stamp, digest = self.stamp(name), self.digest(name)
         path, *masks = self._files(name)
         image = pipeline.read(path, masks[0] if masks else None)
-        return Extracted(pipeline.extractor([image])[0], digest, stamp, image.scale)
+        return Extracted(image, digest, stamp, image.scale)
 
     def _files(self, name: str) -> list[Path]:
         """The image, and its mask where it has one."""
