@@ -6,6 +6,7 @@ the first pixel is (0, 0); `size` is (width, height).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
@@ -250,7 +251,14 @@ class Features:
 
     def _map(self, change) -> Features:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
-        return replace(self, **{k: None if v is None else change(k, v) for k, v in values.items()})
+        return self.with_valid(**{k: None if v is None else change(k, v) for k, v in values.items()})
+
+    def with_valid(self, **values: Tensor | None) -> Features:
+        """The same with other fields, which are not checked: on a GPU every check waits for it."""
+        changed = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     def to(self, device: torch.device | str) -> Features:
         """The same features as torch tensors on a device; themselves if they are that."""

@@ -19,6 +19,7 @@ from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_
 
 from matcher.config import ExtractorConfig
 from matcher.data.image import Image
+from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
 from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
 from matcher.kernels.maps import (
     add_enlarged_compiled,
@@ -192,10 +193,7 @@ def peaks(logits: Tensor, radius: int) -> Tensor:
 
 def candidates(logits: Tensor, radius: int, border: int) -> Tensor:
     """(B, H, W) bool: peaks that are `border` pixels or more away from the edge."""
-    inner = torch.zeros_like(logits, dtype=torch.bool)
-    height, width = logits.shape[1:]
-    inner[:, border : height - border, border : width - border] = True
-    return peaks(logits, radius) & inner
+    return peaks(logits, radius) & inner_pixels(logits, border)
 
 
 def _running_maximum(rows: Tensor, radius: int) -> Tensor:
@@ -230,12 +228,29 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
     device = network.points.weight.device
     logits, maps = network(torch.cat([padded(grey(image, device), STRIDE) for image in images]))
     height, width = images[0].pixels.shape[:2]
+    if device.type == "cuda":
+        return _points_of_all(network, logits[:, :height, :width], maps, images, config)
     return [
         _points_of(
             network, logits[b : b + 1, :height, :width], [level[b : b + 1] for level in maps], image, config
         )
         for b, image in enumerate(images)
     ]
+
+
+def _points_of_all(
+    network: FeatureNetwork,
+    logits: Tensor,
+    maps: list[Tensor],
+    images: Sequence[Image],
+    config: ExtractorConfig,
+) -> list[Found]:
+    """The best points of images of one size, as many of each, so that a GPU is read only once."""
+    logits = logits.contiguous()
+    keep = candidates(logits, config.nms_radius, config.border) & allowed_pixels(images, logits.device)
+    points, scores = best_pixels(logits.sigmoid(), keep, config.score_threshold, config.max_keypoints)
+    refined = refine(logits, points)
+    return read_together(refined, scores, network.describe(maps, refined), config.score_threshold)
 
 
 def _points_of(

@@ -16,6 +16,7 @@ from torch.nn.functional import grid_sample, max_pool2d, normalize, pixel_shuffl
 
 from matcher.config import ExtractorConfig
 from matcher.data.image import Image
+from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
 from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
 
 CELL = 8  # pixels a side
@@ -131,6 +132,8 @@ def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     maps, descriptors = network(padded(pixels, CELL))
     scores = maps[0, :height, :width]
     keep = suppress(scores, config.nms_radius) & (scores > config.score_threshold)
+    if device.type == "cuda":
+        return _best_together(network, scores, keep, descriptors, image, config)
     y, x = keep.nonzero().T
     inside = torch.minimum(torch.minimum(x, width - 1 - x), torch.minimum(y, height - 1 - y)) >= config.border
     y, x = y[inside], x[inside]
@@ -138,6 +141,21 @@ def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     index = strongest(points, scores, image, config.max_keypoints)
     points = points[index]
     return Found(points, scores[index], network.describe(descriptors, points))
+
+
+def _best_together(
+    network: SuperPoint,
+    scores: Tensor,
+    keep: Tensor,
+    descriptors: Tensor,
+    image: Image,
+    config: ExtractorConfig,
+) -> Found:
+    """The best of the pixels kept (H, W), as many in every image, so that a GPU is read only once."""
+    keep = keep[None] & inner_pixels(scores[None], config.border) & allowed_pixels([image], scores.device)
+    points, best = best_pixels(scores[None], keep, config.score_threshold, config.max_keypoints)
+    described = network.describe(descriptors, points[0].float())
+    return read_together(points.float(), best, described[None], config.score_threshold)[0]
 
 
 _PUBLISHED = {"score_threshold": 0.005, "nms_radius": 4, "border": 4}

@@ -46,6 +46,8 @@ def _log_sums(scores: Tensor) -> tuple[Tensor, Tensor]:
 
     It is relative to the rows' maxima; if a column is far below all of them columns are summed by themselves.
     """
+    if scores.device.type != "cpu":  # to ask whether a column is far below would hold a GPU up
+        return torch.logsumexp(scores, dim=2), torch.logsumexp(scores, dim=1)
     tops = scores.amax(2)
     rows, columns = torch.empty_like(tops), scores.new_zeros(scores.shape[0], scores.shape[2])
     highest = tops.amax(1, keepdim=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from matcher.config import NetworkConfig
@@ -10,12 +12,20 @@ from matcher.data.features import RAW_SIFT, Features
 from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SAMPLED = 64  # descriptors of an image whose norm is looked at
 _NORM_TOLERANCE = 0.1  # half precision is far within it
 
 
-def check_features(config: NetworkConfig, features: Features) -> None:
+def check_features(config: NetworkConfig, features: Features, *, norms: bool = True) -> None:
     """Refuse features that a network was not trained on.
+
+    Args:
+        config: of the network.
+        features: a batch.
+        norms: whether to look at descriptors, too; `unlike_norms` does so on a device.
 
     Raises:
         UsageError: kind, descriptor size or descriptor norm does not fit, or the features are not a batch.
@@ -30,7 +40,7 @@ def check_features(config: NetworkConfig, features: Features) -> None:
         )
     if size != config.descriptor_dim:
         raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
-    if config.kind not in UNNORMALISED:
+    if norms and config.kind not in UNNORMALISED:
         _check_norms(config.kind, features)
     needed = ["cells", "grid"] if config.assignment.border else []
     needed += ["cells", "affine_frames", "maps"] if config.refinement else []
@@ -53,3 +63,10 @@ def _check_norms(kind: str, features: Features) -> None:
     raise UsageError(
         f"this matcher takes descriptors of norm 1, not of {typical_norm(image):.3g}; normalise them first"
     )
+
+
+def unlike_norms(kind: str, features: Features) -> Tensor:
+    """(B,) bool, images whose descriptors `check_features` refuses; torch, on the device of the features."""
+    norms = features.descriptors[:, :_SAMPLED].float().norm(dim=-1)
+    counted = features.mask[:, :_SAMPLED] & (norms > 0) & (kind not in UNNORMALISED)
+    return 2 * (counted & ((norms - 1).abs() > _NORM_TOLERANCE)).sum(1) > counted.sum(1)

@@ -1,4 +1,4 @@
-"""Mutual nearest neighbours on a GPU, by torch: the same steps as `matcher.match.nearest`."""
+"""Mutual nearest neighbours on a GPU, by torch: the steps of `matcher.match.nearest`; it is read once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ def mutual_nearest_on(
     nearest0, ratios0 = _nearest(first, second, products - half1)
     nearest1, ratios1 = _nearest(second, first, products.T - half0)
     here = torch.arange(len(first), device=first.device)
-    worst = torch.maximum(ratios0, ratios1[nearest0])
-    keep = (nearest1[nearest0] == here) & (worst <= ratio)
-    indices = torch.stack([here[keep], nearest0[keep]], dim=1).cpu()
-    scores = (1 - worst[keep]).cpu()
-    order = torch.argsort(scores, descending=True, stable=True)
-    return indices[order].numpy(), scores[order].numpy()
+    partner = torch.where(nearest1[nearest0] == here, nearest0, -1)
+    worst = torch.maximum(ratios0, ratios1[nearest0]).float()
+    partner, worst = torch.stack([partner.int(), worst.view(torch.int32)]).cpu()
+    partner, worst = partner.numpy().astype(np.int64), worst.view(torch.float32).numpy()
+    keep = np.flatnonzero((partner >= 0) & (worst <= ratio))
+    scores = 1 - worst[keep]
+    order = np.argsort(-scores, kind="stable")
+    return np.stack([keep, partner[keep]], axis=1)[order], scores[order]
 
 
 def _nearest(queries: Tensor, candidates: Tensor, closeness: Tensor) -> tuple[Tensor, Tensor]:

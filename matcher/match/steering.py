@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from matcher.data.features import Features
+from matcher.match.tables import turned_orientations
 from matcher.match.turns import (
     CERTAIN,
     COMPARED,
@@ -17,7 +17,6 @@ from matcher.match.turns import (
     MIN_DISTANCE,
     MIN_GAIN,
     STEERABLE,
-    TURNED_EXIF,
     TURNS,
 )
 
@@ -55,10 +54,10 @@ def turned_by(features: Features, turns: int | Tensor) -> Features:
 
 
 def _turned(features: Features, turns: Tensor) -> Features:
-    view, further = features.matched_orientation, torch.tensor(TURNED_EXIF, device=turns.device)
+    view, further = features.matched_orientation, turned_orientations(turns.device)
     for count in range(1, TURNS):
         view = torch.where(turns >= count, further[view], view)
-    return replace(features, descriptors=steered(features.descriptors, turns), view_orientation=view)
+    return features.with_valid(descriptors=steered(features.descriptors, turns), view_orientation=view)
 
 
 @torch.no_grad()

@@ -75,10 +75,15 @@ def soft_matches(found: MutualBest, columns: int) -> tuple[SoftMatches, SoftMatc
 
 
 def agreement(before: SoftMatches, after: SoftMatches) -> float:
-    """Share of the matches, by confidence, that two rounds have in common; the least of the batch."""
+    """The least of `agreements`."""
+    return float(agreements(before, after).min())
+
+
+def agreements(before: SoftMatches, after: SoftMatches) -> Tensor:
+    """(B,) share of the matches, by confidence, that two rounds have in common."""
     least = torch.minimum(before.confidence, after.confidence) * (before.partner == after.partner)
     most = torch.maximum(before.confidence, after.confidence).sum(1)
-    return float((least.sum(1) / most.clamp_min(_TINY)).masked_fill(most == 0, 1.0).min())
+    return (least.sum(1) / most.clamp_min(_TINY)).masked_fill(most == 0, 1.0)
 
 
 def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
@@ -91,7 +96,7 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
     """
     if (found := fit_compiled(positions, targets, confidence)) is not None:
         return LocalFit(*found)
-    chosen = confidence.topk(max(1, int((confidence > 0).sum(1).max())), dim=1)
+    chosen = confidence.topk(_most_matches(confidence), dim=1)
     # As planes: position, target and confidence of every match (B, 5, K), then of every point's neighbours.
     matches = torch.cat([positions, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)
     matches = matches.gather(2, chosen.indices.unsqueeze(1).expand(-1, 5, -1))
@@ -108,6 +113,13 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
     reach = square.amax(2, keepdim=True).sqrt_().clamp_min_(0.02) / 1.5
     base = torch.exp(square / (-2 * reach * reach)) * neighbours[:, 4] * usable
     return _fit(torch.cat([steps / reach.unsqueeze(1), neighbours[:, 2:4]], dim=1), base)
+
+
+def _most_matches(confidence: Tensor) -> int:
+    """Columns that hold every match of (B, N); all on a GPU, where the program would wait for the number."""
+    if confidence.device.type != "cpu":
+        return confidence.shape[1]
+    return max(1, int((confidence > 0).sum(1).max()))
 
 
 def _squared_distances(positions: Tensor, matches: Tensor, owners: Tensor) -> Tensor:

@@ -89,8 +89,16 @@ class CorrespondenceGuidance(nn.Module):
 
     def factors(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, Tensor]:
         """(…, N, C), (…, M, C) whose products are the agreement."""
-        left = torch.cat([self._weighted_waves(side0, depth), self._waves(side0.positions)], dim=-1)
-        right = torch.cat([self._waves(side1.positions), self._weighted_waves(side1, depth)], dim=-1)
+        weights = [self._weights(side, depth) for side in (side0, side1)]
+        return self.weighted_factors(side0, side1, *weights)
+
+    def weighted_factors(
+        self, side0: Side, side1: Side, weights0: Tensor, weights1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `factors`, for weights (…, N, 64), (…, M, 64) of the waves of predicted positions."""
+        waves0, waves1 = (self._predicted_waves(side.predicted) for side in (side0, side1))
+        left = torch.cat([weights0 * waves0, self._waves(side0.positions)], dim=-1)
+        right = torch.cat([self._waves(side1.positions), weights1 * waves1], dim=-1)
         return left, right
 
     def _waves(self, positions: Tensor) -> Tensor:
@@ -100,6 +108,5 @@ class CorrespondenceGuidance(nn.Module):
     def _predicted_waves(self, predicted: Tensor) -> Tensor:
         return self._waves(predicted.detach().clamp(-_FARTHEST, _FARTHEST))
 
-    def _weighted_waves(self, side: Side, depth: int) -> Tensor:
-        confidence = 2 * self.confidence[depth](side.x.float()).sigmoid()
-        return confidence * self.weight[depth].repeat(2) * self._predicted_waves(side.predicted)
+    def _weights(self, side: Side, depth: int) -> Tensor:
+        return 2 * self.confidence[depth](side.x.float()).sigmoid() * self.weight[depth].repeat(2)

@@ -153,7 +153,7 @@ class FusedSelfBlock(nn.Module):
         if qk.dtype == torch.float32:
             _complex(qk, 2 * self.heads).mul_(rotations)
             return
-        step = max(64, CACHED_ROWS // self.rotated)
+        step = max(64, CACHED_ROWS // self.rotated) if qk.device.type == "cpu" else len(qk)
         exact = qk.new_empty(min(step, len(qk)), self.rotated, dtype=torch.float32)
         for part, angles in zip(qk.split(step), rotations.split(step), strict=True):
             rotated = exact[: len(part)].copy_(part)

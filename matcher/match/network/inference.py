@@ -15,7 +15,8 @@ from matcher.match.mutual import credible_matches
 from matcher.match.network.backbone import fuse_backbone
 from matcher.match.network.context import CrossBlock, SelfBlock
 from matcher.match.network.fused import fuse_layer
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network.model import MatchingNetwork, check_paired
+from matcher.match.padded.matching import PaddedNetwork, PairBest, suits
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import aligned, turned_by
 from matcher.match.turns import STEERABLE, TURNS
@@ -78,11 +79,33 @@ class AttentionMatcher:
     """A network in inference: features of B pairs → mutual matches above the threshold, best first."""
 
     def __init__(
-        self, model: MatchingNetwork, *, device: torch.device | str = "cpu", precision: Precision = "auto"
+        self,
+        model: MatchingNetwork,
+        *,
+        device: torch.device | str = "cpu",
+        precision: Precision = "auto",
+        cuda_graphs: bool = False,
     ) -> None:
+        """Copy the network to where it runs.
+
+        Args:
+            model: trained.
+            device: where it runs.
+            precision: as `inference_network` takes it.
+            cuda_graphs: on a GPU, capture the work for each size once and replay it; the memory for the last
+                few sizes is kept.
+
+        Raises:
+            UsageError: an unknown precision.
+        """
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
-        self.model = inference_network(model, self.device, self.precision)
+        self.cuda_graphs = cuda_graphs
+        self._use(inference_network(model, self.device, self.precision))
+
+    def _use(self, model: MatchingNetwork) -> None:
+        self.model, padded = model, suits(model.config, self.device)
+        self._padded = PaddedNetwork(model, self.device, self.cuda_graphs) if padded else None
 
     def adjusted(
         self,
@@ -103,9 +126,8 @@ class AttentionMatcher:
         """
         changed = copy.copy(self)
         depth = len(self.model.layers) if layers is None else layers
-        changed.model = self.model.first_layers(depth, max_iterations)
-        if policy is not None:
-            changed.model = changed.model.with_policy(policy)
+        model = self.model.first_layers(depth, max_iterations)
+        changed._use(model if policy is None else model.with_policy(policy))
         return changed
 
     @torch.inference_mode()
@@ -123,10 +145,12 @@ class AttentionMatcher:
 
         Arguments and errors are those of a call.
         """
-        return self._best_view(features0, features1)[0]
+        return self._best_view(features0, features1)[0].to(self.device)
 
     def _best_view(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
         """Image 1 of every pair in the view in which it is matched, and the matches."""
+        if self._padded is not None and 0 not in (len(features0), len(features1)):
+            return self._best_view_on_gpu(features0, features1)
         features0, features1 = (f.to(self.device) for f in (features0, features1))
         if self.model.config.kind != STEERABLE or len(features0.mask) != len(features1.mask):
             return features1, self._matches(features0, features1)
@@ -147,6 +171,39 @@ class AttentionMatcher:
             if len(other) > max(MIN_PART * enough[b], MIN_GAIN * len(found[b])):
                 found[b], turned[b] = other, TURNS // 2
         return turned_by(features1, turned) if bool(turned.any()) else features1, found
+
+    def _best_view_on_gpu(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
+        """As `_best_view`; a pair with few matches is the only one whose device is waited for again."""
+        for features in (features0, features1):
+            self.model.check(features, norms=features.mask.device.type == "cpu")
+        check_paired(features0, features1)
+        pairs = self._padded(features0, features1)
+        for features in (features0, features1) if any(pair.unlike for pair in pairs) else ():
+            self.model.check(features)
+        found, turns = [self._read_off(pair) for pair in pairs], torch.tensor([pair.turns for pair in pairs])
+        share = self.model.config.policy.opposite_turn_below if self.model.config.kind == STEERABLE else 0.0
+        enough = [share * min(pair.points0, pair.points1) for pair in pairs]
+        if few := [b for b, matches in enumerate(found) if len(matches) < enough[b]]:
+            opposite = (turns[few] + TURNS // 2) % TURNS
+            again = self._padded(features0.entries(few), features1.entries(few), opposite)
+            for b, turn, pair in zip(few, opposite, again, strict=True):
+                other = self._read_off(pair)
+                if len(other) > max(MIN_PART * enough[b], MIN_GAIN * len(found[b])):
+                    found[b], turns[b] = other, turn
+        return turned_by(features1, turns.to(features1.mask.device)) if turns.any() else features1, found
+
+    def _read_off(self, pair: PairBest) -> Matches:
+        policy = self.model.config.policy
+        indices, scores = credible_matches(pair.best, policy.match_threshold, policy.threshold_doubles_at)
+        return Matches(
+            indices=indices.numpy(),
+            points0=pair.keypoints0[indices[:, 0]].numpy(),
+            points1=pair.keypoints1[indices[:, 1]].numpy(),
+            scores=scores.numpy(),
+            layers_run=pair.layers_run,
+            kept0=pair.kept0,
+            kept1=pair.kept1,
+        )
 
     def _matches(self, features0: Features, features1: Features) -> list[Matches]:
         prediction = self.model(features0, features1, align=False)

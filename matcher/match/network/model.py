@@ -122,13 +122,13 @@ class MatchingNetwork(nn.Module):
         self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
         self.project.bias.copy_(-self.project.weight @ mean)
 
-    def check(self, features: Features) -> None:
-        """Refuse features that the network was not trained on.
+    def check(self, features: Features, *, norms: bool = True) -> None:
+        """Refuse features that the network was not trained on; descriptors are looked at only for `norms`.
 
         Raises:
             UsageError: the kind, size or norm of the descriptors does not fit, or no batch was given.
         """
-        check_features(self.config, features)
+        check_features(self.config, features, norms=norms)
 
     def tokens(self, features0: Features, features1: Features, *, align: bool = True) -> Tokens:
         """The valid points of B pairs as packed tokens, descriptors turned to fit; raises as `check` does."""
@@ -136,8 +136,7 @@ class MatchingNetwork(nn.Module):
         features0, features1 = (f.to(device) for f in (features0, features1))
         for features in (features0, features1):
             self.check(features)
-        if features0.mask.shape[0] != features1.mask.shape[0]:
-            raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
+        check_paired(features0, features1)
         if align:
             features1 = aligned(features0, features1, self.config.kind)
         masks = (features0.mask, features1.mask)
@@ -152,7 +151,7 @@ class MatchingNetwork(nn.Module):
                 values.append(self.guidance.inputs(features))
             columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
         descriptors, index, positions, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
-        x, rotations = self._project(descriptors), None
+        x, rotations = self.projected(descriptors), None
         if self.guidance is not None:
             x = self.guidance.begin(x, codes.pop())
         if self.config.position.kind == "rotary":
@@ -161,7 +160,8 @@ class MatchingNetwork(nn.Module):
             x = x + codes[0]
         return Tokens(x, rotations, index, Layout(counts), tuple(range(len(counts))), positions)
 
-    def _project(self, descriptors: Tensor) -> Tensor:
+    def projected(self, descriptors: Tensor) -> Tensor:
+        """Descriptors (T, D) → tokens (T, dim), float32."""
         if not self.config.project:
             return descriptors.float()
         return linear(
@@ -181,14 +181,15 @@ class MatchingNetwork(nn.Module):
         """
         totals = dict(zip(tokens.pairs, (n + m for n, m in tokens.layout.counts), strict=True))
         for depth in range(len(self.layers)):
-            after = self._advance(tokens, depth)
+            after = self.advance(tokens, depth)
             state = LayerState(self, policy or self.config.policy, depth, tokens, after, totals)
             yield state
             tokens = state.tokens if state.is_last else state.remaining
             if not tokens.pairs:
                 return
 
-    def _advance(self, tokens: Tokens, depth: int) -> Tokens:
+    def advance(self, tokens: Tokens, depth: int) -> Tokens:
+        """Tokens after layer `depth`, with the predicted correspondences of guided ones."""
         x = self.layers[depth](tokens.x, tokens.rotations, tokens.layout)
         if self.guidance is None:
             return replace(tokens, x=x)
@@ -239,3 +240,13 @@ class MatchingNetwork(nn.Module):
             kept = () if self.fine is None else (side.x for side in sides)
             found[pair] = PairPrediction(assignment, *index, depth + 1, *kept)
         return found
+
+
+def check_paired(features0: Features, features1: Features) -> None:
+    """Refuse batches of two sizes.
+
+    Raises:
+        UsageError: they have not as many images.
+    """
+    if features0.mask.shape[0] != features1.mask.shape[0]:
+        raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")

@@ -7,14 +7,14 @@ only attention looks at images.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from matcher.attention import Kernel, merge_heads, scaled_dot_product
+from matcher.attention import Kernel, linear_attention, merge_heads, scaled_dot_product
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Layout:
     """Points (N, M) of every pair; tokens are ordered pair 0 image 0, pair 0 image 1, pair 1 image 0, …"""
 
     counts: tuple[tuple[int, int], ...]
+    # (2·B, N) bool: which of equally many points of every image are attended to; None: all
+    live: Tensor | None = field(default=None, compare=False)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -84,8 +86,17 @@ def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool
     heads, width = q.shape[1:]
     q, k, v = (x.view(-1, layout.uniform, heads, width).transpose(1, 2) for x in (q, k, v))
     if cross:
-        k, v = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v))
-    return merge_heads(kernel(q, k, v)).reshape(-1, heads * width)
+        k, v = (_other_images(x) for x in (k, v))
+    if layout.live is None:
+        return merge_heads(kernel(q, k, v)).reshape(-1, heads * width)
+    live = _other_images(layout.live) if cross else layout.live
+    mask = live[:, None] if kernel is linear_attention else live[:, None, None]
+    return merge_heads(kernel(q, k, v, mask)).reshape(-1, heads * width)
+
+
+def _other_images(x: Tensor) -> Tensor:
+    """(2·B, …) of all images, as their partners have it."""
+    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def _attend_ragged(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool, kernel: Kernel) -> Tensor:
@@ -113,7 +124,7 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool)
     filled = torch.zeros(images * longest, dtype=torch.bool, device=q.device).index_fill(0, slots, True)
     filled = filled.view(images, longest)
     if cross:
-        k, v, filled = (x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for x in (k, v, filled))
+        k, v, filled = (_other_images(x) for x in (k, v, filled))
     message = scaled_dot_product(*(x.transpose(1, 2) for x in (q, k, v)), filled[:, None, None])
     return merge_heads(message).flatten(0, 1)[slots]
 

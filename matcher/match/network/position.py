@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from matcher.config import ContextConfig, PositionConfig
 from matcher.data.features import Features
-from matcher.data.geometry import UPRIGHT
 from matcher.errors import UsageError
+from matcher.match.tables import upright_maps
 
 CHANNELS = {
     "xy": 2,
@@ -92,7 +92,7 @@ def _upright_directions(features: Features) -> Tensor:
 def _turn(features: Features) -> Tensor:
     """(…, 2, 2) the map from stored directions to those of the view that is matched."""
     codes = features.matched_orientation
-    return torch.as_tensor(UPRIGHT, dtype=torch.float32, device=codes.device)[codes]
+    return upright_maps(codes.device)[codes]
 
 
 def _required(value: Tensor | None, name: str) -> Tensor:

@@ -1,0 +1,271 @@
+"""A CUDA device that is simulated on the processor, with a count of the waits for it.
+
+Its tensors say that they are on `cuda:0`; their numbers lie in tensors of the processor. So whatever depends
+on the device's type goes the way that it goes on a GPU, tensors of two devices in one operation are an error,
+and every step for which a program waits for its GPU is counted. No kernel of a GPU is simulated: rounding,
+memory and time are not known here.
+
+For torch's own C++ the tensors are on the device "meta", which needs no driver.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+CUDA = torch.device("cuda", 0)
+META, CPU = torch.device("meta"), torch.device("cpu")
+aten = torch.ops.aten
+
+# Operations whose result, or its size, the program reads from the device.
+_READS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.is_nonzero.default,
+}
+_WRITES_BY_INDEX = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+_INDEXING = {aten.index.Tensor, *_WRITES_BY_INDEX}
+
+
+class Waits:
+    """How often the program waited for the device, by the line of the package that did."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[str] = Counter()
+        self.uploads: Counter[str] = Counter()  # the device is not waited for
+        self.kernels = 0
+
+    def __len__(self) -> int:
+        return self.reads.total()
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{count} × {line}" for line, count in self.reads.most_common()) or "no waits"
+
+
+_counting: list[Waits] = []
+
+
+def _line() -> str:
+    stack = traceback.extract_stack()
+    frames = [frame for frame in stack if "/matcher/" in frame.filename] or stack[-2:]
+    return f"{frames[-1].filename.rsplit('/matcher/', 1)[-1]}:{frames[-1].lineno} {frames[-1].line}"
+
+
+def _count(kind: str) -> None:
+    for waits in _counting:
+        getattr(waits, kind)[_line()] += 1
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the simulated device."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> OnDevice:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=META,
+            requires_grad=requires_grad,
+        )
+        made.inner = inner
+        return made
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.inner!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo) -> torch.Tensor:
+        made = OnDevice(self.inner.clone())
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(made, self.requires_grad)
+        return made.requires_grad_(self.requires_grad)
+
+    def tolist(self) -> list:
+        _count("reads")
+        return self.inner.tolist()
+
+    def numpy(self, **_) -> None:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    __array__ = numpy
+
+    def pin_memory(self) -> None:
+        raise RuntimeError("cannot pin memory of a tensor on cuda:0")
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("the address of a tensor on cuda:0 was taken for a kernel of the processor")
+
+
+def _run(func, args, kwargs):
+    """An operation of torch where some tensors are on the device."""
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    ours = [value for value in tensors if isinstance(value, OnDevice)]
+    strangers = [value for value in tensors if not isinstance(value, OnDevice) and value.dim()]
+    device, moves = kwargs.get("device"), func in (aten._to_copy.default, aten.copy_.default)
+    there = bool(ours) if device is None else torch.device(device).type == "meta"
+    if func is aten.copy_.default:
+        there = isinstance(args[0], OnDevice)
+    if moves:
+        if len(ours) + len(strangers) == 2 - (func is aten._to_copy.default) and bool(ours) and not there:
+            _count("reads")
+        elif there and (strangers or not ours):
+            _count("uploads")
+    elif ours and strangers:
+        if func not in _INDEXING:
+            raise RuntimeError(f"{func}: tensors on cuda:0 and on the CPU in one operation: {_line()}")
+        _count("uploads")
+    if ours and (func in _READS or (func in _INDEXING and _by_mask(func, args))):
+        _count("reads")
+    for waits in _counting:
+        waits.kernels += bool(ours)
+    inner_args, inner_kwargs = tree_map_only(OnDevice, lambda t: t.inner, (args, kwargs))
+    if device is not None:
+        inner_kwargs["device"] = CPU
+    found = func(*inner_args, **inner_kwargs)
+    if func is aten._local_scalar_dense.default:
+        return found
+    if func is aten.copy_.default:
+        return args[0]
+    if not there:
+        return found.clone() if moves and found is inner_args[0] else found
+    if func is aten._to_copy.default:
+        return OnDevice(found.clone() if found is inner_args[0] else found)
+    wrapped = tree_map_only(torch.Tensor, OnDevice, found)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if ours else wrapped
+
+
+def _by_mask(func, args) -> bool:
+    """Whether an index is a mask; what it masks is filled with one number without a wait."""
+    masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+    return bool(masks) and (func not in _WRITES_BY_INDEX or args[2].numel() > 1)
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+
+class _Devices(TorchFunctionMode):
+    """`device="cuda"` is the simulated device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if name in ("tensor", "as_tensor", "new_tensor") and _is_cuda(kwargs.get("device", args[0])):
+            data = args[1] if name == "new_tensor" else args[0]
+            if not isinstance(data, torch.Tensor):
+                kind = kwargs.get("dtype", args[0].dtype if name == "new_tensor" else None)
+                return torch.tensor(data, dtype=kind).to(META)
+        if name == "scaled_dot_product_attention":
+            return _attention(*args, **kwargs)
+        if name == "tolist" and isinstance(args[0], OnDevice):
+            return OnDevice.tolist(args[0])
+        if func is torch.Tensor.to:
+            args = tuple(
+                value.device if i and isinstance(value, torch.Tensor) else value
+                for i, value in enumerate(args)
+            )
+        kwargs.pop("pin_memory", None)
+        return func(*tree_map(_renamed, args), **tree_map(_renamed, kwargs))
+
+
+def _is_cuda(value) -> bool:
+    if isinstance(value, OnDevice):
+        return True
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
+def _renamed(value):
+    return META if isinstance(value, (str, torch.device)) and _is_cuda(value) else value
+
+
+def _attention(q, k, v, attn_mask=None, **_):
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    scores = scores if attn_mask is None else scores + attn_mask.float()
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+class SimulatedEvent:
+    """An event that is over once it was asked for some times: a device lags behind the program."""
+
+    late = 0  # questions that are answered with no
+
+    def __init__(self, **_) -> None:
+        self.asked = 0
+
+    def record(self, stream=None) -> None:
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > self.late
+
+    def synchronize(self) -> None:
+        _count("reads")
+
+
+def _no_grad(mode: torch.inference_mode) -> torch.no_grad:
+    return mode.__dict__.setdefault("_instead", torch.no_grad())
+
+
+@contextmanager
+def simulated_gpu() -> Iterator[None]:
+    """The device is there, and torch says so."""
+    with pytest.MonkeyPatch.context() as patch, _Devices(), _Dispatch():
+        # In inference mode operations that are made of others are not taken apart, and reads are not seen.
+        patch.setattr(torch.inference_mode, "__enter__", lambda self: self.without.__enter__())
+        patch.setattr(torch.inference_mode, "__exit__", lambda self, *error: self.without.__exit__(*error))
+        patch.setattr(torch.inference_mode, "without", property(_no_grad), raising=False)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+        patch.setattr(torch.cuda, "Event", SimulatedEvent)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "simulated")
+        yield
+
+
+@contextmanager
+def waits() -> Iterator[Waits]:
+    """Counts the waits of what is done within."""
+    found = Waits()
+    _counting.append(found)
+    try:
+        yield found
+    finally:
+        _counting.remove(found)
