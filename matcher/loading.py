@@ -39,6 +39,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch.
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
+        cuda_graphs: on a GPU, capture a network's work for each size of tables once and replay it, which
+            spares the time of queueing it; the memory for the last few sizes is kept. Off by default.
         max_keypoints: at most so many in an image.
         resize: longer side in pixels; larger images are made smaller. By default 1024, and the presets of
             the front end `learned` make soft (enlarged, blurred) images smaller still, but not below 640.
@@ -171,7 +173,10 @@ def _further_passes(
         return None
     other = None
     if config.second_pass.preset is not None:
-        shared = {name: given.get(name) for name in ("device", "precision", "max_keypoints", "engine")}
+        shared = {
+            name: given.get(name)
+            for name in ("device", "precision", "max_keypoints", "engine", "cuda_graphs")
+        }
         other = cache(partial(_local_matcher, config.second_pass.preset, shared))
     return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
 

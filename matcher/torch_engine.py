@@ -40,11 +40,14 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
         extractor = build_extractor(
             config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
         )
+    graphs = given.get("cuda_graphs", False)
+    if graphs and device.type != "cuda":
+        raise UsageError(f"cuda_graphs needs a CUDA device, not {device}; leave it out")
     if isinstance(config.matcher, NearestConfig):
         return LearnedParts(extractor, NearestMatcher(config.matcher, device=device), config, None)
     precision = resolve_precision(given.get("precision", "auto"), device)
     network, source = _trained(config, given)
-    matcher = AttentionMatcher(network, device=device, precision=precision)
+    matcher = AttentionMatcher(network, device=device, precision=precision, cuda_graphs=graphs)
     if on_grid:
         extractor = _grid_extractor(matcher, source.name)
     return LearnedParts(extractor, matcher, replace(config, matcher=network.config), source)

@@ -11,6 +11,7 @@ For torch's own C++ the tensors are on the device "meta", which needs no driver.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    return_and_correct_aliasing,
+)
 
 CUDA = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -67,6 +71,8 @@ def _line() -> str:
 
 
 def _count(kind: str) -> None:
+    if SimulatedGraph.capturing is not None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {_line()}")
     for waits in _counting:
         getattr(waits, kind)[_line()] += 1
 
@@ -127,9 +133,35 @@ class OnDevice(torch.Tensor):
         raise RuntimeError("the address of a tensor on cuda:0 was taken for a kernel of the processor")
 
 
+def _mapped(change, value):
+    """A value, or what lists, tuples and dictionaries hold, changed."""
+    if isinstance(value, (list, tuple)):
+        made = [_mapped(change, each) for each in value]
+        return type(value)(made) if type(value) in (list, tuple) else type(value)(*made)
+    if isinstance(value, dict):
+        return {key: _mapped(change, each) for key, each in value.items()}
+    return change(value)
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
+    return found
+
+
+def _inner(value):
+    return value.inner if isinstance(value, OnDevice) else value
+
+
+def _outer(value):
+    return OnDevice(value) if isinstance(value, torch.Tensor) else value
+
+
 def _run(func, args, kwargs):
     """An operation of torch where some tensors are on the device."""
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    tensors = _tensors((args, kwargs))
+    if not tensors and kwargs.get("device") is None:
+        return func(*args, **kwargs)
     ours = [value for value in tensors if isinstance(value, OnDevice)]
     strangers = [value for value in tensors if not isinstance(value, OnDevice) and value.dim()]
     device, moves = kwargs.get("device"), func in (aten._to_copy.default, aten.copy_.default)
@@ -149,10 +181,14 @@ def _run(func, args, kwargs):
         _count("reads")
     for waits in _counting:
         waits.kernels += bool(ours)
-    inner_args, inner_kwargs = tree_map_only(OnDevice, lambda t: t.inner, (args, kwargs))
+    inner_args, inner_kwargs = _mapped(_inner, (args, dict(kwargs)))
     if device is not None:
         inner_kwargs["device"] = CPU
-    found = func(*inner_args, **inner_kwargs)
+    graph = SimulatedGraph.capturing
+    if graph is not None and there:
+        found = graph.record(func, inner_args, inner_kwargs)
+    else:
+        found = func(*inner_args, **inner_kwargs)
     if func is aten._local_scalar_dense.default:
         return found
     if func is aten.copy_.default:
@@ -161,7 +197,7 @@ def _run(func, args, kwargs):
         return found.clone() if moves and found is inner_args[0] else found
     if func is aten._to_copy.default:
         return OnDevice(found.clone() if found is inner_args[0] else found)
-    wrapped = tree_map_only(torch.Tensor, OnDevice, found)
+    wrapped = _mapped(_outer, found)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if ours else wrapped
 
 
@@ -199,7 +235,9 @@ class _Devices(TorchFunctionMode):
                 for i, value in enumerate(args)
             )
         kwargs.pop("pin_memory", None)
-        return func(*tree_map(_renamed, args), **tree_map(_renamed, kwargs))
+        if "device" in kwargs or func is torch.Tensor.to:
+            args, kwargs = _mapped(_renamed, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _is_cuda(value) -> bool:
@@ -216,6 +254,55 @@ def _attention(q, k, v, attn_mask=None, **_):
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
     scores = scores if attn_mask is None else scores + attn_mask.float()
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+class SimulatedGraph:
+    """What a stage did, done again on the same memory; as on a GPU nothing is done while it is captured."""
+
+    capturing: SimulatedGraph | None = None
+
+    def __init__(self) -> None:
+        self.steps: list[tuple] = []
+        self._before: dict[int, tuple] = {}
+        self._made: list[torch.Tensor] = []
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def record(self, func, args, kwargs) -> object:
+        """Do one step, and keep it."""
+        ours = {tensor.untyped_storage().data_ptr() for tensor in self._made}
+        for tensor in _tensors((args, kwargs)) if func._schema.is_mutable else ():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in ours:
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        found = func(*args, **kwargs)
+        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        self._made += [t for t in _tensors(found) if t.untyped_storage().data_ptr() not in given]
+        self.steps.append((func, args, kwargs, found))
+        return found
+
+    def restore(self) -> None:
+        """Undo what was done while it was captured."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+    def replay(self) -> None:
+        for func, args, kwargs, found in self.steps:
+            again = func(*args, **kwargs)
+            for new, old in zip(_tensors(again), _tensors(found), strict=True):
+                if new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+@contextmanager
+def _captured(graph: SimulatedGraph, pool: object = None) -> Iterator[None]:
+    SimulatedGraph.capturing = graph
+    try:
+        yield
+    finally:
+        SimulatedGraph.capturing = None
+        graph.restore()
 
 
 class SimulatedEvent:
@@ -249,10 +336,14 @@ def simulated_gpu() -> Iterator[None]:
         patch.setattr(torch.inference_mode, "__enter__", lambda self: self.without.__enter__())
         patch.setattr(torch.inference_mode, "__exit__", lambda self, *error: self.without.__exit__(*error))
         patch.setattr(torch.inference_mode, "without", property(_no_grad), raising=False)
+        # A parameter that changes its type becomes a new one: `inner` would not follow.
+        patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
         patch.setattr(torch.cuda, "Event", SimulatedEvent)
+        patch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
+        patch.setattr(torch.cuda, "graph", _captured)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -261,11 +352,40 @@ def simulated_gpu() -> Iterator[None]:
 
 
 @contextmanager
+def on_cpu() -> Iterator[None]:
+    """Without the simulation, which makes what runs on the processor slow as well."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextmanager
 def waits() -> Iterator[Waits]:
-    """Counts the waits of what is done within."""
+    """Counts the waits of what is done within, on a real device by the warnings of torch."""
     found = Waits()
     _counting.append(found)
+    real = torch.backends.cuda.is_built() and torch.cuda.is_available()
     try:
-        yield found
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if real:
+                torch.cuda.set_sync_debug_mode("warn")
+            yield found
+        for one in told:
+            if "synchronizing CUDA operation" in str(one.message):
+                found.reads[f"{one.filename}:{one.lineno}"] += 1
     finally:
+        if real:
+            torch.cuda.set_sync_debug_mode("default")
         _counting.remove(found)
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request) -> Iterator[str]:
+    """Whether the device "cuda" is simulated or real: every test that asks for it is run on both."""
+    if request.param == "real":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        yield request.param
+    else:
+        with simulated_gpu():
+            yield request.param
