@@ -136,22 +136,28 @@ def export_weights(
             help="Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.",
         ),
     ] = None,
+    colmap: Annotated[
+        bool, typer.Option("--colmap", help="Write files for COLMAP's ALIKED and LightGlue instead.")
+    ] = False,
     weights: options.Weights = None,
     frontend_weights: options.FrontEndWeights = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Write the front end and the matcher of a preset as ONNX files, for other programs and languages."""
-    from matcher.onnx.export import export_for_opencv, export_preset
+    from matcher.onnx.export import export_for_colmap, export_for_opencv, export_preset
     from matcher.presets import find_preset
 
     config = find_preset(preset)
     given = {"weights": weights, "frontend_weights": frontend_weights}
+    if opencv is not None and colmap:
+        raise typer.BadParameter("--opencv and --colmap write different files; give one of them")
     if opencv is not None:
         if numbers != "float32" or any(given.values()):
             raise typer.BadParameter("--opencv writes the shipped weights in float32; leave the others out")
         files = export_for_opencv(preset, config, onnx, _size(opencv), overwrite=overwrite)
     else:
-        files = export_preset(preset, config, onnx, numbers=numbers, overwrite=overwrite, **given)
+        export = export_for_colmap if colmap else export_preset
+        files = export(preset, config, onnx, numbers=numbers, overwrite=overwrite, **given)
     for file in files:
         show(f"written  {file.path}  {file.bytes / 1e6:.1f} MB")
 

@@ -12,6 +12,7 @@ from matcher.errors import UsageError
 from matcher.files import check_output, write_whole
 from matcher.onnx.linear import Numbers
 from matcher.onnx.models import (
+    colmap_models,
     extractor_model,
     network_model,
     opencv_extractor_model,
@@ -102,6 +103,34 @@ def export_for_opencv(
         (f"opencv-{preset}", opencv_matcher(trained.config, trained.arrays, points)),
     ]
     return _write(Path(folder), models, overwrite=overwrite)
+
+
+def export_for_colmap(
+    preset: str,
+    config: PipelineConfig,
+    folder: str | Path,
+    *,
+    numbers: Numbers = "float32",
+    weights: str | Path | None = None,
+    frontend_weights: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[Exported]:
+    """Write `colmap-learned.onnx` for COLMAP's ALIKED and `colmap-PRESET.onnx` for its LightGlue.
+
+    Args:
+        preset, config, folder, numbers, weights, frontend_weights, overwrite: as in `export_preset`.
+
+    Raises:
+        UsageError: a preset of another front end or without a network, or a file that exists or cannot be
+            written.
+        IntegrityError: weights are absent or damaged.
+    """
+    if config.extractor.kind != "learned" or not isinstance(config.matcher, NetworkConfig):
+        raise UsageError(f"COLMAP takes our own front end with its network, hybrid-learned, not {preset}")
+    trained = trained_network(weights or config.weights, config.matcher.policy)
+    models = colmap_models(config.extractor, trained, frontend_weights, numbers=numbers)
+    names = ("colmap-learned", f"colmap-{preset}")
+    return _write(Path(folder), list(zip(names, models, strict=True)), overwrite=overwrite)
 
 
 def _write(folder: Path, models: Sequence[tuple[str, bytes]], *, overwrite: bool) -> list[Exported]:

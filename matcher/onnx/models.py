@@ -11,6 +11,7 @@ import numpy as np
 
 from matcher.config import ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.errors import IntegrityError, UsageError
+from matcher.onnx.colmap import colmap_front_end, colmap_matcher
 from matcher.onnx.front_end import KIND, SETTINGS, front_end_model
 from matcher.onnx.linear import Numbers
 from matcher.onnx.opencv import opencv_front_end
@@ -84,6 +85,26 @@ def opencv_extractor_model(config: ExtractorConfig, size: tuple[int, int]) -> by
     """
     config, arrays, path = _front_end(config, None)
     return _written(path, lambda: opencv_front_end(config, arrays, size))
+
+
+def colmap_models(
+    config: ExtractorConfig,
+    trained: Trained,
+    frontend_weights: str | Path | None = None,
+    *,
+    numbers: Numbers = "float32",
+) -> tuple[bytes, bytes]:
+    """The ONNX files of our front end and its network for COLMAP; see `colmap_front_end`, `colmap_matcher`.
+
+    Raises:
+        UsageError: another front end, or a network that cannot be written as ONNX.
+        IntegrityError: the parameters are absent or damaged.
+    """
+    config, arrays, path = _front_end(config, frontend_weights)
+    return (
+        _written(path, lambda: colmap_front_end(config, arrays, numbers=numbers)),
+        _written(trained.name, lambda: colmap_matcher(trained.config, trained.arrays, numbers=numbers)),
+    )
 
 
 def _front_end(

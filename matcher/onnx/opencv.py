@@ -18,7 +18,7 @@ from matcher.errors import UsageError
 from matcher.match.turns import COMPARED, MIN_GAIN, STEERABLE, TURNS
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.consensus import ConsensusGraph
-from matcher.onnx.front_end import STRIDE, FrontEndGraph
+from matcher.onnx.front_end import GREY, STRIDE, FrontEndGraph
 from matcher.onnx.linear import Linear
 from matcher.onnx.network import Compared, NetworkGraph
 from matcher.onnx.pairs import check_exportable
@@ -27,7 +27,6 @@ from matcher.onnx.steering import turn_evidence, turned_view
 from matcher.onnx.tokens import Encoder, Points
 from matcher.onnx.transport import Masses, PotentialValues, beginning, masses, raised
 
-_GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 _GROUP = 16  # values of a descriptor that move together
 ROUGH, FINAL = 7, 20  # Sinkhorn iterations between rounds of consensus, and at the end
 
@@ -55,7 +54,7 @@ def opencv_front_end(
     image = g.input("image", "float32", 1, 3, height, width)
     front_end = StaticFrontEnd(g, config, arrays, "float32")
     keypoints, scores, descriptors = front_end.best(
-        g.ReduceSum(image * np.reshape(_GREY, (1, 3, 1, 1)), [1]), width, height
+        g.ReduceSum(image * np.reshape(GREY, (1, 3, 1, 1)), [1]), width, height
     )
     sides = np.array([[width, height]], np.float32)
     aspect = np.repeat(sides / sides.max(), config.max_keypoints, axis=0)

@@ -50,7 +50,7 @@ def matcher_model(
     check_exportable(config)
     graph = Builder("matcher")
     network = NetworkGraph(graph, config, arrays, Linear(graph, numbers), fused_attention)
-    _Pairs(graph, config, network).write()
+    PairsGraph(graph, config, network).write()
     return graph.encode({"kind": config.kind, "config": json.dumps(to_dict(config))})
 
 
@@ -70,7 +70,9 @@ def check_exportable(config: NetworkConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class PairsGraph:
+    """Writes the matching of pairs by a network."""
+
     graph: Builder
     config: NetworkConfig
     network: NetworkGraph

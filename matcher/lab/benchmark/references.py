@@ -80,6 +80,11 @@ def kornia_loftr() -> nn.Module:
 def with_parameters(
     tensors: dict[str, Tensor], preset: str, device: torch.device, precision: Precision, **policy: bool
 ) -> AttentionMatcher:
+    """`network_with` in inference."""
+    return AttentionMatcher(network_with(tensors, preset, **policy), device=device, precision=precision)
+
+
+def network_with(tensors: dict[str, Tensor], preset: str, **policy: bool) -> MatchingNetwork:
     """Our network of a preset with the parameters of a reference, given under their published names.
 
     The match threshold is 0, as in the references: random parameters give low match probabilities.
@@ -90,7 +95,7 @@ def with_parameters(
     system = next(system for start, system in SYSTEMS.items() if preset.startswith(start))
     layout = choose_layout(tensors, system)
     model.load_state_dict(convert(tensors, model.state_dict(), layout, config.context.heads))
-    return AttentionMatcher(model, device=device, precision=precision)
+    return model
 
 
 def random_features(count: int, width: int = 256, seed: int = 0, kind: str = "superpoint") -> Features:

@@ -14,6 +14,7 @@ from matcher.errors import UsageError
 from matcher.lab.benchmark import (
     growth_rows,
     network_rows,
+    onnx_rows,
     preset_rows,
     process_rows,
     whole_rows,
@@ -123,6 +124,7 @@ def _plan(
         ),
     )
     yield f"{WHOLE}: pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
+    yield from _onnx_plan(watch, images, quick)
     yield from _whole_plan(watch, images, photos, quick)
     growth = (32, 64, 128) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     yield f"{WHOLE}: growth of keypoints", lambda: growth_rows.keypoint_rows(watch, images, growth)
@@ -133,6 +135,23 @@ def _plan(
                 watch, load(device=str(watch.device), max_keypoints=n), images, 2 if quick else 100
             ),
         )
+
+
+def _onnx_plan(
+    watch: Stopwatch, images: tuple[Path, Path], quick: bool
+) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
+    """Rows in ONNX Runtime; torch takes a minute to export a network that they are compared with."""
+    if watch.device.type != "cpu":
+        return
+    frame = (320, 240) if quick else (640, 480)
+    yield (
+        f"{WHOLE}: onnx front end",
+        lambda: onnx_rows.front_ends(watch, images[0], frame, _limit(quick) // 2),
+    )
+    for points in (64,) if quick else (512, 1024, 2048):
+        yield f"{WHOLE}: onnx preset", lambda n=points: onnx_rows.preset_rows(watch, images, n)
+    for points in (64,) if quick else (512, 1024):
+        yield f"{WHOLE}: onnx lightglue", lambda n=points: onnx_rows.lightglue(watch, n)
 
 
 def _whole_plan(

@@ -1,0 +1,127 @@
+"""Files for COLMAP 4 have the names and shapes that it checks, and match what the pipeline matches.
+
+COLMAP's wheels are built without ONNX Runtime, so what its extractor and matcher do with the files is done
+here: padding to multiples of 32, scalars, keypoints from −1 to 1, points in the margin dropped.
+"""
+
+import cv2
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import matcher
+from matcher.cli import main
+from matcher.errors import UsageError
+from matcher.onnx.export import export_for_colmap
+from matcher.onnx.runtime import Model
+from matcher.presets import PRESETS
+
+EXTRACTOR = {
+    "inputs": [("image", [-1, 3, -1, -1]), ("max_keypoints", []), ("min_score", [])],
+    "outputs": [("keypoints", [-1, -1, -1]), ("descriptors", [-1, -1, 64]), ("scores", [-1, -1])],
+}
+MATCHER = {
+    "inputs": [
+        *((name, [-1, -1, -1]) for name in ("kpts0", "kpts1", "desc0", "desc1")),
+        *((name, [-1, -1]) for name in ("image_size0", "image_size1")),
+    ],
+    "outputs": [("matches0", [-1]), ("mscores0", [-1])],
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colmap")
+    command = ["weights", "export", "hybrid-learned", "--onnx", str(folder), "--colmap"]
+    assert main(command) == 0
+    return [folder / "colmap-learned.onnx", folder / "colmap-hybrid-learned.onnx"]
+
+
+@pytest.mark.parametrize(("number", "wanted"), [(0, EXTRACTOR), (1, MATCHER)])
+def test_names_ranks_and_types_are_those_that_colmap_checks(files, number, wanted):
+    data = files[number].read_bytes()
+    onnx.checker.check_model(onnx.load_from_string(data), full_check=True)
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    for kind, ports in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+        assert [port.name for port in ports] == [name for name, _ in wanted[kind]]
+        for port, (_, shape) in zip(ports, wanted[kind], strict=True):
+            assert len(port.shape) == len(shape)
+            assert all(least in (-1, side) for side, least in zip(port.shape, shape, strict=True)), port
+    types = {port.name: port.type for port in (*session.get_inputs(), *session.get_outputs())}
+    whole = {name for name, kind in types.items() if kind == "tensor(int64)"}
+    assert whole == ({"max_keypoints"} if number == 0 else {"matches0"})
+
+
+def as_colmap(extractor: Model, image: np.ndarray, most: int, least: float = 0.004):
+    """Keypoints (N, 2), the corner of the first pixel being (0, 0), and descriptors of an RGB image."""
+    height, width = image.shape[:2]
+    padded = np.pad(image, ((0, -height % 32), (0, -width % 32), (0, 0)), mode="edge")
+    found = extractor(
+        image=np.ascontiguousarray(padded.transpose(2, 0, 1))[None].astype(np.float32) / np.float32(255),
+        max_keypoints=np.array(most),
+        min_score=np.array(least, np.float32),
+    )
+    scale = 0.5 * (np.array(padded.shape[1::-1], np.float32) - 1)
+    keypoints = (found["keypoints"][0] + 1) * scale + 0.5
+    inside = np.all((keypoints >= 0) & (keypoints < [width, height]), axis=1)
+    return keypoints[inside].astype(np.float32), found["descriptors"][0][inside]
+
+
+def matched(network: Model, sides: list, sizes: list) -> np.ndarray:
+    given = {}
+    for number, ((keypoints, descriptors), size) in enumerate(zip(sides, sizes, strict=True)):
+        given[f"kpts{number}"] = keypoints[None] - np.float32(0.5)
+        given[f"desc{number}"] = descriptors[None]
+        given[f"image_size{number}"] = np.array([size], np.float32)
+    found = network(**given)
+    assert found["matches0"].shape == found["mscores0"].shape == (len(sides[0][0]),)
+    rows = np.flatnonzero(found["matches0"] >= 0)
+    assert np.all(found["mscores0"][found["matches0"] < 0] == 0)
+    assert np.all(found["mscores0"][rows] > 0)
+    return np.stack([rows, found["matches0"][rows]], axis=1)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_the_matches_are_those_of_the_pipeline(files, views, turns):
+    extractor, network = (Model(file.read_bytes()) for file in files)
+    images = [cv2.cvtColor(cv2.imread(str(view)), cv2.COLOR_BGR2RGB) for view in views]
+    images = [cv2.resize(image, (330, 250), interpolation=cv2.INTER_AREA) for image in images]
+    images[1] = np.ascontiguousarray(np.rot90(images[1], turns))
+    sides = [as_colmap(extractor, image, 400) for image in images]
+    pairs = matched(network, sides, [image.shape[1::-1] for image in images])
+    theirs = np.concatenate([sides[i][0][pairs[:, i]] for i in (0, 1)], axis=1) - 0.5
+    options = {"max_keypoints": 400, "resize": 1024, "second_pass": False, "refine": False}
+    matches = matcher.load("hybrid-learned", engine="onnx", **options).match(*images).matches
+    ours = np.concatenate([matches.points0, matches.points1], axis=1)
+    near = np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.1
+    assert len(ours) > 50
+    assert near.mean() > 0.9  # the padding changes what is normalised, by little
+    assert 0.9 < len(theirs) / len(ours) < 1.1
+
+
+def test_few_points_and_none(files):
+    extractor, network = (Model(file.read_bytes()) for file in files)
+    flat = np.full((40, 70, 3), 90, np.uint8)
+    keypoints, descriptors = as_colmap(extractor, flat, 100)
+    assert keypoints.shape == (0, 2) and descriptors.shape == (0, 64)
+    one = np.full((1, 2), 20, np.float32), np.eye(1, 64, dtype=np.float32)
+    nothing = np.zeros((0, 2), np.float32), np.zeros((0, 64), np.float32)
+    for sides in ([one, one], [one, nothing], [nothing, one]):
+        assert len(matched(network, sides, [(70, 40)] * 2)) <= 1
+
+
+def test_the_least_score_is_kept_to(files, views):
+    extractor = Model(files[0].read_bytes())
+    image = cv2.resize(cv2.imread(str(views[0])), (320, 240), interpolation=cv2.INTER_AREA)
+    many, few = (len(as_colmap(extractor, image, 1000, least)[0]) for least in (0.004, 0.3))
+    assert 0 < few < many
+
+
+def test_what_does_not_fit_is_refused(tmp_path, capsys):
+    with pytest.raises(UsageError, match=r"our own front end with its network, hybrid-learned, not hybrid$"):
+        export_for_colmap("hybrid", PRESETS["hybrid"], tmp_path)
+    both = ["weights", "export", "hybrid-learned", "--onnx", str(tmp_path), "--colmap", "--opencv", "640x480"]
+    assert main(both) == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
