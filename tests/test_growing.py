@@ -12,6 +12,7 @@ from matcher.cli import main
 from matcher.collection.reconstruction import growing
 from matcher.collection.reconstruction.given_poses import read_given_poses
 from matcher.collection.reconstruction.growing import continue_model
+from matcher.collection.reconstruction.mapping import similarity
 from matcher.errors import UsageError
 
 pytest.importorskip("pycolmap")
@@ -68,6 +69,26 @@ def test_photos_are_added_in_the_coordinates_of_the_model(made, tmp_path, monkey
         assert len(place.names) == 6
     with pytest.raises(UsageError, match="has all 2 photos"):
         continue_model(tmp_path / "grown", folder / "photos" / "later", tmp_path / "again")
+
+
+@pytest.mark.parametrize("line", [True, False])
+def test_a_world_that_has_moved_is_brought_back(line):
+    """Also from cameras on a line, which do not say how the world is turned about it."""
+    rng = np.random.default_rng(0)
+    turns = np.linalg.qr(rng.normal(size=(9, 3, 3)))[0]
+    turns *= np.linalg.det(turns)[:, None, None]
+    centres = np.arange(9.0)[:, None] * [1.0, 0.2, 0] if line else rng.normal(size=(9, 3))
+    turn, scale, shift = turns[8], 2.5, np.array([4.0, -1, 7])
+
+    def poses(turns, centres):
+        return np.concatenate([turns, -turns @ centres[:, :, None]], axis=2)
+
+    moved = poses(turns[:8] @ turn.T, (centres[:8] @ turn.T * scale + shift))
+    moved[3] = poses(turns[5:6], centres[:1] + 9)[0]  # one camera is somewhere else now
+    found = similarity(moved, poses(turns[:8], centres[:8]))
+    assert found[0] == pytest.approx(1 / scale, rel=1e-6)
+    np.testing.assert_allclose(found[1], turn.T, atol=1e-6)
+    np.testing.assert_allclose(found[2], -turn.T @ shift / scale, atol=1e-6)
 
 
 def test_a_full_disk_leaves_the_model(made, tmp_path, monkeypatch):

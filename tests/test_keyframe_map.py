@@ -129,3 +129,40 @@ def test_the_command_makes_a_map(tmp_path, capfd):
         assert len(place.names) >= 3
     assert main(["track", str(folder), "--map", str(tmp_path / "other")]) == 2
     assert "--map needs poses" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("timing", ["inline", "background"])
+def test_loops_are_closed_while_the_sequence_goes_on(tmp_path, timing):
+    world = [np.linalg.inv(pose) for pose in render_photos(tmp_path / "photos", count=10)]
+    truth = [world[photo] for photo in OUT_AND_BACK]
+    tracked = drifting(truth)
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest", loops=timing, max_keypoints=400)
+    assert place.closed is None
+    for index, photo in enumerate(OUT_AND_BACK):
+        place.add(frame(index, tracked[index]), tmp_path / "photos" / f"photo{photo}.png")
+    if timing == "background":
+        place._closing = [found for found in place._search.answers(wait=True) if found][-1]
+    closed = place.closed
+    assert place.problem is None and closed.loops
+    before = [np.linalg.norm(pose[:3, 3] - true[:3, 3]) for pose, true in zip(tracked, truth, strict=True)]
+    local = np.linalg.inv(truth[0]) @ closed.after
+    after = local[:, :3, 3] / 0.97 - (np.linalg.inv(truth[0]) @ np.array(truth))[:, :3, 3]
+    assert np.linalg.norm(after, axis=1).max() < 0.2 * max(before)
+    assert closed.moved().max() > 0.05 and closed.moved()[0] < 1e-6  # it says which poses moved
+    place.close()
+    assert place.closed is not None  # what was found stays
+
+
+def test_a_search_that_fails_leaves_the_loops_to_the_end(tmp_path, monkeypatch):
+    render_photos(tmp_path / "photos", count=5)
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest", loops="inline", max_keypoints=100)
+
+    def failing(*_):
+        raise OSError(28, "the disk is full")
+
+    monkeypatch.setattr("matcher.sequence.pose_graph.PoseGraph.match", failing)
+    for index in range(5):
+        place.add(frame(index, np.eye(4)), tmp_path / "photos" / f"photo{index}.png")
+    assert "disk is full" in place.problem and place.closed is None
+    with pytest.raises(UsageError, match="loops must be end, background, inline"):
+        KeyframeMap(tmp_path / "other", CAMERA, "nearest", loops="never")

@@ -12,12 +12,12 @@ import typer
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, say, show
-from matcher.cli.tracked import as_object, closing_of, summary_of, title_of
+from matcher.cli.track_maps import LoadedMap, Lookup, LoopTimes, MapFolder, keyframe_map, maps_of, save_map
+from matcher.cli.tracked import as_object, summary_of, title_of
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
     from matcher.sequence.capture import FrameSource, SourceFrame
-    from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.log import TrackingLog
     from matcher.sequence.recording import Recording
     from matcher.sequence.tracker import Tracker
@@ -73,15 +73,6 @@ Truth = Annotated[
 Plot = Annotated[
     Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.")
 ]
-MapFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--map",
-        metavar="DIR",
-        help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
-        "PHOTOS` then localises in it. Needs the sfm extra.",
-    ),
-]
 Show = Annotated[bool, typer.Option("--show", help="Show the tracking live in the rerun viewer.")]
 
 # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
@@ -103,6 +94,9 @@ def track(
     ground_truth: Truth = None,
     plot: Plot = None,
     map_dir: MapFolder = None,
+    loops: LoopTimes = None,
+    load_map: LoadedMap = None,
+    lookup: Lookup = "background",
     show_live: Show = False,
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -117,7 +111,8 @@ def track(
 
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
-    keyframes = _keyframe_map(map_dir, pinhole, given, overwrite)
+    budgeted = budget_ms is not None
+    keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)
     truth = _read_truth(ground_truth)
     frames_in = open_frames(source, right, rate, masks)
     tracker = Tracker(
@@ -125,12 +120,13 @@ def track(
         baseline=baseline,
         budget_ms=budget_ms,
         epipolar_window=epipolar_window,
+        keyframe_map=keyframes,
         **given,
     )
-    with _recordings(output or [], show_live) as recordings:
-        log, failures = _follow(frames_in, tracker, frames, right is not None, recordings, keyframes)
-    if keyframes is not None:
-        say(closing_of(keyframes.finish()))
+    with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
+        log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
+    save_map(tracker)
+    log.in_map = load_map is not None
     return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
 
 
@@ -162,24 +158,6 @@ def _check(
     for name, value in needing.items():
         if value is not None and camera is None:
             raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
-
-
-def _keyframe_map(
-    folder: Path | None, camera: Camera | None, given: dict[str, Any], overwrite: bool
-) -> KeyframeMap | None:
-    """What collects the keyframes of a map, where one is wanted."""
-    from matcher.errors import UsageError
-
-    if folder is None:
-        return None
-    if camera is None:
-        raise UsageError("--map needs poses, and poses need --camera fx,fy,cx,cy")
-    from matcher.collection.exporting.colmap import import_pycolmap
-    from matcher.sequence.keyframe_map import KeyframeMap
-
-    import_pycolmap()
-    options = {name: value for name, value in given.items() if name != "match_threshold"}
-    return KeyframeMap(folder, camera, overwrite=overwrite, **options)
 
 
 def _read_truth(path: Path | None) -> tuple[Any, Any] | None:
@@ -214,7 +192,6 @@ def _follow(
     limit: int | None,
     stereo: bool,
     recordings: list[Recording],
-    keyframes: KeyframeMap | None = None,
 ) -> tuple[TrackingLog, int]:
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run."""
     from matcher.errors import ImageError
@@ -230,8 +207,6 @@ def _follow(
                 failures += 1
                 result = tracker.push(None, shot.timestamp)
             log.add(result)
-            if keyframes is not None:
-                keyframes.add(result, None if result.passed_over else shot.image)
             for recording in recordings:
                 image = None if result.passed_over else tracker.pipeline.read(shot.image)
                 recording.add(result, image)
@@ -275,7 +250,7 @@ def _finish(
         if path.suffix.lower() == ".npz":
             write_output(path, log.as_npz())
         elif path.suffix.lower() == ".tum":
-            _need_poses(poses)
+            _need_poses(log, poses)
             write_tum(path, stamps, poses)
     found = as_object(log, tracker, len(rows), compared)
     if plot is not None:
@@ -294,15 +269,20 @@ def _draw(
 ) -> None:
     from matcher.sequence.plot import plot_trajectory
 
-    _need_poses(poses)
+    _need_poses(log, poses)
     found, true = (poses, None) if compared is None else compared[:2]
     marked = log.keyframe_rows() if len(found) == len(poses) else []
     unit = "m" if stereo or compared is not None else "first baselines"
     plot_trajectory(path, found, true, keyframes=marked, unit=unit, title=title)
 
 
-def _need_poses(poses: Any) -> None:
+def _need_poses(log: TrackingLog, poses: Any) -> None:
     from matcher.errors import ImageError
 
+    if len(poses) == 0 and log.in_map:
+        raise ImageError(
+            "no frame has a pose in the map: is it of another place, or was the sequence too short for "
+            "--lookup background? --lookup inline waits for every answer"
+        )
     if len(poses) == 0:
         raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")

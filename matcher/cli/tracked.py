@@ -20,6 +20,7 @@ def as_object(
         "frames": len(log),
         "statuses": log.counts(),
         "poses": poses,
+        **({"in_map": True} if log.in_map else {}),
         "mean_track_length": round(log.mean_track_length(), 3),
         "choice": None if choice is None else {**vars(choice), "text": str(choice)},
         "milliseconds": {
@@ -46,6 +47,8 @@ def summary_of(found: dict[str, Any]) -> str:
         f"{found['frames']} frames ({statuses}), {found['poses']} with a pose",
         f"mean length of tracks over two or more frames: {found['mean_track_length']:.2f} frames",
     ]
+    if found.get("in_map"):
+        lines.append(f"{found['poses']} of {found['frames']} frames have a pose in the map")
     if found["choice"]:
         lines.append(found["choice"]["text"])
     lines += [

@@ -88,7 +88,21 @@ class FrameResult:
     camera: Camera | None = None  # the tracker's, rescaled where the frame has another size; None: unknown
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right image of a pair, NaN where unknown
     depths: np.ndarray | None = None  # (N,) float64 along z, NaN where unknown; metres with a baseline
+    map_from_cam: np.ndarray | None = None  # (4, 4) float64, in the map of `Tracker.load_map`
     milliseconds: dict[str, float] = field(default_factory=dict)  # by stage
+
+    @classmethod
+    def skipped(
+        cls,
+        index: int,
+        timestamp: float | None,
+        status: FrameStatus,
+        size: tuple[int, int],
+        milliseconds: dict[str, float],
+    ) -> FrameResult:
+        """The result of a frame that is passed over."""
+        nothing = np.zeros((0, 2), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return cls(index, timestamp, status, size, *nothing, milliseconds=milliseconds)
 
     @property
     def passed_over(self) -> bool:

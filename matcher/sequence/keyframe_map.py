@@ -1,6 +1,6 @@
 """Keyframes of a sequence as a map: loops are closed, points triangulated, and later runs localised in it.
 
-While a sequence is tracked, keyframes are only written to a folder. Afterwards each is matched with its
+While a sequence is tracked, keyframes are written to a folder. There, or afterwards, each is matched with its
 neighbours in time and with those that look most like it. Verified pairs far apart in time are loops. With
 loops, COLMAP's global mapper optimises the graph of relative poses, by rotation averaging and global
 positioning (GLOMAP, Pan et al. 2024); without, bundle adjustment starts from the tracked poses.
@@ -9,31 +9,31 @@ positioning (GLOMAP, Pan et al. 2024); without, bundle adjustment starts from th
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Literal, Unpack
 
 import cv2
 import numpy as np
 
-from matcher.collection.collection import Collection
-from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.output import check_folder
-from matcher.collection.reconstruction.given_poses import GivenPoses
-from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
 from matcher.data.camera import Camera
-from matcher.data.images import ImageInput, read_image
-from matcher.errors import UsageError
+from matcher.data.images import ImageInput, read_input
+from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
 from matcher.options import LoadOptions
 from matcher.presets import DEFAULT_PRESET
+from matcher.sequence import background
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.pose_graph import FRAMES, GRAPH, MODEL, Closing, Loop, PoseGraph, name_of
 from matcher.sequence.trajectory import write_tum
 
-FRAMES, RUN, MODEL = "frames", "model-run", "model"
 LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
-_NEXT, _SIMILAR = 4, 4  # keyframes that each is matched with, by time and by their looks
-_LOOP_INLIERS = 40  # of a pair that closes a loop
+LoopTiming = Literal["end", "background", "inline"]
+LOOP_TIMINGS: tuple[LoopTiming, ...] = ("end", "background", "inline")
+_QUICK = (cv2.IMWRITE_PNG_COMPRESSION, 1)  # a fifth of the time, for a seventh more bytes
+_EVERY = 5  # keyframes, after which loops are looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class ClosedTrajectory:
     timestamps: np.ndarray  # (F,) seconds; a frame's index where it has none
     before: np.ndarray  # (F, 4, 4) world_from_cam as tracked
     after: np.ndarray  # (F, 4, 4) the same, adjusted
-    loops: tuple[tuple[int, int, int], ...]  # two keyframes, by their frames, and the inliers between them
+    loops: tuple[Loop, ...]
     folder: Path  # of the model, for `Map.open`
 
     def plot(self, path: str | Path) -> Path:
@@ -88,6 +88,7 @@ class KeyframeMap:
         camera: Camera,
         preset: str = DEFAULT_PRESET,
         *,
+        loops: LoopTiming = "end",
         overwrite: bool = False,
         **options: Unpack[LoadOptions],
     ) -> None:
@@ -97,17 +98,33 @@ class KeyframeMap:
             folder: of the map; it must not exist, or be empty.
             camera: of the frames, which have one size; it is kept as it is.
             preset, options: of the map's features, as of `Collection.open`; photos are localised with them.
+            loops: when they are looked for: at the "end", or after every few keyframes, in the "background"
+                (in a process of low priority, so that tracking need not wait) or "inline" (while tracking
+                waits; the same result every time). `closed` then tells what is known.
             overwrite: the folder may hold files; those of an earlier map are replaced.
 
         Raises:
-            UsageError: a folder that cannot be used.
+            UsageError: a folder or a timing that cannot be used.
         """
         self.folder, self.camera = Path(folder), camera
-        self._preset, self._options, self._overwrite = preset, options, overwrite
+        if loops not in LOOP_TIMINGS:
+            raise UsageError(f"loops must be {', '.join(LOOP_TIMINGS)}, not {loops!r}")
         check_folder(self.folder, overwrite=overwrite)
         (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
+        self._graph = PoseGraph(self.folder.absolute(), camera, preset, dict(options), overwrite)
+        self._search = None if loops == "end" else background.start(self._graph, loops)
+        self._closing: Closing | None = None
+        self.problem: str | None = None  # why loops are not looked for before the end
         self._placed: list[_Placed] = []
         self._keyframe: int | None = None
+
+    @property
+    def closed(self) -> ClosedTrajectory | None:
+        """The trajectory with the loops found so far, None before the first."""
+        self._take()
+        if self._closing is None:
+            return None
+        return self._trajectory(self._closing.world_from_cam, self._closing.loops)
 
     def add(self, result: FrameResult, image: ImageInput | None) -> None:
         """Take in the next frame that a `Tracker` has seen; the image of a keyframe is written.
@@ -121,13 +138,17 @@ class KeyframeMap:
         if result.pose_status != "ok" or result.world_from_cam is None or image is None:
             return
         if result.is_keyframe or self._keyframe is None:
-            pixels = read_image(image, resize=None, upright=False).pixels
+            pixels = read_input(image, resize=None, upright=False).pixels
             colour = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-            write_whole(self._path(result.index), cv2.imencode(".png", colour)[1].tobytes())
+            encoded = cv2.imencode(".png", colour, _QUICK)[1]
+            write_whole(self.folder / FRAMES / name_of(result.index), encoded.tobytes())
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
         self._placed.append(_Placed(result.index, time, pose, self._keyframe))
+        if self._search is not None and self._keyframe == result.index:
+            tracked = self._tracked()
+            self._take(tracked if len(tracked) % _EVERY == 0 else None)
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Match the keyframes, close loops, make the model, and write the trajectory, its plot and the loops.
@@ -140,76 +161,51 @@ class KeyframeMap:
             ReconstructionError: COLMAP finds no points.
             OSError: the disk is full.
         """
-        keyframes = sorted({placed.keyframe for placed in self._placed})
-        if len(keyframes) < 3:
-            raise UsageError(f"a map needs at least three keyframes with a pose, not {len(keyframes)}")
-        tracked = {p.index: p.world_from_cam for p in self._placed if p.index == p.keyframe}
-        collection = self._match()
-        loops = self._loops(collection, keyframes)
-        adjusted = self._adjust(collection, tracked, closing=close_loops and bool(loops))
-        closed = self._trajectory(tracked, adjusted, loops)
+        self.close()
+        tracked = self._tracked()
+        if len(tracked) < 3:
+            raise UsageError(f"a map needs at least three keyframes with a pose, not {len(tracked)}")
+        keyframes = sorted(tracked)
+        collection = self._graph.match(keyframes)
+        loops = self._graph.loops(collection, keyframes)
+        adjusted = self._graph.model(collection, tracked, closing=close_loops and bool(loops))
+        for left in self.folder.glob(f"{GRAPH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        closed = self._trajectory(adjusted, loops)
         write_tum(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())
         closed.plot(self.folder / PLOT)
         return closed
 
-    def _path(self, index: int) -> Path:
-        return self.folder / FRAMES / _name(index)
+    def close(self) -> None:
+        """End the search for loops; what is matched stays in the folder."""
+        if self._search is not None:
+            self._search.close()
+            self._search = None
 
-    def _match(self) -> Collection:
-        """The keyframes, matched with their neighbours and with similar ones."""
-        collection = Collection.open(self.folder / RUN, preset=self._preset, workers=0, **self._options)
-        names = [_name(index) for index in sorted({placed.keyframe for placed in self._placed})]
-        collection.add_images(self.folder / FRAMES, include=names, restart=self._overwrite)
-        collection.add_pairs(sequential=_NEXT)
-        collection.add_pairs(similar=_SIMILAR)
-        collection.run()
-        return collection
+    def _take(self, tracked: dict[int, np.ndarray] | None = None) -> None:
+        """Take what the search has found, and give it more; where it fails, loops are found at the end."""
+        if self._search is None:
+            return
+        try:
+            if tracked is not None:
+                self._search.offer(tracked)
+            for closing in self._search.answers():
+                self._closing = closing or self._closing
+        except (MatcherError, OSError) as error:
+            self.problem = str(error)
+        self.problem = self.problem or self._search.problem
 
-    def _loops(self, collection: Collection, keyframes: list[int]) -> tuple[tuple[int, int, int], ...]:
-        """Verified pairs of keyframes that are not neighbours in time."""
-        rank = {_name(index): place for place, index in enumerate(keyframes)}
-        found = []
-        for pair in collection:
-            ends = rank[pair.name0], rank[pair.name1]
-            inliers = int(pair.geometry.inliers.sum())
-            apart = abs(ends[1] - ends[0]) > _NEXT
-            if apart and pair.geometry.status == "ok" and inliers >= _LOOP_INLIERS:
-                found.append((keyframes[ends[0]], keyframes[ends[1]], inliers))
-        return tuple(sorted(found))
+    def _tracked(self) -> dict[int, np.ndarray]:
+        """The poses of the keyframes."""
+        return {p.index: p.world_from_cam for p in self._placed if p.index == p.keyframe}
 
-    def _adjust(
-        self, collection: Collection, tracked: dict[int, np.ndarray], *, closing: bool
-    ) -> dict[int, np.ndarray]:
-        """The keyframes' adjusted poses world_from_cam, of a model in the coordinates of the first one."""
-        start = {_name(index): np.linalg.inv(pose) for index, pose in tracked.items()}
-        cameras = dict.fromkeys(start, self.camera)
-        out = self.folder / MODEL
-        with collection.store as store:
-            if closing:
-                choice = CameraChoice(camera=self.camera)
-                made = reconstruct(store, out, choice=choice, mapper="global", threads=1, overwrite=True)
-                found = made.largest.cam_from_world
-                start = _in_tracked_coordinates(start, found)
-                poses = GivenPoses(start, cameras, fixed=True)
-            else:
-                poses = GivenPoses(start, cameras, fixed=False)
-            made = reconstruct(
-                store, out, choice=CameraChoice(camera=self.camera), poses=poses, threads=1, overwrite=True
-            )
-        index_of = {_name(index): index for index in tracked}
-        found = {name: np.vstack([pose, [0, 0, 0, 1]]) for name, pose in made.largest.cam_from_world.items()}
-        return {index_of[name]: np.linalg.inv(pose) for name, pose in found.items()}
-
-    def _trajectory(
-        self,
-        tracked: dict[int, np.ndarray],
-        adjusted: dict[int, np.ndarray],
-        loops: tuple[tuple[int, int, int], ...],
-    ) -> ClosedTrajectory:
-        """Every frame moves with its keyframe; those of keyframes that the model lacks stay."""
-        moved = {index: adjusted.get(index, pose) @ np.linalg.inv(pose) for index, pose in tracked.items()}
+    def _trajectory(self, adjusted: dict[int, np.ndarray], loops: tuple[Loop, ...]) -> ClosedTrajectory:
+        """Every frame moves with its keyframe; those of keyframes without an adjusted pose stay."""
+        moved = {
+            index: adjusted.get(index, pose) @ np.linalg.inv(pose) for index, pose in self._tracked().items()
+        }
         return ClosedTrajectory(
             frames=np.array([placed.index for placed in self._placed], dtype=np.int64),
             timestamps=np.array([placed.time for placed in self._placed]),
@@ -218,30 +214,3 @@ class KeyframeMap:
             loops=loops,
             folder=self.folder / MODEL,
         )
-
-
-def _name(index: int) -> str:
-    return f"{index:06d}.png"
-
-
-def _in_tracked_coordinates(
-    tracked: dict[str, np.ndarray], found: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Poses cam_from_world of a model whose first camera and scale are made those of the tracked ones.
-
-    The scale is the median of the ratios of neighbouring keyframes' distances, which drift changes least.
-
-    Raises:
-        ReconstructionError: fewer than two keyframes are in the model.
-    """
-    names = [name for name in sorted(tracked) if name in found]
-    if len(names) < 2:
-        raise ReconstructionError("the graph of poses connects fewer than two keyframes")
-    wanted = np.array([np.linalg.inv(tracked[name]) for name in names])
-    given = np.array([np.linalg.inv(np.vstack([found[name], [0, 0, 0, 1]])) for name in names])
-    steps = [np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1) for poses in (wanted, given)]
-    usable = steps[1] > 1e-9
-    scale = float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
-    given[:, :3, 3] *= scale
-    start = wanted[0] @ np.linalg.inv(given[0])
-    return {name: np.linalg.inv(start @ pose) for name, pose in zip(names, given, strict=True)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.data.features import Features
+from matcher.data.tensors import to_numpy
 from matcher.refine.refinement import ImagePyramid
 from matcher.sequence.frames import FrameLinks
 
@@ -28,6 +29,16 @@ class KeptFrame:
     most_close_links: int = 0  # the same, of points that are close
     begins_anew: bool = False  # it was linked to nothing before it
     pyramid: ImagePyramid | None = None  # its image; None where points are not refined
+
+    @classmethod
+    def of(cls, index: int, features: Features, pyramid: ImagePyramid | None) -> KeptFrame:
+        """A frame of which nothing is known yet but its features, and its image where points are refined."""
+        points, descriptors = (
+            np.ascontiguousarray(to_numpy(values), np.float32)
+            for values in (features.keypoints, features.descriptors)
+        )
+        unknown = np.full(len(points), -1, np.int64), np.full(len(points), np.nan)
+        return cls(index, features, points, descriptors, *unknown, pyramid=pyramid)
 
     @property
     def size(self) -> tuple[int, int]:

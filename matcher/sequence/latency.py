@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
 
 import numpy as np
 
 PERCENTILES = (50, 95, 99)
+
+
+class Stopwatch:
+    """Milliseconds of the stages of one frame."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add what passes to a stage."""
+        start = perf_counter()
+        yield
+        self._spent[stage] = self._spent.get(stage, 0.0) + 1000 * (perf_counter() - start)
+
+    def milliseconds(self) -> dict[str, float]:
+        """Stage → milliseconds, and their total."""
+        return {**self._spent, "total": sum(self._spent.values())}
 
 
 class Latency:

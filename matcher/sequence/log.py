@@ -21,6 +21,8 @@ class TrackingLog:
     def __init__(self) -> None:
         self._frames: list[tuple[int, float, str, str, bool]] = []
         self._poses: list[np.ndarray] = []
+        self._map_poses: list[np.ndarray] = []
+        self.in_map = False  # the trajectory is that in the map which was loaded
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._ids: list[np.ndarray] = []
         self._lengths: Counter[int] = Counter()
@@ -29,9 +31,8 @@ class TrackingLog:
         """Take in the next frame."""
         time = np.nan if result.timestamp is None else result.timestamp
         self._frames.append((result.index, time, result.status, result.pose_status, result.is_keyframe))
-        self._poses.append(
-            np.full((4, 4), np.nan) if result.world_from_cam is None else result.world_from_cam
-        )
+        for column, pose in ((self._poses, result.world_from_cam), (self._map_poses, result.map_from_cam)):
+            column.append(np.full((4, 4), np.nan) if pose is None else pose)
         depths = np.full(len(result.keypoints), np.nan) if result.depths is None else result.depths
         self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
         self._ids.append(result.track_ids)
@@ -54,12 +55,13 @@ class TrackingLog:
     def trajectory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Frames (P,) int64 that have a pose, their timestamps (P,) and poses (P, 4, 4) camera to world.
 
-        A frame without a timestamp has its index as one.
+        A frame without a timestamp has its index as one. Where `in_map` is set, poses are those in the map.
         """
-        known = np.array([i for i, pose in enumerate(self._poses) if np.isfinite(pose).all()], np.int64)
+        given = self._map_poses if self.in_map else self._poses
+        known = np.array([i for i, pose in enumerate(given) if np.isfinite(pose).all()], np.int64)
         times = np.array([row[1] for row in self._frames], np.float64)
         times = np.where(np.isfinite(times), times, np.arange(len(times)))
-        poses = np.array([self._poses[i] for i in known]).reshape(-1, 4, 4)
+        poses = np.array([given[i] for i in known]).reshape(-1, 4, 4)
         return known, times[known], poses
 
     def keyframe_rows(self) -> list[int]:
@@ -70,8 +72,8 @@ class TrackingLog:
     def as_npz(self) -> bytes:
         """An .npz file: a row per frame, and a row for each observation of a track.
 
-        frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam (F, 4, 4), NaN
-        where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
+        frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam and map_from_cam
+        (F, 4, 4), NaN where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
         observation_depth (O,).
         """
         columns = list(zip(*self._frames, strict=True)) or [()] * 5
@@ -86,6 +88,7 @@ class TrackingLog:
             pose_status=np.array(columns[3], np.str_),
             is_keyframe=np.array(columns[4], bool),
             world_from_cam=np.array(self._poses).reshape(-1, 4, 4),
+            map_from_cam=np.array(self._map_poses).reshape(-1, 4, 4),
             observation_frame=np.repeat(np.arange(len(sizes)), sizes).astype(np.int64),
             observation_track=np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64),
             observation_xy=points[:, :2],
@@ -94,7 +97,11 @@ class TrackingLog:
         return buffer.getvalue()
 
     def compared_with(
-        self, times: np.ndarray | None, ground_truth: np.ndarray, *, with_scale: bool
+        self,
+        times: np.ndarray | None,
+        ground_truth: np.ndarray,
+        *,
+        with_scale: bool,
     ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
         """Estimated and true poses of the frames that have both, aligned, and the errors of segments.
 

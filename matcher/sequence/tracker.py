@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from time import perf_counter
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -14,7 +11,6 @@ from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
-from matcher.data.tensors import to_numpy
 from matcher.options import LoadOptions
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
@@ -25,16 +21,20 @@ from matcher.sequence.extraction import FrameExtractor
 from matcher.sequence.frames import FrameLinks, FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframe_refinement import KeyframeRefinement
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
-from matcher.sequence.latency import Latency
+from matcher.sequence.latency import Latency, Stopwatch
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
 from matcher.sequence.pipelines import check_settings, tracking_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
 from matcher.sequence.stereo import partners, within
+from matcher.sequence.tracker_maps import TrackerMaps
+
+if TYPE_CHECKING:
+    from matcher.sequence.keyframe_map import KeyframeMap
 
 
-class Tracker:
+class Tracker(TrackerMaps):
     """Tracks keypoints through a sequence of frames and, with a camera, estimates its poses.
 
     >>> import matcher, numpy as np
@@ -63,6 +63,7 @@ class Tracker:
         epipolar_window: float | None = None,
         guided: bool = True,
         rule: KeyframeRule = KeyframeRule(),
+        keyframe_map: KeyframeMap | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         """Set up; nothing is measured or matched before the first frame.
@@ -81,6 +82,7 @@ class Tracker:
             guided: search for links that matching missed, near where the others predict them and, in pairs,
                 along the rows.
             rule: when a frame becomes a keyframe.
+            keyframe_map: takes in every frame that is tracked; `save_map` makes the map.
             options: those of `matcher.load`; geometry can only be "fundamental", and `match_threshold` is 0.2
                 unless given.
 
@@ -99,7 +101,8 @@ class Tracker:
         self._map = LocalMap(
             linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
         )
-        self._count, self._spent = 0, dict[str, float]()
+        self._count, self._watch = 0, Stopwatch()
+        self.keyframe_map = keyframe_map
 
     @property
     def pipeline(self) -> Pipeline:
@@ -198,33 +201,32 @@ class Tracker:
         timestamp: float | None,
         mask: Mask | None,
     ) -> FrameResult:
-        self._spent = {}
+        self._watch = Stopwatch()
         if frame is None:
             return self._pass_over("dropped", timestamp)
-        with self._timed("read"):
+        with self._watch.timed("read"):
             images = self._frames.read([frame] if right is None else [frame, right], mask)
         if not self._clock.accepts(timestamp):
             return self._pass_over("out_of_order", timestamp, images[0].size)
-        with self._timed("extract"):
+        with self._watch.timed("extract"):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
         current, *others = map(self._kept, features, images)
-        with self._timed("match"):
+        with self._watch.timed("match"):
             earlier, pair = self._match(features)
-        with self._timed("verify"):
+        with self._watch.timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._map.link(current, earlier, match)
             lengths = self._map.identify(current, to_previous, to_keyframe)
         self._refine(current, to_keyframe)
-        with self._timed("verify"):
+        with self._watch.timed("verify"):
             partner = self._look_right(current, others, images, pair)
-        with self._timed("pose"):
+        with self._watch.timed("pose"):
             found = self._map.place(current, status, to_keyframe)
-        self._latency.add(self._milliseconds())
         self._map.close(current)
         self._count += 1
-        return FrameResult(
+        result = FrameResult(
             index=current.index,
             timestamp=timestamp,
             status=status,
@@ -238,24 +240,15 @@ class Tracker:
             camera=self._map.poses.camera_of(current),
             right=partner,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
-            milliseconds=self._milliseconds(),
             **found,
         )
+        result = self._mapped(result, frame)
+        self._latency.add(result.milliseconds)
+        return result
 
     def _kept(self, features: Features, image: Image) -> KeptFrame:
-        points, descriptors = (
-            np.ascontiguousarray(to_numpy(values), np.float32)
-            for values in (features.keypoints, features.descriptors)
-        )
-        return KeptFrame(
-            index=self._count,
-            features=features,
-            keypoints=points,
-            descriptors=descriptors,
-            track_ids=np.full(len(points), -1, np.int64),
-            depths=np.full(len(points), np.nan),
-            pyramid=None if self.pipeline.config.refine is None else ImagePyramid.of(image),
-        )
+        pyramid = None if self.pipeline.config.refine is None else ImagePyramid.of(image)
+        return KeptFrame.of(self._count, features, pyramid)
 
     def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
         """Matches previous → this and left → right, in one batch."""
@@ -267,7 +260,7 @@ class Tracker:
 
     def _refine(self, current: KeptFrame, links: FrameLinks | None) -> None:
         if current.pyramid is not None:
-            with self._timed("refine"):
+            with self._watch.timed("refine"):
                 self._map.refine(current, links)
 
     def _look_right(
@@ -291,22 +284,4 @@ class Tracker:
     ) -> FrameResult:
         """The result of a skipped frame; the next one is linked to the last frame that was tracked."""
         self._count += 1
-        return FrameResult(
-            index=self._count - 1,
-            timestamp=timestamp,
-            status=status,
-            size=size,
-            keypoints=np.zeros((0, 2), np.float32),
-            track_ids=np.zeros(0, np.int64),
-            track_lengths=np.zeros(0, np.int64),
-            milliseconds=self._milliseconds(),
-        )
-
-    def _milliseconds(self) -> dict[str, float]:
-        return {**self._spent, "total": sum(self._spent.values())}
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = perf_counter()
-        yield
-        self._spent[stage] = self._spent.get(stage, 0.0) + 1000 * (perf_counter() - start)
+        return FrameResult.skipped(self._count - 1, timestamp, status, size, self._watch.milliseconds())

@@ -14,8 +14,8 @@ from matcher.collection.reconstruction.georegistration import georegister
 
 RESULT = "result.json"
 CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
-_MOVED = 0.05  # of the scene's size, by which a camera may have moved and still say where the world is
-_ALIGNED = 3  # cameras, at least, that say so
+_COMPARED = 200  # cameras whose distances say how the scale has changed
+_APART = 0.1  # of the largest distance; nearer cameras say little
 
 
 def main() -> None:
@@ -92,16 +92,50 @@ def _continued(pycolmap: Any, start: Any, arguments: tuple[Any, ...], options: A
     folder.mkdir()
     start.write_binary(str(folder))
     models = pycolmap.incremental_mapping(*arguments, options, input_path=str(folder))
-    names = [start.image(number).name for number in start.reg_image_ids()]
-    centres = np.array([start.image(number).projection_center() for number in start.reg_image_ids()])
-    size = float(np.linalg.norm(np.ptp(centres, axis=0)))
+    before = _poses(start)
     for model in models.values():
-        # Bundle adjustment may move, turn and scale the world a little.
-        ransac = pycolmap.RANSACOptions(max_error=max(_MOVED * size, 1e-9), random_seed=0)
-        back = pycolmap.align_reconstruction_to_locations(model, names, centres, _ALIGNED, ransac)
-        if back is not None:
-            model.transform(back)
+        after = _poses(model)
+        both = sorted(before.keys() & after.keys())
+        if len(both) > 1:
+            # Bundle adjustment moves, turns and scales the world.
+            back = similarity(*(np.array([poses[name] for name in both]) for poses in (after, before)))
+            scale, turn, shift = back
+            model.transform(pycolmap.Sim3d(scale, pycolmap.Rotation3d(turn), shift))
     return models
+
+
+def _poses(model: Any) -> dict[str, np.ndarray]:
+    """cam_from_world (3, 4) of the registered images by name."""
+    images = [model.image(number) for number in model.reg_image_ids()]
+    return {image.name: image.cam_from_world().matrix() for image in images}
+
+
+def similarity(found: np.ndarray, wanted: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """Scale, rotation (3, 3) and translation (3,) that bring a world back, from its cameras' poses.
+
+    The rotation is that of the cameras, so they may lie on a line; those that have turned most do not count.
+
+    Args:
+        found: (N, 3, 4) cam_from_world in the world that has moved, N ≥ 2.
+        wanted: (N, 3, 4) of the same cameras before.
+    """
+    turns = np.swapaxes(wanted[:, :, :3], 1, 2) @ found[:, :, :3]
+    mean = _mean_rotation(turns)
+    angles = np.linalg.norm(turns - mean, axis=(1, 2))
+    turn = _mean_rotation(turns[angles <= np.median(angles)])
+    theirs, ours = (-np.einsum("nji,nj->ni", poses[:, :, :3], poses[:, :, 3]) for poses in (found, wanted))
+    theirs = theirs @ turn.T
+    some = np.linspace(0, len(ours) - 1, min(len(ours), _COMPARED)).astype(int)
+    first, second = np.triu_indices(len(some), 1)
+    lengths = [np.linalg.norm(c[some[first]] - c[some[second]], axis=1) for c in (theirs, ours)]
+    apart = lengths[0] > _APART * lengths[0].max()
+    scale = float(np.median(lengths[1][apart] / lengths[0][apart])) if apart.any() else 1.0
+    return scale, turn, np.median(ours - scale * theirs, axis=0)
+
+
+def _mean_rotation(turns: np.ndarray) -> np.ndarray:
+    u, _, v = np.linalg.svd(turns.sum(axis=0))
+    return u @ np.diag([1.0, 1.0, np.linalg.det(u @ v)]) @ v
 
 
 def _set_common(options: Any, job: dict[str, Any]) -> None:

@@ -1,0 +1,103 @@
+"""`matcher track` with maps: one that it makes, and one that it is localised in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from matcher.cli.messages import complain, say
+from matcher.cli.tracked import closing_of
+
+if TYPE_CHECKING:
+    from matcher.data.camera import Camera
+    from matcher.sequence.keyframe_map import KeyframeMap
+    from matcher.sequence.tracker import Tracker
+
+MapFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--map",
+        metavar="DIR",
+        help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
+        "PHOTOS` and --load-map DIR then localise in it. Needs the sfm extra.",
+    ),
+]
+LoopTimes = Annotated[
+    Literal["end", "background", "inline"] | None,
+    typer.Option(
+        "--loops",
+        help="When loops of --map are looked for: at the end, or also before, in a process beside tracking "
+        "or while it waits; by default in the background with --budget-ms, else at the end.",
+    ),
+]
+LoadedMap = Annotated[
+    Path | None,
+    typer.Option(
+        "--load-map",
+        metavar="DIR",
+        help="Map of an earlier run, or a model: trajectories, plots and ground truth are then in its "
+        "coordinates.",
+    ),
+]
+Lookup = Annotated[
+    Literal["background", "inline"],
+    typer.Option(
+        "--lookup", help="Where frames are localised in --load-map: beside tracking, or while it waits."
+    ),
+]
+
+
+def keyframe_map(
+    folder: Path | None,
+    camera: Camera | None,
+    given: dict[str, Any],
+    *,
+    loops: str | None,
+    budgeted: bool,
+    overwrite: bool,
+) -> KeyframeMap | None:
+    """What collects the keyframes of a map, where one is wanted."""
+    from matcher.errors import UsageError
+
+    if folder is None:
+        if loops is not None:
+            raise UsageError("--loops needs --map DIR, the folder of the map")
+        return None
+    if camera is None:
+        raise UsageError("--map needs poses, and poses need --camera fx,fy,cx,cy")
+    from matcher.collection.exporting.colmap import import_pycolmap
+    from matcher.sequence.keyframe_map import KeyframeMap
+
+    import_pycolmap()
+    options = {name: value for name, value in given.items() if name != "match_threshold"}
+    when = loops or ("background" if budgeted else "end")
+    return KeyframeMap(folder, camera, loops=when, overwrite=overwrite, **options)
+
+
+@contextmanager
+def maps_of(tracker: Tracker, load_map: Path | None, lookup: str) -> Iterator[None]:
+    """Load a map where one is given; end what runs beside tracking."""
+    from matcher.errors import UsageError
+
+    if load_map is not None and tracker.camera is None:
+        raise UsageError("--load-map needs poses, and poses need --camera fx,fy,cx,cy")
+    try:
+        if load_map is not None:
+            tracker.load_map(load_map, timing=lookup)
+        yield
+        if tracker.problem is not None:
+            complain(f"beside tracking: {tracker.problem}")
+    finally:
+        tracker.unload_map()
+        if tracker.keyframe_map is not None:
+            tracker.keyframe_map.close()
+
+
+def save_map(tracker: Tracker) -> None:
+    """Make the map, where one is wanted, and print what it holds."""
+    if tracker.keyframe_map is not None:
+        say(closing_of(tracker.save_map()))

@@ -1,0 +1,151 @@
+"""Keyframes on disk: matched with each other, loops found, and the graph of their poses optimised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from matcher.collection.collection import Collection
+from matcher.collection.exporting.cameras import CameraChoice
+from matcher.collection.reconstruction.given_poses import GivenPoses
+from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
+from matcher.data.camera import Camera
+
+FRAMES, RUN, MODEL = "frames", "model-run", "model"
+GRAPH = ".graph"  # folder of the graph's model while the sequence goes on
+_NEXT, _SIMILAR = 4, 4  # keyframes that each is matched with, by time and by their looks
+_LOOP_INLIERS = 40  # of a pair that closes a loop
+_FEWEST = 3  # keyframes that are worth matching
+
+Loop = tuple[int, int, int]  # two keyframes, by their frames, and the inliers between them
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """The loops that are known, and where they put the keyframes."""
+
+    loops: tuple[Loop, ...]
+    world_from_cam: dict[int, np.ndarray]  # keyframe → (4, 4), in the coordinates of the first
+
+
+@dataclass(eq=False)
+class PoseGraph:
+    """Keyframes in a folder, by the indices of their frames; everything that is matched stays there.
+
+    Called with the tracked poses of the keyframes so far, it looks for loops: a task beside tracking.
+    """
+
+    folder: Path
+    camera: Camera
+    preset: str
+    options: dict[str, Any]  # of `matcher.load`
+    overwrite: bool = False
+    _loops: int = field(default=0, init=False)
+
+    def __call__(self, tracked: Mapping[int, np.ndarray]) -> Closing | Literal[False]:
+        """The closing of the keyframes (index → world_from_cam); False where no loop is new."""
+        if len(tracked) < _FEWEST:
+            return False
+        keyframes = sorted(tracked)
+        collection = self.match(keyframes)
+        loops = self.loops(collection, keyframes)
+        if len(loops) <= self._loops:
+            return False
+        self._loops = len(loops)
+        try:
+            start = self.optimised(collection, tracked, self.folder / GRAPH)
+        except ReconstructionError:
+            return False  # not yet: more keyframes will connect them
+        return Closing(loops, {index_of(name): np.linalg.inv(pose) for name, pose in start.items()})
+
+    def match(self, keyframes: list[int]) -> Collection:
+        """The keyframes, matched with their neighbours and with similar ones."""
+        collection = Collection.open(self.folder / RUN, preset=self.preset, workers=0, **self.options)
+        names = [name_of(index) for index in keyframes]
+        collection.add_images(self.folder / FRAMES, include=names, restart=self.overwrite)
+        self.overwrite = False
+        collection.add_pairs(sequential=_NEXT)
+        collection.add_pairs(similar=_SIMILAR)
+        collection.run()
+        return collection
+
+    def loops(self, collection: Collection, keyframes: list[int]) -> tuple[Loop, ...]:
+        """Verified pairs of keyframes that are not neighbours in time."""
+        rank = {name_of(index): place for place, index in enumerate(keyframes)}
+        found = []
+        for pair in collection:
+            if pair.name0 not in rank or pair.name1 not in rank:
+                continue
+            ends = rank[pair.name0], rank[pair.name1]
+            inliers = int(pair.geometry.inliers.sum())
+            apart = abs(ends[1] - ends[0]) > _NEXT
+            if apart and pair.geometry.status == "ok" and inliers >= _LOOP_INLIERS:
+                found.append((keyframes[ends[0]], keyframes[ends[1]], inliers))
+        return tuple(sorted(found))
+
+    def optimised(
+        self, collection: Collection, tracked: Mapping[int, np.ndarray], out: Path
+    ) -> dict[str, np.ndarray]:
+        """Poses cam_from_world by name, from the graph alone, by COLMAP's global mapper.
+
+        Raises:
+            ReconstructionError: the graph connects fewer than two keyframes.
+        """
+        start = {name_of(index): np.linalg.inv(pose) for index, pose in tracked.items()}
+        with collection.store as store:
+            choice = CameraChoice(camera=self.camera)
+            how = dict(choice=choice, mapper="global", threads=1, overwrite=True, only=list(start))
+            made = reconstruct(store, out, **how)
+        return in_tracked_coordinates(start, made.largest.cam_from_world)
+
+    def model(
+        self, collection: Collection, tracked: Mapping[int, np.ndarray], *, closing: bool
+    ) -> dict[int, np.ndarray]:
+        """The keyframes' adjusted poses world_from_cam, of a model in the coordinates of the first one."""
+        start = {name_of(index): np.linalg.inv(pose) for index, pose in tracked.items()}
+        out = self.folder / MODEL
+        if closing:
+            start = self.optimised(collection, tracked, out)
+        poses = GivenPoses(start, dict.fromkeys(start, self.camera), fixed=closing)
+        with collection.store as store:
+            choice = CameraChoice(camera=self.camera)
+            made = reconstruct(store, out, choice=choice, poses=poses, threads=1, overwrite=True)
+        found = {name: np.vstack([pose, [0, 0, 0, 1]]) for name, pose in made.largest.cam_from_world.items()}
+        return {index_of(name): np.linalg.inv(pose) for name, pose in found.items()}
+
+
+def name_of(index: int) -> str:
+    """The file of a keyframe."""
+    return f"{index:06d}.png"
+
+
+def index_of(name: str) -> int:
+    """The inverse of `name_of`."""
+    return int(Path(name).stem)
+
+
+def in_tracked_coordinates(
+    tracked: dict[str, np.ndarray], found: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Poses cam_from_world of a model whose first camera and scale are made those of the tracked ones.
+
+    The scale is the median of the ratios of neighbouring keyframes' distances, which drift changes least.
+
+    Raises:
+        ReconstructionError: fewer than two keyframes are in the model.
+    """
+    names = [name for name in sorted(tracked) if name in found]
+    if len(names) < 2:
+        raise ReconstructionError("the graph of poses connects fewer than two keyframes")
+    wanted = np.array([np.linalg.inv(tracked[name]) for name in names])
+    given = np.array([np.linalg.inv(np.vstack([found[name], [0, 0, 0, 1]])) for name in names])
+    steps = [np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1) for poses in (wanted, given)]
+    usable = steps[1] > 1e-9
+    scale = float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
+    given[:, :3, 3] *= scale
+    start = wanted[0] @ np.linalg.inv(given[0])
+    return {name: np.linalg.inv(start @ pose) for name, pose in zip(names, given, strict=True)}

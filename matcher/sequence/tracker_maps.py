@@ -1,0 +1,88 @@
+"""What a tracker does with maps: it makes one of its keyframes, and is localised in one that exists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from matcher.data.camera import Camera
+from matcher.data.images import ImageInput
+from matcher.errors import UsageError
+from matcher.options import LoadOptions
+from matcher.sequence.frames import FrameResult
+from matcher.sequence.latency import Stopwatch
+
+if TYPE_CHECKING:
+    from matcher.sequence.background import Timing
+    from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
+    from matcher.sequence.map_tracking import MapTracking
+
+
+class TrackerMaps:
+    """The part of `Tracker` that is about maps."""
+
+    camera: Camera | None
+    baseline: float | None
+    keyframe_map: KeyframeMap | None = None  # takes in the frames
+    _in_map: MapTracking | None = None  # the map that was loaded
+    _watch: Stopwatch
+
+    def save_map(self, *, close_loops: bool = True) -> ClosedTrajectory:
+        """Make the map of the keyframes so far, to be localised in and loaded by a later run.
+
+        Arguments and errors as of `KeyframeMap.finish`.
+
+        Raises:
+            UsageError: also where the tracker has no `keyframe_map`.
+        """
+        if self.keyframe_map is None:
+            raise UsageError(
+                "the keyframes were not kept: Tracker(camera=C, keyframe_map=matcher.KeyframeMap(FOLDER, C))"
+            )
+        return self.keyframe_map.finish(close_loops=close_loops)
+
+    def load_map(
+        self, folder: str | Path, *, timing: Timing = "background", **options: Unpack[LoadOptions]
+    ) -> None:
+        """Follow in a map that exists: from now on `FrameResult.map_from_cam` is the pose in it, once known.
+
+        Args:
+            folder: of `save_map`, or any model that `Map.open` takes.
+            timing: "background": frames are localised in a process of low priority, so no frame waits;
+                "inline": at once, the same result every time.
+            options: of `Map.open`.
+
+        Raises:
+            UsageError: no camera, or no map; as of `Map.open`.
+            IntegrityError: as of `Map.open`.
+        """
+        from matcher.sequence.map_tracking import MapTracking
+
+        self.unload_map()
+        if self.camera is None:
+            raise UsageError("a map needs poses, and poses need a camera: Tracker(camera=matcher.Camera(…))")
+        measured = self.baseline is not None
+        self._in_map = MapTracking(folder, measured=measured, timing=timing, **options)
+
+    def unload_map(self) -> None:
+        """Stop following in a map."""
+        if self._in_map is not None:
+            self._in_map.close()
+        self._in_map = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing more is found in a map or of loops, None where all is well."""
+        maps = [found for found in (self._in_map, self.keyframe_map) if found is not None]
+        return next((found.problem for found in maps if found.problem is not None), None)
+
+    def _mapped(self, result: FrameResult, frame: ImageInput) -> FrameResult:
+        """The result with its pose in the loaded map; the map that is made takes it in."""
+        if self.keyframe_map is not None:
+            with self._watch.timed("map"):
+                self.keyframe_map.add(result, frame)
+        if self._in_map is not None:
+            with self._watch.timed("map"):
+                result = replace(result, map_from_cam=self._in_map.follow(result, frame))
+        return replace(result, milliseconds=self._watch.milliseconds())

@@ -1,0 +1,156 @@
+"""A tracker makes a map of its keyframes; a second run is localised in it, also from the command line."""
+
+import numpy as np
+import PIL.Image
+import pytest
+from sequence_walls import BASELINE, make_walls, picture, write_pairs
+from sequence_walls import CAMERA as CAMERA_TEXT
+
+import matcher
+from matcher.cli import main
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
+from matcher.sequence.background import start
+from matcher.sequence.frames import FrameResult
+from matcher.sequence.map_tracking import LocalizedFrame, MapTracking
+from matcher.sequence.trajectory import read_poses
+
+pytest.importorskip("pycolmap")
+CAMERA = Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
+FAST = {"max_keypoints": 400}
+STEP = 0.12  # between the frames of the first run, in metres
+
+
+@pytest.fixture(scope="module")
+def walls():
+    return make_walls()
+
+
+@pytest.fixture(scope="module")
+def saved(walls, tmp_path_factory):
+    """The folder of a map that a stereo tracker made along two walls, and its trajectory."""
+    folder = tmp_path_factory.mktemp("saved") / "map"
+    keyframes = matcher.KeyframeMap(folder, CAMERA, "nearest", **FAST)
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, keyframe_map=keyframes, **FAST)
+    for number in range(12):
+        x = STEP * number
+        tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
+    return folder, tracker.save_map()
+
+
+def test_a_second_run_is_in_the_map_of_the_first(saved, walls):
+    folder, closed = saved
+    assert closed.frames.tolist() == list(range(12))
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, **FAST)
+    tracker.load_map(folder, timing="inline")
+    for number in range(6):
+        x = 0.5 + 0.1 * number
+        result = tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
+        assert result.map_from_cam is not None, number
+        np.testing.assert_allclose(result.map_from_cam[:3, 3], [x, 0, 0], atol=0.03)
+        np.testing.assert_allclose(result.world_from_cam[:3, 3], [x - 0.5, 0, 0], atol=0.03)
+        assert result.milliseconds["total"] >= result.milliseconds["map"] > 0
+    assert tracker.problem is None
+    tracker.unload_map()
+    assert tracker.push(picture(walls, 1.1)).map_from_cam is None
+
+
+def test_one_camera_learns_the_unit_of_the_map(saved, walls):
+    folder, _ = saved
+    tracker = matcher.Tracker("nearest", CAMERA, **FAST)
+    tracker.load_map(folder, timing="inline")
+    found = {}
+    for number in range(10):
+        x = 0.2 + 0.1 * number
+        result = tracker.push(picture(walls, x))
+        if result.map_from_cam is not None:
+            found[number] = abs(result.map_from_cam[0, 3] - x)
+    assert len(found) >= 5 and max(found) == 9 and max(found.values()) < 0.05, found
+
+
+def test_no_frame_waits_for_the_map_in_the_background(saved, walls):
+    folder, _ = saved
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, **FAST)
+    tracker.load_map(folder)
+    try:
+        first = tracker.push_stereo(picture(walls, 0.5), picture(walls, 0.5 + BASELINE))
+        assert first.map_from_cam is None and first.milliseconds["map"] < 50
+        for answer in tracker._in_map._lookup.answers(wait=True):
+            tracker._in_map._take(answer)
+        result = tracker.push_stereo(picture(walls, 0.55), picture(walls, 0.55 + BASELINE))
+        np.testing.assert_allclose(result.map_from_cam[:3, 3], [0.55, 0, 0], atol=0.03)
+    finally:
+        tracker.unload_map()
+
+
+def test_after_a_loss_the_map_is_found_anew(saved, walls):
+    """Where tracking bridges a loss by a guess, frames have no pose in the map until one is localised."""
+    folder, _ = saved
+    followed = MapTracking(folder, measured=True, timing="inline")
+    nothing = {"keypoints": np.zeros((0, 2)), "track_ids": np.zeros(0), "track_lengths": np.zeros(0)}
+
+    def follow(index, status, pose_status, image, x):
+        pose = np.eye(4)
+        pose[0, 3] = x
+        result = FrameResult(
+            index,
+            None,
+            status,
+            (320, 240),
+            world_from_cam=pose,
+            camera=CAMERA,
+            pose_status=pose_status,
+            **nothing,
+        )
+        return followed.follow(result, image)
+
+    here = picture(walls, 0.5)
+    assert follow(0, "first", "ok", here, 0.0)[0, 3] == pytest.approx(0.5, abs=0.03)
+    elsewhere = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
+    assert follow(1, "tracked", "ok", elsewhere, 0.1)[0, 3] == pytest.approx(0.6, abs=0.03)  # by tracking
+    assert follow(2, "lost", "bridged", elsewhere, 0.2) is None
+    assert follow(3, "tracked", "ok", elsewhere, 7.0) is None
+    assert follow(4, "tracked", "ok", here, 9.0)[0, 3] == pytest.approx(0.5, abs=0.03)
+    assert followed.found == 2
+    late = LocalizedFrame(1, np.eye(4), np.eye(4), 0.01)  # of a frame before the loss
+    followed._take(late)
+    assert followed.found == 2
+
+
+def test_mistakes_name_their_remedy(tmp_path, walls, capfd):
+    tracker = matcher.Tracker("nearest", CAMERA)
+    with pytest.raises(UsageError, match="keyframe_map="):
+        tracker.save_map()
+    with pytest.raises(UsageError, match="is not a folder"):
+        tracker.load_map(tmp_path / "none")
+    with pytest.raises(UsageError, match="poses need a camera"):
+        matcher.Tracker("nearest").load_map(tmp_path)
+    with pytest.raises(UsageError, match="background or inline"):
+        start(print, "later")
+
+
+def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
+    left, right, _ = write_pairs(tmp_path, walls, count=22)
+    camera = ("--camera", CAMERA_TEXT)
+    stereo = (*camera, "--right", right, "--baseline", BASELINE)
+    fast = ("--preset", "nearest", "--max-keypoints", 400)
+    inline = ("--load-map", tmp_path / "map", "--lookup", "inline")
+
+    def track(*arguments):
+        return main([str(value) for value in ("track", *arguments, *fast)])
+
+    assert track(left, *stereo, "--map", tmp_path / "map", "--loops", "end") == 0
+    assert track(left, *stereo, *inline, "--output", tmp_path / "in_map.tum") == 0
+    assert "22 of 22 frames have a pose in the map" in capfd.readouterr().out
+    _, poses = read_poses(tmp_path / "in_map.tum")
+    np.testing.assert_allclose(poses[:, 0, 3], 0.05 * np.arange(22), atol=0.02)
+    assert track(left, "--load-map", tmp_path / "map") == 2
+    assert "--load-map needs poses" in capfd.readouterr().err
+    assert track(left, *camera, "--loops", "inline") == 2
+    assert "--loops needs --map" in capfd.readouterr().err
+    (tmp_path / "noise").mkdir()
+    for number in range(3):
+        noise = np.random.default_rng(number).integers(0, 255, (240, 320), dtype=np.uint8)
+        PIL.Image.fromarray(noise).save(tmp_path / "noise" / f"{number}.png")
+    assert track(tmp_path / "noise", *camera, *inline, "--output", tmp_path / "none.tum") != 0
+    assert "no frame has a pose in the map" in capfd.readouterr().err
