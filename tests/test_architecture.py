@@ -69,6 +69,7 @@ GLOBAL_SWITCHES = re.compile(
 PROGRAMS = {
     "matcher.__main__",
     "matcher.collection.worker",
+    "matcher.sequence.background_child",
     "matcher.collection.reconstruction.mapping",
     "matcher.lab.benchmark.process_work",
     "matcher.lab.benchmark.timed_run",
