@@ -12,7 +12,7 @@ import numpy as np
 PERCENTILES = (50, 95, 99)
 
 
-class Stopwatch:
+class StageTimes:
     """Milliseconds of the stages of one frame."""
 
     def __init__(self) -> None:

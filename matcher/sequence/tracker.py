@@ -21,7 +21,7 @@ from matcher.sequence.extraction import FrameExtractor
 from matcher.sequence.frames import FrameLinks, FrameResult, FrameStatus, Relocalisation
 from matcher.sequence.keyframe_refinement import KeyframeRefinement
 from matcher.sequence.keyframes import KeptFrame, KeyframeRule
-from matcher.sequence.latency import Latency, Stopwatch
+from matcher.sequence.latency import Latency, StageTimes
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
 from matcher.sequence.pipelines import check_settings, tracking_pipeline
@@ -101,8 +101,7 @@ class Tracker(TrackerMaps):
         self._map = LocalMap(
             linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
         )
-        self._count, self._watch = 0, Stopwatch()
-        self.keyframe_map = keyframe_map
+        self._count, self._watch, self.keyframe_map = 0, StageTimes(), keyframe_map
 
     @property
     def pipeline(self) -> Pipeline:
@@ -201,7 +200,7 @@ class Tracker(TrackerMaps):
         timestamp: float | None,
         mask: Mask | None,
     ) -> FrameResult:
-        self._watch = Stopwatch()
+        self._watch = StageTimes()
         if frame is None:
             return self._pass_over("dropped", timestamp)
         with self._watch.timed("read"):
@@ -242,8 +241,7 @@ class Tracker(TrackerMaps):
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
-        result = self._mapped(result, frame)
-        self._latency.add(result.milliseconds)
+        self._latency.add((result := self._mapped(result, frame)).milliseconds)
         return result
 
     def _kept(self, features: Features, image: Image) -> KeptFrame:

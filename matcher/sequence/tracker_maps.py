@@ -11,7 +11,7 @@ from matcher.data.images import ImageInput
 from matcher.errors import UsageError
 from matcher.options import LoadOptions
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.latency import Stopwatch
+from matcher.sequence.latency import StageTimes
 
 if TYPE_CHECKING:
     from matcher.sequence.background import Timing
@@ -26,7 +26,7 @@ class TrackerMaps:
     baseline: float | None
     keyframe_map: KeyframeMap | None = None  # takes in the frames
     _in_map: MapTracking | None = None  # the map that was loaded
-    _watch: Stopwatch
+    _watch: StageTimes
 
     def save_map(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Make the map of the keyframes so far, to be localised in and loaded by a later run.
