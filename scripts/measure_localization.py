@@ -2,9 +2,11 @@
 
     python scripts/measure_localization.py kitchen|sceaux_castle|kitti_mini|FOLDER --work DIR
         [--preset NAME] [--split last|blocks|even] [--max-keypoints N] [--unknown-cameras] [--elsewhere DIR]
+        [--map-sizes 300,10000]
 
 The split is by time: the last third of the photos is localised, or every third block of 15, or every other
 photo. `--elsewhere` also localises photos of other places, which should all be refused.
+`--map-sizes` only times photos, in the set's map and in maps of so many images, the others simulated.
 """
 
 import argparse
@@ -12,7 +14,8 @@ import sys
 from pathlib import Path
 
 from matcher.errors import MatcherError
-from matcher.lab.evaluate.localization import measure_localization
+from matcher.lab.evaluate.localization import make_map, measure_localization
+from matcher.lab.evaluate.localization_time import time_localization
 from matcher.lab.pairs.posed_photos import SPLITS, find_other_photos, find_posed_photos
 from matcher.localization.settings import LocalizationConfig
 from matcher.presets import DEFAULT_PRESET
@@ -31,16 +34,30 @@ def main() -> int:
     parser.add_argument("--unknown-cameras", action="store_true", help="estimate the cameras of the photos")
     parser.add_argument("--elsewhere", type=Path, help="folder of photos of other places")
     parser.add_argument("--count", type=int, default=200, help="of them, at most")
+    parser.add_argument("--map-sizes", help="time a photo in maps of these sizes, such as 300,10000")
+    parser.add_argument("--photos", type=int, default=20, help="of them, at most, that --map-sizes times")
     options = parser.parse_args()
     try:
         photos = find_posed_photos(options.set)
+        work = options.work / f"{photos.title}-{options.split}-{options.preset}"
+        config = LocalizationConfig(neighbours=options.neighbours, refine=not options.no_refine)
+        features = {"max_keypoints": options.max_keypoints, "resize": options.resize}
+        split = photos.split(options.split)
+        if options.map_sizes:
+            make_map(photos, split[0], work, options.preset, features)
+            sizes = [int(size) for size in options.map_sizes.split(",")]
+            every = max(1, len(split[1]) // options.photos)
+            names = split[1][::every][: options.photos]
+            for row in time_localization(photos, names, work, sizes, config):
+                print(row.line(), flush=True)
+            return 0
         report = measure_localization(
             photos,
-            photos.split(options.split),
-            options.work / f"{photos.title}-{options.split}-{options.preset}",
+            split,
+            work,
             preset=options.preset,
-            options={"max_keypoints": options.max_keypoints, "resize": options.resize},
-            config=LocalizationConfig(neighbours=options.neighbours, refine=not options.no_refine),
+            options=features,
+            config=config,
             cameras_known=not options.unknown_cameras,
             elsewhere=find_other_photos(options.elsewhere, options.count) if options.elsewhere else (),
             progress=lambda line: print(line, file=sys.stderr, flush=True),

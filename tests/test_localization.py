@@ -17,6 +17,8 @@ from matcher.collection.store import Store
 from matcher.data.camera import Camera
 from matcher.data.named_poses import read_named_poses
 from matcher.errors import IntegrityError, UsageError
+from matcher.lab.evaluate.localization_time import enlarged, time_localization
+from matcher.lab.pairs.posed_photos import PosedPhotos
 from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
 from matcher.localization.judgement import judge
 from matcher.localization.settings import LocalizationConfig
@@ -296,3 +298,35 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path):
         assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.1
         with pytest.raises(UsageError, match="come from a file"):
             place.localize(query, CAMERA)
+
+
+def test_times_in_large_maps_are_simulated(made, tmp_path):
+    folder, truth = made
+    (tmp_path / "run").symlink_to(folder / "model-run")
+    (tmp_path / "model").symlink_to(folder / "model")
+    photos = PosedPhotos("walls", folder / "queries", QUERIES, truth, dict.fromkeys(QUERIES, CAMERA))
+    rows = time_localization(photos, QUERIES[:1], tmp_path, [5, 400])
+    assert [row.images for row in rows] == [5, 400] and rows[1].all_images == 80 * rows[0].all_images
+    assert all(0 < row.retrieval < row.seconds for row in rows) and "400 images: " in rows[1].line()
+    with matcher.Map.open(folder / "model") as place:
+        large = enlarged(place.localizer, 400)
+        query = place.query(folder / "queries" / QUERIES[0], CAMERA)
+        assert large.similar_clusters(query)[0] == place.localizer.similar_clusters(query)[0]
+        assert large.localize(query).ok
+
+
+def test_the_file_of_a_trajectory_is_that_of_its_format(made, tmp_path):
+    """KITTI: twelve numbers, world_from_cam; TUM: a time, a position, a quaternion with w last."""
+    folder, truth = made
+    for name in ("poses.kitti", "poses.tum"):
+        camera = ("--camera", "528,528,239.5,179.5", "--output", tmp_path / name)
+        assert run("localize", folder / "model", folder / "queries", *camera) == 0
+    rows = np.loadtxt(tmp_path / "poses.kitti").reshape(-1, 3, 4)
+    lines = np.loadtxt(tmp_path / "poses.tum")
+    for row, line, query in zip(rows, lines, QUERIES, strict=True):
+        world_from_cam = np.linalg.inv(truth[query])
+        np.testing.assert_allclose(row, world_from_cam[:3], atol=0.05)
+        np.testing.assert_allclose(line[1:4], row[:, 3], atol=1e-6)
+        x, y, z, w = line[4:]
+        np.testing.assert_allclose(w**2 + x**2 - y**2 - z**2, row[0, 0], atol=1e-6)
+        np.testing.assert_allclose(2 * (x * y + z * w), row[1, 0], atol=1e-6)
