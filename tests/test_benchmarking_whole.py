@@ -1,6 +1,8 @@
 """The benchmark's rows of whole work: that they are of what they say, in small; nothing about speed."""
 
+import os
 from dataclasses import replace
+from time import sleep
 
 import numpy as np
 import pytest
@@ -8,7 +10,10 @@ import torch
 from collection_scene import render_photos
 
 from matcher.errors import MatcherError, UsageError
-from matcher.lab.benchmark import growth_rows, process_rows
+from matcher.kernels import SWITCH, library
+from matcher.kernels.library import supported
+from matcher.kernels.trials import Trial
+from matcher.lab.benchmark import growth_rows, kernel_rows, process_rows
 from matcher.lab.benchmark.network_rows import BenchmarkRow
 from matcher.lab.benchmark.report import run_benchmark
 from matcher.lab.benchmark.timing import Samples, Stopwatch
@@ -147,3 +152,30 @@ def test_scenes_are_seen_ten_times_each(views) -> None:
 def test_views_of_two_images(views) -> None:
     made = tilted_views(views, 4)
     assert len(made) == 4 and not np.array_equal(made[0], made[2])
+
+
+def test_kernels_beside_stock_operators(monkeypatch) -> None:
+    """The slow ones are marked; the variable is left as it was."""
+    best = next((name for name in supported() if library._load(name) is not None), None)
+    if best is None:
+        pytest.skip("no kernels were compiled")
+
+    def slow() -> torch.Tensor:
+        sleep(0.002)
+        return torch.ones(1)
+
+    def make_good() -> Trial:
+        return Trial(lambda: torch.ones(1), slow, 0.1)
+
+    def make_bad() -> Trial:
+        return Trial(slow, lambda: torch.ones(1), 0.1)
+
+    monkeypatch.setattr(kernel_rows, "supported", lambda: (best,))
+    monkeypatch.setattr(kernel_rows, "TRIALS", {"good": make_good, "bad": make_bad})
+    monkeypatch.setenv(SWITCH, "0")
+    rows = list(kernel_rows.kernel_rows(WATCH))
+    assert [(row.work, row.note) for row in rows] == [
+        (f"kernel {best}: good", ""),
+        (f"kernel {best}: bad", "left alone here"),
+    ]
+    assert os.environ[SWITCH] == "0"

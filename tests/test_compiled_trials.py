@@ -1,6 +1,7 @@
 """Kernels are used where they are right and not slower; what was found is kept."""
 
 import json
+import shutil
 from time import process_time, sleep
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from matcher.kernels import SWITCH, library, trials
 from matcher.kernels.trials import Trial, granted
+from matcher.lab.benchmark import kernel_rows
 
 
 @pytest.fixture
@@ -108,3 +110,22 @@ def test_asking_again_takes_no_time(record) -> None:
 
 def right_and_slow() -> Trial:
     return Trial(right, slow, 0.01)
+
+
+@pytest.mark.parametrize("kind", sorted(kernel_rows.TRIALS))
+def test_every_trial_is_passed_by_the_results_of_its_kernel(kernels_folder, monkeypatch, kind: str) -> None:
+    """On the best target that runs here; how fast it is, is not asked."""
+    if library.instructions() is None or shutil.which("g++") is None:
+        pytest.skip("needs a compiler and vector units")
+    monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
+    monkeypatch.setenv(SWITCH, library.instructions())
+    library._load.cache_clear()
+    try:
+        library.build()
+        with torch.inference_mode():
+            tried = kernel_rows.TRIALS[kind]()
+            found, expected = tried.kernel(), tried.stock()
+    finally:
+        library._load.cache_clear()
+    assert trials.agree(found, expected, tried.tolerance)
+    assert not trials.agree(found + 2 * tried.tolerance + 0.1 * expected.abs(), expected, tried.tolerance)

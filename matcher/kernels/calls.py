@@ -36,7 +36,7 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     suits = suits and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     if library is None or not suits or not q.numel() or not k.numel():
         return None
-    if not granted(f"attention {q.dtype}", _try_half_attention if half else _try_attention):
+    if not granted(f"attention {q.dtype}", try_half_attention if half else try_attention):
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (heads, n), m, leading = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
@@ -53,14 +53,16 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     return out
 
 
-def _try_attention(dtype: torch.dtype = torch.float32) -> Trial:
+def try_attention(dtype: torch.dtype = torch.float32) -> Trial:
+    """Attention of 768 points."""
     rng = torch.Generator().manual_seed(0)
     given = [torch.randn(1, 2, 768, 64, generator=rng).to(dtype) for _ in range(3)]
     return Trial(lambda: attend_compiled(*given), lambda: F.scaled_dot_product_attention(*given), 5e-3)
 
 
-def _try_half_attention() -> Trial:
-    return _try_attention(torch.bfloat16)
+def try_half_attention() -> Trial:
+    """The same in half precision."""
+    return try_attention(torch.bfloat16)
 
 
 class FeedForwardSteps(NamedTuple):
@@ -84,10 +86,11 @@ def have_kernels(x: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or kernels() is None:
         return False
-    return granted(f"rows {x.dtype}", _try_half_rows if x.dtype == torch.bfloat16 else _try_rows)
+    return granted(f"rows {x.dtype}", try_half_rows if x.dtype == torch.bfloat16 else try_rows)
 
 
-def _try_rows(dtype: torch.dtype = torch.float32) -> Trial:
+def try_rows(dtype: torch.dtype = torch.float32) -> Trial:
+    """The feed-forward steps of 512 points."""
     rng = torch.Generator().manual_seed(0)
     x, joint = torch.randn(512, 128, generator=rng), torch.randn(512, 256, generator=rng).to(dtype)
     widen, narrow = (torch.randn(*size, generator=rng).to(dtype) / 16 for size in ((256, 256), (128, 256)))
@@ -107,8 +110,9 @@ def _try_rows(dtype: torch.dtype = torch.float32) -> Trial:
     return Trial(kernel, stock, 0.1 if dtype == torch.bfloat16 else 1e-3)
 
 
-def _try_half_rows() -> Trial:
-    return _try_rows(torch.bfloat16)
+def try_half_rows() -> Trial:
+    """The same in half precision."""
+    return try_rows(torch.bfloat16)
 
 
 def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out: Tensor) -> None:

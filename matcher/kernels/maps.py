@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from matcher.kernels.calls import threads_for
 from matcher.kernels.library import kernels
+from matcher.kernels.trials import Trial, granted
 
 _LEAST_PEAKS = 4096  # of an image that room is made for, and one for every so many pixels
 _PIXELS_A_PEAK = 8
@@ -16,17 +18,42 @@ _PIXELS_A_PEAK = 8
 
 def have_maps(*maps: Tensor) -> bool:
     """Whether the functions of this file are there for maps (B, C, h, w)."""
-    return (
-        all(
-            x.device.type == "cpu"
-            and x.dtype in (torch.float32, torch.bfloat16)
-            and x.is_contiguous(memory_format=torch.channels_last)
-            for x in maps
-        )
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and kernels() is not None
+    suit = all(
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.is_contiguous(memory_format=torch.channels_last)
+        for x in maps
     )
+    if not suit or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or kernels() is None:
+        return False
+    dtypes = {x.dtype for x in maps}
+    return all(granted(f"maps {x}", try_half_maps if x == torch.bfloat16 else try_maps) for x in dtypes)
+
+
+def try_maps(dtype: torch.dtype = torch.float32) -> Trial:
+    """Pixels scored on maps, and maps enlarged, of a small image."""
+    rng = torch.Generator().manual_seed(0)
+    fine, coarse = (
+        torch.randn(1, 32, *size, generator=rng).to(dtype).contiguous(memory_format=torch.channels_last)
+        for size in ((120, 160), (60, 80))
+    )
+    weight, bias = torch.randn(4, 32, 3, 3, generator=rng) / 16, torch.randn(4, generator=rng)
+
+    def stock() -> Tensor:
+        scores = F.pixel_shuffle(F.conv2d(fine.float(), weight, bias, padding=1), 2)
+        enlarged = fine + F.interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
+        return torch.cat([scores.flatten(), enlarged.flatten().float()])
+
+    def kernel() -> Tensor:
+        scores = score_pixels_compiled(fine, weight, bias)
+        return torch.cat([scores.flatten(), add_enlarged_compiled(fine, coarse).flatten().float()])
+
+    return Trial(kernel, stock, 0.05 if dtype == torch.bfloat16 else 1e-4)
+
+
+def try_half_maps() -> Trial:
+    """The same in half precision."""
+    return try_maps(torch.bfloat16)
 
 
 def add_enlarged_compiled(fine: Tensor, coarse: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from matcher.errors import UsageError
 from matcher.lab.benchmark import (
     growth_rows,
+    kernel_rows,
     network_rows,
     onnx_rows,
     preset_rows,
@@ -123,6 +124,8 @@ def _plan(
             watch, load(device=str(watch.device), max_keypoints=limit), images, 50 if quick else 1000
         ),
     )
+    if not cuda:
+        yield "kernels", lambda: kernel_rows.kernel_rows(watch)
     yield f"{WHOLE}: pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
     yield from _onnx_plan(watch, images, quick)
     yield from _whole_plan(watch, images, photos, quick)
