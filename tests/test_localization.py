@@ -21,6 +21,7 @@ from matcher.lab.evaluate.localization_time import enlarged, time_localization
 from matcher.lab.pairs.posed_photos import PosedPhotos
 from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
 from matcher.localization.judgement import judge
+from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
 
 pytest.importorskip("pycolmap")
@@ -308,10 +309,11 @@ def test_times_in_large_maps_are_simulated(made, tmp_path):
     rows = time_localization(photos, QUERIES[:1], tmp_path, [5, 400])
     assert [row.images for row in rows] == [5, 400] and rows[1].all_images == 80 * rows[0].all_images
     assert all(0 < row.retrieval < row.seconds for row in rows) and "400 images: " in rows[1].line()
-    with matcher.Map.open(folder / "model") as place:
+    config = LocalizationConfig(neighbours=3)
+    with matcher.Map.open(folder / "model", config=config) as place:
         large = enlarged(place.localizer, 400)
         query = place.query(folder / "queries" / QUERIES[0], CAMERA)
-        assert large.similar_clusters(query)[0] == place.localizer.similar_clusters(query)[0]
+        assert large.similar_clusters(query)[0][0] == place.localizer.similar_clusters(query)[0][0]
         assert large.localize(query).ok
 
 
@@ -330,3 +332,25 @@ def test_the_file_of_a_trajectory_is_that_of_its_format(made, tmp_path):
         x, y, z, w = line[4:]
         np.testing.assert_allclose(w**2 + x**2 - y**2 - z**2, row[0, 0], atol=1e-6)
         np.testing.assert_allclose(2 * (x * y + z * w), row[1, 0], atol=1e-6)
+
+
+def test_a_large_index_finds_what_comparing_all_finds():
+    """Similar images are 0.25 alike at least; the others are as unlike as chance makes them."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((5000, 8192), np.float32)
+    table /= np.linalg.norm(table, axis=1)[:, None]
+    photo = table[17]
+    for row, share in zip((3, 900, 4100), (0.5, 0.35, 0.25), strict=True):
+        table[row] = share * photo + np.sqrt(1 - share**2) * table[row]
+
+    class Known:
+        def describe(self, _):
+            return photo
+
+    index = RetrievalIndex(Known(), table.astype(np.float16), "any")
+    features = matcher.Features(np.zeros((1, 2)), np.ones((1, 8)), size=(10, 10))
+    rows, similarity = index.similar(features, 4)
+    assert rows.tolist() == [17, 3, 900, 4100]
+    np.testing.assert_allclose(similarity, [1, 0.5, 0.35, 0.25], atol=0.04)
+    whole = index.similar(features, 2000)[0]  # so many are asked for that all are compared
+    assert whole[:4].tolist() == rows.tolist()

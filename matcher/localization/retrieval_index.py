@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -23,6 +24,8 @@ from matcher.match.turns import rotated_descriptors
 
 FILE = "retrieval.npz"
 _BLOCK = 128  # rows compared at once, so that they fit a core's cache
+# In large maps, images are compared by sums of neighbouring components first, and this many of them exactly.
+_SKETCH, _SHORTLIST = 1024, 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +54,28 @@ class RetrievalIndex:
             for turned in rotated_descriptors(strongest_descriptors(features), self.kind)
         ]
         queries = np.array(described, dtype=np.float32)
+        rows = np.arange(len(self.table))
+        if len(rows) > 4 * max(_SHORTLIST, k) and self.table.shape[1] % _SKETCH == 0:
+            roughly = (self._sketches @ _sketch(queries).T).max(axis=1)
+            rows = np.sort(np.argpartition(-roughly, max(_SHORTLIST, k))[: max(_SHORTLIST, k)])
         found = [
-            (self.table[start : start + _BLOCK].astype(np.float32) @ queries.T).max(axis=1)
-            for start in range(0, len(self.table), _BLOCK)
+            (self.table[rows[start : start + _BLOCK]].astype(np.float32) @ queries.T).max(axis=1)
+            for start in range(0, len(rows), _BLOCK)
         ]
         similarity = np.concatenate(found)
         best = np.argsort(-similarity, kind="stable")[:k]
-        return best, similarity[best]
+        return rows[best], similarity[best]
+
+    @cached_property
+    def _sketches(self) -> np.ndarray:
+        """(I, 1024) float32: the components have random signs already, so sums of them keep similarities."""
+        blocks = [_sketch(self.table[i : i + _BLOCK]) for i in range(0, len(self.table), _BLOCK)]
+        return np.concatenate(blocks)
+
+
+def _sketch(rows: np.ndarray) -> np.ndarray:
+    """(N, 1024) sums of neighbouring components of global descriptors (N, G)."""
+    return rows.astype(np.float32).reshape(len(rows), _SKETCH, -1).sum(axis=2)
 
 
 def open_index(

@@ -44,8 +44,8 @@ def time_localization(
 ) -> list[MapSizeTime]:
     """Localise photos in the map of a folder, with as many other images in its index as each size asks for.
 
-    Other images are unit vectors at random among the global descriptors; they are compared like all, but no
-    photo is matched with them.
+    Other images are unit vectors at random among the global descriptors; they are compared like all, and
+    less similar than the map's own, as images of other places are.
 
     Args:
         photos: with poses and cameras.
@@ -77,7 +77,7 @@ def enlarged(localizer: Localizer, images: int, seed: int = 0) -> Localizer:
     for row in range(len(index.table), images):
         values = rng.standard_normal(table.shape[1], np.float32)
         table[row] = values / np.linalg.norm(values)
-    rows = np.concatenate([localizer.rows, np.full(more, -1, np.int64)])
+    rows = np.concatenate([localizer.rows, np.zeros(more, np.int64)])
     return replace(localizer, index=RetrievalIndex(index.vocabulary, table, index.kind), rows=rows)
 
 
