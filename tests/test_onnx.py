@@ -296,12 +296,14 @@ def test_the_engine_gives_the_result_of_torch(views):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("MATCHER_DATA"), reason="needs the benchmarks' photos")
-def test_fifty_real_pairs_match_as_in_torch():
+def test_fifty_real_pairs_match_as_in_torch(monkeypatch):
     from itertools import pairwise
     from pathlib import Path
 
     import matcher
 
+    # The compiled kernels assign points by their best candidates only, which changes scores.
+    monkeypatch.setenv("MATCHER_COMPILED", "0")
     photos = sorted(Path(os.environ["MATCHER_DATA"], "bench").rglob("*.jpg"))[:51]
     options = {"max_keypoints": 1024, "second_pass": False, "refine": False, "precision": "float32"}
     torch_, onnx_ = (matcher.load("hybrid-learned", engine=name, **options) for name in ("torch", "onnx"))
@@ -310,15 +312,17 @@ def test_fifty_real_pairs_match_as_in_torch():
         theirs = np.asarray(onnx_.extract(str(photo)).keypoints)
         away = np.abs(np.asarray(ours.keypoints)[:, None] - theirs).max(axis=2).min(axis=1)
         assert np.mean(away < 0.01) >= 0.999  # of two equal scores at the limit, either may be kept
-    together = every = 0
-    apart = []
-    for one, other in pairwise(features):
-        both, either, differences = shared(
-            torch_.match_features(one, other), onnx_.match_features(one, other)
-        )
-        together, every = together + both, every + either
-        apart.append(differences)
-    assert together >= 0.999 * every > 1000
-    # Consensus takes each point's sixteen nearest matches; where the last two are equally near, rounding
-    # decides, in torch with and without the compiled kernels as well.
-    assert np.quantile(np.abs(np.concatenate(apart)), 0.9) < 1e-4
+    threads = torch.get_num_threads()
+    runs = {}
+    for name, pipe, count in (("torch", torch_, 1), ("two threads", torch_, 2), ("onnx", onnx_, 1)):
+        torch.set_num_threads(count)
+        runs[name] = [pipe.match_features(one, other) for one, other in pairwise(features)]
+    torch.set_num_threads(threads)
+    together, every, near = {}, {}, {}
+    for name in ("two threads", "onnx"):
+        both, either, apart = zip(*map(shared, runs["torch"], runs[name]), strict=True)
+        together[name], every[name] = sum(both), sum(either)
+        near[name] = np.mean(np.abs(np.concatenate(apart)) < 1e-4)
+    assert together["onnx"] >= 0.999 * every["onnx"] > 1000
+    # Consensus amplifies rounding: torch differs from itself as much when it sums with another thread count.
+    assert near["onnx"] > max(0.95, near["two threads"] - 0.01)
