@@ -8,7 +8,8 @@ import torch
 
 from matcher.lab.benchmark.references import naive_sinkhorn
 from matcher.match.assignment import assign, dual_softmax
-from matcher.match.mutual import mutual_matches, mutual_minima
+from matcher.match.minima import mutual_minima
+from matcher.match.mutual import mutual_matches
 from matcher.match.network.head import AssignmentHead
 from matcher.match.sinkhorn import log_masses, row_error, sinkhorn
 

@@ -82,6 +82,34 @@ assert main(["match", *views, "--max-keypoints", "256"]) == 2
     assert len(np.load(tmp_path / "m.npz")["points0"]) > 50
 
 
+def test_other_commands_run_where_torch_cannot_be_imported(views, tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for view in views:
+        small = cv2.resize(cv2.imread(str(view)), SIZE, interpolation=cv2.INTER_AREA)
+        cv2.imwrite(str(photos / f"{Path(view).stem}.png"), small)
+    cv2.imwrite(str(tmp_path / "part.png"), small[40:200, 60:260])
+    code = f"""{WITHOUT_TORCH}
+from matcher.cli import main
+options = ["--engine", "onnx", "--max-keypoints", "200"]
+views = sorted(map(str, __import__("pathlib").Path("photos").iterdir()))
+assert main(["match", *views[:2], *options, "--plot", "m.png"]) == 0
+assert main(["align", *views[:2], *options, "--output", "a.png"]) == 0
+assert main(["find", "part.png", views[-1], *options, "--output", "f.json"]) == 0
+assert main(["collection", "photos", "--run", "run", *options, "--workers", "0"]) == 0
+assert main(["report", "run"]) == 0
+assert main(["track", "photos", *options]) == 0
+assert not {{"torch", "onnx", "kornia"}} & set(sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "1 instance" in done.stdout
+    for name in ("m.png", "a.png", "f.json", "run/report.html"):
+        assert (tmp_path / name).stat().st_size > 100
+
+
 @pytest.mark.slow
 def test_the_small_distribution_matches_verifies_and_runs_collections_without_torch(views, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)

@@ -15,8 +15,6 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.data.protocols import Estimator, Extractor, Matcher
-from matcher.extract.shared import LearnedExtractor
-from matcher.extract.sift import SiftExtractor
 from matcher.match.depth import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -140,7 +138,7 @@ def limited(pipeline: P, choice: Choice) -> P:
     size = {"resize": choice.resize, "soft_resize": None}
     extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, **size)
     extractor = pipeline.extractor
-    if isinstance(extractor, (SiftExtractor, LearnedExtractor)):
+    if hasattr(extractor, "limited"):  # ours, whichever library runs them
         extractor = extractor.limited(choice.max_keypoints)
     else:
         extractor = Strongest(extractor, choice.max_keypoints)

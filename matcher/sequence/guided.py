@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
-from matcher.match.mutual import mutual_minima
+from matcher.match.minima import mutual_minima
 
 _NEIGHBOURS = 6  # links whose median motion predicts a point's
 _ONE_TREE, _UNLIMITED = 4, -1  # FLANN's exact tree of few dimensions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -13,10 +13,12 @@ from matcher.config import NetworkConfig
 from matcher.data.geometry import resize_points, stored_to_upright
 from matcher.data.image import Image
 from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
-from matcher.explain.attention import Attention
-from matcher.explain.explain import Explanation
-from matcher.explain.layers import LayerReport
 from matcher.explain.rules import confidence_thresholds, partner_words, rules
+
+if TYPE_CHECKING:  # these load torch, which the page of a run does without
+    from matcher.explain.attention import Attention
+    from matcher.explain.explain import Explanation
+    from matcher.explain.layers import LayerReport
 
 SCRIPTS = ("elements.js", "page.js", "reasons.js")
 STRONGEST = 4  # attended points kept for each point, layer and head

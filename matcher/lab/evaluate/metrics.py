@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from matcher.data.geometry import warp_points
-from matcher.match.mutual import mutual_minima
+from matcher.match.minima import mutual_minima
 
 
 def corner_error(

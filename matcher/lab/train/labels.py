@@ -21,7 +21,7 @@ from matcher.lab.pairs.planes import NOTHING
 from matcher.lab.train.pair_cache import CorrespondingView
 from matcher.lab.train.recipe import PairRecipe
 from matcher.lab.train.views import CachedView, plane_of
-from matcher.match.mutual import mutual_minima
+from matcher.match.minima import mutual_minima
 from matcher.match.steering import aligned
 from matcher.match.turns import EXIF_TURNS, rotated_descriptors
 
