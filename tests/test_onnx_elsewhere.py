@@ -82,6 +82,17 @@ assert main(["match", *views, "--max-keypoints", "256"]) == 2
     assert len(np.load(tmp_path / "m.npz")["points0"]) > 50
 
 
+def test_what_other_commands_need_is_imported_without_torch():
+    modules = "alignment.align, alignment.find, collection.collection, explain.report.run, sequence.tracker"
+    names = [f"matcher.{name}" for name in modules.split(", ")]
+    code = f"{WITHOUT_TORCH}\nimport importlib\nfor name in {names}: importlib.import_module(name)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_other_commands_run_where_torch_cannot_be_imported(views, tmp_path):
     photos = tmp_path / "photos"
     photos.mkdir()
