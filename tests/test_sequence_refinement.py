@@ -104,3 +104,19 @@ def test_images_of_old_keyframes_take_little_memory(frames):
     assert tracker.keyframes == (0, 1, 2, 3)
     kept = [keyframe.pyramid.pyramid for keyframe in tracker._map.keyframes]
     assert [pyramid.in_memory for pyramid in kept] == [False, False, True, True]
+
+
+def test_features_that_the_front_end_returned_are_not_changed(frames):
+    """A front end may hand out the same features again."""
+    returned = []
+
+    class Remembering(Inexact):
+        def __call__(self, images):
+            found = super().__call__(images)
+            returned.extend((each, each.keypoints.clone()) for each in found)
+            return found
+
+    tracker = matcher.Tracker(matcher.Pipeline(Remembering(), config=PipelineConfig(matcher=NearestConfig())))
+    moved = [tracker.push(frame).keypoints for frame in frames[:2]][1]
+    assert (moved != returned[1][1].numpy()).any()
+    assert all(torch.equal(features.keypoints, before) for features, before in returned)

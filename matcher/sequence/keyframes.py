@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,14 @@ from matcher.refine.refinement import ImagePyramid
 from matcher.sequence.frames import FrameLinks
 
 _FEW = 20  # close links below which their share means nothing
+
+
+class MeasuredDisparities(NamedTuple):
+    """What a rectified pair says of the points of its left image."""
+
+    disparities: np.ndarray  # (N,) pixels of the camera, as measured; NaN where unknown
+    offset: float  # that was added to them for the depths
+    focal_baseline: float  # depth times disparity
 
 
 @dataclass(eq=False)
@@ -28,13 +37,14 @@ class KeptFrame:
     most_links: int = 0  # that a later frame had to it
     most_close_links: int = 0  # the same, of points that are close
     begins_anew: bool = False  # it was linked to nothing before it
+    measured: MeasuredDisparities | None = None  # where depths come from a pair
     pyramid: ImagePyramid | None = None  # its image; None where points are not refined
 
     @classmethod
     def of(cls, index: int, features: Features, pyramid: ImagePyramid | None) -> KeptFrame:
         """A frame of which nothing is known yet but its features, and its image where points are refined."""
         points, descriptors = (
-            np.ascontiguousarray(to_numpy(values), np.float32)
+            np.array(to_numpy(values), np.float32)  # copied: refinement moves the points of the frame only
             for values in (features.keypoints, features.descriptors)
         )
         unknown = np.full(len(points), -1, np.int64), np.full(len(points), np.nan)

@@ -9,8 +9,9 @@ import numpy as np
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
 from matcher.sequence.calibration import Calibration
+from matcher.sequence.disparity_offset import DisparityOffset
 from matcher.sequence.frames import FrameLinks, PoseStatus
-from matcher.sequence.keyframes import KeptFrame
+from matcher.sequence.keyframes import KeptFrame, MeasuredDisparities
 from matcher.sequence.odometry import MIN_POINTS, carry_depths, solve_pose, triangulate
 from matcher.sequence.stereo import depths_of
 from matcher.verify.estimation import RobustEstimator
@@ -42,6 +43,7 @@ class PoseTracker:
         self.camera = camera
         self.calibration = None if camera is None else Calibration(camera)
         self._measured = measured
+        self.offset = DisparityOffset()
         self._essential_matrix = RobustEstimator(replace(estimation, kind="essential"))
         self._last: tuple[int, np.ndarray] | None = None  # frame and its pose
         self._motion = np.eye(4)  # of one frame in its own camera's coordinates
@@ -56,14 +58,18 @@ class PoseTracker:
     def measure(self, frame: KeptFrame, right: np.ndarray, baseline: float) -> None:
         """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
 
-        Nothing is set for a frame whose shape is not the camera's.
+        The offset of disparities that motion has shown so far is taken into account. Nothing is set for a
+        frame whose shape is not the camera's.
         """
         if self.calibration is None:
             return
         self.calibration.begin(frame.size)
         sides = [self.calibration.pixels(points, frame.size) for points in (frame.keypoints, right)]
         if sides[0] is not None:
-            frame.depths[:] = depths_of(*sides, self.camera.fx, baseline)
+            product, used = self.camera.fx * baseline, self.offset.value
+            disparities = product / depths_of(*sides, self.camera.fx, baseline)
+            frame.measured = MeasuredDisparities(disparities, used, product)
+            frame.depths[:] = product / (disparities + used)
 
     def camera_of(self, frame: KeptFrame) -> Camera | None:
         """The camera of a frame's own pixels; None where there is none, or none for its shape."""
@@ -84,9 +90,17 @@ class PoseTracker:
         indices = links.indices[links.consistent]
         points0, points1 = (pixels[indices[:, side]] for side, pixels in enumerate(sides))
         depths = keyframe.depths[indices[:, 0]]
+        scale = self._coarseness(frame)
         if np.count_nonzero(np.isfinite(depths)) >= MIN_POINTS:
-            T, _ = solve_pose(points0, depths, points1, self.camera, self._coarseness(frame))
+            T, agree = solve_pose(points0, depths, points1, self.camera, scale)
             status: PoseStatus = "ok" if T is not None else "too_few"
+            if T is not None and keyframe.measured is not None:
+                disparities, used, product = keyframe.measured
+                given = disparities[indices[:, 0]]
+                rows = agree & np.isfinite(given)
+                self.offset.observe(
+                    points0[rows], given[rows], used, points1[rows], T, self.camera, product, scale
+                )
         elif self._measured:
             return "too_few", None
         else:
@@ -94,7 +108,6 @@ class PoseTracker:
             status = "ok" if T is not None else "starting"
         if T is None:
             return status, None
-        scale = self._coarseness(frame)
         unknown = ~np.isfinite(depths)
         new, _ = triangulate(points0[unknown], points1[unknown], T, self.camera, scale)
         keyframe.depths[indices[unknown, 0]] = new

@@ -50,6 +50,7 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
 
     Returns:
         `stereo` and `mono`: segments (length, count, translation, rotation), poses, keyframes;
+        `disparity_offset`, in pixels, estimated on the way (`Tracker.disparity_offset`);
         `mean_track_length` of tracks of two or more frames; `link_precision`, the share of links to the
         previous frame within 2 px of the true epipolar geometry; `row_precision`, the share of stereo points
         (including those of the guided search) within 2 px of the row; `stereo_points` per frame;
@@ -73,6 +74,7 @@ def measure_driving(folder: Path, pipeline: Pipeline, *, frames: int | None = No
     rows = np.concatenate([_row_errors(result) for result in pairs])
     return {
         "stereo": _odometry(pairs, ground_truth, with_scale=False),
+        "disparity_offset": stereo.disparity_offset,
         "mono": _odometry(singles, ground_truth, with_scale=True),
         "mean_track_length": _logged(pairs).mean_track_length(),
         "link_precision": _link_precision(pairs, ground_truth, camera),
