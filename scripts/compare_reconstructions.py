@@ -18,6 +18,8 @@ def main() -> int:
     parser.add_argument("--preset", action="append", help="may be repeated; hybrid-learned")
     parser.add_argument("--max-keypoints", type=int, default=2048)
     parser.add_argument("--one-camera", action="store_true", help="all photos share one")
+    parser.add_argument("--camera-model", default="SIMPLE_RADIAL", help="COLMAP's name; SIMPLE_RADIAL")
+    parser.add_argument("--max-deviation", type=float, metavar="PX", help="as of `matcher sfm`; of ours only")
     parser.add_argument("--no-refine", action="store_true")
     parser.add_argument("--threads", type=int, default=-1)
     args = parser.parse_args()
@@ -26,6 +28,7 @@ def main() -> int:
     from matcher.lab.benchmark.reconstructions import compare_reconstructions
 
     given = {"threads": args.threads, "one_camera": args.one_camera, "max_keypoints": args.max_keypoints}
+    given |= {"camera_model": args.camera_model, "max_deviation": args.max_deviation}
     given |= {"refine": False} if args.no_refine else {}
     try:
         found = compare_reconstructions(args.photos, args.output, args.preset or ["hybrid-learned"], **given)

@@ -150,6 +150,8 @@ def test_what_cannot_be_asked(tmp_path, monkeypatch):
         ({"mapper": "best"}, "incremental or global"),
         ({"min_images": 1}, "starts at 2"),
         ({"threads": 0}, "threads"),
+        ({"max_deviation": 0.0}, "above 0"),
+        ({"max_deviation": 1.0}, "needs refined keypoints"),
     ):
         with pytest.raises(UsageError, match=message):
             reconstruct(store, tmp_path / "model", **options)

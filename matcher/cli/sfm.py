@@ -61,6 +61,10 @@ MinImages = Annotated[
     int, typer.Option("--min-images", metavar="N", min=2, help="Discard models with fewer images.")
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of COLMAP's random numbers.")]
+MaxDeviation = Annotated[
+    float | None,
+    typer.Option(metavar="PX", help="Leave out observations whose refined position is less certain."),
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Check the input and print what would be done, without writing anything."),
@@ -98,6 +102,7 @@ def sfm(
     min_images: MinImages = 3,
     threads: Threads = -1,
     seed: Seed = 0,
+    max_deviation: MaxDeviation = None,
     overwrite: options.Overwrite = False,
     dry_run: DryRun = False,
 ) -> int:
@@ -108,7 +113,9 @@ def sfm(
     _check_first(out, overwrite, poses, continued)
     wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, overwrite=overwrite)
-    mapping |= dict(choice=camera_choice(camera, camera_model, cameras), poses=poses)
+    mapping |= dict(
+        max_deviation=max_deviation, choice=camera_choice(camera, camera_model, cameras), poses=poses
+    )
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
     if continued is not None:
@@ -117,8 +124,7 @@ def sfm(
     if is_run(source):
         _refuse_matching(wanted, restart, set(given) - _ALWAYS, run, workers, *sources.values())
         return _from_run(source, out, selection, mapping, dry_run)
-    run = run or out.with_name(f"{out.name}-run")
-    found = _find_photos(source, selection, sources)
+    run, found = run or out.with_name(f"{out.name}-run"), _find_photos(source, selection, sources)
     if dry_run:
         return _preview_photos(found, run, out, wanted)
     code = _match(source, run, given, wanted, workers, {**selection, **sources, "restart": restart})

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from matcher.collection.reconstruction.certainty import keep_certain
 from matcher.collection.reconstruction.georegistration import georegister
 
 RESULT = "result.json"
@@ -25,7 +26,8 @@ def main() -> None:
     existing folder), `mapper` (incremental, global, or triangulate for points only), `poses` (None, or those
     to start from: name → cam_from_world (3, 4)), `positions` (name → latitude, longitude, altitude),
     `fixed_cameras` (numbers of those that are not refined), `min_images` of a model, `threads` (−1: all),
-    `seed`, `verify` (run COLMAP's geometric verification first).
+    `seed`, `verify` (run COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond
+    which an observation is uncertain) and `deviations` (the file that says how uncertain each is).
     """
     # An interrupt reaches the whole group; the parent ends this process, which must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -37,6 +39,12 @@ def main() -> None:
     if job["verify"]:
         pycolmap.geometric_verification(job["database"])
     models = _map(pycolmap, job)
+    if job["max_deviation"] is not None:
+        fixed = None if job["mapper"] == "triangulate" else job["fixed_cameras"]
+        for model in models.values():
+            keep_certain(
+                pycolmap, model, Path(job["deviations"]), job["max_deviation"], fixed, job["threads"]
+            )
     output = Path(job["output"])
     described = []
     ordered = sorted(models.values(), key=lambda model: -model.num_reg_images())

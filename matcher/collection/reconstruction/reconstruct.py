@@ -17,6 +17,7 @@ import numpy as np
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
+from matcher.collection.reconstruction.certainty import write_deviations
 from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses
 from matcher.collection.reconstruction.mapping import CLOUD, RESULT
 from matcher.collection.reconstruction.plot import draw_model
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, POINTS, PLOT = "database.db", "points.ply", "reconstruction.png"
+DEVIATIONS = "deviations.npz"
 _CHILD = "matcher.collection.reconstruction.mapping"
 _SHOWN = 1500  # characters of COLMAP's last words
 
@@ -49,6 +51,7 @@ class MappingOptions(TypedDict, total=False):
     min_images: int  # of a model, at least; smaller ones are left out; default 3
     threads: int  # of COLMAP; −1, the default, is all processors; one thread gives the same model every time
     seed: int  # of COLMAP's random choices; default 0
+    max_deviation: float | None  # pixels; less certain observations are left out in the end; default None
     overwrite: bool  # write into a folder that holds files; see `exporting.output.whole_folder`
 
 
@@ -133,6 +136,8 @@ def reconstruct(
         report = write_colmap(store, part / DATABASE, choice, only)
         report.notes.extend([unrefined] * bool(unrefined))
         _check_enough(report)
+        if job["max_deviation"] is not None:
+            _write_deviations(store, part / DEVIATIONS)
         _run_child({**job, **_paths(store, report, part)})
         place = None if poses is None else poses.georegistration
         models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()), place)
@@ -167,6 +172,20 @@ def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
     return {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()}
 
 
+def _write_deviations(store: Store, path: Path) -> None:
+    """Say how certain each keypoint is.
+
+    Raises:
+        UsageError: nothing is known of it.
+    """
+    if store.refined_keypoints(next(i.name for i in store.images() if i.status == "done")) is None:
+        raise UsageError(
+            "max_deviation needs refined keypoints, and this run has none: its preset or refine=False left "
+            "them as they were found, or its photos are not in their folder"
+        )
+    write_deviations(store, path)
+
+
 def _check_enough(report: ExportReport) -> None:
     """Refuse input that COLMAP cannot use.
 
@@ -189,6 +208,7 @@ def _paths(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
         "images": str(store.image_folder),
         "output": str(part),
         "fixed_cameras": report.given_cameras,
+        "deviations": str(part / DEVIATIONS),
         "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
     }
 
@@ -203,13 +223,21 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     if unknown:
         known = ", ".join(MappingOptions.__annotations__)
         raise UsageError(f"unknown option {unknown[0]!r}; there are {known}")
-    job = {"mapper": "incremental", "min_images": 3, "threads": -1, "seed": 0, **options}
+    job = {
+        "mapper": "incremental",
+        "min_images": 3,
+        "threads": -1,
+        "seed": 0,
+        "max_deviation": None,
+    } | options
     job.pop("overwrite", None)
     mapper, min_images, threads = job["mapper"], job["min_images"], job["threads"]
     if mapper not in MAPPERS:
         raise UsageError(f"the mapper must be {' or '.join(MAPPERS)}, not {mapper!r}")
     if min_images < 2 or threads == 0 or threads < -1:
         raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
+    if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
+        raise UsageError(f"max_deviation ({most}) is a number of pixels above 0")
     return job
 
 
@@ -227,8 +255,8 @@ def _described_models(
     with np.load(part / CLOUD) as cloud:
         shape = models[0].cam_from_world, models[0].cameras
         draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
-    for leftover in (RESULT, CLOUD):
-        (part / leftover).unlink()
+    for leftover in (RESULT, CLOUD, DEVIATIONS):
+        (part / leftover).unlink(missing_ok=True)
     shutil.rmtree(part / "work", ignore_errors=True)
     return models
 

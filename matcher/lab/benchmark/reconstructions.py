@@ -22,12 +22,14 @@ def compare_reconstructions(
     *,
     one_camera: bool = False,
     threads: int = -1,
+    max_deviation: float | None = None,
+    camera_model: str = "SIMPLE_RADIAL",
     **options: Any,
 ) -> dict[str, dict[str, float]]:
     """The largest model of each kind of features: registered images, points, track length, error.
 
-    Every pair is matched, cameras are SIMPLE_RADIAL, and COLMAP's incremental mapper has its defaults; so has
-    COLMAP's SIFT, with up to 8192 keypoints an image.
+    Every pair is matched, and COLMAP's incremental mapper has its defaults; so has COLMAP's SIFT, with up to
+    8192 keypoints an image.
 
     Args:
         photos: a folder of photos.
@@ -35,6 +37,8 @@ def compare_reconstructions(
         presets: each is measured as `matcher sfm` uses it.
         one_camera: all photos share one; else each has its own.
         threads: of COLMAP; -1: all.
+        max_deviation: of `reconstruct`, for the presets.
+        camera_model: of all cameras.
         options: those of `matcher.load`.
 
     Raises:
@@ -43,8 +47,9 @@ def compare_reconstructions(
     if folder.exists():
         raise UsageError(f"{folder} is there already; name a new folder")
     folder.mkdir(parents=True)
-    found = {"COLMAP's SIFT": _by_sift(photos, folder / "sift", one_camera, threads)}
-    choice = CameraChoice(sharing="single" if one_camera else "each")
+    found = {"COLMAP's SIFT": _by_sift(photos, folder / "sift", one_camera, camera_model, threads)}
+    choice = CameraChoice(sharing="single" if one_camera else "each", model=camera_model)
+    mapping = {"threads": threads, "min_images": MIN_IMAGES, "max_deviation": max_deviation}
     for preset in presets:
         collection = Collection.open(folder / preset, preset=preset, workers=0, **options)
         collection.add_images(photos)
@@ -52,7 +57,7 @@ def compare_reconstructions(
         collection.run()
         with Store.open(folder / preset) as store:
             out = folder / f"{preset} model"
-            made = reconstruct(store, out, choice=choice, threads=threads, min_images=MIN_IMAGES).largest
+            made = reconstruct(store, out, choice=choice, **mapping).largest
         found[preset] = {
             "registered": made.registered,
             "points": made.points,
@@ -62,7 +67,9 @@ def compare_reconstructions(
     return found
 
 
-def _by_sift(photos: Path, folder: Path, one_camera: bool, threads: int) -> dict[str, float]:
+def _by_sift(
+    photos: Path, folder: Path, one_camera: bool, camera_model: str, threads: int
+) -> dict[str, float]:
     import pycolmap
 
     folder.mkdir()
@@ -73,7 +80,10 @@ def _by_sift(photos: Path, folder: Path, one_camera: bool, threads: int) -> dict
     extraction.num_threads = matching.num_threads = threads
     extraction.use_gpu = matching.use_gpu = False
     mode = pycolmap.CameraMode.SINGLE if one_camera else pycolmap.CameraMode.PER_IMAGE
-    pycolmap.extract_features(database, photos, camera_mode=mode, extraction_options=extraction)
+    reader = pycolmap.ImageReaderOptions(camera_model=camera_model)
+    pycolmap.extract_features(
+        database, photos, camera_mode=mode, reader_options=reader, extraction_options=extraction
+    )
     pycolmap.match_exhaustive(database, matching_options=matching)
     options = pycolmap.IncrementalPipelineOptions()
     options.num_threads, options.random_seed, options.min_model_size = threads, seed, MIN_IMAGES
