@@ -3,8 +3,8 @@
     python scripts/visualize_refinement.py assets/view0.jpg assets/view1.jpg refined.png
 
 Each row is a match: the window of image 0, that of image 1 around the position where it was matched, and that
-around the refined one. Both windows of image 1 are deformed by the local affine map to look like
-that of image 0. The crosses mark the point. Shown are inliers of the more certain half, from those that moved most.
+around the refined one. Both windows of image 1 are deformed by the local affine map to look like that of the
+first. The crosses mark the point. Shown are inliers of the more certain half, from those that moved most.
 """
 
 import cv2
@@ -29,7 +29,7 @@ def window(image: matcher.Image, point: np.ndarray, affine: np.ndarray, words: s
     pixels = cv2.normalize(values, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
     drawn = cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
     cv2.drawMarker(drawn, (HALF * ENLARGED, HALF * ENLARGED), (0, 0, 255), cv2.MARKER_CROSS, 40, 1)
-    cv2.putText(drawn, words, (5, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (0, 0, 0), 3, cv2.LINE_AA)
+    cv2.rectangle(drawn, (0, 0), (150, 20), (0, 0, 0), cv2.FILLED)
     cv2.putText(drawn, words, (5, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA)
     return cv2.copyMakeBorder(drawn, 3, 3, 3, 3, cv2.BORDER_CONSTANT, value=(255, 255, 255))
 

@@ -112,10 +112,8 @@ def sfm(
     """
     _check_first(out, overwrite, poses, continued)
     wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
-    mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, overwrite=overwrite)
-    mapping |= dict(
-        max_deviation=max_deviation, choice=camera_choice(camera, camera_model, cameras), poses=poses
-    )
+    choice = camera_choice(camera, camera_model, cameras)
+    mapping = _mapping(mapper, min_images, threads, seed, max_deviation, overwrite, choice, poses)
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
     if continued is not None:
@@ -127,8 +125,14 @@ def sfm(
     run, found = run or out.with_name(f"{out.name}-run"), _find_photos(source, selection, sources)
     if dry_run:
         return _preview_photos(found, run, out, wanted)
-    code = _match(source, run, given, wanted, workers, {**selection, **sources, "restart": restart})
-    return max(code, _reconstruct(run, out, found.names()[0], mapping))
+    matched = _match(source, run, given, wanted, workers, {**selection, **sources, "restart": restart})
+    return max(matched, _reconstruct(run, out, found.names()[0], mapping))
+
+
+def _mapping(*values: Any) -> dict[str, Any]:
+    """The options of `reconstruct`, and the poses for `_reconstruct` to read."""
+    names = ("mapper", "min_images", "threads", "seed", "max_deviation", "overwrite", "choice", "poses")
+    return dict(zip(names, values, strict=True))
 
 
 def _check_first(out: Path, overwrite: bool, poses: Path | None, continued: Path | None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.collection.refined_keypoints import RefinedKeypoints
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
@@ -27,9 +28,19 @@ def deviations(refined: RefinedKeypoints) -> np.ndarray:
 
 
 def write_deviations(store: Store, path: Path) -> None:
-    """The deviations of a run's refined keypoints, for `keep_certain`."""
+    """The deviations of a run's refined keypoints, for `keep_certain`.
+
+    Raises:
+        UsageError: they are not refined.
+    """
     found = {image.name: store.refined_keypoints(image.name) for image in store.images()}
-    np.savez(path, **{name: deviations(each) for name, each in found.items() if each is not None})
+    known = {name: deviations(each) for name, each in found.items() if each is not None}
+    if not known:
+        raise UsageError(
+            "max_deviation needs refined keypoints, and this run has none: its preset or refine=False left "
+            "them as they were found, or its photos are not in their folder"
+        )
+    np.savez(path, **known)
 
 
 def keep_certain(

@@ -116,8 +116,8 @@ def reconstruct(
         options: see `MappingOptions`.
 
     Raises:
-        UsageError: pycolmap is absent, the output exists, fewer than two images, no matches, or no image of
-            the run has a given pose.
+        UsageError: pycolmap is absent, the output exists, fewer than two images, no matches, no image of the
+            run has a given pose, or `max_deviation` without refined keypoints.
         ReconstructionError: no model was found, or COLMAP's process ended early.
         OSError: the disk is full.
     """
@@ -137,7 +137,7 @@ def reconstruct(
         report.notes.extend([unrefined] * bool(unrefined))
         _check_enough(report)
         if job["max_deviation"] is not None:
-            _write_deviations(store, part / DEVIATIONS)
+            write_deviations(store, part / DEVIATIONS)
         _run_child({**job, **_paths(store, report, part)})
         place = None if poses is None else poses.georegistration
         models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()), place)
@@ -170,20 +170,6 @@ def _positions(store: Store, only: Collection[str] | None) -> dict[str, tuple[fl
 
 def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
     return {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()}
-
-
-def _write_deviations(store: Store, path: Path) -> None:
-    """Say how certain each keypoint is.
-
-    Raises:
-        UsageError: nothing is known of it.
-    """
-    if store.refined_keypoints(next(i.name for i in store.images() if i.status == "done")) is None:
-        raise UsageError(
-            "max_deviation needs refined keypoints, and this run has none: its preset or refine=False left "
-            "them as they were found, or its photos are not in their folder"
-        )
-    write_deviations(store, path)
 
 
 def _check_enough(report: ExportReport) -> None:
