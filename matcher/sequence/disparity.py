@@ -52,6 +52,7 @@ def complete_partners(images: tuple[Image, Image], points: np.ndarray, right: np
     seen = resize_points(points.astype(np.float64), images[0].scale)
     found = resize_points(right.astype(np.float64), there)
 
+    found[linked, 1] = seen[linked, 1] + _rises(seen[linked], found[linked, 1] - seen[linked, 1])
     surfaces, good, textured = _place(grey, seen[linked], found[linked])
     x = np.where(good, surfaces.x, np.where(textured, np.nan, found[linked, 0]))
     if np.count_nonzero(good) >= MIN_LINKS and not linked.all():
@@ -61,6 +62,16 @@ def complete_partners(images: tuple[Image, Image], points: np.ndarray, right: np
     found[linked, 0] = x
     found[np.isnan(found[:, 0])] = np.nan
     return resize_points(found, back).astype(np.float32)
+
+
+def _rises(points: np.ndarray, rises: np.ndarray) -> np.ndarray:
+    """(K,) rows that points (K, 2) are lower in the right image: the median of those around, itself included.
+
+    Rows of a rectified pair differ little and alike; a link whose row differs from its neighbours' is inexact
+    or wrong there, and would be compared along the wrong row.
+    """
+    rows = nearest(points, points, min(MIN_LINKS + 1, len(points)))
+    return np.median(rises[rows], axis=1)
 
 
 def _place(
