@@ -11,6 +11,7 @@ from street_scene import BASELINE, CAMERA, OPEN_ROAD, STREET, pair, pose, true_d
 
 import matcher
 from matcher.lab.benchmark.sequences import read_calibration
+from matcher.sequence.disparity import complete_partners
 from matcher.sequence.trajectory import read_poses, segment_errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,20 @@ def test_near_points_are_kept_as_often_as_far_ones_and_depths_are_unbiased():
         assert abs(np.median(error)) < 0.05 and np.median(np.abs(error)) < 0.1
         assert (np.abs(error) < 1).mean() > 0.97
     assert min(shares) > 0.65 and min(shares) > 0.75 * max(shares)
+
+
+def test_a_link_on_another_row_than_those_around_is_put_on_theirs():
+    left, right = (matcher.Image(view, view.shape[::-1]) for view in pair(STREET, pose(0), 0))
+    points = load("nearest", 300).extract(left.pixels).keypoints.numpy()
+    disparities = true_disparities(STREET, points, pose(0))
+    points, disparities = (each[np.isfinite(disparities)] for each in (points, disparities))
+    linked = points - np.column_stack([disparities, np.zeros(len(points))])
+    linked[::5, 1] += np.where(np.arange(len(linked[::5])) % 2, 1.6, -1.6)
+    found = complete_partners((left, right), points, linked.astype(np.float32))
+    kept = np.isfinite(found[:, 0])
+    assert kept[::5].mean() > 0.6
+    assert np.abs((found - points)[kept, 1]).max() < 0.2
+    assert np.median(np.abs((points - found)[kept, 0] - disparities[kept])) < 0.1
 
 
 def step_errors(truth: np.ndarray, found: np.ndarray, lengths: tuple[float, ...]) -> list[float]:
