@@ -9,10 +9,11 @@ from matcher import kernels as compiled
 from matcher.config import AssignmentConfig
 from matcher.kernels import candidates as kernel_candidates
 from matcher.kernels import library
+from matcher.loading import load
 from matcher.match.assignment import plan
 from matcher.match.candidates import CandidateAssignment, Candidates, candidates_of
 from matcher.match.mutual import mutual_best
-from matcher.match.network import assigning
+from matcher.match.network import assigning, model
 from matcher.match.network.consensus import Consensus, fit_local_maps, mutual_soft_matches
 from matcher.match.network.correspondence import Side
 from matcher.match.network.head import AssignmentHead
@@ -243,6 +244,24 @@ def test_other_kinds_of_assignment_take_all_scores(monkeypatch) -> None:
         assert assigning.assign_candidates(network, *given, 0) is None
     monkeypatch.setenv(compiled.SWITCH, "0")
     assert assigning.assign_candidates(network, *given, 0) is None
+
+
+def test_matches_of_two_views_are_those_of_all_scores(views, shipped_weights, monkeypatch) -> None:
+    """At least 99.5 % of them."""
+    pipe = load(device="cpu", max_keypoints=512)
+    features, made = [pipe.extract(path) for path in views], []
+
+    def counted(*given):
+        made.append(assigning.assign_candidates(*given))
+        return made[-1]
+
+    monkeypatch.setattr(model, "assign_candidates", counted)
+    found = pipe.match_features(*features).indices
+    assert isinstance(made[-1], CandidateAssignment)
+    monkeypatch.setattr(model, "assign_candidates", lambda *_: None)
+    expected = pipe.match_features(*features).indices
+    same = len({*map(tuple, found.tolist())} & {*map(tuple, expected.tolist())})
+    assert len(expected) > 150 and same >= 0.995 * max(len(found), len(expected))
 
 
 def test_threads_do_not_change_a_bit_of_candidates() -> None:

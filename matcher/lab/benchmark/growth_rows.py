@@ -31,6 +31,7 @@ from matcher.lab.benchmark.views import scenes
 from matcher.loading import load
 
 _SIDE, _POINTS, _SIMILAR = 256, 256, 5  # of small images: pixels, keypoints, images that each is paired with
+_LARGEST = 8192  # pixels of an image with many keypoints: it is not made smaller
 _MATCHES = 300  # of a pair that is stored
 
 
@@ -54,7 +55,7 @@ def grown(
 
 def keypoint_rows(watch: Stopwatch, paths: tuple[Path, Path], sizes: Sequence[int]) -> Iterator[BenchmarkRow]:
     """Matching pairs of ever more keypoints, all layers on all of them."""
-    pipe = load(device=str(watch.device), max_keypoints=max(sizes), **OFF)
+    pipe = load(device=str(watch.device), max_keypoints=max(sizes), resize=_LARGEST, **OFF)
     whole = [pipe.extract(image) for image in _tiled(paths, max(sizes))]
     counts: list[int] = []
     times: list[Samples] = []
