@@ -3,8 +3,8 @@
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
 Needs `pip install 'matcher-vision[benchmark]'`. Times are wall-clock seconds of calls that alternate in one
-process. All timings in the README come from this script, which takes about six minutes on two cores; whole work
-beside its peers (`--only "whole work"`) takes a minute or two a row.
+process. All timings in the README come from this script, which takes about six minutes on two cores. Whole
+work beside its peers (`--only "whole work"`) takes a minute or two a row.
 """
 
 import argparse
