@@ -8,7 +8,7 @@ from collection_scene import texture
 import matcher
 from matcher.cli import main
 from matcher.collection.nearby import nearby_pairs
-from matcher.collection.preemptive import BEST, candidate_pairs, preemptive_pairs
+from matcher.collection.preemptive import BEST, _chosen, candidate_pairs, preemptive_pairs
 from matcher.collection.store import Store
 from matcher.errors import UsageError
 
@@ -100,3 +100,12 @@ def test_positions_of_the_headers_choose_pairs(photos, tmp_path, capfd):
     assert "comparing images: " in capfd.readouterr().err
     assert main(["collection", str(photos), "--run", str(tmp_path / "b"), "--nearby", "1", *fast]) == 2
     assert "GPS position" in capfd.readouterr().err
+
+
+def test_wide_pairs_of_a_path_are_chosen_too():
+    """Only neighbours of a path agree; pairs two steps apart are matched where partners are few."""
+    names = [f"{n}" for n in range(6)]
+    candidates = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    steps = np.array([int(b) - int(a) for a, b in candidates])
+    chosen = _chosen(candidates, 100 - 10 * steps, steps == 1, {})
+    assert chosen == [pair for pair, step in zip(candidates, steps, strict=True) if step <= 2]

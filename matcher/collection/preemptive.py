@@ -58,7 +58,8 @@ def preemptive_pairs(
 
     A pair is taken where the verdict on its strongest keypoints is not "different places", and where it is
     among the `BEST` of one of its images by the number of inliers. An image without such a pair keeps its
-    two best candidates, so that none is lost here.
+    two best candidates, so that none is lost here, and one with few such pairs those of its partners'
+    partners.
 
     Args:
         candidates: names of two images each, every pair once.
@@ -124,4 +125,33 @@ def _chosen(
         agreeing = [row for row in best if likely[row]]
         before = partners.get(name, 0)
         taken.update(agreeing[: max(0, BEST - before)] if agreeing or before else best[:_SURE])
+    _add_indirect(taken, candidates, of_image, inliers, likely)
     return [candidates[row] for row in sorted(taken)]
+
+
+def _add_indirect(
+    taken: set[int],
+    candidates: Sequence[tuple[str, str]],
+    of_image: Mapping[str, list[int]],
+    inliers: np.ndarray,
+    likely: np.ndarray,
+) -> None:
+    """Add pairs of images that agree with a common third one, where they have fewer than `BEST` partners.
+
+    Along a path, such wide pairs are the ones whose rays meet at angles that a reconstruction can begin with.
+    """
+    agreeing: dict[str, set[str]] = {}
+    for row in taken:
+        if likely[row]:
+            for name, other in (candidates[row], candidates[row][::-1]):
+                agreeing.setdefault(name, set()).add(other)
+    for name, rows in of_image.items():
+        near = agreeing.get(name, set())
+        wide = [
+            row
+            for row in rows
+            if row not in taken
+            and any(near & agreeing.get(other, set()) for other in candidates[row] if other != name)
+        ]
+        wide.sort(key=lambda row: -inliers[row])
+        taken.update(wide[: max(0, BEST - len(near))])

@@ -269,7 +269,8 @@ def _write_summary(path: Path, report: ExportReport, described: list[dict[str, A
 def _no_model(report: ExportReport) -> str:
     return (
         f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
-        f"{report.images} images; photos taken further apart, more keypoints, or a known camera may help"
+        f"{report.images} images; photos taken further apart, more keypoints, all pairs, or a known camera "
+        "may help"
     )
 
 
