@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from matcher.collection.sources import FeatureSource
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
-# Images up to which a reconstruction matches every pair, and candidates of each image in larger collections.
-LIMITS = {"exhaustive_up_to": 8, "neighbours": 30, "preemptive": True}
+# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
+LIMITS = {"exhaustive_up_to": 100, "neighbours": 30}
 _ALWAYS = {"preset", "device", "upright"}  # options that always have a value
 
 RunOrPhotos = Annotated[
@@ -108,7 +108,7 @@ def sfm(
 ) -> int:
     """Reconstruct cameras and 3D points with COLMAP, from photos or from a run of `matcher collection`.
 
-    Photos are matched first: every pair of up to 8, else --preemptive 30. The same command continues a run.
+    Photos are matched first: every pair of up to 100, else --similar 30. The same command continues a run.
     """
     _check_first(out, overwrite, poses, continued)
     wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)

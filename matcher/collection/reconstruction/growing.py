@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 from matcher.collection.collection import Collection
 from matcher.collection.exporting.cameras import CameraChoice, read_exif
+from matcher.collection.pair_choice import default_choice
 from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses, read_given_poses
 from matcher.collection.reconstruction.reconstruct import (
     MappingOptions,
@@ -24,7 +25,8 @@ from matcher.data.camera import Camera
 from matcher.data.photos import list_images
 from matcher.errors import UsageError
 
-NEIGHBOURS = 30  # most similar images of each that are candidates for its pairs
+# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
+EXHAUSTIVE_UP_TO, NEIGHBOURS = 100, 30
 
 
 def find_run(model: str | Path) -> Path:
@@ -63,8 +65,8 @@ def match_more(
         run: its folder.
         photos: the run's folder of images, or a folder in it.
         known: names that are not new, such as those of a model.
-        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: each image with those of
-            the 30 most similar ones whose strongest keypoints agree.
+        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: all in small runs, else
+            each image with the most similar ones.
         on_progress: as of `Collection.run`.
         how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
 
@@ -84,7 +86,8 @@ def match_more(
     kept = [name for name in before if (folder / name).is_file()]
     names = sorted({*kept, *new})
     collection.add_images(folder, include=[escape(name) for name in names])
-    chosen = pairs or {"preemptive": NEIGHBOURS}
+    limits = {"exhaustive_up_to": EXHAUSTIVE_UP_TO, "neighbours": NEIGHBOURS}
+    chosen = pairs or {"pairs": default_choice(len(names), **limits)}
     collection.add_pairs(**chosen, on_progress=on_progress)
     collection.run(on_progress=on_progress)
     return new
