@@ -182,6 +182,16 @@ def test_only_the_rows_asked_for(views) -> None:
     assert report.stages == {}
 
 
+@pytest.mark.slow
+def test_rows_in_onnx_runtime(views, shipped_weights) -> None:
+    pytest.importorskip("onnxscript")
+    report = run_benchmark(replace(WATCH, repeats=1), views, quick=True, only="onnx")
+    against = {row.against for row in report.rows}
+    assert {"our torch, float32", "the same without kernels"} < against
+    assert {"kornia's ALIKED (n16), torch", "kornia's, exported by torch"} < against
+    assert all(row.ours.minimum > 0 and row.theirs.minimum > 0 for row in report.rows)
+
+
 def test_devices() -> None:
     assert check_device("cpu") == CPU
     with pytest.raises(UsageError, match="cpu or cuda"):
