@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +64,16 @@ def read_refined(run_dir: Path, counts: Mapping[str, int]) -> dict[str, RefinedK
             }
         _check_columns(found, counts)
         return found
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        RuntimeError,
+        BadZipFile,
+        zlib.error,
+    ) as error:
         raise IntegrityError(f"{path} is damaged ({error}): delete it and refine the run again") from error
 
 

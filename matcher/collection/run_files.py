@@ -13,8 +13,9 @@ from pathlib import Path
 from matcher.errors import IntegrityError
 
 DATABASE, LOCK, HOLDER, REFINED = "run.db", "lock.db", "holder.txt", "refined.npz"
+INDEX = "retrieval.npz"  # global descriptors of the images of a map
 _LOGS = ("-wal", "-shm", "-journal")
-_FILES = (*(f"{name}{log}" for name in (DATABASE, LOCK) for log in ("", *_LOGS)), HOLDER, REFINED)
+_FILES = (*(f"{name}{log}" for name in (DATABASE, LOCK) for log in ("", *_LOGS)), HOLDER, REFINED, INDEX)
 # The last bytes of a rollback journal that belongs to several databases (SQLite's file format, section 3);
 # ours never do, and SQLite would delete the file that it names.
 _SEVERAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"

@@ -20,6 +20,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from matcher.data import netpbm
 from matcher.data.deep import is_deep, read_deep
 from matcher.data.geometry import UPRIGHT
+from matcher.data.jpeg import check_scans
 from matcher.data.probe import find_format, open_regular
 from matcher.errors import ImageError, ImageWarning, MatcherError
 
@@ -51,6 +52,8 @@ def decode(path: Path, max_pixels: int) -> Decoded:
             with _decoding(path, name):
                 return Decoded(netpbm.read_samples(file, kind, *size, top), None, 1)
         with _decoding(path, name):
+            if name == "JPEG":
+                check_scans(file)
             image = opener(file)
         width, height = image.size
         _check_size(path, width, height, max_pixels)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from matcher.data.camera import Camera
-from matcher.data.rotations import as_quaternion, as_rotation
+from matcher.data.rotations import as_quaternion, as_rotation, check_poses
 from matcher.errors import UsageError
 from matcher.files import MARK, write_output, write_whole
 
@@ -44,7 +44,16 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
         else:
             rows = [line.rsplit(maxsplit=7) for line in _lines(text)]
             found = {row[0]: _pose(row[1:]) for row in rows}, {}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise UsageError(
             f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
             "COLMAP's images.txt, or JSON with cam_from_world by name are needed"
@@ -130,8 +139,7 @@ def _pose(words: list[str]) -> np.ndarray:
     w, x, y, z, *translation = map(float, words)
     pose = np.eye(4)
     pose[:3, :3], pose[:3, 3] = as_rotation(np.array([x, y, z, w])), translation
-    if not np.isfinite(pose).all():
-        raise ValueError("a pose is not finite")
+    check_poses(pose[None])
     return pose
 
 
@@ -145,8 +153,7 @@ def _from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
             continue
         pose = np.eye(4)
         pose[:3] = np.array(row["cam_from_world"], dtype=np.float64)[:3].reshape(3, 4)
-        if not np.isfinite(pose).all():
-            raise ValueError(f"the pose of {name} is not finite")
+        check_poses(pose[None])
         poses[name] = pose
         if (camera := row.get("camera")) is not None:
             cameras[name] = Camera.from_colmap(camera["model"], camera["params"], tuple(camera["size"]))

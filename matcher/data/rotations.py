@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+_FARTHEST = 1e12  # units of a translation
+_SKEWED = 0.01  # by which a rotation written with few digits may differ from one
+
 
 def as_quaternion(rotation: np.ndarray) -> np.ndarray:
     """(4,) x y z w, w ≥ 0, of a rotation (3, 3)."""
@@ -22,7 +25,34 @@ def as_quaternion(rotation: np.ndarray) -> np.ndarray:
 
 
 def as_rotation(quaternion: np.ndarray) -> np.ndarray:
-    """(3, 3) of a quaternion x y z w of any length but 0."""
-    x, y, z, w = np.asarray(quaternion, np.float64) / np.linalg.norm(quaternion)
+    """(3, 3) of a quaternion x y z w of any length but 0.
+
+    Raises:
+        ValueError: a quaternion of length 0, or values that are not finite.
+    """
+    q = np.asarray(quaternion, np.float64)
+    largest = np.abs(q).max()
+    if not 0 < largest < np.inf:
+        raise ValueError("a quaternion of length 0, or without finite values, is no rotation")
+    q = q / largest  # or the squares could overflow
+    x, y, z, w = q / np.linalg.norm(q)
     cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
     return np.eye(3) + 2 * w * cross + 2 * cross @ cross
+
+
+def check_poses(poses: np.ndarray) -> None:
+    """Refuse matrices (N, 4, 4) that are no poses.
+
+    Raises:
+        ValueError: a value that is not finite, a translation of more than 10¹² units, or a matrix that is
+            no rotation.
+    """
+    if not (np.abs(poses) <= _FARTHEST).all():
+        raise ValueError("a pose is not finite, or too far away")
+    turns = poses[:, :3, :3]
+    if (np.abs(turns) > 2).any() or not np.allclose(
+        turns @ turns.transpose(0, 2, 1), np.eye(3), rtol=0, atol=_SKEWED
+    ):
+        raise ValueError("the first three columns of a pose are no rotation")
+    if (np.linalg.det(turns) < 0).any():
+        raise ValueError("a pose is mirrored")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +13,12 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from matcher.collection.run_files import INDEX as FILE
 from matcher.data.features import Features
 from matcher.files import write_whole
 from matcher.match.retrieval import (
+    LENGTH,
+    WORDS,
     Vocabulary,
     collection_vocabulary,
     global_descriptor,
@@ -22,10 +26,11 @@ from matcher.match.retrieval import (
 )
 from matcher.match.turns import rotated_descriptors
 
-FILE = "retrieval.npz"
 _BLOCK = 128  # rows compared at once, so that they fit a core's cache
 # In large maps, images are compared by sums of neighbouring components first, and this many of them exactly.
 _SKETCH, _SHORTLIST = 1024, 512
+_OVERHEAD = 1 << 16  # bytes of a file beside its arrays
+_LONGEST_DESCRIPTOR = 4096  # values
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +97,36 @@ def open_index(
     wanted = hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
     path = folder / FILE
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if str(stored["of"]) == wanted:
-                parts = (stored[name] for name in ("words", "target", "sign"))
-                vocabulary = Vocabulary(*parts, int(stored["length"])) if len(stored["words"]) else None
-                return RetrievalIndex(vocabulary, stored["table"], str(stored["kind"]))
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        if (index := _read(path, wanted, len(names))) is not None:
+            return index
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error):
         pass  # absent or damaged: it can be made again
     index = RetrievalIndex.build(names, features)
     _keep(index, path, wanted)
     return index
+
+
+def _read(path: Path, of: str, images: int) -> RetrievalIndex | None:
+    """A kept index, None if it is of other images; errors of many kinds where it is damaged."""
+    most = images * LENGTH * 2 + WORDS * _LONGEST_DESCRIPTOR * (4 + 8 + 4) + _OVERHEAD
+    with np.load(path, allow_pickle=False) as stored:
+        if sum(member.file_size for member in stored.zip.infolist()) > most:
+            raise ValueError("it would unpack to more than an index of these images takes")
+        if str(stored["of"]) != of:
+            return None
+        words, target, sign, table = (stored[name] for name in ("words", "target", "sign", "table"))
+        length, kind = int(stored["length"]), str(stored["kind"])
+    if table.shape != (images, length) or not np.isfinite(table).all():
+        raise ValueError("its table is not one of these images")
+    if not words.size:
+        return RetrievalIndex(None, table, kind)
+    if words.ndim != 2 or not np.isfinite(words).all():
+        raise ValueError("its words are none")
+    if (target.shape, sign.shape) != ((words.size,), (words.size,)) or not (np.abs(sign) == 1).all():
+        raise ValueError("its words are not folded as they should be")
+    if target.dtype.kind != "i" or not ((target >= 0) & (target < length)).all():
+        raise ValueError("its words are folded out of the table")
+    return RetrievalIndex(Vocabulary(words, target, sign, length), table, kind)
 
 
 def _keep(index: RetrievalIndex, path: Path, of: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.collection.reconstruction.given_poses import as_our_camera, find_model, read_model
+from matcher.collection.reconstruction.given_poses import as_our_camera, check_finite, find_model, read_model
 from matcher.data.camera import Camera
 from matcher.errors import IntegrityError, UsageError
 
@@ -64,16 +64,20 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
         )
     columns = [_observations(image, rows) for image in images]
     for image, (points, _) in zip(images, columns, strict=True):
+        check_finite(place, f"a keypoint of {image.name}", points)
         _check_keypoints(store, image.name, points, place)
     poses = np.tile(np.eye(4), (len(images), 1, 1))
     poses[:, :3] = [image.cam_from_world().matrix() for image in images]
+    xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
+    check_finite(place, "a pose", poses)
+    check_finite(place, "a point", xyz)
     return SparseMap(
         names=tuple(image.name for image in images),
         cam_from_world=poses,
         cameras=tuple(as_our_camera(model.camera(image.camera_id)) for image in images),
         keypoints=tuple(points for points, _ in columns),
         points=tuple(partners for _, partners in columns),
-        xyz=np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3),
+        xyz=xyz,
         ids=np.array(list(rows), dtype=np.int64),
     )
 

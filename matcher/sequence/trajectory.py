@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.data.rotations import as_quaternion, as_rotation
+from matcher.data.rotations import as_quaternion, as_rotation, check_poses
 from matcher.errors import UsageError
 from matcher.files import MARK, write_whole
 
@@ -61,14 +61,16 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
         raise UsageError(f"{path}: a pose file has 12 numbers (KITTI) or 8 (TUM) in every line")
     poses = np.tile(np.eye(4), (len(values), 1, 1))
-    if values.shape[1] == 12:
-        poses[:, :3] = values.reshape(-1, 3, 4)
-        return None, poses
-    if not np.linalg.norm(values[:, 4:], axis=1).all():
-        raise UsageError(f"{path}: a quaternion of length 0 is no rotation")
-    poses[:, :3, :3] = [as_rotation(row) for row in values[:, 4:]]
-    poses[:, :3, 3] = values[:, 1:4]
-    return values[:, 0], poses
+    try:
+        if values.shape[1] == 12:
+            poses[:, :3] = values.reshape(-1, 3, 4)
+        else:
+            poses[:, :3, :3] = [as_rotation(row) for row in values[:, 4:]]
+            poses[:, :3, 3] = values[:, 1:4]
+        check_poses(poses)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return (values[:, 0] if values.shape[1] == 8 else None), poses
 
 
 def path_length(poses: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""A program: the default preset tracks so many frames; prints the resident megabytes at some of them as JSON.
+"""A program: the default preset tracks so many frames; prints what it holds at some of them as JSON.
+
+That is [resident megabytes, open files, threads]; how far it is goes to standard error.
 
     python sequence_memory.py FRAMES [without-amx]
 
@@ -22,9 +24,11 @@ import matcher
 WIDTH, HEIGHT = 240, 180
 
 
-def resident_megabytes() -> float:
+def held() -> tuple[float, int, int]:
+    """Resident megabytes, open files and threads of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+    files, threads = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task"))
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1), files, threads
 
 
 def picture(plane: np.ndarray, number: int) -> np.ndarray:
@@ -52,7 +56,9 @@ def main() -> None:
     for number in range(frames):
         tracker.push(picture(plane, number))
         if number in shown:
-            found[number] = resident_megabytes()
+            found[number] = held()
+        if number % 1000 == 999:
+            print(number + 1, *held(), file=sys.stderr, flush=True)
     print(json.dumps(found))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from matcher.collection.exporting.colmap import import_pycolmap
+from matcher.collection.reconstruction.model_files import check_model_files
 from matcher.data.camera import Camera
 from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
 from matcher.errors import IntegrityError, UsageError
@@ -48,6 +49,7 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
         image = model.image(number)
         poses[image.name] = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
         cameras[image.name] = as_our_camera(model.camera(image.camera_id))
+        check_finite(source, f"the pose of {image.name}", poses[image.name])
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
     return GivenPoses(poses, cameras, fixed, _georegistration(source))
@@ -91,10 +93,25 @@ def read_model(folder: Path) -> Any:
     """
     pycolmap = import_pycolmap()
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
+
+    def parameters(model: int) -> int:
+        return len(pycolmap.Camera.create_from_model_id(1, pycolmap.CameraModelId(model), 1.0, 1, 1).params)
+
+    check_model_files(folder, parameters)
     try:
         return pycolmap.Reconstruction(str(folder))
     except Exception as error:  # of C++, of any type
         raise IntegrityError(f"{folder}: the COLMAP model is damaged ({str(error)[:200]})") from error
+
+
+def check_finite(model: Path, what: str, values: np.ndarray) -> None:
+    """Refuse numbers of a model that are none.
+
+    Raises:
+        IntegrityError: a value is NaN or infinite; the message names the model and `what`.
+    """
+    if not np.isfinite(values).all():
+        raise IntegrityError(f"{model}: the COLMAP model is damaged ({what} is not finite)")
 
 
 def as_our_camera(camera: Any) -> Camera:

@@ -1,0 +1,180 @@
+"""Promise 5 for maps of others: COLMAP's models, and the index beside a run."""
+
+import io
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fuzzing import examples, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matcher.collection.reconstruction.given_poses import read_given_poses, read_model
+from matcher.data.features import Features
+from matcher.errors import IntegrityError, UsageError
+from matcher.localization.retrieval_index import RetrievalIndex, open_index
+
+pycolmap = pytest.importorskip("pycolmap")
+pytestmark = pytest.mark.promise(5)
+FILES = ("cameras", "frames", "images", "points3D", "rigs")
+SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A model of five images and twenty points, binary and as text."""
+    options = pycolmap.SyntheticDatasetOptions()
+    options.num_rigs, options.num_cameras_per_rig, options.num_frames_per_rig = 1, 1, 5
+    options.num_points3D, options.num_points2D_without_point3D = 20, 2
+    pycolmap.set_random_seed(1)
+    made, folder = pycolmap.synthesize_dataset(options), tmp_path_factory.mktemp("models")
+    for kind in ("bin", "txt"):
+        (folder / kind).mkdir()
+    made.write_binary(str(folder / "bin"))
+    made.write_text(str(folder / "txt"))
+    return folder
+
+
+@pytest.fixture
+def model(sound, tmp_path) -> Path:
+    return Path(shutil.copytree(sound / "bin", tmp_path / "model"))
+
+
+def test_the_sound_models_are_read(sound):
+    for kind in ("bin", "txt"):
+        assert len(read_given_poses(sound / kind).cam_from_world) == 5
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_that_is_cut_short(sound, model, tried, name):
+    """COLMAP itself never ends on most of them."""
+    path, data = model / f"{name}.bin", (sound / "bin" / f"{name}.bin").read_bytes()
+    for part in range(24):
+        path.write_bytes(data[: len(data) * part // 24])
+        with pytest.raises(IntegrityError, match=rf"{name}\.bin.*damaged"):
+            read_model(model)
+    path.write_bytes(data + b"\0")
+    with pytest.raises(IntegrityError, match="longer than its records"):
+        read_model(model)
+    tried(25)
+
+
+@pytest.mark.parametrize("count", [2**64 - 1, 2**40, 10**6, 6])
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_that_promises_too_much(model, name, count):
+    path, begun = model / f"{name}.bin", time.process_time()
+    path.write_bytes(struct.pack("<Q", count) + path.read_bytes()[8:])
+    if count > len(path.read_bytes()) or name in ("cameras", "rigs", "frames", "images"):
+        with pytest.raises(IntegrityError, match=rf"{name}\.bin"):
+            read_model(model)
+    assert time.process_time() - begun < SECONDS
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(model):
+    (model / "rigs.bin").unlink()
+    os.mkfifo(model / "rigs.bin")
+    with pytest.raises(IntegrityError, match=r"rigs\.bin is not a file"):
+        read_model(model)
+
+
+def test_a_pose_that_is_not_finite(model):
+    data = bytearray((model / "frames.bin").read_bytes())
+    struct.pack_into("<d", data, 8 + 8 + 32, float("nan"))  # after count, id, rig and quaternion
+    (model / "frames.bin").write_bytes(data)
+    with pytest.raises(IntegrityError, match="not finite"):
+        read_given_poses(model)
+
+
+@pytest.mark.parametrize("kind", ["bin", "txt"])
+@examples(25, 2_500)
+def test_models_with_pieces_changed(sound, tmp_path, tried, kind, examples):
+    """Another model, or a clear error; never the end of this process."""
+    wholes = {name: (sound / kind / f"{name}.{kind}").read_bytes() for name in FILES}
+    shutil.copytree(sound / kind, tmp_path / "model")
+    piece = st.tuples(st.integers(0, 10**4), st.binary(max_size=9), st.integers(0, 9))
+
+    @seeded(examples)
+    @given(st.sampled_from(FILES), st.lists(piece, min_size=1, max_size=3))
+    def check(name, changes):
+        tried()
+        changed = bytearray(wholes[name])
+        for place, new, gone in changes:
+            start = place % (len(changed) + 1)
+            changed[start : start + gone] = new
+        path, begun = tmp_path / "model" / f"{name}.{kind}", time.process_time()
+        path.write_bytes(changed)
+        try:
+            found = read_given_poses(tmp_path / "model")
+        except (IntegrityError, UsageError):
+            pass
+        else:
+            assert all(np.isfinite(pose).all() for pose in found.cam_from_world.values())
+        assert time.process_time() - begun < SECONDS
+        path.write_bytes(wholes[name])
+
+    check()
+
+
+def features(name: str) -> Features:
+    rng = np.random.default_rng(len(name))
+    descriptors = rng.random((40, 128)).astype(np.float32)
+    descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
+    return Features(rng.uniform(0, 90, (40, 2)), descriptors, size=(100, 100), kind="sift")
+
+
+NAMES, DIGESTS = ["a.jpg", "bb.jpg", "ccc.jpg"], ["0", "1", "2"]
+WRONG_ARRAYS = {
+    "a table of fewer images": lambda a: {"table": a["table"][:1]},
+    "a table of one row": lambda a: {"table": a["table"][0]},
+    "a table that is not finite": lambda a: {"table": np.full_like(a["table"], np.nan)},
+    "a table of text": lambda a: {"table": a["table"].astype(str)},
+    "words of text": lambda a: {"words": a["words"].astype(str)},
+    "words that are not finite": lambda a: {"words": np.full_like(a["words"], np.inf)},
+    "words of one row": lambda a: {"words": a["words"][0]},
+    "too few targets": lambda a: {"target": a["target"][:5]},
+    "targets out of the table": lambda a: {"target": a["target"] + 10**9},
+    "targets before the table": lambda a: {"target": a["target"] - 10**6},
+    "targets that are fractions": lambda a: {"target": a["target"] + 0.5},
+    "other signs": lambda a: {"sign": a["sign"] * 7},
+    "objects": lambda a: {"table": np.array([{}, 1, 2], dtype=object)},
+    "a length that is text": lambda a: {"length": np.array("x")},
+    "a hundred megabytes of zeros": lambda a: {"words": np.zeros((3_000, 8192), np.float32)},
+}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> tuple[bytes, RetrievalIndex]:
+    folder = tmp_path_factory.mktemp("index")
+    found = open_index(folder, NAMES, DIGESTS, features)
+    return (folder / "retrieval.npz").read_bytes(), found
+
+
+@pytest.mark.parametrize("name", WRONG_ARRAYS)
+def test_an_index_that_is_none_is_made_again(index, tmp_path, name):
+    data, right = index
+    with np.load(io.BytesIO(data)) as stored:
+        arrays = dict(stored)
+    np.savez_compressed(tmp_path / "retrieval.npz", **{**arrays, **WRONG_ARRAYS[name](arrays)})
+    found = open_index(tmp_path, NAMES, DIGESTS, features)
+    assert np.array_equal(found.table, right.table) and found.kind == right.kind
+    assert np.array_equal(found.vocabulary.words, right.vocabulary.words)
+    assert (tmp_path / "retrieval.npz").read_bytes() == data
+
+
+def test_an_index_of_any_bytes_is_made_again(index, tmp_path, tried):
+    data, right = index
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        changed = bytearray(data)
+        for place in rng.integers(0, len(data), 3):
+            changed[place] ^= 1 << rng.integers(8)
+        (tmp_path / "retrieval.npz").write_bytes(
+            changed[: rng.integers(len(data)) if rng.random() < 0.3 else None]
+        )
+        found = open_index(tmp_path, NAMES, DIGESTS, features)
+        assert found.table.shape == right.table.shape and np.isfinite(found.table).all()
+    tried(40)
