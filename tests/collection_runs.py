@@ -1,6 +1,7 @@
 """Small folders of photos, runs over them in this process or another, and what a run holds."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,9 +38,14 @@ def command(*arguments: object) -> list[str]:
 def start(*arguments: object, **options) -> subprocess.Popen:
     """The command line in a process of its own, one thread a process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command(*arguments), cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options
-    )
+    # A shell makes background jobs, such as these tests, ignore what Ctrl+C sends, and children would too.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(
+            command(*arguments), cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 300.0) -> None:

@@ -229,3 +229,20 @@ def test_command_lines_of_any_words(tmp_path, monkeypatch, capfd, tried, example
 
     check()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0 0 0 0 0 0 0 1e308",  # a quaternion whose square overflows is still a rotation
+        *("0 0 0 0 0 0 0 0", "0 1e300 0 0 0 0 0 1", "0 0 0 0 nan 0 0 1"),
+        *("2 0 0 0 0 2 0 0 0 0 2 0", "1 0 0 0 0 1 0 0 0 0 -1 0", "1 1 0 0 0 1 0 0 0 0 1 0"),
+    ],
+)
+def test_lines_that_are_no_poses(tmp_path, line):
+    (tmp_path / "poses.txt").write_text(line)
+    if line.endswith("1e308"):
+        assert np.allclose(read_poses(tmp_path / "poses.txt")[1], np.eye(4))
+    else:
+        with pytest.raises(UsageError, match=r"poses\.txt"):
+            read_poses(tmp_path / "poses.txt")

@@ -223,3 +223,17 @@ def test_a_picture_with_pieces_changed(tmp_path, tried, suffix, examples):
         check_bytes(tmp_path, bytes(changed))
 
     check()
+
+
+def test_a_jpeg_of_endless_scans_is_refused(tmp_path):
+    """A megabyte of them kept the decoder busy for more than five minutes."""
+    PIL.Image.fromarray(np.zeros((3000, 3000), np.uint8)).save(
+        tmp_path / "a.jpg", progressive=True, comment=b"\xff\xda" * 300
+    )
+    data, begun = (tmp_path / "a.jpg").read_bytes(), time.process_time()
+    assert decode(tmp_path / "a.jpg", 10**7).samples.shape == (3000, 3000)  # a comment is no scan
+    last = data[data.rfind(b"\xff\xda") : -2]
+    (tmp_path / "a.jpg").write_bytes(data[:-2] + last * (1_000_000 // len(last)) + data[-2:])
+    with pytest.raises(ImageError, match=r"a\.jpg.*more than 64 scans"):
+        decode(tmp_path / "a.jpg", 10**7)
+    assert time.process_time() - begun < SECONDS
