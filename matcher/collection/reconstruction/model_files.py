@@ -12,12 +12,12 @@ from pathlib import Path
 
 from matcher.errors import IntegrityError
 
-_COUNT, _BYTE = struct.Struct("<Q"), struct.Struct("<B")
-_CAMERA = struct.Struct("<IiQQ")  # id, model, width, height; its parameters follow
-_IMAGE = struct.Struct("<I7dI")  # id, pose, camera; its name, a zero and its keypoints follow
-_POINT = struct.Struct("<Q3d3BdQ")  # id, position, colour, error, length of its track, which follows
-_RIG = struct.Struct("<II")  # id, sensors; the first one follows, then the others with their poses
-_FRAME = struct.Struct("<II7dI")  # id, rig, pose, how many images, which follow
+_COUNT, _BYTE = "<Q", "<B"
+_CAMERA = "<IiQQ"  # id, model, width, height; its parameters follow
+_IMAGE = "<I7dI"  # id, pose, camera; its name, a zero and its keypoints follow
+_POINT = "<Q3d3BdQ"  # id, position, colour, error, length of its track, which follows
+_RIG = "<II"  # id, sensors; the first one follows, then the others with their poses
+_FRAME = "<II7dI"  # id, rig, pose, how many images, which follow
 _KEYPOINT, _OBSERVATION, _SENSOR, _POSE, _FRAME_IMAGE = 24, 8, 8, 56, 16  # bytes
 _LONGEST_NAME = 4096
 
@@ -53,11 +53,10 @@ class _Bytes:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
-    def take(self, form: struct.Struct) -> tuple:
-        self.at += form.size
-        if self.at > len(self.data):
-            raise ValueError("it is cut short")
-        return form.unpack_from(self.data, self.at - form.size)
+    def take(self, form: str) -> tuple:
+        size = struct.calcsize(form)
+        self.skip(size)
+        return struct.unpack_from(form, self.data, self.at - size)
 
     def skip(self, size: int) -> None:
         self.at += size

@@ -13,6 +13,8 @@ from matcher.match.network.validate import check_config
 from matcher.weights.manifest import FOLDERS
 from matcher.weights.renames import current_config
 
+_LARGEST = 32 * 1024  # bytes
+
 
 def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
     """A recipe from TOML: of the front end if it has `trains = "front end"`, else of a matcher.
@@ -22,13 +24,20 @@ def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
             names the key.
     """
     try:
+        # The time that TOML takes grows with the square of its length.
+        if path.stat().st_size > _LARGEST:
+            raise UsageError(
+                f"{path}: a recipe has a few kilobytes, and this file more than {_LARGEST // 1024}"
+            )
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         if "network" in values:
             values["network"] = current_config(values["network"])
         recipe = from_dict(FrontEndRecipe if "trains" in values else Recipe, values, where=path.name)
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(f"{path}: cannot read the recipe ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not a TOML file ({error})") from None
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
