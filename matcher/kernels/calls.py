@@ -84,7 +84,7 @@ def have_kernels(x: Tensor) -> bool:
     # Autocast would change the precision of products between the kernels.
     if not suits or x.shape[1] > WIDEST_ROW // 4 or torch.is_autocast_enabled("cpu"):
         return False
-    if torch.is_grad_enabled() or kernels() is None:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or kernels() is None:
         return False
     return granted(f"rows {x.dtype}", try_half_rows if x.dtype == torch.bfloat16 else try_rows)
 

@@ -24,7 +24,9 @@ def have_maps(*maps: Tensor) -> bool:
         and x.is_contiguous(memory_format=torch.channels_last)
         for x in maps
     )
-    if not suit or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or kernels() is None:
+    if not suit or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    if torch.compiler.is_compiling() or kernels() is None:
         return False
     dtypes = {x.dtype for x in maps}
     return all(granted(f"maps {x}", try_half_maps if x == torch.bfloat16 else try_maps) for x in dtypes)

@@ -28,16 +28,20 @@ ROW_STEP = 64
 
 
 def rows_at_once(rows: int, channels: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `rows` that stay in the caches of all threads; all rows at once on other devices.
+    """Slices of `rows` that stay in the caches of all threads; all rows at once on other devices, and where
+    a compiler decides.
 
     Their lengths are multiples of `ROW_STEP` if there are as many rows; for that the last one reaches back
     over rows of the one before, which are computed twice.
     """
-    step = rows if device.type != "cpu" else CACHED_ROWS * torch.get_num_threads() // channels
-    step = max(step // ROW_STEP, 1) * ROW_STEP if device.type == "cpu" else max(rows, 1)
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        yield from [slice(0, rows)] if rows else []
+        return
+    step = CACHED_ROWS * torch.get_num_threads() // channels
+    step = max(step // ROW_STEP, 1) * ROW_STEP
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        even = start + (stop - start) // ROW_STEP * ROW_STEP if device.type == "cpu" else stop
+        even = start + (stop - start) // ROW_STEP * ROW_STEP
         if even > start:
             yield slice(start, even)
         if even < stop:

@@ -25,21 +25,22 @@ class Layout:
     # (2·B, N) bool: which of equally many points of every image are attended to; None: all
     live: Tensor | None = field(default=None, compare=False)
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Points of each image in token order, 2·B of them."""
-        return [n for pair in self.counts for n in pair]
+    # Points of each image in token order, 2·B of them, and their number where it is the same for all and not
+    # zero; known from the start, because a compiler does not follow what is computed at first use.
+    lengths: list[int] = field(init=False, compare=False, repr=False)
+    uniform: int | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        lengths = [n for pair in self.counts for n in pair]
+        different = set(lengths)
+        same = different.pop() if len(different) == 1 and 0 not in different else None
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "uniform", same)
 
     @cached_property
     def starts(self) -> list[int]:
         """First token of each image, and the total at the end."""
         return [0, *accumulate(self.lengths)]
-
-    @cached_property
-    def uniform(self) -> int | None:
-        """The number of points of every image if it is the same and not zero, else None."""
-        lengths = set(self.lengths)
-        return lengths.pop() if len(lengths) == 1 and 0 not in lengths else None
 
     @cached_property
     def sides(self) -> tuple[Tensor, Tensor]:

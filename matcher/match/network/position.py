@@ -214,6 +214,8 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():  # it fuses this by itself, and does not know parts of `out`
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     half = x.shape[-1] // 2
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
