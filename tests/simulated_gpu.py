@@ -137,7 +137,7 @@ def _mapped(change, value):
     """A value, or what lists, tuples and dictionaries hold, changed."""
     if isinstance(value, (list, tuple)):
         made = [_mapped(change, each) for each in value]
-        return type(value)(made) if type(value) in (list, tuple) else type(value)(*made)
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, dict):
         return {key: _mapped(change, each) for key, each in value.items()}
     return change(value)
@@ -346,6 +346,8 @@ def simulated_gpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "graph", _captured)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+        for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+            patch.setattr(torch.cuda, name, lambda device=None: 0)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "simulated")
         yield

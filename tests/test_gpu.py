@@ -1,6 +1,10 @@
 """Matching on a GPU, simulated and, where there is one, real: what it finds, and how often it waits."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -8,12 +12,17 @@ import random_matcher
 import torch
 from random_matcher import WITH_MATCH_PROBABILITY, pair, random_model
 from simulated_gpu import SimulatedEvent, on_cpu, waits
+from training_data import TINY, random_batch
 
 import matcher
+from matcher.cli import main
 from matcher.data.features import Features
 from matcher.data.images import read_image
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
+from matcher.lab.benchmark.report import run_benchmark
+from matcher.lab.benchmark.timing import Stopwatch
+from matcher.lab.train.trainer import Trainer
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.padded import matching
@@ -323,3 +332,60 @@ def test_a_stage_that_waits_cannot_be_captured(gpu):
 def test_graphs_are_refused_without_a_gpu(shipped_weights):
     with pytest.raises(UsageError, match="cuda_graphs needs a CUDA device"):
         matcher.load("hybrid", device="cpu", cuda_graphs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "only",
+    [
+        "lightglue",
+        "superglue",
+        "loftr",
+        "ragged",
+        "memory",
+        "device",
+        "extraction",
+        "sinkhorn",
+        "adaptivity",
+        "refinement",
+        "one against",
+    ],
+)
+def test_rows_of_the_benchmark_are_measured_on_a_gpu(gpu, only, views, shipped_weights):
+    if only == "superglue":
+        pytest.importorskip("transformers")
+    report = run_benchmark(Stopwatch(torch.device("cuda"), repeats=1), views, quick=True, only=only)
+    assert report.rows and report.machine.device == torch.cuda.get_device_name()
+    assert all(row.ours.minimum > 0 for row in report.rows if row.unit == "ms")
+    if only == "device":
+        assert any("CUDA graphs" in row.work for row in report.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_whole_table_takes_less_than_five_minutes(tmp_path):
+    start = perf_counter()
+    script = Path(__file__).resolve().parent.parent / "scripts" / "benchmark.py"
+    subprocess.run(
+        [sys.executable, script, "--device", "cuda", "--json", tmp_path / "report.json"], check=True
+    )
+    assert perf_counter() - start < 300
+
+
+def test_one_training_step_runs_on_a_gpu(gpu):
+    """In mixed precision; the loss is that of the processor to its rounding."""
+    batch = random_batch(np.random.default_rng(7), pairs=2)
+    losses = []
+    for device in ("cpu", "cuda"):
+        trainer = Trainer(TINY, torch.device(device))
+        losses.append(float(trainer.step(batch)))
+        assert trainer.progress.step == 1
+    assert abs(losses[0] - losses[1]) < 0.1 * losses[0]
+
+
+def test_the_command_line_says_that_there_is_no_gpu(views, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["match", *map(str, views), "--device", "cuda"]) == 2
+    assert "'cuda' is not available on this machine; use 'auto' or 'cpu'" in capsys.readouterr().err

@@ -67,6 +67,12 @@ def lightglue(watch: Stopwatch, points: int, peaks: PeakRates, batch: int = 1) -
     for precision in ("auto", "float32"):
         network = with_parameters(tensors, "lightglue-superpoint", watch.device, precision, **OFF)
         networks.setdefault(network.precision, network)
+    if watch.device.type == "cuda":
+        graphs = with_parameters(
+            tensors, "lightglue-superpoint", watch.device, "auto", cuda_graphs=True, **OFF
+        )
+        graphs(*sides)  # captured in the next call
+        networks[f"{graphs.precision}, CUDA graphs"] = graphs
     for name, network in networks.items():
         calls[name] = lambda n=network: n(*sides)
         if watch.device.type == "cpu" and kernels() is not None:

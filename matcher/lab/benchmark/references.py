@@ -78,10 +78,17 @@ def kornia_loftr() -> nn.Module:
 
 
 def with_parameters(
-    tensors: dict[str, Tensor], preset: str, device: torch.device, precision: Precision, **policy: bool
+    tensors: dict[str, Tensor],
+    preset: str,
+    device: torch.device,
+    precision: Precision,
+    *,
+    cuda_graphs: bool = False,
+    **policy: bool,
 ) -> AttentionMatcher:
     """`network_with` in inference."""
-    return AttentionMatcher(network_with(tensors, preset, **policy), device=device, precision=precision)
+    network = network_with(tensors, preset, **policy)
+    return AttentionMatcher(network, device=device, precision=precision, cuda_graphs=cuda_graphs)
 
 
 def network_with(tensors: dict[str, Tensor], preset: str, **policy: bool) -> MatchingNetwork:

@@ -12,6 +12,7 @@ import torch
 
 from matcher.errors import UsageError
 from matcher.lab.benchmark import (
+    device_rows,
     growth_rows,
     kernel_rows,
     network_rows,
@@ -29,6 +30,7 @@ from matcher.match.network.inference import DTYPES, resolve_precision
 
 WHOLE = "whole work"  # how their names begin
 _SCALES = {"ms": 1e3, "s": 1.0, "MiB": 2.0**-20}
+SECONDS_A_ROW = 6.0  # on a GPU no new round of a row begins after that
 
 
 @dataclass
@@ -71,6 +73,8 @@ def run_benchmark(
         raise UsageError("a reconstruction needs photos of one place: name their folder (photos)")
     if quick:
         watch = replace(watch, repeats=min(watch.repeats, 2))
+    if watch.device.type == "cuda":  # a short loan of a machine is enough for the whole table
+        watch = replace(watch, seconds=min(watch.seconds, SECONDS_A_ROW))
     precision = resolve_precision("auto", watch.device)
     half = precision if precision != "float32" else "bfloat16"
     peaks = measure_peak_rates(watch, DTYPES[half], side=256 if quick else 2048)
@@ -79,7 +83,7 @@ def run_benchmark(
     for line in heading(report):
         report_line(line)
     for name, make in _plan(watch, peaks, images, photos, quick):
-        if not name.startswith(WHOLE) if only is None else only.lower() in name.lower():
+        if _wanted(name, only, watch.device):
             for row in make():
                 report.rows.append(row)
                 report_line(format_row(row))
@@ -87,6 +91,13 @@ def run_benchmark(
         report.stages = preset_rows.stages(load(max_keypoints=_limit(quick)), images, watch.repeats)
         report_line(format_stages(report.stages))
     return report
+
+
+def _wanted(name: str, only: str | None, device: torch.device) -> bool:
+    """Whether rows are measured: those that are named, else all but whole work, and a device's on a GPU."""
+    if only is not None:
+        return only.lower() in name.lower()
+    return not name.startswith((WHOLE,) if device.type == "cuda" else (WHOLE, "device"))
 
 
 def _plan(
@@ -129,13 +140,24 @@ def _plan(
     yield f"{WHOLE}: pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
     yield from _onnx_plan(watch, images, quick)
     yield from _whole_plan(watch, images, photos, quick)
+    device_sizes = (64,) if quick else (512, 1024, 2048, 4096)
+    for points in device_sizes:
+        yield f"device: match {points}", lambda n=points: device_rows.match_rows(watch, images, n)
+    sizes = (1, 2) if quick else (1, 8, 32)
+    yield "device: batches", lambda: device_rows.batch_rows(watch, images, limit // 2, sizes)
+    count = 2 if quick else 8
+    yield (
+        "device: extraction",
+        lambda: device_rows.extraction_rows(watch, images[0], frame, limit // 2, count),
+    )
     growth = (32, 64, 128) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     yield f"{WHOLE}: growth of keypoints", lambda: growth_rows.keypoint_rows(watch, images, growth)
+    many = 2 if quick else 20 if cuda else 100
     for points in (limit // 4, limit // 2, limit):
         yield (
             f"one against many {points}",
             lambda n=points: preset_rows.one_against_many(
-                watch, load(device=str(watch.device), max_keypoints=n), images, 2 if quick else 100
+                watch, load(device=str(watch.device), max_keypoints=n), images, many
             ),
         )
 
