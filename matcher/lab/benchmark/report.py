@@ -140,16 +140,7 @@ def _plan(
     yield f"{WHOLE}: pairs", lambda: whole_rows.pair_rows(watch, images, frame, limit // 2)
     yield from _onnx_plan(watch, images, quick)
     yield from _whole_plan(watch, images, photos, quick)
-    device_sizes = (64,) if quick else (512, 1024, 2048, 4096)
-    for points in device_sizes:
-        yield f"device: match {points}", lambda n=points: device_rows.match_rows(watch, images, n)
-    sizes = (1, 2) if quick else (1, 8, 32)
-    yield "device: batches", lambda: device_rows.batch_rows(watch, images, limit // 2, sizes)
-    count = 2 if quick else 8
-    yield (
-        "device: extraction",
-        lambda: device_rows.extraction_rows(watch, images[0], frame, limit // 2, count),
-    )
+    yield from _device_plan(watch, images, quick)
     growth = (32, 64, 128) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     yield f"{WHOLE}: growth of keypoints", lambda: growth_rows.keypoint_rows(watch, images, growth)
     many = 2 if quick else 20 if cuda else 100
@@ -177,6 +168,22 @@ def _onnx_plan(
         yield f"{WHOLE}: onnx preset", lambda n=points: onnx_rows.preset_rows(watch, images, n)
     for points in (64,) if quick else (512, 1024):
         yield f"{WHOLE}: onnx lightglue", lambda n=points: onnx_rows.lightglue(watch, n)
+
+
+def _device_plan(
+    watch: Stopwatch, images: tuple[Path, Path], quick: bool
+) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
+    """Rows of the default preset on a device."""
+    limit, frame = _limit(quick), (64, 48) if quick else (640, 480)
+    for points in (64,) if quick else (512, 1024, 2048, 4096):
+        yield f"device: match {points}", lambda n=points: device_rows.match_rows(watch, images, n)
+    sizes = (1, 2) if quick else (1, 8, 32)
+    yield "device: batches", lambda: device_rows.batch_rows(watch, images, limit // 2, sizes)
+    count = 2 if quick else 8
+    yield (
+        "device: extraction",
+        lambda: device_rows.extraction_rows(watch, images[0], frame, limit // 2, count),
+    )
 
 
 def _whole_plan(
