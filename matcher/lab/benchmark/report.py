@@ -106,14 +106,13 @@ def _plan(
     """Names of rows, each with a function that measures them."""
     cuda = watch.device.type == "cuda"
     sizes = (64,) if quick else (512, 1024, 2048, 4096) if cuda else (512, 1024, 2048)
-    large = 64 if quick else 2048
     for batch in (1, 2 if quick else 32) if cuda else (1,):
         for points in sizes:
             yield (
                 f"lightglue {points} batch {batch}",
                 lambda n=points, b=batch: network_rows.lightglue(watch, n, peaks, b),
             )
-    yield "superglue", lambda: network_rows.superglue(watch, large)
+    yield "superglue", lambda: network_rows.superglue(watch, 64 if quick else 2048)
     yield "loftr", lambda: network_rows.loftr(watch, *((64, 48) if quick else (640, 480)))
     yield "ragged", lambda: network_rows.ragged(watch, *((3, 8, 24) if quick else (16, 300, 700)))
     yield "memory", lambda: network_rows.lightglue_memory(watch, 64 if quick else 4096)
