@@ -68,6 +68,15 @@ class AssignmentConfig:
 
 
 @dataclass(frozen=True)
+class CalibrationConfig:
+    """From a network's probabilities to how often its matches are right (`matcher.match.calibration`)."""
+
+    offset: float
+    slope: float  # of the log odds that the network gives
+    share_slope: float  # of the logarithm of the share of keypoints that find a partner
+
+
+@dataclass(frozen=True)
 class MatchingPolicy:
     """How a trained network is used: when it stops, which points it drops, which matches count.
 
@@ -75,7 +84,7 @@ class MatchingPolicy:
     LightGlue (Lindenberger et al. 2023, section 3.3), decided per pair.
     """
 
-    match_threshold: float = 0.1  # least probability of a match
+    match_threshold: float = 0.1  # least probability that the network gives a match
     # The number of expected matches at which the threshold doubles: a few matches must be more probable than
     # many.
     threshold_doubles_at: float = 0.0
@@ -88,6 +97,8 @@ class MatchingPolicy:
     # Share of the smaller image's points; with fewer matches a network whose descriptors turn also tries
     # image 1 upside down. 0 switches that off.
     opposite_turn_below: float = 0.04
+    # Of the scores of those matches that count; None: they are what the network gives.
+    calibration: CalibrationConfig | None = None
 
 
 # Every layer on all points: what training and comparisons look at.

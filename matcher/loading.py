@@ -45,7 +45,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         resize: longer side in pixels; larger images are made smaller. By default 1024, and the presets of
             the front end `learned` make soft (enlarged, blurred) images smaller still, but not below 640.
         keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
-        match_threshold: least score of a match, 0 to 1.
+        match_threshold: least score of a match, 0 to 1, as the network gives it, before calibration.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
         early_exit: stop a pair at the layer where it is confident.
         pruning: drop keypoints that cannot match.

@@ -8,6 +8,7 @@ from matcher.config import (
     GRID_KIND,
     AssignmentConfig,
     BackboneConfig,
+    CalibrationConfig,
     ContextConfig,
     MatchingPolicy,
     NearestConfig,
@@ -32,6 +33,7 @@ _HYBRID = PipelineConfig(
             prune_matchability=0.02,
             prune_confident_only=False,
             min_pruned_share=0.05,
+            calibration=CalibrationConfig(offset=2.99, slope=0.44, share_slope=1.3),
         ),
     ),
     weights="hybrid",
@@ -107,7 +109,11 @@ PRESETS: dict[str, PipelineConfig] = {
             descriptor_dim=64,
             position=PositionConfig(inputs=("xy",)),
             policy=replace(
-                _HYBRID.matcher.policy, match_threshold=0.1, exit_share=0.95, prune_matchability=0.03
+                _HYBRID.matcher.policy,
+                match_threshold=0.1,
+                exit_share=0.95,
+                prune_matchability=0.03,
+                calibration=CalibrationConfig(offset=0.88, slope=0.75, share_slope=0.82),
             ),
         ),
         weights="hybrid-learned",

@@ -74,7 +74,11 @@ Keep = Annotated[
 ]
 Threshold = Annotated[
     float | None,
-    typer.Option("--threshold", metavar="P", help="Keep matches whose probability is at least P, 0 to 1."),
+    typer.Option(
+        "--threshold",
+        metavar="P",
+        help="Keep matches whose probability, before calibration, is at least P, 0 to 1.",
+    ),
 ]
 Ratio = Annotated[
     float | None,

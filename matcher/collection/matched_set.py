@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Unpack
 
 import numpy as np
 
+from matcher.collection.cycles import consistent_matches
 from matcher.collection.tracks import PairMatches, Tracks, build_tracks
 from matcher.config import GRID_KIND
 from matcher.data.features import Features
@@ -87,8 +88,9 @@ def match_set(
 ) -> MatchedSet:
     """Match a few images with each other, in memory: panoramas, small sets. `Collection` is for many.
 
-    Matches that agree with their pair's geometry are joined to tracks, the most probable first; one that
-    would put two keypoints of an image into one track is left out.
+    Matches that agree with their pair's geometry are joined to tracks, the most probable first. One that
+    other images contradict is left out, and so is one that would put two keypoints of an image into one
+    track; `tracks.conflicts` counts them.
 
     >>> import matcher, numpy as np
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
@@ -154,10 +156,19 @@ def _tracks(
     features: tuple[Features, ...],
     pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
 ) -> Tracks:
-    joined = []
-    for (first, second), (matches, geometry) in pairs.items():
+    used = {}
+    for pair, (matches, geometry) in pairs.items():
         if geometry.status in ("ok", "not_estimated"):
-            kept = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
-            row = PairMatches(names[first], names[second], matches.indices[kept], matches.scores[kept])
-            joined.append(row)
-    return build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
+            used[pair] = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
+    indices = {pair: pairs[pair][0].indices[kept] for pair, kept in used.items()}
+    keypoints = [to_numpy(one.keypoints) for one in features]
+    scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
+    consistent = consistent_matches(indices, keypoints, scales)
+    joined = []
+    for (first, second), kept in used.items():
+        right, scores = consistent[first, second], pairs[first, second][0].scores[kept]
+        rows = indices[first, second][right], scores[right]
+        joined.append(PairMatches(names[first], names[second], *rows))
+    found = build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
+    left_out = sum(int((~right).sum()) for right in consistent.values())
+    return replace(found, conflicts=found.conflicts + left_out)

@@ -31,7 +31,7 @@ class Tracks:
     offsets: np.ndarray  # (T + 1,) int64: observations offsets[t] … offsets[t + 1] are track t
     images: np.ndarray  # (O,) int32 into names, ascending within a track
     keypoints: np.ndarray  # (O,) int32
-    conflicts: int  # matches left out, as they would put two keypoints of one image into one track
+    conflicts: int  # matches left out, as they contradict others: two keypoints of one image in one track
 
     def __len__(self) -> int:
         """The number of tracks T."""

@@ -76,7 +76,9 @@ class Matches:
     indices: np.ndarray  # (K, 2) int64 into the features of image 0 and 1
     points0: np.ndarray  # (K, 2) float32 stored pixels
     points1: np.ndarray  # (K, 2)
-    scores: np.ndarray  # (K,) float32 in [0, 1], match probabilities where a network made them
+    # (K,) float32 in [0, 1]: the probability of being within 3 pixels where a preset is calibrated, else what
+    # the network or the ratio test gave.
+    scores: np.ndarray
     layers_run: int = 0
     kept0: int = 0  # points not pruned
     kept1: int = 0

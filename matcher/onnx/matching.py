@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from matcher.config import NetworkConfig
+from matcher.config import CalibrationConfig, NetworkConfig
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
+from matcher.match.calibration import calibrated
 from matcher.match.features import check_features
 from matcher.onnx.models import Trained, network_model
 from matcher.onnx.runtime import Model
@@ -54,6 +57,8 @@ class OnnxMatcher:
             _matches(
                 {name: value[b] for name, value in found.items()},
                 *(values["keypoints"][b] for values in arrays),
+                counts=[int(values["mask"][b].sum()) for values in arrays],
+                calibration=self.config.policy.calibration,
             )
             for b in range(batch)
         ]
@@ -74,7 +79,14 @@ class OnnxMatcher:
         return {name: np.ascontiguousarray(value) for name, value in inputs.items()}
 
 
-def _matches(found: dict[str, np.ndarray], keypoints0: np.ndarray, keypoints1: np.ndarray) -> Matches:
+def _matches(
+    found: dict[str, np.ndarray],
+    keypoints0: np.ndarray,
+    keypoints1: np.ndarray,
+    *,
+    counts: Sequence[int],
+    calibration: CalibrationConfig | None,
+) -> Matches:
     """Those of one pair, from the model's outputs for it."""
     count = int((found["matches"][:, 0] >= 0).sum())
     indices = found["matches"][:count]
@@ -82,7 +94,7 @@ def _matches(found: dict[str, np.ndarray], keypoints0: np.ndarray, keypoints1: n
         indices=indices,
         points0=keypoints0[indices[:, 0]],
         points1=keypoints1[indices[:, 1]],
-        scores=found["scores"][:count],
+        scores=calibrated(found["scores"][:count], counts, calibration),
         layers_run=int(found["layers"]),
         kept0=int(found["kept"][0]),
         kept1=int(found["kept"][1]),

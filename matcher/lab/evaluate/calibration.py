@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def predictions(
         try:
             pair = pair_set.pairs[index]
             for method in methods:
-                _add(found[method.name], pair, _matched(method, pair))
+                _add(found[method.name], pair, method.pipeline.match(*as_inputs(pair)))
         except ImageError as error:
             failures.append(error)
         if progress is not None:
@@ -117,9 +118,9 @@ def _without_labels(pair_set: PairSet) -> bool:
     return isinstance(first, CorrespondencePair) and not first.dense
 
 
-def _matched(method: Method, pair: Pair) -> Result:
-    images = (s.path if s.pixels is None else s.pixels for s in (pair.image0, pair.image1))
-    return method.pipeline.match(*images)
+def as_inputs(pair: Pair) -> list[Path | np.ndarray]:
+    """Both images of a pair, as `Pipeline.match` takes them."""
+    return [s.path if s.pixels is None else s.pixels for s in (pair.image0, pair.image1)]
 
 
 def _add(found: Predictions, pair: Pair, result: Result) -> None:

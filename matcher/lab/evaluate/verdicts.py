@@ -79,12 +79,18 @@ def pair_evidence(pipeline: Pipeline, pair: Pair) -> np.ndarray:
 def fit(values: np.ndarray, same: np.ndarray) -> np.ndarray:
     """Bias and coefficients (E + 1,) of the logistic regression of `same` (P,) on `values` (P, E).
 
-    Newton's method; both classes weigh the same, and coefficients of the standardised evidence are drawn to
-    zero a little.
+    Both classes weigh the same.
+    """
+    return logistic_regression(values, same, np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean())))
+
+
+def logistic_regression(values: np.ndarray, same: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Bias and coefficients (E + 1,) of the regression of `same` (P,) on `values` (P, E), by Newton's method.
+
+    Coefficients of the standardised evidence are drawn to zero a little; `weight` (P,) has a mean of about 1.
     """
     mean, deviation = values.mean(axis=0), values.std(axis=0) + 1e-9
     design = np.column_stack([np.ones(len(values)), (values - mean) / deviation])
-    weight = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))
     ridge = np.diag([0.0, *np.full(values.shape[1], _RIDGE * len(values))])
     found = np.zeros(design.shape[1])
     for _ in range(_STEPS):

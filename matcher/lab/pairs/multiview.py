@@ -65,8 +65,7 @@ def read_rendered(folder: Path) -> list[PairSet]:
     """Two sets: pairs of views of one group from different viewpoints, and pairs from one viewpoint under
     two lights."""
     path = folder / "cameras.json"
-    scene = read_object(path, ("views", "lights", "depth_step"))
-    kinds = [str(light["kind"]) for light in scene["lights"]]
+    scene = read_object(path, ("views", "depth_step"))
     posed, relit = [], []
     for row0, row1 in combinations(scene["views"], 2):
         if row0["group"] != row1["group"]:
@@ -74,8 +73,8 @@ def read_rendered(folder: Path) -> list[PairSet]:
         sides = [PairImage(folder / row["image"]) for row in (row0, row1)]
         views = [_rendered_camera(row, folder, int(scene["depth_step"]), path) for row in (row0, row1)]
         name = "-".join(Path(row["image"]).stem for row in (row0, row1))
-        lights = [kinds[row["light"]] for row in (row0, row1)]
-        if row0["pose"] == row1["pose"]:
+        lights = [_light(row, scene) for row in (row0, row1)]
+        if row0["E"] == row1["E"]:
             group = " and ".join(sorted(lights))
             relit.append(HomographyPair(name, group, *sides, np.eye(3)))
             continue
@@ -108,6 +107,12 @@ def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
     reprojected, visible = reproject(points, view0, view1)
     known = ~np.isnan(reprojected[:, 0])
     return float(visible[known].mean()) if known.any() else 0.0
+
+
+def _light(row: dict[str, Any], scene: dict[str, Any]) -> str:
+    """The kind of light of a view, which the scene lists or the view names itself."""
+    lights = scene.get("lights")
+    return str(row["light"] if lights is None else lights[row["light"]]["kind"])
 
 
 def _rendered_camera(row: dict[str, Any], folder: Path, stride: int, path: Path) -> DepthCamera:

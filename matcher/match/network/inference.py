@@ -11,6 +11,7 @@ from matcher.config import MatchingPolicy, Precision
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
+from matcher.match.calibration import calibrated
 from matcher.match.mutual import credible_matches
 from matcher.match.network.backbone import fuse_backbone
 from matcher.match.network.context import CrossBlock, SelfBlock
@@ -226,11 +227,12 @@ class AttentionMatcher:
             offsets = self.model.fine(states, (features0.maps[entry], features1.maps[entry]), cells)
             frames = features1.affine_frames[entry][index[:, 1]]
             points1 = points1 + (frames @ offsets.unsqueeze(-1)).squeeze(-1)
+        counts = [int(f.mask[entry].sum()) for f in sides]
         return Matches(
             indices=index.cpu().numpy(),
             points0=points0.cpu().numpy(),
             points1=points1.cpu().numpy(),
-            scores=scores.cpu().numpy(),
+            scores=calibrated(scores.cpu().numpy(), counts, config.policy.calibration),
             layers_run=pair.layers_run,
             kept0=len(pair.index0),
             kept1=len(pair.index1),

@@ -1,0 +1,41 @@
+"""Fits the calibration of a preset's match probabilities, and says how well it holds on other sets.
+
+python scripts/fit_calibration.py --fit 1 ../shared/photos/train --fit 3 renders/* --test bookstore
+"""
+
+import argparse
+
+from matcher.lab.evaluate.recalibration import errors_of, fit_calibration, judge, uncalibrated
+from matcher.lab.pairs.sets import SetOptions, find_sets
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument(
+    "--fit",
+    nargs="+",
+    action="append",
+    required=True,
+    metavar=("WEIGHT", "SET"),
+    help="sets or folders, as `matcher evaluate` takes them, and how much they weigh together",
+)
+parser.add_argument("--test", nargs="+", default=[], metavar="SET", help="sets that are only measured")
+parser.add_argument("--pairs", type=int, default=60, help="pairs of each set, at most (60)")
+parser.add_argument("--seed", type=int, default=5, help="of everything that is drawn (5)")
+parser.add_argument("--preset", default="hybrid-learned", help="preset whose network is calibrated")
+arguments = parser.parse_args()
+
+pipeline = uncalibrated(arguments.preset)
+options = SetOptions(pairs=arguments.pairs, seed=arguments.seed)
+
+
+def judged(names: list[str]) -> list:
+    """The matches of all sets of these names."""
+    return [pair for name in names for each in find_sets(name, options)[:1] for pair in judge(pipeline, each)]
+
+
+fitted = [(judged(names), float(weight), names) for weight, *names in arguments.fit]
+config = fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
+print(config)
+tested = [(judged([name]), [name]) for name in arguments.test]
+for pairs, names in [*((pairs, names) for pairs, _, names in fitted), *tested]:
+    before, after = errors_of(pairs, None), errors_of(pairs, config)
+    print(f"{' '.join(names)}: expected calibration error {before:.3f}, calibrated {after:.3f}")

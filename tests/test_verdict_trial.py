@@ -1,0 +1,100 @@
+"""The trial of verdicts: which pairs it draws, that kept features change nothing, and how it counts."""
+
+from itertools import islice
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.data.images import read_image
+from matcher.errors import UsageError
+from matcher.lab.evaluate.verdict_trial import (
+    LOOKALIKES,
+    SCENES,
+    UNRELATED,
+    Counts,
+    KeptFeatures,
+    KindResult,
+    TrialPair,
+    as_markdown,
+    trial_pairs,
+    try_verdicts,
+    upper_bound,
+    with_kept_features,
+)
+from matcher.lab.pairs.protocols import PairImage, UnrelatedPair
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A source of 20 photos, one of 3, and two scenes."""
+    root = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    folders = {"photos/val/many": 20, "photos/val/few": 3, "multiview/train/a": 2, "multiview/val/b": 2}
+    for folder, count in folders.items():
+        (root / folder).mkdir(parents=True)
+        for number in range(count):
+            pixels = rng.integers(0, 255, (40, 48, 3), dtype=np.uint8)
+            cv2.imwrite(str(root / folder / f"{number}.png"), pixels)
+    return root
+
+
+def test_pairs_of_different_sources_lookalikes_and_scenes(data):
+    kinds: dict[str, list[TrialPair]] = {}
+    for each in islice(trial_pairs(data, Counts(unrelated=30, lookalikes=8, related=2)), 46):
+        kinds.setdefault(each.kind, []).append(each)
+    assert {kind: len(pairs) for kind, pairs in kinds.items()} == {UNRELATED: 30, LOOKALIKES: 8, SCENES: 8}
+    folders = {
+        kind: {(p.pair.image0.path.parent.name, p.pair.image1.path.parent.name) for p in pairs}
+        for kind, pairs in kinds.items()
+    }
+    assert folders[UNRELATED] <= {("many", "few"), ("few", "many")}
+    assert folders[LOOKALIKES] == {("many", "many")} and folders[SCENES] <= {("a", "b"), ("b", "a")}
+    assert len({pair.pair.name for pair in kinds[UNRELATED]}) == 30
+    assert not any(pair.same for pairs in kinds.values() for pair in pairs)
+
+
+def test_without_scenes_there_is_no_trial(tmp_path, data):
+    (tmp_path / "photos").symlink_to(data / "photos")
+    with pytest.raises(UsageError, match="at least two scenes"):
+        list(trial_pairs(tmp_path, Counts(1, 1, 1)))
+
+
+def test_kept_features_give_the_same_verdicts(views):
+    pipeline = matcher.load(max_keypoints=200, resize=320, device="cpu")
+    pictures = [read_image(view, resize=320).pixels for view in views]
+    pictures.append(np.random.default_rng(0).integers(0, 255, (200, 320), dtype=np.uint8))
+    sides = [PairImage(Path(f"{i}.png"), pixels) for i, pixels in enumerate(pictures)]
+    pairs = [TrialPair(UNRELATED, UnrelatedPair(f"{i}", "", sides[0], sides[i])) for i in (1, 2, 1)]
+    found = try_verdicts(pipeline, iter(pairs))[0]
+    expected = [pipeline.match(pictures[0], pictures[i]).verdict.probability for i in (1, 2, 1)]
+    assert found.probabilities == pytest.approx(expected, abs=1e-6)
+    assert found.wrong == ["1", "1"]
+
+
+def test_features_are_computed_once_and_forgotten_in_turn(views):
+    calls = []
+
+    class Counting:
+        def __call__(self, images):
+            calls.extend(images)
+            return matcher.load("nearest", max_keypoints=20).extractor(images)
+
+    kept = KeptFeatures(Counting())
+    image = read_image(views[0], resize=200)
+    first, second = kept([image]), kept([image, image])
+    assert len(calls) == 1 and second[1] is first[0]
+    assert with_kept_features(matcher.load("nearest")).passes is None
+
+
+def test_the_bound_on_the_share_of_errors():
+    assert upper_bound(0, 3000) < 0.001 < upper_bound(0, 2000)
+    assert upper_bound(30, 100) == pytest.approx(0.38, abs=0.01) and upper_bound(0, 0) == 1
+
+
+def test_the_table_names_wrong_pairs():
+    table = as_markdown([KindResult(UNRELATED, [0.01, 0.95, 0.5], ["a", "b", "c"])])
+    assert "| photos of different sources | 3 | 1 | 1 | 1 |" in table
+    assert table.endswith("wrong, photos of different sources: b\n")
