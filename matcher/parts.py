@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from matcher.config import PipelineConfig
+from matcher.config import MatchingPolicy, PipelineConfig
 from matcher.data.protocols import Extractor, Matcher
 from matcher.errors import UsageError
 from matcher.result import WeightsSource
@@ -18,6 +19,14 @@ class LearnedParts(NamedTuple):
     matcher: Matcher
     config: PipelineConfig  # with the architecture that the weights have
     weights: WeightsSource | None  # of the matcher; None where it has none
+
+
+def policy_of(config: PipelineConfig, given: Mapping[str, Any]) -> MatchingPolicy:
+    """How a network is used; the calibration of a preset is of its own weights, and others have none."""
+    policy = config.matcher.policy
+    if given.get("weights") in (None, config.weights):
+        return policy
+    return replace(policy, calibration=None)
 
 
 def refuse_for_grid(given: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from matcher.match.nearest import NearestMatcher
 from matcher.match.network.grid import GridExtractor
 from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
 from matcher.match.network.model import MatchingNetwork
-from matcher.parts import LearnedParts, refuse_for_grid
+from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.result import WeightsSource
 from matcher.weights.published.networks import fill_extractor, load_weights
 
@@ -123,4 +123,4 @@ def devices(name: str) -> list[str]:
 def _trained(config: PipelineConfig, options: Mapping[str, Any]) -> tuple[MatchingNetwork, WeightsSource]:
     """The trained network: its architecture from the weights file, its policy from the preset and options."""
     network, digest, name = load_weights(options.get("weights") or config.weights)
-    return network.with_policy(config.matcher.policy), WeightsSource(name, digest)
+    return network.with_policy(policy_of(config, options)), WeightsSource(name, digest)

@@ -58,6 +58,14 @@ def pipeline() -> matcher.Pipeline:
     return matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False, refine=False)
 
 
+def test_other_weights_are_not_calibrated(shipped_weights):
+    other = matcher.load("hybrid", weights=shipped_weights, device="cpu")
+    assert other.config.matcher.policy.calibration is None
+    policy = matcher.load("hybrid", device="cpu").config.matcher.policy
+    assert policy.calibration is not None
+    assert replace(policy, calibration=None) == other.config.matcher.policy
+
+
 def test_matches_are_those_of_the_network_with_other_probabilities(pipeline, views):
     config = pipeline.config.matcher.policy.calibration
     plain = uncalibrated("hybrid-learned").matcher

@@ -18,7 +18,7 @@ from matcher.onnx.front_end import KIND
 from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.models import trained_network
 from matcher.onnx.pairs import check_exportable
-from matcher.parts import LearnedParts, refuse_for_grid
+from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.result import WeightsSource
 
 
@@ -39,7 +39,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     extractor = build_extractor(config.extractor, given.get("frontend_weights"))
     if isinstance(config.matcher, NearestConfig):
         return LearnedParts(extractor, NearestMatcher(config.matcher), config, None)
-    trained = trained_network(given.get("weights") or config.weights, config.matcher.policy)
+    trained = trained_network(given.get("weights") or config.weights, policy_of(config, given))
     matcher, source = OnnxMatcher(trained), WeightsSource(trained.name, trained.sha256)
     return LearnedParts(extractor, matcher, replace(config, matcher=trained.config), source)
 

@@ -200,7 +200,7 @@ class AttentionMatcher:
             indices=indices.numpy(),
             points0=pair.keypoints0[indices[:, 0]].numpy(),
             points1=pair.keypoints1[indices[:, 1]].numpy(),
-            scores=scores.numpy(),
+            scores=calibrated(scores.numpy(), (pair.points0, pair.points1), policy.calibration),
             layers_run=pair.layers_run,
             kept0=pair.kept0,
             kept1=pair.kept1,
