@@ -1,4 +1,4 @@
-"""Counts wrong verdicts on pairs that the verdict was not fitted on: unrelated photos, lookalikes, warps.
+"""TrialSize wrong verdicts on pairs that the verdict was not fitted on: unrelated photos, lookalikes, warps.
 
 python scripts/measure_verdict.py ../shared --unrelated 3000 --lookalikes 300 --related 300
 """
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from matcher.lab.evaluate.verdict_trial import (
-    Counts,
     KindResult,
+    TrialSize,
     as_markdown,
     trial_pairs,
     try_verdicts,
@@ -18,9 +18,13 @@ from matcher.loading import load
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("data", type=Path, help="folder with photos/val, multiview and bench/kitti_mini")
-parser.add_argument("--unrelated", type=int, default=Counts.unrelated, help="pairs of unrelated photos")
-parser.add_argument("--lookalikes", type=int, default=Counts.lookalikes, help="pairs of each kind of these")
-parser.add_argument("--related", type=int, default=Counts.related, help="pairs of the same place, per kind")
+parser.add_argument("--unrelated", type=int, default=TrialSize.unrelated, help="pairs of unrelated photos")
+parser.add_argument(
+    "--lookalikes", type=int, default=TrialSize.lookalikes, help="pairs of each kind of these"
+)
+parser.add_argument(
+    "--related", type=int, default=TrialSize.related, help="pairs of the same place, per kind"
+)
 parser.add_argument("--preset", default="hybrid-learned", help="preset that matches them")
 parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (0)")
 arguments = parser.parse_args()
@@ -32,6 +36,6 @@ def show(kind: KindResult) -> None:
         print(f"{kind.kind}: {len(kind.names)} pairs, {len(kind.wrong)} wrong", file=sys.stderr, flush=True)
 
 
-counts = Counts(arguments.unrelated, arguments.lookalikes, arguments.related)
+counts = TrialSize(arguments.unrelated, arguments.lookalikes, arguments.related)
 pairs = trial_pairs(arguments.data, counts, arguments.seed)
 print(as_markdown(try_verdicts(load(arguments.preset), pairs, show)), end="")

@@ -14,10 +14,10 @@ from matcher.lab.evaluate.verdict_trial import (
     LOOKALIKES,
     SCENES,
     UNRELATED,
-    Counts,
     KeptFeatures,
     KindResult,
     TrialPair,
+    TrialSize,
     as_markdown,
     trial_pairs,
     try_verdicts,
@@ -43,7 +43,7 @@ def data(tmp_path_factory) -> Path:
 
 def test_pairs_of_different_sources_lookalikes_and_scenes(data):
     kinds: dict[str, list[TrialPair]] = {}
-    for each in islice(trial_pairs(data, Counts(unrelated=30, lookalikes=8, related=2)), 46):
+    for each in islice(trial_pairs(data, TrialSize(unrelated=30, lookalikes=8, related=2)), 46):
         kinds.setdefault(each.kind, []).append(each)
     assert {kind: len(pairs) for kind, pairs in kinds.items()} == {UNRELATED: 30, LOOKALIKES: 8, SCENES: 8}
     folders = {
@@ -59,7 +59,7 @@ def test_pairs_of_different_sources_lookalikes_and_scenes(data):
 def test_without_scenes_there_is_no_trial(tmp_path, data):
     (tmp_path / "photos").symlink_to(data / "photos")
     with pytest.raises(UsageError, match="at least two scenes"):
-        list(trial_pairs(tmp_path, Counts(1, 1, 1)))
+        list(trial_pairs(tmp_path, TrialSize(1, 1, 1)))
 
 
 def test_kept_features_give_the_same_verdicts(views):

@@ -45,8 +45,8 @@ class TrialPair:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How many pairs of each kind are drawn, at most."""
+class TrialSize:
+    """How many pairs of each kind a trial draws, at most."""
 
     unrelated: int = 3000
     lookalikes: int = 300
@@ -86,7 +86,7 @@ def upper_bound(wrong: int, total: int) -> float:
     return float((share + z2 / 2 + spread) / (1 + z2))
 
 
-def trial_pairs(data: Path, counts: Counts, seed: int = 0) -> Iterator[TrialPair]:
+def trial_pairs(data: Path, counts: TrialSize, seed: int = 0) -> Iterator[TrialPair]:
     """The pairs of the trial, kind by kind; none was used for the fit.
 
     Args:
