@@ -88,9 +88,8 @@ def match_set(
 ) -> MatchedSet:
     """Match a few images with each other, in memory: panoramas, small sets. `Collection` is for many.
 
-    Matches that agree with their pair's geometry are joined to tracks, the most probable first. One that
-    other images contradict is left out, and so is one that would put two keypoints of an image into one
-    track; `tracks.conflicts` counts them.
+    Matches that agree with their pair's geometry are joined to tracks, the most probable first. Those that
+    other images contradict, or that would put two keypoints of an image into one track, are left out.
 
     >>> import matcher, numpy as np
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
