@@ -97,6 +97,8 @@ class Photos:
         """The sha256 of the image's bytes, and those of its mask."""
         found = hashlib.sha256()
         for path in self._files(name):
+            if path.exists() and not path.is_file():
+                raise ImageError(f"{path} is not a file; an image or a mask must be one")
             try:
                 with path.open("rb") as file:
                     while block := file.read(_BLOCK):

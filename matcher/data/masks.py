@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,11 +27,12 @@ def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
 def find_mask(folder: Path, name: str) -> Path | None:
     """The mask in a folder of masks of the image of that name, relative to its own folder; None without one.
 
-    The mask of `a/b.jpg` is called `a/b.jpg`, `a/b.jpg.png` or `a/b.png`.
+    The mask of `a/b.jpg` is called `a/b.jpg`, `a/b.jpg.png` or `a/b.png`. A link to nothing, a pipe or a
+    device of that name counts as one, so that reading it fails rather than the image going unmasked.
     """
     path = folder / name
     choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
-    return next((mask for mask in choices if mask.is_file()), None)
+    return next((mask for mask in choices if os.path.lexists(mask) and not mask.is_dir()), None)
 
 
 def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:

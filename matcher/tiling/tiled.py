@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from time import perf_counter
 from typing import Any
 
@@ -44,8 +45,8 @@ def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeli
     """
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("tiles need keypoints, and this preset has only the cells of a grid; use another")
-    if max_keypoints < 1:
-        raise UsageError(f"max_keypoints must be at least 1, not {max_keypoints}")
+    if not isinstance(max_keypoints, Integral) or max_keypoints < 1:
+        raise UsageError(f"max_keypoints must be a whole number of at least 1, not {max_keypoints!r}")
     return TiledPipeline(
         **{f.name: getattr(pipeline, f.name) for f in fields(Pipeline)}, most_keypoints=max_keypoints
     )

@@ -1,15 +1,17 @@
 """Promise 3: the same input gives the same result: again, from many threads and processes, in any batch."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from collection_runs import photos
+from spawned import facts, match_all
 
 import matcher
 from matcher.data.photos import data_folder, is_image
@@ -34,16 +36,6 @@ def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
     names = photos(folder, 5)
     return [(folder / names[0], folder / name) for name in names[1:]]
-
-
-def facts(result) -> list:
-    geometry = result.geometry
-    return [
-        result.points0.tolist(),
-        result.points1.tolist(),
-        result.scores.tolist(),
-        geometry.inliers.tolist(),
-    ]
 
 
 @pytest.mark.parametrize("preset", ["nearest", "hybrid-learned"])
@@ -72,6 +64,16 @@ def test_a_forked_process_gives_the_same(pairs):
     os.waitpid(child, 0)
     os.close(writing)
     assert os.read(reading, 99) == b"true"
+
+
+def test_two_spawned_processes_give_serial_results(pairs, tried):
+    """Each imports the package and loads the preset anew."""
+    serial = match_all("nearest", pairs[:2])
+    assert min(len(points) for points, *_ in serial) > 10
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = [pool.submit(match_all, "nearest", pairs[:2]) for _ in range(2)]
+        assert [each.result(timeout=120) for each in found] == [serial, serial]
+    tried(4)
 
 
 def agreement(first: np.ndarray, second: np.ndarray, within: float = 0.05) -> float:
