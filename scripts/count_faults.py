@@ -36,7 +36,8 @@ def count(*options: str) -> tuple[dict[str, list[int]], int]:
 
 def old_cells() -> dict[str, list[str]]:
     """The cells of the present table by promise."""
-    rows = re.findall(r"^\| (\d+)\..*?\|(.+)\|$", TABLE.read_text("utf-8"), re.MULTILINE)
+    table = TABLE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0]  # not of other tables
+    rows = re.findall(r"^\| (\d+)\..*?\|(.+)\|$", table, re.MULTILINE)
     return {number: [cell.strip() for cell in cells.split("|")] for number, cells in rows}
 
 
