@@ -71,7 +71,7 @@ def test_a_made_up_disparity_is_measured(nearest, tmp_path):
 
 def test_latency_is_measured_by_stage(nearest, views, monkeypatch):
     seconds = iter(np.arange(0, 100, 0.01))  # a clock that gains 10 ms whenever it is read
-    monkeypatch.setattr("matcher.sequence.tracker.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("matcher.sequence.latency.perf_counter", lambda: next(seconds))
     picture = matcher.read_image(views[0]).pixels
     found = measure_latency(picture, nearest, frames=3, size=(320, 240))
     assert set(found) == {"read", "extract", "match", "verify", "refine", "pose", "total", "choice"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from matcher.match.network.backbone import fuse_backbone
 from matcher.match.network.context import CrossBlock, SelfBlock
 from matcher.match.network.fused import fuse_layer
 from matcher.match.network.model import MatchingNetwork, check_paired
-from matcher.match.padded.matching import PaddedNetwork, PairBest, suits
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import aligned, turned_by
 from matcher.match.turns import STEERABLE, TURNS
+
+if TYPE_CHECKING:  # the module is for GPUs: elsewhere it is not imported
+    from matcher.match.padded.matching import PairBest
 
 # The opposite turn is accepted if it gives this part of the matches below which it was tried, and this many
 # times the matches of the first turn.
@@ -105,8 +108,12 @@ class AttentionMatcher:
         self._use(inference_network(model, self.device, self.precision))
 
     def _use(self, model: MatchingNetwork) -> None:
-        self.model, padded = model, suits(model.config, self.device)
-        self._padded = PaddedNetwork(model, self.device, self.cuda_graphs) if padded else None
+        self.model, self._padded = model, None
+        if self.device.type == "cuda":
+            from matcher.match.padded.matching import PaddedNetwork, suits
+
+            if suits(model.config, self.device):
+                self._padded = PaddedNetwork(model, self.device, self.cuda_graphs)
 
     def adjusted(
         self,
