@@ -215,12 +215,14 @@ class SecondPassConfig:
 
     Matches are confident if there are enough inliers and these are most of the matches. Otherwise, with few
     inliers, changes of scale and an inversion of grey values are tried; `preset` matches other features of
-    the same images; and the common region of both images is matched at equal scale, with more keypoints.
+    the same images; both are matched again stretched vertically, as if seen from higher above; and the common
+    region of both images is matched at equal scale, with more keypoints.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
     scale_search: bool = True
     negative: bool = True
+    from_above: bool = True
     region: bool = True
     confident_inliers: int = 200
     confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer

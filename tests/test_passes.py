@@ -15,6 +15,7 @@ from matcher.data.images import image_from_array, read_image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.passes.crops import PassMatches, crop, image_points, whole
+from matcher.passes.elevation import STRETCH, from_above
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import change_of_scale, common_region, crops_of
 from matcher.passes.union import JOINED, joined
@@ -165,6 +166,50 @@ def test_a_negative_is_matched(photo):
     assert (first < 2).mean() < 0.5
 
 
+@pytest.mark.parametrize(
+    ("size", "enlarged"), [((540, 360), STRETCH**0.5), ((1024, 768), 1.0), ((2048, 1536), 0.5)]
+)
+def test_a_view_from_above_is_stretched_and_has_bounded_pixels(rng, size, enlarged):
+    image = Image(
+        np.zeros((size[1], size[0], 3), np.uint8), size=(2 * size[0], 2 * size[1]), scale=(0.5, 0.5)
+    )
+    above = from_above(image, 1024)
+    assert above.scale[1] / above.scale[0] == pytest.approx(STRETCH, rel=0.01)
+    assert above.scale[0] * above.scale[1] == pytest.approx(enlarged**2, rel=0.01)
+    points = rng.uniform(0, 300, (5, 2))
+    inner = (points + 0.5) / above.scale - 0.5
+    np.testing.assert_allclose(above.to_stored(points), image.to_stored(inner), atol=1e-9)
+
+
+def oblique(photo: np.ndarray, azimuth: float, tilt: float) -> tuple[np.ndarray, np.ndarray]:
+    """A photo lying on the floor, seen from `tilt` degrees off its normal; and its homography to the view."""
+    height, width = photo.shape[:2]
+    side = max(height, width)
+    lying = np.array([[1 / side, 0, -width / side / 2], [0, 1 / side, -height / side / 2], [0, 0, 1]])
+    around, off = np.radians([azimuth, tilt])
+    axis = -np.array([np.sin(off) * np.sin(around), np.sin(off) * np.cos(around), -np.cos(off)])
+    right = np.cross([0, 0, 1], axis) / np.sin(off)
+    rotation = np.stack([right, np.cross(axis, right), axis])
+    camera = np.array([[420, 0, 239.5], [0, 420, 179.5], [0, 0, 1]])
+    homography = camera @ np.c_[rotation[:, :2], 1.9 * rotation @ axis] @ lying
+    return cv2.warpPerspective(photo, homography, (480, 360), flags=cv2.INTER_AREA), homography
+
+
+def test_a_floor_seen_obliquely_from_two_sides_is_matched_from_above(photo):
+    """Its views differ by an affine map that no rotation and no change of scale comes near."""
+    (view0, to0), (view1, to1) = (oblique(photo, azimuth, 62) for azimuth in (0, 90))
+    pipeline = matcher.load(max_keypoints=512, device="cpu", geometry="homography")
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, other=None))
+
+    def right(result: matcher.Result) -> int:
+        moved = np.c_[result.points0, np.ones(len(result.points0))] @ (to1 @ np.linalg.inv(to0)).T
+        return int((np.linalg.norm(moved[:, :2] / moved[:, 2:] - result.points1, axis=1) < 2).sum())
+
+    result = pipeline.match(view0, view1)
+    assert "from above" in [one.name for one in result.passes]
+    assert right(result.first) < 30 and right(result) > 200
+
+
 def test_the_second_pass_is_switched_off():
     assert matcher.load("hybrid-learned", device="cpu", second_pass=False).passes is None
     assert matcher.load("nearest").passes is None
@@ -207,7 +252,8 @@ def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
     warped = cv2.warpAffine(photo, np.float64([[0.9, -0.3, 90], [0.3, 0.9, -40]]), photo.shape[1::-1])
     result = pipeline.match(photo, warped)
     assert ("common region", photo.shape) in seen
-    assert result.passes[-1].matches > result.passes[0].matches
+    counts = {one.name: one.matches for one in result.passes}
+    assert counts["common region"] > counts["first"]
 
 
 def test_images_read_before_keep_their_pixels(photo):

@@ -30,7 +30,7 @@ from matcher.match.depth import can_be_cut
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
-_MORE = 2.5  # cost of further passes in first passes: they extract and match again, and reread the region
+_MORE = 4.0  # cost of further passes in first passes: two extract and match again, one rereads the region
 
 
 class ImageMatcher(Protocol):

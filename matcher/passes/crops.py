@@ -82,21 +82,26 @@ def whole(image: Image, factor: float) -> Crop:
     return crop(image, (0, 0, width, height), factor)
 
 
-def crop(image: Image, box: tuple[int, int, int, int], factor: float) -> Crop:
+def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: float | None = None) -> Crop:
     """The pixels (x0, y0) up to, but not including, (x1, y1) of an image, `factor` times as large.
 
     Args:
         image: upright and resized; its mask goes with it.
         box: x0, y0, x1, y1 within `image.pixels`.
         factor: above 0.
+        factor_y: another one for the height.
     """
+    factors = (factor, factor if factor_y is None else factor_y)
     x0, y0, x1, y1 = box
     pixels = image.pixels[y0:y1, x0:x1]
     mask = None if image.mask is None else image.mask[y0:y1, x0:x1]
-    size = tuple(max(_LEAST_SIDE, round(side * factor)) for side in (x1 - x0, y1 - y0))
+    sides = zip((x1 - x0, y1 - y0), factors, strict=True)
+    size = tuple(max(_LEAST_SIDE, round(side * each)) for side, each in sides)
     scale = (size[0] / (x1 - x0), size[1] / (y1 - y0))
     if scale != (1.0, 1.0):
-        pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC)
+        pixels = cv2.resize(
+            pixels, size, interpolation=cv2.INTER_AREA if max(factors) < 1 else cv2.INTER_CUBIC
+        )
         if mask is not None:
             mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
     return Crop(np.ascontiguousarray(pixels), image, (x0, y0), scale, mask)

@@ -13,6 +13,7 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.passes.crops import LocalMatcher, PassMatches
+from matcher.passes.elevation import from_above
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import common_region, crops_of
 from matcher.passes.search import Change, best_change
@@ -109,9 +110,8 @@ class _Pair:
                 self.negative = change.negative
                 geometry = self.geometry()
             yield one
-        steps = [self.other_features, self.region]
-        if Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION:
-            steps.reverse()
+        steps = [self.other_features, self.from_above]
+        steps.insert(0 if Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION else 2, self.region)
         for step in steps:
             if self.is_confident(geometry) or (one := step(geometry)) is None:
                 continue
@@ -124,6 +124,13 @@ class _Pair:
         if self.further.other is None:
             return None
         return self.further.other().match_images(self.further.config.preset, self.images)
+
+    def from_above(self, _: TwoViewGeometry) -> PassMatches | None:
+        """Match both images stretched vertically, if both have keypoints."""
+        if not self.further.config.from_above or not min(map(len, self.features)):
+            return None
+        crop0, crop1 = (from_above(image, self.further.longer_side) for image in self.images)
+        return self.further.own.match("from above", crop0, crop1.inverted() if self.negative else crop1)
 
     def joined(self) -> tuple[Features, Features, Matches]:
         """The features and matches of all passes; those of the first if there is no other."""
