@@ -53,8 +53,8 @@ def candidates() -> Case:
     x, y, bin0, bin1 = random(100, 64) / 2, random(150, 64) / 2, random(100), random(150)
     odds = x @ y.T - bin0[:, None] - bin1
     rows, columns = odds.topk(8, 1), odds.topk(8, 0)
-    rest = odds.exp().scatter(1, rows.indices, 0).sum(1)
-    return [x, y, bin0, bin1], [rows.values, columns.values.T, rest]
+    weights = odds.clamp(max=8).exp()
+    return [x, y, bin0, bin1], [rows.values, columns.values.T, weights.sum(1), weights.sum(0)]
 
 
 def fit() -> Case:
@@ -93,7 +93,9 @@ def test_kernels_for_arm_are_the_equations(program: Path, monkeypatch) -> None:
         if name in (1, 2):  # the best of a row or column come in any order
             numbers, expected = (np.sort(side, axis=1) for side in (numbers, expected))
         # Sums of exponentials, and the exponentials of the last one, are right relative to themselves.
-        scale, far = (np.abs(expected), 1e-4) if name in (3, 9) else (max(1.0, np.abs(expected).max()), 2e-5)
+        scale, far = (
+            (np.abs(expected), 1e-4) if name in (3, 4, 10) else (max(1.0, np.abs(expected).max()), 2e-5)
+        )
         np.testing.assert_array_less(np.abs(numbers - expected) / scale, far, err_msg=f"output {name}")
 
 

@@ -10,6 +10,10 @@ namespace {
 constexpr long kBlockRows = 96;  // a multiple of every tile's rows
 constexpr long kStep = 16;       // columns that are compared together
 constexpr long kChunk = 16 * kStep;
+constexpr float kLargest = 8.0f;  // beyond which entries are not told apart in the sums of what is left out
+
+// What an entry adds to those sums. Bounded: candidates are taken out again, which must leave digits for the rest.
+inline float weight(float entry) { return bounded_exponential(entry < kLargest ? entry : kLargest); }
 
 // A number and the row or column that it belongs to, in the order of the numbers; of equal ones the first is greater.
 typedef uint64_t Entry;
@@ -61,9 +65,9 @@ struct Columns {
   Columns(long count, long most) : entries(count * 2 * most), held(count, 0), least(count, -INFINITY) {}
 };
 
-// A row less the scores of its own dustbin and of the columns'. Returns the sum of its exponentials; `tops` are the
-// largest numbers in the columns c, c + 16, c + 32, … of every chunk.
-float compare(float* row, float bin, const float* bins, long columns, float* tops) {
+// A row less the scores of its own dustbin and of the columns'. Returns the sum of its weights, which are added to
+// those of the columns; `tops` are the largest numbers in the columns c, c + 16, c + 32, … of every chunk.
+float compare(float* row, float bin, const float* bins, long columns, float* tops, float* column_sums) {
   float sums[kStep] = {};
   for (long j = 0; j < columns; j += kChunk, tops += kStep) {
     float top[kStep];
@@ -74,7 +78,9 @@ float compare(float* row, float bin, const float* bins, long columns, float* top
         const float x = row[c + lane] - bin - bins[c + lane];
         row[c + lane] = x;
         top[lane] = x > top[lane] ? x : top[lane];
-        sums[lane] += bounded_exponential(x);
+        const float added = weight(x);
+        sums[lane] += added;
+        column_sums[c + lane] += added;
       }
     std::copy_n(top, kStep, tops);
   }
@@ -126,15 +132,18 @@ void write(const Entry* entries, long held, long most, int32_t* others, float* v
 
 // Of left (n, width) times right (m, width) transposed, less the scores bins0 (n) and bins1 (m) of the dustbins, the
 // `most` largest entries of each row and of each column: their columns and values (n, most), their rows and values
-// (m, most), −1 where there are fewer; and the sum of the exponentials of the other entries of every row (n).
+// (m, most), −1 where there are fewer; and the sums of the exponentials of all entries of every row (n) and column (m),
+// none counted as more than e^8.
 extern "C" void matcher_candidates(const float* left, const float* right, const float* bins0, const float* bins1,
                                    long n, long m, long width, long most, int32_t* columns, float* row_values,
-                                   int32_t* rows, float* column_values, float* rest, int threads) {
+                                   int32_t* rows, float* column_values, float* row_sums, float* column_sums,
+                                   int threads) {
   Product product(right, m, width);
   const long padded = (m + kChunk - 1) / kChunk * kChunk, blocks = (n + kBlockRows - 1) / kBlockRows;
   std::vector<float> bins(padded, INFINITY);  // entries beyond the last column are −∞
   std::copy_n(bins1, m, bins.begin());
   std::vector<Columns> kept(threads, Columns(padded, most));
+  std::vector<float> sums(blocks * padded, 0.0f);  // of the columns in every block, whoever computes it
 #pragma omp parallel num_threads(threads)
   {
     Product::begin();
@@ -151,10 +160,8 @@ extern "C" void matcher_candidates(const float* left, const float* right, const 
         for (long r = 0; r < count; ++r) {
           const long i = first + r;
           float* row = block.data() + r * padded;
-          float total = compare(row, bins0[i], bins.data(), padded, tops.data());
+          row_sums[i] = compare(row, bins0[i], bins.data(), padded, tops.data(), sums.data() + b * padded);
           const int32_t held = largest_of_row(row, tops, sorted, most, entries.data());
-          for (long k = 0; k < held; ++k) total -= bounded_exponential(value_of(entries[k]));
-          rest[i] = std::max(total, 0.0f);
           write(entries.data(), held, most, columns + i * most, row_values + i * most);
         }
         add_to_columns(block.data(), first, count, padded, most, kept[t]);
@@ -171,6 +178,8 @@ extern "C" void matcher_candidates(const float* left, const float* right, const 
       }
       finish(entries.data(), held, most);
       write(entries.data(), held, most, rows + j * most, column_values + j * most);
+      column_sums[j] = 0.0f;
+      for (long b = 0; b < blocks; ++b) column_sums[j] += sums[b * padded + j];
     }
   }
 }
@@ -187,10 +196,12 @@ struct Value {
 // The candidates of rows and columns as one set, ordered by row and then by column, and its transpose.
 // Arguments as `matcher_candidates` leaves them, the values of m columns and n rows in the order of the set;
 // `starts` (n + 1) and `turned_starts` (m + 1) are where each row and column begins, `order` gives the place of every
-// entry of the transpose in the set. Returns how many there are, at most (n + m) · most.
+// entry of the transpose in the set. `row_sums` and `column_sums` lose what the set holds and keep what is left out.
+// Returns how many there are, at most (n + m) · most.
 extern "C" long matcher_join(long n, long m, long most, const int32_t* columns, const float* row_values,
                              const int32_t* rows, const float* column_values, int32_t* starts, int32_t* others,
-                             float* values, int32_t* turned_starts, int32_t* turned_others, int32_t* order) {
+                             float* values, int32_t* turned_starts, int32_t* turned_others, int32_t* order,
+                             float* row_sums, float* column_sums) {
   std::vector<int32_t> begin(n + 1, 0);
   for (long e = 0; e < m * most; ++e)
     if (rows[e] >= 0) ++begin[rows[e] + 1];
@@ -215,9 +226,13 @@ extern "C" long matcher_join(long n, long m, long most, const int32_t* columns, 
     for (const Value& x : row) {
       others[count] = x.other, values[count] = x.value, ++count;
       ++turned_starts[x.other + 1];
+      const float held = weight(x.value);
+      row_sums[i] -= held, column_sums[x.other] -= held;
     }
+    row_sums[i] = std::max(row_sums[i], 0.0f);
   }
   starts[n] = (int32_t)count;
+  for (long j = 0; j < m; ++j) column_sums[j] = std::max(column_sums[j], 0.0f);
   for (long j = 0; j < m; ++j) turned_starts[j + 1] += turned_starts[j];
   next.assign(turned_starts, turned_starts + m);
   for (long i = 0; i < n; ++i)

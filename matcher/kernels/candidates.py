@@ -54,7 +54,7 @@ def try_candidates() -> Trial:
         return scores.amax(1)
 
     def kernel() -> Tensor:
-        where, values, _ = find_candidates(left, right, bins, bins, most)
+        where, values, *_ = find_candidates(left, right, bins, bins, most)
         rows = torch.repeat_interleave(torch.arange(1200), where.starts.long().diff())
         return torch.full((1200,), -torch.inf).scatter_reduce(0, rows, values, "amax")
 
@@ -63,7 +63,7 @@ def try_candidates() -> Trial:
 
 def find_candidates(
     left: Tensor, right: Tensor, bins0: Tensor, bins1: Tensor, most: int
-) -> tuple[CandidateSet, Tensor, Tensor]:
+) -> tuple[CandidateSet, Tensor, Tensor, Tensor]:
     """The `most` best of every row and column of left rightᵀ − bins0 − bins1; needs `have_candidates`.
 
     Args:
@@ -72,32 +72,35 @@ def find_candidates(
         most: at least 1.
 
     Returns:
-        The set; its values (E,), to 16 bits or better; and Σ exp of the other values of every row (N,).
+        The set; its values (E,), to 16 bits or better; and Σ exp of the other values of every row (N,) and
+        column (M,), none counted as more than e⁸.
     """
     library = kernels()
     left, right, bins0, bins1 = (x.float().contiguous() for x in (left, right, bins0, bins1))
     (n, width), m = left.shape, len(right)
     most = min(most, max(n, m))
     columns, rows = (torch.empty(count, most, dtype=torch.int32) for count in (n, m))
-    values, column_values, rest = left.new_empty(n, most), left.new_empty(m, most), left.new_empty(n)
+    values, column_values = left.new_empty(n, most), left.new_empty(m, most)
+    rests = left.new_empty(n), left.new_empty(m)
     lists = _places(columns, values, rows, column_values)
     given = _places(left, right, bins0, bins1)
-    library.matcher_candidates(*given, n, m, width, most, *lists, rest.data_ptr(), threads_for(n))
+    library.matcher_candidates(*given, n, m, width, most, *lists, *_places(*rests), threads_for(n))
     room = (n + m) * most
     starts, column_starts, others, turned, order = (
         torch.empty(size, dtype=torch.int32) for size in (n + 1, m + 1, room, room, room)
     )
     joined = left.new_empty(room)
-    made = _places(starts, others, joined, column_starts, turned, order)
+    made = _places(starts, others, joined, column_starts, turned, order, *rests)
     count = library.matcher_join(n, m, most, *lists, *made)
     found = CandidateSet(starts, others[:count], column_starts, turned[:count], order[:count])
-    return found, joined[:count], rest
+    return found, joined[:count], *rests
 
 
 def transport_candidates(
     where: CandidateSet,
     scores: Tensor,
     bins: tuple[Tensor, Tensor, float],
+    rests: tuple[Tensor, Tensor],
     start: tuple[Tensor, Tensor] | None,
     limits: tuple[int, float],
     columns_first: bool,
@@ -107,6 +110,7 @@ def transport_candidates(
     Args:
         where, scores: the candidates and their scores (E,).
         bins: scores of the dustbins (N,), (M,), and of their corner.
+        rests: (N,), (M,); row i weighs exp(rests_i + rests_j) with every column j beside its candidates.
         start: potentials (N+1,), (M+1,) to begin with.
         limits: most iterations, and the error of the rows at which they end.
         columns_first: update the columns before the rows.
@@ -117,9 +121,9 @@ def transport_candidates(
     n, m = where.sizes
     begun = start is not None
     u, v = (x.clone() for x in start) if begun else (scores.new_empty(n + 1), scores.new_empty(m + 1))
-    scores, bins0, bins1 = (x.contiguous() for x in (scores, *bins[:2]))
+    weighed = [x.contiguous() for x in (scores, *bins[:2], *rests)]
     iterations = c_long(0)
-    given, potentials = _places(*where, scores, bins0, bins1), _places(u, v)
+    given, potentials = _places(*where, *weighed), _places(u, v)
     threads = threads_for(len(scores) // 32)
     converged = kernels().matcher_transport(
         n, m, *given, bins[2], *potentials, begun, columns_first, *limits, addressof(iterations), threads

@@ -1,5 +1,5 @@
 // Optimal transport between candidates and dustbins: Sinkhorn iterations by stabilised scaling, as in
-// matcher/match/sinkhorn.py, on a sparse matrix.
+// matcher/match/sinkhorn.py, on a sparse matrix and one of rank one for the other entries.
 #include <algorithm>
 #include <vector>
 
@@ -14,9 +14,10 @@ struct Side {
   long count;
   const int32_t *starts, *others;
   const float* bins;      // scores of the dustbin
+  const float* rests;     // an entry that is no candidate has as score the sum of those of its row and column
   float* potentials;      // (count + 1,), the dustbin's last
   float mass;             // of the dustbin
-  std::vector<float> scores, kernel, bin_kernel, scales, following;
+  std::vector<float> scores, kernel, bin_kernel, rest_kernel, scales, following;
 };
 
 float dot(const float* x, const float* y, long count) {
@@ -26,17 +27,28 @@ float dot(const float* x, const float* y, long count) {
   return (float)sum;
 }
 
+// log Σ exp(x + y).
+float log_sum(const float* x, const float* y, long count) {
+  float top = -INFINITY;
+  for (long i = 0; i < count; ++i) top = std::max(top, x[i] + y[i]);
+  double sum = 0.0;
+  for (long i = 0; i < count; ++i) sum += bounded_exponential(x[i] + y[i] - top);
+  return top + (float)std::log(sum);
+}
+
 struct Transport {
   Side first, second;  // `first` is updated first
   float corner, corner_kernel;
   int threads;
 
-  void absorb(Side& side, const Side& other) {
+  // `shift` is added to the potentials for the rests, whose product stays the same.
+  void absorb(Side& side, const Side& other, float shift) {
     const float bin = other.potentials[other.count];
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < side.count; ++i) {
       const float own = side.potentials[i];
       side.bin_kernel[i] = bounded_exponential(side.bins[i] + own + bin);
+      side.rest_kernel[i] = bounded_exponential(side.rests[i] + own + shift);
 #pragma omp simd
       for (long e = side.starts[i]; e < side.starts[i + 1]; ++e)
         side.kernel[e] = bounded_exponential(side.scores[e] + own + other.potentials[side.others[e]]);
@@ -44,22 +56,24 @@ struct Transport {
   }
 
   void absorb() {
-    absorb(first, second);
-    absorb(second, first);
+    const float shift = second.potentials[second.count];
+    absorb(first, second, shift);
+    absorb(second, first, -shift);
     corner_kernel = bounded_exponential(corner + first.potentials[first.count] + second.potentials[second.count]);
     std::fill(first.scales.begin(), first.scales.end(), 1.0f);
     std::fill(second.scales.begin(), second.scales.end(), 1.0f);
   }
 
   void update(const Side& side, const Side& other, const float* scales, float* out) {
+    const float bin = scales[other.count], rest = dot(other.rest_kernel.data(), scales, other.count);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < side.count; ++i) {
-      float sum = side.bin_kernel[i] * scales[other.count];
+      float sum = side.bin_kernel[i] * bin + side.rest_kernel[i] * rest;
 #pragma omp simd reduction(+ : sum)
       for (long e = side.starts[i]; e < side.starts[i + 1]; ++e) sum += side.kernel[e] * scales[side.others[e]];
       out[i] = 1.0f / sum;
     }
-    const float last = dot(other.bin_kernel.data(), scales, other.count) + corner_kernel * scales[other.count];
+    const float last = dot(other.bin_kernel.data(), scales, other.count) + corner_kernel * bin;
     out[side.count] = side.mass / last;
   }
 
@@ -70,21 +84,19 @@ struct Transport {
 
   // One update of a side's potentials in the log domain, to those of the other.
   void log_update(Side& side, const Side& other) {
-    const float bin = other.potentials[other.count];
+    const float bin = other.potentials[other.count], rest = log_sum(other.rests, other.potentials, other.count);
     for (long i = 0; i < side.count; ++i) {
-      float top = side.bins[i] + bin;
+      float top = std::max(side.bins[i] + bin, side.rests[i] + rest);
       for (long e = side.starts[i]; e < side.starts[i + 1]; ++e)
         top = std::max(top, side.scores[e] + other.potentials[side.others[e]]);
-      float sum = bounded_exponential(side.bins[i] + bin - top);
+      float sum = bounded_exponential(side.bins[i] + bin - top) + bounded_exponential(side.rests[i] + rest - top);
       for (long e = side.starts[i]; e < side.starts[i + 1]; ++e)
         sum += bounded_exponential(side.scores[e] + other.potentials[side.others[e]] - top);
       side.potentials[i] = -top - std::log(sum);
     }
-    float top = corner + bin;
-    for (long j = 0; j < other.count; ++j) top = std::max(top, other.bins[j] + other.potentials[j]);
-    double sum = bounded_exponential(corner + bin - top);
-    for (long j = 0; j < other.count; ++j) sum += bounded_exponential(other.bins[j] + other.potentials[j] - top);
-    side.potentials[side.count] = std::log(side.mass) - top - (float)std::log(sum);
+    const float bins = log_sum(other.bins, other.potentials, other.count), top = std::max(corner + bin, bins);
+    const float sum = bounded_exponential(corner + bin - top) + bounded_exponential(bins - top);
+    side.potentials[side.count] = std::log(side.mass) - top - std::log(sum);
   }
 
   // Begin with rows of maximum 1.
@@ -151,21 +163,24 @@ struct Transport {
 }  // namespace
 
 // Dual potentials u (n + 1), v (m + 1) of candidates with dustbins: log P = scores + u + v. Candidates as
-// `matcher_join` orders them, scores in that order; `begun`: u and v hold potentials to begin with; `turned`: the
+// `matcher_join` orders them, scores in that order; entries that are none have the scores rests0 (n) + rests1 (m),
+// summed over all rows or columns; `begun`: u and v hold potentials to begin with; `turned`: the
 // columns are updated first. `iterations` is how many were needed. Returns whether the error fell to `tolerance`.
 extern "C" int matcher_transport(long n, long m, const int32_t* starts, const int32_t* others,
                                  const int32_t* turned_starts, const int32_t* turned_others, const int32_t* order,
-                                 const float* scores, const float* bins0, const float* bins1, float corner, float* u,
-                                 float* v, int begun, int turned, long most, float tolerance, long* iterations,
+                                 const float* scores, const float* bins0, const float* bins1, const float* rests0,
+                                 const float* rests1, float corner, float* u, float* v, int begun, int turned, long most, float tolerance, long* iterations,
                                  int threads) {
   const long count = starts[n];
-  Side rows{n, starts, others, bins0, u, (float)m}, columns{m, turned_starts, turned_others, bins1, v, (float)n};
+  Side rows{n, starts, others, bins0, rests0, u, (float)m};
+  Side columns{m, turned_starts, turned_others, bins1, rests1, v, (float)n};
   rows.scores.assign(scores, scores + count);
   columns.scores.resize(count);
   for (long e = 0; e < count; ++e) columns.scores[e] = scores[order[e]];
   for (Side* side : {&rows, &columns}) {
     side->kernel.resize(count);
     side->bin_kernel.resize(side->count);
+    side->rest_kernel.resize(side->count);
     side->scales.resize(side->count + 1);
     side->following.resize(side->count + 1);
   }

@@ -1,10 +1,10 @@
 """Optimal transport between the candidates of every point, and the dustbins.
 
-Candidates are the best columns of each row and the best rows of each column. A trained network leaves little
-to the others where it tells points apart. With p_i the probability that point i has no partner, b_i the score
-of its dustbin and S the corner of the plan, every entry is P_ij = exp(s_ij − b_i − b_j) p_i p_j / S;
-so the mass outside is at most Σ_i p_i Σ_j exp(s_ij − b_i − b_j) / S. `lost_share` measures that; where it is
-too much, the dense plan is needed.
+Candidates are the best columns of each row and the best rows of each column. The other entries are small, but
+together they are not where points look alike: they stay in the problem as a matrix of rank one. With b the
+scores of the dustbins, r_i = Σ_j exp(s_ij − b_i − b_j) over what is left out of row i, c_j of column j, and
+R = Σ_i r_i = Σ_j c_j, such an entry is taken for exp(b_i + b_j) r_i c_j / R: rows and columns weigh what they
+weigh, and only who of many unlikely partners weighs how much is smoothed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from matcher.match.mutual import MutualBest
 from matcher.match.sinkhorn import Potentials
 
 MOST = 32  # of a row, and of a column
+_TINY = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Candidates:
     bins0: Tensor  # (N,) scores of the dustbins
     bins1: Tensor  # (M,)
     corner: float
-    rest: Tensor  # (N,) Σ_j exp(s_ij − b_i − b_j) of what is left out of each row
+    rests: tuple[Tensor, Tensor]  # (N,), (M,) whose sums are the scores of all other entries
 
     @cached_property
     def rows(self) -> Tensor:
@@ -52,7 +53,7 @@ class Candidates:
         begin = None if start is None else (start.u[0], start.v[0])
         bins, limits = (self.bins0, self.bins1, self.corner), (max_iterations, tolerance)
         u, v, iterations, converged = transport_candidates(
-            self.where, self.scores, bins, begin, limits, columns_first
+            self.where, self.scores, bins, self.rests, begin, limits, columns_first
         )
         return Potentials(u[None], v[None], torch.tensor([iterations]), torch.tensor([converged]))
 
@@ -61,20 +62,20 @@ class Candidates:
         u, v = found.u[0], found.v[0]
         return self.bins0 + u[:-1] + v[-1], self.bins1 + v[:-1] + u[-1]
 
-    def lost_share(self, found: Potentials) -> float:
-        """At most this times the expected matches is the mass of what is no candidate."""
-        expected = float((found.u[0, -1] + found.v[0, -1] + self.corner).exp())
-        outside = float((self.unmatched(found)[0].exp() * self.rest).sum()) * math.exp(self.corner)
-        return outside / max(expected**2, 1e-30)
+    def outside_share(self, found: Potentials) -> float:
+        """How many of the expected matches are no candidates."""
+        sides = zip(self.rests, (found.u[0], found.v[0]), strict=True)
+        outside = sum(float((rest + x[:-1]).logsumexp(0)) for rest, x in sides)
+        return math.exp(outside - float(found.u[0, -1] + found.v[0, -1]) - self.corner)
 
     def mutual_best(self, found: Potentials) -> MutualBest:
         """The best candidate of every row (B = 1)."""
         best = best_candidates(self.where, self.scores, found.u[0], found.v[0])
         return MutualBest(*(x[None] for x in best))
 
-    def moved(self, scores: Tensor, bins0: Tensor, bins1: Tensor) -> Candidates:
+    def moved(self, scores: Tensor, bins: tuple[Tensor, Tensor], rests: tuple[Tensor, Tensor]) -> Candidates:
         """The same candidates with other scores."""
-        changed = replace(self, scores=scores, bins0=bins0, bins1=bins1)
+        changed = replace(self, scores=scores, bins0=bins[0], bins1=bins[1], rests=rests)
         for name in ("rows", "columns"):  # computed at most once
             if name in self.__dict__:
                 changed.__dict__[name] = self.__dict__[name]
@@ -123,14 +124,21 @@ class CandidateAssignment:
         return self.candidates.mutual_best(self.potentials)
 
 
-def candidates_of(left: Tensor, right: Tensor, bins0: Tensor, bins1: Tensor, corner: float) -> Candidates:
+def candidates_of(
+    left: Tensor, right: Tensor, bins0: Tensor, bins1: Tensor, corner: float, most: int = MOST
+) -> Candidates:
     """The candidates of scores left rightᵀ with dustbins; needs `have_candidates`.
 
     Args:
         left, right: (N, D), (M, D), neither empty.
         bins0, bins1: (N,), (M,) finite scores of the dustbins.
         corner: that of the dustbins with each other.
+        most: candidates of a row, and of a column.
     """
-    where, odds, rest = find_candidates(left, right, bins0, bins1, MOST)
-    made = Candidates(where, odds, bins0, bins1, corner, rest)
-    return made.moved(odds + bins0[made.rows] + bins1[made.columns], bins0, bins1)
+    where, odds, *left_out = find_candidates(left, right, bins0, bins1, most)
+    weights = [x.clamp_min(_TINY).log() for x in left_out]
+    total = float(left_out[0].sum() + left_out[1].sum()) / 2
+    half = math.log(max(total, _TINY)) / 2
+    rests = weights[0] + bins0 - half, weights[1] + bins1 - half
+    made = Candidates(where, odds, bins0, bins1, corner, rests)
+    return made.moved(odds + bins0[made.rows] + bins1[made.columns], (bins0, bins1), rests)

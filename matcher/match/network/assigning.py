@@ -1,7 +1,8 @@
 """From the states of two images to their assignment, with rounds of consensus where the network has them.
 
-Without gradients on a CPU only the candidates of every point are assigned, by the compiled kernels. Without
-kernels, and where the other scores weigh too much to be left out, all are.
+Without gradients on a CPU only the candidates of every point are assigned, by the compiled kernels. Where the
+others weigh much, the matches that consensus begins with are those of all scores; after it they weigh little.
+Without kernels all scores are assigned.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from matcher.match.sinkhorn import Potentials, sinkhorn
 
 SETTLED = 0.85  # share of the matches that a round of consensus left unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
-LOST_SHARE = 0.1  # of the expected matches, at most, for what is no candidate; a bound that is never near
+OUTSIDE_SHARE = 0.03  # of the expected matches, beyond which the first round takes all scores
 
 
 def assign_all(
@@ -51,25 +52,33 @@ def _with_consensus(
 
 
 def assign_candidates(network: nn.Module, side0: Side, side1: Side, depth: int) -> CandidateAssignment | None:
-    """As `assign_all`, of the candidates alone; None where all scores are needed or no kernel is there."""
+    """As `assign_all`, by candidates; None for other kinds of assignment and where no kernel is there."""
     config = network.config.assignment
     if 0 in (side0.x.shape[1], side1.x.shape[1]) or not (_by_transport(config) and have_candidates(side0.x)):
         return None
     first = _candidates(network, side0, side1, depth)
     candidates, found, before = first, None, None
-    for round_ in range(config.consensus):
+    for _ in range(config.consensus):
         found = candidates.sinkhorn(ROUGH_ITERATIONS, config.tolerance, found)
-        if round_ == 0 and not candidates.lost_share(found) < LOST_SHARE:
-            return None
-        matches = soft_matches(candidates.mutual_best(found), side1.x.shape[1])
+        if before is None and candidates.outside_share(found) > OUTSIDE_SHARE:
+            found, matches = _matches_of_all(network, side0, side1, depth)
+        else:
+            matches = soft_matches(candidates.mutual_best(found), side1.x.shape[1])
         if _settled(network, before, matches[0]):
             break
         candidates = network.consensus.on_candidates(first, side0.positions, side1.positions, matches)
         before = matches[0]
     found = candidates.sinkhorn(config.max_iterations, config.tolerance, found)
-    if not config.consensus and not candidates.lost_share(found) < LOST_SHARE:
-        return None
     return CandidateAssignment(candidates, found)
+
+
+def _matches_of_all(
+    network: nn.Module, side0: Side, side1: Side, depth: int
+) -> tuple[Potentials, tuple[SoftMatches, SoftMatches]]:
+    """Potentials and matches before any consensus, of all scores."""
+    scores = network.scores(side0, side1, depth)
+    found = sinkhorn(scores, max_iterations=ROUGH_ITERATIONS)
+    return found, mutual_soft_matches(plan(scores, found).log_scores)
 
 
 def _by_transport(config: AssignmentConfig) -> bool:

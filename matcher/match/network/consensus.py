@@ -215,8 +215,13 @@ class Consensus(nn.Module):
             (_packed(side0), _packed(side1)),
             (positions0[0], positions1[0]),
         )
-        bins = candidates.bins0 + side0.dustbin[0], candidates.bins1 + side1.dustbin[0]
-        return candidates.moved(scores, *bins)
+        sides, rests = (side0, side1), candidates.rests
+        bins = tuple(
+            b + side.dustbin[0] for b, side in zip((candidates.bins0, candidates.bins1), sides, strict=True)
+        )
+        # What is no candidate counts as far from where it is expected.
+        rests = tuple(x - side.penalty[0] for x, side in zip(rests, sides, strict=True))
+        return candidates.moved(scores, bins, rests)
 
     def _sides(
         self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
