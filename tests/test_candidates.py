@@ -85,6 +85,23 @@ def test_candidates_are_the_largest_of_rows_and_columns(n: int, m: int) -> None:
     ).all()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_of_equal_entries_the_first_are_candidates(threads: int) -> None:
+    rng, before = torch.Generator().manual_seed(2), torch.get_num_threads()
+    left, right = (torch.randint(-1, 2, (count, 6), generator=rng).float() for count in (230, 300))
+    torch.set_num_threads(threads)
+    try:
+        where = kernel_candidates.find_candidates(left, right, torch.zeros(230), torch.zeros(300), 8)[0]
+    finally:
+        torch.set_num_threads(before)
+    found, expected = torch.zeros(2, 230, 300, dtype=torch.bool)
+    found[torch.repeat_interleave(torch.arange(230), where.starts.long().diff()), where.columns.long()] = True
+    odds = left @ right.t()
+    expected.scatter_(1, odds.argsort(stable=True, dim=1, descending=True)[:, :8], True)
+    expected.scatter_(0, odds.argsort(stable=True, dim=0, descending=True)[:8], True)
+    assert found.equal(expected)
+
+
 def everything(n: int = 90, m: int = 120, corner: float = 0.0, **kind) -> tuple[Candidates, torch.Tensor]:
     """All entries as candidates, and the dense scores."""
     given = described(n, m, **kind)

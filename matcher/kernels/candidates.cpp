@@ -15,54 +15,95 @@ constexpr float kLargest = 8.0f;  // beyond which entries are not told apart in 
 // What an entry adds to those sums. Bounded: candidates are taken out again, which must leave digits for the rest.
 inline float weight(float entry) { return bounded_exponential(entry < kLargest ? entry : kLargest); }
 
-// A number and the row or column that it belongs to, in the order of the numbers; of equal ones the first is greater.
-typedef uint64_t Entry;
-
-inline Entry entry(float value, long other) {
+// Numbers as integers in the same order.
+inline int32_t key_of(float value) {
   int32_t bits;
   memcpy(&bits, &value, 4);
-  const uint32_t ordered = (uint32_t)bits ^ (uint32_t)(bits >> 31 | INT32_MIN);
-  return (Entry)ordered << 32 | (uint32_t)~other;
+  return bits ^ (bits >> 31 & INT32_MAX);
 }
 
-inline int32_t other_of(Entry entry) { return (int32_t)~(uint32_t)entry; }
-
-inline float value_of(Entry entry) {
-  const int32_t ordered = (int32_t)(entry >> 32);
-  const int32_t bits = ordered ^ (~(ordered >> 31) | INT32_MIN);
+inline float value_of(int32_t key) {
+  const int32_t bits = key ^ (key >> 31 & INT32_MAX);
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
 
-// The largest `most` of `held` entries come first.
-inline void largest_first(Entry* entries, long held, long most) {
-  std::nth_element(entries, entries + most - 1, entries + held, std::greater<Entry>());
+inline long count_from(const int32_t* keys, long held, int32_t least) {
+  int32_t count = 0;
+#pragma omp simd reduction(+ : count)
+  for (long k = 0; k < held; ++k) count += keys[k] >= least;
+  return count;
 }
 
-// One more entry of a row or column: there is room for twice as many as are wanted, of which the smaller half is
-// dropped when it is full. `least` is what the next one must exceed.
-inline void keep(Entry* entries, int32_t& held, float& least, long most, Entry added) {
-  entries[held++] = added;
-  if (held < 2 * most) return;
-  largest_first(entries, held, most);
-  held = (int32_t)most;
-  least = value_of(entries[most - 1]);
+// A key that at least `most` of `held` reach, and no more of them where that is possible.
+int32_t bound(const int32_t* keys, long held, long most) {
+  int64_t low = INT32_MAX, high = INT32_MIN;
+  for (long k = 0; k < held; ++k) low = std::min<int64_t>(low, keys[k]), high = std::max<int64_t>(high, keys[k]);
+  while (low < high) {
+    const int64_t middle = high - (high - low) / 2;
+    const long count = count_from(keys, held, (int32_t)middle);
+    if (count == most) return (int32_t)middle;
+    if (count > most) low = middle;
+    else high = middle - 1;
+  }
+  return (int32_t)low;
 }
 
-inline void finish(Entry* entries, int32_t& held, long most) {
-  if (held <= most) return;
-  largest_first(entries, held, most);
-  held = (int32_t)most;
-}
+// The entries of a row or column that may be among its largest, in the order of the others that they belong to.
+struct Entries {
+  int32_t *keys, *others;
+
+  // Only the largest `most` stay, of equal ones the first; returns a key that the smallest of them reaches.
+  int32_t largest(long held, long most) const {
+    const int32_t least = bound(keys, held, most);
+    long ties = most - (least < INT32_MAX ? count_from(keys, held, least + 1) : 0), to = 0;
+    for (long k = 0; k < held; ++k) {
+      const int32_t key = keys[k], other = others[k];
+      const bool stays = key > least || (key == least && ties-- > 0);
+      keys[to] = key, others[to] = other;
+      to += stays;
+    }
+    return least;
+  }
+
+  // One more: there is room for twice as many as are wanted, of which the smaller half is dropped when it is full.
+  // `least` is what the next one must exceed.
+  void keep(int32_t& held, float& least, long most, float value, long other) const {
+    keys[held] = key_of(value), others[held] = (int32_t)other;
+    if (++held < 2 * most) return;
+    least = value_of(largest(held, most));
+    held = (int32_t)most;
+  }
+
+  void finish(int32_t& held, long most) const {
+    if (held <= most) return;
+    largest(held, most);
+    held = (int32_t)most;
+  }
+
+  void write(long held, long most, int32_t* to, float* values) const {
+    for (long k = 0; k < most; ++k) {
+      to[k] = k < held ? others[k] : -1;
+      values[k] = k < held ? value_of(keys[k]) : 0.0f;
+    }
+  }
+};
+
+struct Room {
+  std::vector<int32_t> keys, others;
+
+  explicit Room(long count) : keys(count), others(count) {}
+  Entries from(long first) { return {keys.data() + first, others.data() + first}; }
+};
 
 // What is kept of every column, by one thread.
 struct Columns {
-  std::vector<Entry> entries;
+  Room room;
   std::vector<int32_t> held;
   std::vector<float> least;
 
-  Columns(long count, long most) : entries(count * 2 * most), held(count, 0), least(count, -INFINITY) {}
+  Columns(long count, long most) : room(count * 2 * most), held(count, 0), least(count, -INFINITY) {}
 };
 
 // A row less the scores of its own dustbin and of the columns'. Returns the sum of its weights, which are added to
@@ -90,23 +131,25 @@ float compare(float* row, float bin, const float* bins, long columns, float* top
 }
 
 // The largest entries of a row, at most `most`; how many there are.
-int32_t largest_of_row(const float* row, const std::vector<float>& tops, std::vector<float>& sorted, long most,
-                       Entry* entries) {
+int32_t largest_of_row(const float* row, long columns, const std::vector<float>& tops, std::vector<int32_t>& keys,
+                       long most, const Entries& entries) {
   float least = -INFINITY;
   if ((long)tops.size() > most) {
     // As many groups reach this as entries are wanted, so no smaller one is.
-    sorted = tops;
-    std::nth_element(sorted.begin(), sorted.begin() + most - 1, sorted.end(), std::greater<float>());
-    least = std::nextafter(sorted[most - 1], -INFINITY);
+    keys.resize(tops.size());
+    for (size_t g = 0; g < tops.size(); ++g) keys[g] = key_of(tops[g]);
+    least = std::nextafter(value_of(bound(keys.data(), tops.size(), most)), -INFINITY);
   }
   int32_t held = 0;
-  for (long g = 0; g < (long)tops.size(); ++g) {
-    if (!(tops[g] > least)) continue;
-    const long first = g / kStep * kChunk + g % kStep;
-    for (long c = first; c < first + kChunk; c += kStep)
-      if (row[c] > least) keep(entries, held, least, most, entry(row[c], c));
+  for (long j = 0; j < columns; j += kStep) {
+    float least_here[kStep];
+    std::fill_n(least_here, kStep, least);
+    for (uint32_t bits = above(row + j, least_here); bits; bits &= bits - 1) {
+      const long c = j + __builtin_ctz(bits);
+      entries.keep(held, least, most, row[c], c);
+    }
   }
-  finish(entries, held, most);
+  entries.finish(held, most);
   return held;
 }
 
@@ -116,16 +159,8 @@ void add_to_columns(const float* block, long first, long count, long stride, lon
     for (long r = 0; r < count; ++r)
       for (uint32_t bits = above(block + r * stride + j, kept.least.data() + j); bits; bits &= bits - 1) {
         const long c = j + __builtin_ctz(bits);
-        keep(kept.entries.data() + c * 2 * most, kept.held[c], kept.least[c], most,
-             entry(block[r * stride + c], first + r));
+        kept.room.from(c * 2 * most).keep(kept.held[c], kept.least[c], most, block[r * stride + c], first + r);
       }
-}
-
-void write(const Entry* entries, long held, long most, int32_t* others, float* values) {
-  for (long k = 0; k < most; ++k) {
-    others[k] = k < held ? other_of(entries[k]) : -1;
-    values[k] = k < held ? value_of(entries[k]) : 0.0f;
-  }
 }
 
 }  // namespace
@@ -151,8 +186,10 @@ extern "C" void matcher_candidates(const float* left, const float* right, const 
     for (long p = 0; p < product.panels(); ++p) product.pack(p);
 #pragma omp for schedule(static, 1)
     for (int t = 0; t < threads; ++t) {
-      std::vector<float> block(kBlockRows * padded), tops(padded / kChunk * kStep), sorted;
-      std::vector<Entry> entries(2 * most);
+      std::vector<float> block(kBlockRows * padded), tops(padded / kChunk * kStep);
+      std::vector<int32_t> keys;
+      Room room(2 * most);
+      const Entries entries = room.from(0);
       Product::Scratch scratch;
       for (long b = blocks * t / threads; b < blocks * (t + 1) / threads; ++b) {
         const long first = b * kBlockRows, count = std::min(kBlockRows, n - first);
@@ -161,23 +198,26 @@ extern "C" void matcher_candidates(const float* left, const float* right, const 
           const long i = first + r;
           float* row = block.data() + r * padded;
           row_sums[i] = compare(row, bins0[i], bins.data(), padded, tops.data(), sums.data() + b * padded);
-          const int32_t held = largest_of_row(row, tops, sorted, most, entries.data());
-          write(entries.data(), held, most, columns + i * most, row_values + i * most);
+          const int32_t held = largest_of_row(row, padded, tops, keys, most, entries);
+          entries.write(held, most, columns + i * most, row_values + i * most);
         }
         add_to_columns(block.data(), first, count, padded, most, kept[t]);
       }
     }
     Product::end();
-    std::vector<Entry> entries(2 * most * threads);
+    Room room(2 * most * threads);
+    const Entries entries = room.from(0);
 #pragma omp for schedule(static)
     for (long j = 0; j < m; ++j) {
       int32_t held = 0;
-      for (const Columns& own : kept) {
-        std::copy_n(own.entries.data() + j * 2 * most, own.held[j], entries.data() + held);
+      for (Columns& own : kept) {
+        const Entries part = own.room.from(j * 2 * most);
+        std::copy_n(part.keys, own.held[j], entries.keys + held);
+        std::copy_n(part.others, own.held[j], entries.others + held);
         held += own.held[j];
       }
-      finish(entries.data(), held, most);
-      write(entries.data(), held, most, rows + j * most, column_values + j * most);
+      entries.finish(held, most);
+      entries.write(held, most, rows + j * most, column_values + j * most);
       column_sums[j] = 0.0f;
       for (long b = 0; b < blocks; ++b) column_sums[j] += sums[b * padded + j];
     }
@@ -202,43 +242,44 @@ extern "C" long matcher_join(long n, long m, long most, const int32_t* columns, 
                              const int32_t* rows, const float* column_values, int32_t* starts, int32_t* others,
                              float* values, int32_t* turned_starts, int32_t* turned_others, int32_t* order,
                              float* row_sums, float* column_sums) {
-  std::vector<int32_t> begin(n + 1, 0);
-  for (long e = 0; e < m * most; ++e)
-    if (rows[e] >= 0) ++begin[rows[e] + 1];
-  for (long i = 0; i < n; ++i) begin[i + 1] += begin[i];
-  std::vector<Value> by_row(begin[n]);
-  std::vector<int32_t> next(begin.begin(), begin.end() - 1);
-  for (long j = 0; j < m; ++j)
-    for (long e = j * most; e < (j + 1) * most; ++e)
-      if (rows[e] >= 0) by_row[next[rows[e]]++] = {(int32_t)j, column_values[e]};
-  std::vector<int32_t> seen(m, -1);
-  std::vector<Value> row;
-  long count = 0;
-  std::fill_n(turned_starts, m + 1, 0);
-  for (long i = 0; i < n; ++i) {
-    row.clear();
+  // By column, from the lists of the rows and then its own; taken column by column, the rows' lists end up in order.
+  std::vector<long> begin(m + 1, 0);
+  for (long e = 0; e < n * most; ++e)
+    if (columns[e] >= 0) ++begin[columns[e] + 1];
+  for (long j = 0; j < m; ++j) begin[j + 1] += begin[j];
+  std::vector<Value> listed(begin[m]), joined;
+  std::vector<long> next(begin.begin(), begin.end() - 1);
+  for (long i = 0; i < n; ++i)
     for (long e = i * most; e < (i + 1) * most; ++e)
-      if (columns[e] >= 0) row.push_back({columns[e], row_values[e]}), seen[columns[e]] = (int32_t)i;
-    for (long e = begin[i]; e < begin[i + 1]; ++e)
-      if (seen[by_row[e].other] != i) row.push_back(by_row[e]);
-    std::sort(row.begin(), row.end(), [](const Value& a, const Value& b) { return a.other < b.other; });
-    starts[i] = (int32_t)count;
-    for (const Value& x : row) {
-      others[count] = x.other, values[count] = x.value, ++count;
-      ++turned_starts[x.other + 1];
-      const float held = weight(x.value);
-      row_sums[i] -= held, column_sums[x.other] -= held;
+      if (columns[e] >= 0) listed[next[columns[e]]++] = {(int32_t)i, row_values[e]};
+  std::vector<int32_t> seen(n, -1);
+  joined.reserve((n + m) * most);
+  std::fill_n(starts, n + 1, 0);
+  turned_starts[0] = 0;
+  for (long j = 0; j < m; ++j) {
+    for (long e = begin[j]; e < begin[j + 1]; ++e) joined.push_back(listed[e]), seen[listed[e].other] = (int32_t)j;
+    for (long e = j * most; e < (j + 1) * most; ++e)
+      if (rows[e] >= 0 && seen[rows[e]] != j) joined.push_back({rows[e], column_values[e]});
+    turned_starts[j + 1] = (int32_t)joined.size();
+    for (size_t e = turned_starts[j]; e < joined.size(); ++e) {
+      const float held = weight(joined[e].value);
+      row_sums[joined[e].other] -= held, column_sums[j] -= held;
+      ++starts[joined[e].other + 1];
     }
-    row_sums[i] = std::max(row_sums[i], 0.0f);
+    column_sums[j] = std::max(column_sums[j], 0.0f);
   }
-  starts[n] = (int32_t)count;
-  for (long j = 0; j < m; ++j) column_sums[j] = std::max(column_sums[j], 0.0f);
-  for (long j = 0; j < m; ++j) turned_starts[j + 1] += turned_starts[j];
+  for (long i = 0; i < n; ++i) row_sums[i] = std::max(row_sums[i], 0.0f), starts[i + 1] += starts[i];
+  next.assign(starts, starts + n);
+  for (long j = 0; j < m; ++j)
+    for (long e = turned_starts[j]; e < turned_starts[j + 1]; ++e) {
+      const long at = next[joined[e].other]++;
+      others[at] = (int32_t)j, values[at] = joined[e].value;
+    }
   next.assign(turned_starts, turned_starts + m);
   for (long i = 0; i < n; ++i)
     for (long e = starts[i]; e < starts[i + 1]; ++e) {
       const long at = next[others[e]]++;
       turned_others[at] = (int32_t)i, order[at] = (int32_t)e;
     }
-  return count;
+  return (long)joined.size();
 }
