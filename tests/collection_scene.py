@@ -75,13 +75,13 @@ def centres(poses):
     return np.array([-pose[:3, :3].T @ pose[:3, 3] for pose in poses])
 
 
-def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAMERA, names=None):
+def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAMERA, names=None, poses=None):
     """A store whose pairs have `wrong` of their matches shuffled, and the poses of its cameras.
 
     The inliers of a pair are those that agree with its true fundamental matrix, as a robust estimator would
     find them.
     """
-    poses = ring(count, rng)
+    poses = ring(count, rng) if poses is None else poses
     world = rng.normal(0, 1.2, (points, 3))
     names = names or [f"ring/{index:03d}.jpg" for index in range(count)]
     keypoints, shown = {}, {}
@@ -131,8 +131,11 @@ def renamed(store, names):
     return MemoryStore(images, {table[name]: store.keypoints(name) for name in old}, pairs)
 
 
-def render_photos(folder, count=5, size=(480, 360)):
-    """Photos of textured boards at several depths, from an arc of cameras; returns their poses."""
+def render_photos(folder, count=5, size=(480, 360), mounted=None):
+    """Photos of textured boards at several depths, from an arc of cameras; returns their poses.
+
+    `mounted`: cam_from_rig of a camera beside those of the arc, which takes the photos.
+    """
     rng = np.random.default_rng(3)
     intrinsics = np.array(
         [[1.1 * size[0], 0, (size[0] - 1) / 2], [0, 1.1 * size[0], (size[1] - 1) / 2], [0, 0, 1]]
@@ -152,6 +155,7 @@ def render_photos(folder, count=5, size=(480, 360)):
         rotation = np.stack([right, np.cross(forward, right), forward])
         pose = np.eye(4)
         pose[:3, :3], pose[:3, 3] = rotation, -rotation @ centre
+        pose = pose if mounted is None else mounted @ pose
         photo = np.zeros((size[1], size[0]), np.uint8)
         for (x, y, z, width), board in zip(boards, textures, strict=True):
             scale = width / board.shape[0]

@@ -40,6 +40,16 @@ Cameras = Annotated[
     ),
 ]
 
+GivenRig = Annotated[
+    Path | None,
+    typer.Option(
+        "--rig",
+        metavar="FILE",
+        help="Cameras that are fixed to each other, as COLMAP's rig_config.json; pictures of one moment are "
+        "named alike after the prefix of their camera.",
+    ),
+]
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="Folder of a run.")],
@@ -54,6 +64,7 @@ def export(
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
+    rig: GivenRig = None,
     overwrite: options.Overwrite = False,
 ) -> int:
     """Export the keypoints and matches of a run to the files of another program."""
@@ -62,7 +73,9 @@ def export(
 
     choice = None
     if FORMATS[to].has_cameras:
-        choice = camera_choice(camera, camera_model, cameras)
+        choice = camera_choice(camera, camera_model, cameras, rig)
+    elif rig is not None:
+        raise typer.BadParameter(f"the format {to} stores no cameras", param_hint="--rig")
     elif camera is not None:
         raise typer.BadParameter(f"the format {to} stores no cameras", param_hint="--camera")
     with Store.open(run) as store:
@@ -74,13 +87,15 @@ def export(
 
 
 def camera_choice(
-    camera: str | None, camera_model: str, cameras: Literal["auto", "single", "each"]
+    camera: str | None, camera_model: str, cameras: Literal["auto", "single", "each"], rig: Path | None
 ) -> CameraChoice:
     """The camera choice that the options describe.
 
     Raises:
-        UsageError: the camera is not four numbers.
+        UsageError: the camera is not four numbers, or the file of the rig holds something else.
     """
     from matcher.collection.exporting.cameras import CameraChoice
+    from matcher.data.rig_config import read_rig_config
 
-    return CameraChoice(options.parse_camera(camera, "--camera"), cameras, camera_model)
+    fixed = None if rig is None else read_rig_config(rig)
+    return CameraChoice(options.parse_camera(camera, "--camera"), cameras, camera_model, rig=fixed)

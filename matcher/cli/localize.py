@@ -12,7 +12,11 @@ from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, show
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from matcher.data.camera import Camera
+    from matcher.data.rig_config import RigConfig
+    from matcher.errors import ImageError
     from matcher.localization.map import Map
     from matcher.localization.pose import Pose
 
@@ -43,6 +47,15 @@ CameraText = Annotated[
         "PARAMS, of each; those of others come from EXIF, from the map, or are estimated.",
     ),
 ]
+RigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--rig",
+        metavar="FILE",
+        help="Cameras that are fixed to each other, as COLMAP's rig_config.json, in the units of the map "
+        "(a MODEL made with --rig holds one); photos of one moment are localised together.",
+    ),
+]
 Neighbours = Annotated[
     int, typer.Option(metavar="N", min=1, help="Match a photo with at most N images of the map.")
 ]
@@ -58,6 +71,7 @@ def localize(
     output: Output = None,
     run: RunFolder = None,
     camera: CameraText = None,
+    rig: RigFile = None,
     neighbours: Neighbours = 10,
     plot: PlotFolder = None,
     weights: options.Weights = None,
@@ -74,16 +88,18 @@ def localize(
     """
     import json
 
+    from matcher.data.rig_config import read_rig_config
     from matcher.localization.map import Map
     from matcher.localization.settings import LocalizationConfig
 
     named = _expand(photos)
     cameras = _cameras(camera, named)
+    fixed = None if rig is None else read_rig_config(rig)
     _check(output, plot, overwrite)
     config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
     with Map.open(model, run_dir=run, config=config, **chosen) as place:
-        found = _localize(place, named, cameras, plot, quiet=as_json)
+        found = _localize(place, named, cameras, fixed, plot, quiet=as_json)
     if output is not None:
         _write(output, found)
     if as_json:
@@ -95,24 +111,46 @@ def localize(
 
 
 def _localize(
-    place: Map, named: dict[str, Path], cameras: dict[str, Camera], plot: Path | None, *, quiet: bool
+    place: Map,
+    named: dict[str, Path],
+    cameras: dict[str, Camera],
+    rig: RigConfig | None,
+    plot: Path | None,
+    *,
+    quiet: bool,
 ) -> dict[str, Pose]:
     """The poses by name; photos that cannot be read are left out."""
     from matcher.errors import ImageError
     from matcher.localization.plot import plot_pose
 
     found: dict[str, Pose] = {}
-    for name, path in named.items():
-        try:
-            pose = found[name] = place.localize(path, cameras.get(name))
-        except ImageError as error:
-            complain(str(error))
+    for name, pose in _poses(place, named, cameras, rig):
+        if isinstance(pose, ImageError):
+            complain(str(pose))
             continue
+        found[name] = pose
         if plot is not None:
-            plot_pose(place, path, pose, plot / f"{name.replace('/', '_')}.png")
+            plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
         if not quiet:
             show(_line(name, pose))
-    return found
+    return {name: found[name] for name in named if name in found}
+
+
+def _poses(
+    place: Map, named: dict[str, Path], cameras: dict[str, Camera], rig: RigConfig | None
+) -> Iterator[tuple[str, Pose | ImageError]]:
+    """One by one, or the photos of each moment together."""
+    from matcher.errors import ImageError
+    from matcher.localization.rig_frames import localize_frames
+
+    if rig is not None:
+        yield from localize_frames(place, named, rig, cameras)
+        return
+    for name, path in named.items():
+        try:
+            yield name, place.localize(path, cameras.get(name))
+        except ImageError as error:
+            yield name, error
 
 
 def _expand(photos: list[Path]) -> dict[str, Path]:

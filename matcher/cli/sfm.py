@@ -26,7 +26,7 @@ from matcher.cli.collecting import (
     suggestion,
 )
 from matcher.cli.exits import PARTIAL
-from matcher.cli.export import CameraModel, Cameras, GivenCamera, camera_choice
+from matcher.cli.export import CameraModel, Cameras, GivenCamera, GivenRig, camera_choice
 from matcher.cli.growing import Continued, Poses, add_photos
 from matcher.cli.messages import show
 from matcher.cli.reconstructed import resized_scale, summary_lines
@@ -96,6 +96,7 @@ def sfm(
     camera: GivenCamera = None,
     camera_model: CameraModel = "SIMPLE_RADIAL",
     cameras: Cameras = "auto",
+    rig: GivenRig = None,
     mapper: MapperChoice = "incremental",
     poses: Poses = None,
     continued: Continued = None,
@@ -110,9 +111,9 @@ def sfm(
 
     Photos are matched first: every pair of up to 100, else --similar 30. The same command continues a run.
     """
-    _check_first(out, overwrite, poses, continued)
+    _check_first(out, overwrite, poses, continued, rig)
     wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
-    choice = camera_choice(camera, camera_model, cameras)
+    choice = camera_choice(camera, camera_model, cameras, rig)
     mapping = _mapping(mapper, min_images, threads, seed, max_deviation, overwrite, choice, poses)
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
@@ -123,6 +124,8 @@ def sfm(
         _refuse_matching(wanted, restart, set(given) - _ALWAYS, run, workers, *sources.values())
         return _from_run(source, out, selection, mapping, dry_run)
     run, found = run or out.with_name(f"{out.name}-run"), _find_photos(source, selection, sources)
+    if choice.rig is not None:
+        choice.rig.frames(found.names()[0])
     if dry_run:
         return _preview_photos(found, run, out, wanted)
     matched = _match(source, run, given, wanted, workers, {**selection, **sources, "restart": restart})
@@ -135,7 +138,9 @@ def _mapping(*values: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def _check_first(out: Path, overwrite: bool, poses: Path | None, continued: Path | None) -> None:
+def _check_first(
+    out: Path, overwrite: bool, poses: Path | None, continued: Path | None, rig: Path | None
+) -> None:
     """Refuse what could not be finished before hours of matching."""
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_folder
@@ -147,6 +152,10 @@ def _check_first(out: Path, overwrite: bool, poses: Path | None, continued: Path
         raise typer.BadParameter(
             "--poses are kept as they are, and --continue adjusts them; give one of both"
         )
+    if rig is not None and poses is not None:
+        raise typer.BadParameter("--poses are kept as they are and need no --rig; give one of both")
+    if rig is not None and continued is not None:
+        raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
     if (start := poses or continued) is not None:
         read_given_poses(start)
 
@@ -201,6 +210,8 @@ def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str
     with Store.open(run) as store:
         counts = store.counts()
         names = Selection.parse(**selection).apply(image.name for image in store.images())
+    if mapping["choice"].rig is not None:
+        mapping["choice"].rig.frames(names)
     if not dry_run:
         return _reconstruct(run, out, names, mapping)
     show(f"images: {len(names)} of {counts.images} in {run}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from matcher.data.camera import CAMERA_MODELS, Camera
+from matcher.data.rig_config import RigConfig
 from matcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,12 +47,15 @@ class CameraChoice:
     model: str = "SIMPLE_RADIAL"  # of cameras that are not given
     known: Mapping[str, Camera] = field(default_factory=dict)  # by name of image, such as those of a model
     refine_known: bool = False  # adjust those of `known` in the reconstruction
+    rig: RigConfig | None = None  # cameras that are fixed to each other; each has its own intrinsics
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise UsageError(f"the camera model must be one of {', '.join(MODELS)}, not {self.model!r}")
         if self.sharing not in ("auto", "single", "each"):
             raise UsageError(f"cameras are shared auto, single or each, not {self.sharing!r}")
+        if self.rig is not None and self.sharing != "auto":
+            raise UsageError("the pictures of each camera of a rig share it: leave the sharing at auto")
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,11 @@ def group_cameras(
     choice = choice or CameraChoice()
     groups: dict[tuple, list[StoredImage]] = {}
     found: dict[tuple, _Exif] = {}
+    of_rigs = _cameras_of_rigs(choice)
     for image in images:
-        known = choice.known.get(image.name) or choice.camera or image.camera
+        mounted = choice.rig and choice.rig.camera_of(image.name)
+        of_rig = of_rigs.get(mounted.prefix) if mounted else None
+        known = of_rig or choice.known.get(image.name) or choice.camera or image.camera
         if known is not None and known.size not in (None, image.size):
             raise UsageError(
                 f"{image.name} has {image.size[0]} x {image.size[1]} pixels, but its camera was given for "
@@ -95,20 +102,46 @@ def group_cameras(
         key: tuple = (image.size, known)
         if choice.sharing == "each":
             key = (*key, image.name)
+        elif mounted:
+            key = (*key, mounted.prefix)
         elif choice.sharing == "auto" and known is None:
             key = (*key, str(Path(image.name).parent), exif)
         groups.setdefault(key, []).append(image)
         found.setdefault(key, exif)
+    if choice.rig is not None:
+        _check_rig(choice.rig, list(groups.values()))
     if choice.sharing == "single" and len(groups) > 1:
         sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
         raise UsageError(
             f"one camera cannot take photos of {sizes} pixels or of several calibrations; use auto"
         )
     adjustable = set(choice.known.values()) if choice.refine_known else set()
+    adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
     return [
         (_intrinsics(key, found[key], choice.model, given=key[1] not in adjustable), group)
         for key, group in groups.items()
     ]
+
+
+def _cameras_of_rigs(choice: CameraChoice) -> dict[str, Camera]:
+    """By prefix: what the file of the rig says, else the camera of any of its pictures that is known."""
+    if choice.rig is None:
+        return {}
+    mounted = {name: choice.rig.camera_of(name) for name in choice.known}
+    known = {each.prefix: choice.known[name] for name, each in mounted.items() if each is not None}
+    return known | choice.rig.intrinsics()
+
+
+def _check_rig(rig: RigConfig, groups: list[list[StoredImage]]) -> None:
+    first: dict[str, StoredImage] = {}
+    for image, *_ in groups:
+        mounted = rig.camera_of(image.name)
+        if mounted and (other := first.setdefault(mounted.prefix, image)) is not image:
+            raise UsageError(
+                f"{rig.source}: all pictures of {mounted.prefix!r} are by one camera, but {other.name} has "
+                f"{other.size[0]} x {other.size[1]} pixels and {image.name} {image.size[0]} x "
+                f"{image.size[1]}, or their intrinsics differ"
+            )
 
 
 def _intrinsics(key: tuple, exif: _Exif, model: str, *, given: bool) -> Intrinsics:

@@ -16,6 +16,7 @@ import numpy as np
 
 from matcher.collection.exporting.cameras import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras
 from matcher.collection.exporting.output import ExportReport, whole_file
+from matcher.collection.exporting.rigs import colmap_rigs
 from matcher.collection.exporting.validation import begin_export, valid_keypoints, valid_pairs
 from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError, install_command
@@ -51,16 +52,20 @@ def write_colmap(
     Args:
         store: the run.
         out: the database file; one that exists is replaced (`export` and the command line refuse to).
-        choice: the cameras.
+        choice: the cameras, and the rig that they are fixed to.
         only: names of the images to write; all when absent.
 
     Raises:
-        UsageError: pycolmap is absent, nothing to write, or a name that SQLite cannot hold.
+        UsageError: pycolmap is absent, nothing to write, a name that SQLite cannot hold, or a rig that does
+            not fit the images.
         OSError: the disk is full.
     """
     pycolmap = import_pycolmap()
     report, images = begin_export(store, out, utf8="COLMAP", only=only)
     cameras = group_cameras(images, choice)
+    rig = None if choice is None else choice.rig
+    if rig is not None:
+        rig.frames(image.name for image in images)  # they fit
     with (
         whole_file(out) as part,
         _translated_errors(out),
@@ -81,6 +86,9 @@ def write_colmap(
             verified = two_view_geometry(pycolmap, pair.geometry, indices)
             if verified is not None:
                 database.write_two_view_geometry(*ends, verified)
+        if rig is not None:
+            pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
+            pycolmap.apply_rig_config(colmap_rigs(pycolmap, rig), database)
     return report
 
 

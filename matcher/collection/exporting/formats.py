@@ -71,6 +71,8 @@ def export(
     if choice is not None and not kind.has_cameras:
         others = ", ".join(name for name, known in FORMATS.items() if known.has_cameras)
         raise UsageError(f"{form} stores no cameras; leave them out, or export to one of {others}")
+    if choice is not None and choice.rig is not None and form != "colmap":
+        raise UsageError(f"{form} is written without rigs; leave it out, or export to colmap")
     if kind.suffixes:
         check_output(out, kind.suffixes, overwrite=overwrite)
         return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)

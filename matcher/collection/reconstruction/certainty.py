@@ -93,6 +93,7 @@ def _uncertain(deviation: float, limit: float, unrefined: int) -> bool:
 def _adjust(pycolmap: Any, model: Any, images: list[Any], fixed_cameras: Iterable[int], threads: int) -> None:
     config, options = pycolmap.BundleAdjustmentConfig(), pycolmap.BundleAdjustmentOptions()
     options.print_summary = False
+    options.refine_sensor_from_rig = False
     options.ceres.solver_options.num_threads = threads
     for image in images:
         config.add_image(image.image_id)

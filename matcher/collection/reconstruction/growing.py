@@ -14,6 +14,7 @@ from matcher.collection.exporting.cameras import CameraChoice, read_exif
 from matcher.collection.pair_choice import default_choice
 from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses, read_given_poses
 from matcher.collection.reconstruction.reconstruct import (
+    RIG,
     MappingOptions,
     Reconstruction,
     reconstruct,
@@ -23,6 +24,7 @@ from matcher.collection.schema import DATABASE
 from matcher.collection.store import Store
 from matcher.data.camera import Camera
 from matcher.data.photos import list_images
+from matcher.data.rig_config import read_rig_config
 from matcher.errors import UsageError
 
 # Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
@@ -110,7 +112,7 @@ def continue_model(
     What is matched stays in the run, so after an interruption the same call goes on from there.
 
     Args:
-        model: a folder that `reconstruct` wrote.
+        model: a folder that `reconstruct` wrote; a rig that it was made with applies to all photos.
         photos: the run's folder of images, or a folder in it; what the run has already is not done again.
         out: the folder of the new model.
         run_dir: folder of the run; by default the one that the model was made from.
@@ -125,6 +127,8 @@ def continue_model(
     """
     given = read_given_poses(model, fixed=False)
     run = find_run(model) if run_dir is None else Path(run_dir)
+    if (rig := Path(model) / RIG).is_file():
+        choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
     match_more(run, photos, pairs=pairs, known=given.cam_from_world, on_progress=on_progress, **(how or {}))
     with Store.open(run) as store:
         poses = replace(given, cameras=_with_shared_cameras(store, given))

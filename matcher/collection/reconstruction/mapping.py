@@ -12,6 +12,12 @@ import numpy as np
 
 from matcher.collection.reconstruction.certainty import keep_certain
 from matcher.collection.reconstruction.georegistration import georegister
+from matcher.collection.reconstruction.rigs import (
+    calibrate_rig,
+    keep_calibration,
+    posed_frames,
+    write_calibration,
+)
 
 RESULT = "result.json"
 CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
@@ -27,7 +33,9 @@ def main() -> None:
     to start from: name → cam_from_world (3, 4)), `positions` (name → latitude, longitude, altitude),
     `fixed_cameras` (numbers of those that are not refined), `min_images` of a model, `threads` (−1: all),
     `seed`, `verify` (run COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond
-    which an observation is uncertain) and `deviations` (the file that says how uncertain each is).
+    which an observation is uncertain), `deviations` (the file that says how uncertain each is), `rig` (None,
+    or COLMAP's rig_config.json, which is completed from the largest model) and `rig_known` (whether it says
+    how all its cameras are fixed to each other).
     """
     # An interrupt reaches the whole group; the parent ends this process, which must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,6 +63,8 @@ def main() -> None:
         model.write_binary(str(folder))
         described.append(_described(model) | {"georegistration": place})
     if ordered:
+        if job["rig"] is not None:
+            write_calibration(ordered[0], Path(job["rig"]))
         ordered[0].export_PLY(str(output / "points.ply"))
         _write_cloud(ordered[0], output / CLOUD)
     (output / RESULT).write_text(json.dumps(described), encoding="utf-8")
@@ -65,25 +75,43 @@ def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:
     work.mkdir()
     images = job["images"] if Path(job["images"]).is_dir() else str(work)
     arguments = (job["database"], images, str(work))
-    if job["mapper"] == "global":
-        options = pycolmap.GlobalPipelineOptions()
-        _set_common(options, job)
-        return pycolmap.global_mapping(*arguments, options)
-    options = pycolmap.IncrementalPipelineOptions()
-    _set_common(options, job)
-    options.constant_cameras = set(job["fixed_cameras"])
-    if job["poses"] is None:
-        return pycolmap.incremental_mapping(*arguments, options)
-    start = pycolmap.triangulate_points(_posed(pycolmap, job, options), *arguments, options=options)
+
+    def mapped() -> dict[int, Any]:
+        """From the database alone."""
+        which = "global" if job["mapper"] == "global" else "incremental"
+        return getattr(pycolmap, f"{which}_mapping")(*arguments, _options(pycolmap, job))
+
+    if job["rig"] is not None and not job["rig_known"] and not calibrate_rig(pycolmap, job, mapped):
+        return {}
+    if job["mapper"] == "global" or job["poses"] is None:
+        return mapped()
+    options = _options(pycolmap, job)
+    start = pycolmap.triangulate_points(_posed(pycolmap, job), *arguments, options=options)
     if job["mapper"] == "triangulate":
         return {0: start}
-    return _continued(pycolmap, start, arguments, options)
+    return _continued(pycolmap, start, arguments, options, rescale=job["rig"] is None)
 
 
-def _posed(pycolmap: Any, job: dict[str, Any], options: Any) -> Any:
+def _options(pycolmap: Any, job: dict[str, Any]) -> Any:
+    """Of the mapper of the job."""
+    if job["mapper"] == "global":
+        options = pycolmap.GlobalPipelineOptions()
+    else:
+        options = pycolmap.IncrementalPipelineOptions()
+        options.constant_cameras = set(job["fixed_cameras"])
+    options.num_threads = job["threads"]
+    options.random_seed = job["seed"]
+    options.min_model_size = job["min_images"]
+    keep_calibration(options, job)
+    return options
+
+
+def _posed(pycolmap: Any, job: dict[str, Any]) -> Any:
     """The images of the database that have a given pose, as a model without points."""
     model = pycolmap.Reconstruction()
     with pycolmap.Database.open(job["database"]) as database:
+        if job["rig"] is not None:
+            return posed_frames(pycolmap, database, job["poses"])
         for camera in database.read_all_cameras():
             model.add_camera_with_trivial_rig(camera)
         for image in database.read_all_images():
@@ -94,8 +122,10 @@ def _posed(pycolmap: Any, job: dict[str, Any], options: Any) -> Any:
     return model
 
 
-def _continued(pycolmap: Any, start: Any, arguments: tuple[Any, ...], options: Any) -> dict[int, Any]:
-    """The model with the other images registered, in the same world coordinates."""
+def _continued(
+    pycolmap: Any, start: Any, arguments: tuple[Any, ...], options: Any, *, rescale: bool
+) -> dict[int, Any]:
+    """The model with the other images registered, in the same world coordinates; a rig keeps its size."""
     folder = Path(arguments[2]) / "start"
     folder.mkdir()
     start.write_binary(str(folder))
@@ -108,6 +138,7 @@ def _continued(pycolmap: Any, start: Any, arguments: tuple[Any, ...], options: A
             # Bundle adjustment moves, turns and scales the world.
             back = similarity(*(np.array([poses[name] for name in both]) for poses in (after, before)))
             scale, turn, shift = back
+            scale = scale if rescale else 1.0
             model.transform(pycolmap.Sim3d(scale, pycolmap.Rotation3d(turn), shift))
     return models
 
@@ -144,12 +175,6 @@ def similarity(found: np.ndarray, wanted: np.ndarray) -> tuple[float, np.ndarray
 def _mean_rotation(turns: np.ndarray) -> np.ndarray:
     u, _, v = np.linalg.svd(turns.sum(axis=0))
     return u @ np.diag([1.0, 1.0, np.linalg.det(u @ v)]) @ v
-
-
-def _set_common(options: Any, job: dict[str, Any]) -> None:
-    options.num_threads = job["threads"]
-    options.random_seed = job["seed"]
-    options.min_model_size = job["min_images"]
 
 
 def _write_cloud(model: Any, path: Path) -> None:

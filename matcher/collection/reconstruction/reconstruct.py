@@ -34,6 +34,7 @@ Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, POINTS, PLOT = "database.db", "points.ply", "reconstruction.png"
 DEVIATIONS = "deviations.npz"
+RIG = "rig_config.json"
 _CHILD = "matcher.collection.reconstruction.mapping"
 _SHOWN = 1500  # characters of COLMAP's last words
 
@@ -104,12 +105,14 @@ def reconstruct(
     """Cameras and points from a run's verified matches, whose tracks are refined on the images first.
 
     `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
-    points of the largest as PLY, a plot of it, and the numbers as JSON.
+    points of the largest as PLY, a plot of it, the numbers as JSON, and the rig, where one is given, as
+    COLMAP's `rig_config.json` with poses in the units of the largest.
 
     Args:
         store: the run.
         out: the folder; it must not exist, or be empty.
-        choice: the cameras; given ones are kept as they are by the incremental mapper.
+        choice: the cameras; given ones are kept as they are by the incremental mapper. So is a rig whose
+            poses are given; where they are not, they are learnt from a model that is made first without it.
         only: names of the images to use; all when absent.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
@@ -117,7 +120,7 @@ def reconstruct(
 
     Raises:
         UsageError: pycolmap is absent, the output exists, fewer than two images, no matches, no image of the
-            run has a given pose, or `max_deviation` without refined keypoints.
+            run has a given pose, a rig that does not fit, or `max_deviation` without refined keypoints.
         ReconstructionError: no model was found, or COLMAP's process ended early.
         OSError: the disk is full.
     """
@@ -125,12 +128,16 @@ def reconstruct(
     import_pycolmap()
     out = Path(out)
     if poses is not None:
+        if poses.fixed and choice is not None and choice.rig is not None:
+            raise UsageError("poses that stay as they are need no rig; leave one of both out")
         only = _check_poses(store, poses, only)
         job["mapper"] = "triangulate" if poses.fixed else job["mapper"]
         start = choice or CameraChoice()
         choice = replace(start, known=poses.cameras, refine_known=not poses.fixed)
     job["poses"] = None if poses is None else _listed(poses)
     job["positions"] = _positions(store, only) if poses is None else {}
+    rig = None if choice is None else choice.rig
+    job["rig_known"] = rig is None or rig.known
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         unrefined = refine_run(store)
         report = write_colmap(store, part / DATABASE, choice, only)
@@ -138,7 +145,9 @@ def reconstruct(
         _check_enough(report)
         if job["max_deviation"] is not None:
             write_deviations(store, part / DEVIATIONS)
-        _run_child({**job, **_paths(store, report, part)})
+        if rig is not None:
+            (part / RIG).write_text(rig.to_json(), encoding="utf-8")
+        _run_child({**job, **_paths(store, report, part), "rig": str(part / RIG) if rig else None})
         place = None if poses is None else poses.georegistration
         models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()), place)
     return Reconstruction(out, models, report.images, report)
