@@ -9,7 +9,8 @@ from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
-from matcher.collection.reconstruction.reconstruct import Reconstruction, SparseModel
+from matcher.collection.reconstruction.reconstruct import Reconstruction
+from matcher.collection.reconstruction.sparse_models import SparseModel
 from matcher.lab.benchmark.collections import aligned
 
 pycolmap = pytest.importorskip("pycolmap")

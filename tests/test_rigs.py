@@ -92,6 +92,19 @@ def test_a_rig_that_is_not_calibrated_is_learnt(stereo, tmp_path, mapper):
     assert np.linalg.norm(learnt.rigs[0][1].cam_from_rig[:3, 3]) == pytest.approx(baselines(made)[0])
 
 
+def test_a_rig_that_moves_ahead_begins_with_one_moment(tmp_path):
+    """COLMAP begins with two moments, and finds none that see points from different directions."""
+    left = np.tile(np.eye(4), (6, 1, 1))
+    left[:, 2, 3] = 9 - 0.1 * np.arange(6)
+    poses = np.array([pose for each in left for pose in (each, RIGHT @ each)])
+    store, _ = synthetic_store(np.random.default_rng(5), names=NAMES, poses=poses, camera=None)
+    made = reconstruct(store, tmp_path / "model", choice=CameraChoice(rig=rig()), threads=1).largest
+    assert made.registered == 12
+    centres = made.centres()
+    travelled = np.linalg.norm(centres["left/5.jpg"] - centres["left/0.jpg"])
+    assert travelled == pytest.approx(0.5, rel=0.03)
+
+
 def test_a_model_with_a_rig_is_continued_with_it(stereo, tmp_path):
     choice = CameraChoice(camera=CAMERA, rig=rig(camera=None))
     first = tmp_path / "first"

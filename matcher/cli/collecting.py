@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from matcher.cli.progress import stage_progress
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
     from matcher.collection.pair_choice import PairChoice
+    from matcher.collection.reconstruction.more_pairs import MorePairs
     from matcher.collection.runner import StageProgress
     from matcher.collection.store import Store
 
@@ -139,6 +141,21 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
         say(f"{died} crashed and had to be replaced; the interrupted work was tried again")
         code = PARTIAL
     return code
+
+
+@contextmanager
+def further_pairs(opened: Collection) -> Iterator[MorePairs]:
+    """What matches more pairs of a run where preemptive matching was too sparing, and says so."""
+    from matcher.collection.reconstruction.more_pairs import MorePairs
+
+    with stage_progress() as update:
+        yield MorePairs(opened, on_round=say_round, on_progress=update)
+
+
+def say_round(images: int, pairs: int) -> None:
+    """Say that more pairs are matched because some images have no pose."""
+    lack = f"{_count(images, 'image')} {'have' if images > 1 else 'has'} no pose"
+    say(f"{lack}: {_count(pairs, 'more pair')} matched, then all is mapped again")
 
 
 def _suggested(opened: Collection, limits: dict[str, int]) -> dict[str, Any]:

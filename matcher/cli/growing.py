@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from matcher.cli.collecting import say_round
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import show
 from matcher.cli.progress import stage_progress
@@ -54,9 +55,9 @@ def add_photos(
     if "file" in wanted:
         raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
     with stage_progress() as update:
-        how = dict(run_dir=run, pairs=wanted, on_progress=update, how={"workers": workers})
+        how = dict(run_dir=run, pairs=wanted, on_progress=update, on_round=say_round)
         mapping = {name: value for name, value in mapping.items() if name != "poses"}
-        made = continue_model(model, photos, out, **how, **mapping)
+        made = continue_model(model, photos, out, how={"workers": workers}, **how, **mapping)
     for line in summary_lines(made, None):
         show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0

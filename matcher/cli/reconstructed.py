@@ -21,7 +21,7 @@ def resized_scale(store: Store) -> float | None:
 
 def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
     """The statistics of a reconstruction, as lines to print."""
-    from matcher.collection.reconstruction.reconstruct import PLOT
+    from matcher.collection.reconstruction.sparse_models import PLOT
 
     model = made.largest
     error = f"{model.mean_reprojection_error:.3f} px of the stored image"

@@ -22,6 +22,7 @@ from matcher.cli.collecting import (
     WorkerCount,
     choose_pairs,
     enter_images,
+    further_pairs,
     match_pairs,
     suggestion,
 )
@@ -34,6 +35,7 @@ from matcher.cli.reconstructed import resized_scale, summary_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from matcher.collection.collection import Collection
     from matcher.collection.sources import FeatureSource
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
@@ -128,8 +130,9 @@ def sfm(
         choice.rig.frames(found.names()[0])
     if dry_run:
         return _preview_photos(found, run, out, wanted)
-    matched = _match(source, run, given, wanted, workers, {**selection, **sources, "restart": restart})
-    return max(matched, _reconstruct(run, out, found.names()[0], mapping))
+    how = {**selection, **sources, "restart": restart}
+    matched, opened = _match(source, run, given, wanted, workers, how)
+    return max(matched, _reconstruct(run, out, found.names()[0], mapping, opened))
 
 
 def _mapping(*values: Any) -> dict[str, Any]:
@@ -187,8 +190,8 @@ def _match(
     wanted: dict[str, Any],
     workers: int | None,
     how: dict[str, Any],
-) -> int:
-    """Match a folder of photos, with the defaults of a reconstruction."""
+) -> tuple[int, Collection]:
+    """Match a folder of photos, with the defaults of a reconstruction; the exit code and the collection."""
     from matcher.collection.collection import Collection
     from matcher.options import configure
     from matcher.presets import find_preset
@@ -199,7 +202,7 @@ def _match(
         defaults["keep"] = KEEP
     opened = Collection.open(run, workers=workers, **(defaults | given))
     enter_images(opened, images, **how)
-    return match_pairs(opened, wanted, LIMITS)
+    return match_pairs(opened, wanted, LIMITS), opened
 
 
 def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str, Any], dry_run: bool) -> int:
@@ -220,8 +223,13 @@ def _from_run(run: Path, out: Path, selection: dict[str, Any], mapping: dict[str
     return 0
 
 
-def _reconstruct(run: Path, out: Path, names: Sequence[str], mapping: dict[str, Any]) -> int:
-    """Reconstruct these images of a run, print statistics and return the exit code."""
+def _reconstruct(
+    run: Path, out: Path, names: Sequence[str], mapping: dict[str, Any], opened: Collection | None = None
+) -> int:
+    """Reconstruct these images of a run, print statistics and return the exit code.
+
+    `opened`: where given, it matches more pairs for images that get no pose.
+    """
     from matcher.collection.reconstruction.given_poses import read_given_poses
     from matcher.collection.reconstruction.reconstruct import reconstruct
     from matcher.collection.store import Store
@@ -229,7 +237,12 @@ def _reconstruct(run: Path, out: Path, names: Sequence[str], mapping: dict[str, 
     poses = mapping.pop("poses")
     given = None if poses is None else read_given_poses(poses)
     with Store.open(run) as store:
-        made = reconstruct(store, out, only=names, poses=given, **mapping)
+        how = dict(only=names, poses=given, **mapping)
+        if opened is None or given is not None:
+            made = reconstruct(store, out, **how)
+        else:
+            with further_pairs(opened) as on_incomplete:
+                made = reconstruct(store, out, on_incomplete=on_incomplete, **how)
         for line in summary_lines(made, resized_scale(store)):
             show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0

@@ -13,6 +13,12 @@ from matcher.collection.collection import Collection
 from matcher.collection.exporting.cameras import CameraChoice, read_exif
 from matcher.collection.pair_choice import default_choice
 from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses, read_given_poses
+from matcher.collection.reconstruction.more_pairs import (
+    EXHAUSTIVE_UP_TO,
+    NEIGHBOURS,
+    MorePairs,
+    OnRound,
+)
 from matcher.collection.reconstruction.reconstruct import (
     RIG,
     MappingOptions,
@@ -26,9 +32,6 @@ from matcher.data.camera import Camera
 from matcher.data.photos import list_images
 from matcher.data.rig_config import read_rig_config
 from matcher.errors import UsageError
-
-# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
-EXHAUSTIVE_UP_TO, NEIGHBOURS = 100, 30
 
 
 def find_run(model: str | Path) -> Path:
@@ -60,7 +63,7 @@ def match_more(
     pairs: dict[str, Any] | None = None,
     on_progress: OnProgress | None = None,
     **how: Any,
-) -> list[str]:
+) -> Collection:
     """Extract and match the photos of a folder in a run that exists, with its settings; the run keeps all.
 
     Args:
@@ -73,7 +76,7 @@ def match_more(
         how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
 
     Returns:
-        The names that are new.
+        The run's collection, with the photos.
 
     Raises:
         UsageError: the photos lie elsewhere, or there is none that is new.
@@ -92,7 +95,7 @@ def match_more(
     chosen = pairs or {"pairs": default_choice(len(names), **limits)}
     collection.add_pairs(**chosen, on_progress=on_progress)
     collection.run(on_progress=on_progress)
-    return new
+    return collection
 
 
 def continue_model(
@@ -104,6 +107,7 @@ def continue_model(
     choice: CameraChoice | None = None,
     pairs: dict[str, Any] | None = None,
     on_progress: OnProgress | None = None,
+    on_round: OnRound | None = None,
     how: dict[str, Any] | None = None,
     **options: Unpack[MappingOptions],
 ) -> Reconstruction:
@@ -118,6 +122,8 @@ def continue_model(
         run_dir: folder of the run; by default the one that the model was made from.
         choice: cameras of the new photos that share none with a photo of the model.
         pairs, on_progress, how: as of `match_more`.
+        on_round: called where photos got no pose from pairs that were chosen preemptively, before more of
+            their pairs are matched; see `MorePairs`.
         options: of `reconstruct`.
 
     Raises:
@@ -129,10 +135,11 @@ def continue_model(
     run = find_run(model) if run_dir is None else Path(run_dir)
     if (rig := Path(model) / RIG).is_file():
         choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
-    match_more(run, photos, pairs=pairs, known=given.cam_from_world, on_progress=on_progress, **(how or {}))
+    how = {"pairs": pairs, "known": given.cam_from_world, "on_progress": on_progress, **(how or {})}
+    more = MorePairs(match_more(run, photos, **how), on_round=on_round, on_progress=on_progress)
     with Store.open(run) as store:
         poses = replace(given, cameras=_with_shared_cameras(store, given))
-        return reconstruct(store, out, choice=choice, poses=poses, **options)
+        return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)
 
 
 def _names(photos: str | Path, folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from matcher.collection.reconstruction.certainty import keep_certain
 from matcher.collection.reconstruction.georegistration import georegister
 from matcher.collection.reconstruction.rigs import (
     calibrate_rig,
+    frames_to_begin_with,
     keep_calibration,
     posed_frames,
     write_calibration,
@@ -84,12 +85,32 @@ def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:
     if job["rig"] is not None and not job["rig_known"] and not calibrate_rig(pycolmap, job, mapped):
         return {}
     if job["mapper"] == "global" or job["poses"] is None:
-        return mapped()
+        models = mapped()
+        alone = not models and job["rig"] is not None and job["mapper"] == "incremental"
+        return _from_one_frame(pycolmap, job, arguments) if alone else models
     options = _options(pycolmap, job)
     start = pycolmap.triangulate_points(_posed(pycolmap, job), *arguments, options=options)
     if job["mapper"] == "triangulate":
         return {0: start}
     return _continued(pycolmap, start, arguments, options, rescale=job["rig"] is None)
+
+
+def _from_one_frame(pycolmap: Any, job: dict[str, Any], arguments: tuple[Any, ...]) -> dict[int, Any]:
+    """Models that begin with the points that the cameras of a rig see at one moment."""
+    with pycolmap.Database.open(job["database"]) as database:
+        starts = frames_to_begin_with(pycolmap, database)
+    for number, name in enumerate(starts):
+        here = {**job, "poses": {name: np.eye(4)[:3].tolist()}}
+        options = _options(pycolmap, job)
+        start = pycolmap.triangulate_points(_posed(pycolmap, here), *arguments, options=options)
+        folder = Path(arguments[2]) / f"frame{number}"
+        folder.mkdir()
+        start.write_binary(str(folder))
+        models = pycolmap.incremental_mapping(*arguments, options, input_path=str(folder))
+        models = {key: model for key, model in models.items() if model.num_reg_frames() > 1}
+        if models:
+            return models
+    return {}
 
 
 def _options(pycolmap: Any, job: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -18,13 +18,11 @@ from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.reconstruction.certainty import write_deviations
-from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses
-from matcher.collection.reconstruction.mapping import CLOUD, RESULT
-from matcher.collection.reconstruction.plot import draw_model
+from matcher.collection.reconstruction.given_poses import GivenPoses
+from matcher.collection.reconstruction.sparse_models import DEVIATIONS, SparseModel, read_described
 from matcher.collection.track_refinement import refine_run
 from matcher.data.gps import read_gps
 from matcher.errors import MatcherError, UsageError
-from matcher.files import write_whole
 from matcher.processes import child_command, child_environment
 
 if TYPE_CHECKING:
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
 
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
-DATABASE, POINTS, PLOT = "database.db", "points.ply", "reconstruction.png"
-DEVIATIONS = "deviations.npz"
+DATABASE, POINTS = "database.db", "points.ply"
 RIG = "rig_config.json"
 _CHILD = "matcher.collection.reconstruction.mapping"
 _SHOWN = 1500  # characters of COLMAP's last words
@@ -54,28 +51,6 @@ class MappingOptions(TypedDict, total=False):
     seed: int  # of COLMAP's random choices; default 0
     max_deviation: float | None  # pixels; less certain observations are left out in the end; default None
     overwrite: bool  # write into a folder that holds files; see `exporting.output.whole_folder`
-
-
-@dataclass(frozen=True, eq=False)
-class SparseModel:
-    """One connected reconstruction."""
-
-    cam_from_world: dict[str, np.ndarray]  # name → (3, 4) float64, COLMAP's axes: x right, y down, z ahead
-    cameras: dict[str, dict[str, Any]]  # name → model, size, params in COLMAP's pixels
-    points: int
-    observations: int
-    mean_track_length: float
-    mean_reprojection_error: float  # stored pixels
-    georegistration: dict[str, Any] | None = None  # where on Earth; then units are metres, x east, z up
-
-    @property
-    def registered(self) -> int:
-        """Images with a pose."""
-        return len(self.cam_from_world)
-
-    def centres(self) -> dict[str, np.ndarray]:
-        """Camera centres (3,) by name."""
-        return {name: -pose[:, :3].T @ pose[:, 3] for name, pose in self.cam_from_world.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +75,7 @@ def reconstruct(
     choice: CameraChoice | None = None,
     only: Collection[str] | None = None,
     poses: GivenPoses | None = None,
+    on_incomplete: Callable[[frozenset[str]], bool] | None = None,
     **options: Unpack[MappingOptions],
 ) -> Reconstruction:
     """Cameras and points from a run's verified matches, whose tracks are refined on the images first.
@@ -116,6 +92,8 @@ def reconstruct(
         only: names of the images to use; all when absent.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
+        on_incomplete: called with the names of the images that the largest model lacks, if any; all is
+            mapped again where it returns True, which says that the run has more matches now.
         options: see `MappingOptions`.
 
     Raises:
@@ -136,21 +114,63 @@ def reconstruct(
         choice = replace(start, known=poses.cameras, refine_known=not poses.fixed)
     job["poses"] = None if poses is None else _listed(poses)
     job["positions"] = _positions(store, only) if poses is None else {}
-    rig = None if choice is None else choice.rig
-    job["rig_known"] = rig is None or rig.known
+    place = None if poses is None else poses.georegistration
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
-        unrefined = refine_run(store)
-        report = write_colmap(store, part / DATABASE, choice, only)
-        report.notes.extend([unrefined] * bool(unrefined))
-        _check_enough(report)
-        if job["max_deviation"] is not None:
-            write_deviations(store, part / DEVIATIONS)
-        if rig is not None:
-            (part / RIG).write_text(rig.to_json(), encoding="utf-8")
-        _run_child({**job, **_paths(store, report, part), "rig": str(part / RIG) if rig else None})
-        place = None if poses is None else poses.georegistration
-        models = _described_models(part, report, os.path.relpath(store.folder, out.absolute()), place)
+        while True:
+            report, models = _mapped(store, out, part, job, choice, only, place)
+            missing = _without_pose(store, only, models)
+            if not missing or on_incomplete is None or not on_incomplete(missing):
+                break
+            for leftover in part.iterdir():
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if not models:
+            _check_matches(report)
+            raise ReconstructionError(_no_model(report))
     return Reconstruction(out, models, report.images, report)
+
+
+def _mapped(
+    store: Store,
+    out: Path,
+    part: Path,
+    job: dict[str, Any],
+    choice: CameraChoice | None,
+    only: Collection[str] | None,
+    place: dict[str, Any] | None,
+) -> tuple[ExportReport, tuple[SparseModel, ...]]:
+    """Map once, into the folder `part`; no models where there is no match.
+
+    Raises:
+        UsageError: fewer than two images.
+    """
+    unrefined = refine_run(store)
+    report = write_colmap(store, part / DATABASE, choice, only)
+    report.notes.extend([unrefined] * bool(unrefined))
+    if report.images < 2:
+        raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
+    if report.matches == 0:
+        return report, ()
+    if job["max_deviation"] is not None:
+        write_deviations(store, part / DEVIATIONS)
+    rig = None if choice is None else choice.rig
+    job = {**job, **_paths(store, report, part), "rig": None, "rig_known": rig is None or rig.known}
+    if rig is not None:
+        job["rig"] = str(part / RIG)
+        (part / RIG).write_text(rig.to_json(), encoding="utf-8")
+    _run_child(job)
+    return report, read_described(part, report, os.path.relpath(store.folder, out.absolute()), place)
+
+
+def _without_pose(
+    store: Store, only: Collection[str] | None, models: tuple[SparseModel, ...]
+) -> frozenset[str]:
+    """Images that have features and are not in the largest model."""
+    wanted = {
+        image.name
+        for image in store.images()
+        if image.status == "done" and (only is None or image.name in only)
+    }
+    return frozenset(wanted - models[0].cam_from_world.keys() if models else wanted)
 
 
 def _check_poses(store: Store, poses: GivenPoses, only: Collection[str] | None) -> Collection[str] | None:
@@ -181,14 +201,12 @@ def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
     return {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()}
 
 
-def _check_enough(report: ExportReport) -> None:
-    """Refuse input that COLMAP cannot use.
+def _check_matches(report: ExportReport) -> None:
+    """Refuse a run without matches.
 
     Raises:
-        UsageError: fewer than two images, or no matches.
+        UsageError: there are none.
     """
-    if report.images < 2:
-        raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
     if report.matches == 0:
         raise UsageError(
             f"the {report.images} photos have no matches: either their pairs were not matched yet (check "
@@ -234,45 +252,6 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
         raise UsageError(f"max_deviation ({most}) is a number of pixels above 0")
     return job
-
-
-def _described_models(
-    part: Path, report: ExportReport, run: str, place: Mapping[str, Any] | None
-) -> tuple[SparseModel, ...]:
-    """Read, plot and summarise the child's output, and remove its temporary files."""
-    described = json.loads((part / RESULT).read_text(encoding="utf-8"))
-    if not described:
-        raise ReconstructionError(_no_model(report))
-    if place is not None:  # the coordinates are those of the model that the poses come from
-        described[0]["georegistration"] = dict(place)
-    models = tuple(_model(row) for row in described)
-    _write_summary(part / SUMMARY, report, described, run)
-    with np.load(part / CLOUD) as cloud:
-        shape = models[0].cam_from_world, models[0].cameras
-        draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
-    for leftover in (RESULT, CLOUD, DEVIATIONS):
-        (part / leftover).unlink(missing_ok=True)
-    shutil.rmtree(part / "work", ignore_errors=True)
-    return models
-
-
-def _model(row: dict[str, Any]) -> SparseModel:
-    poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
-    numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
-    found = {name: row[name] for name in (*numbers, "georegistration")}
-    return SparseModel(poses, row["cameras"], **found)
-
-
-def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]], run: str) -> None:
-    summary = {
-        "run": run,  # from here to the folder of the run, whose keypoints the model's are
-        "images": report.images,
-        "pairs": report.pairs,
-        "verified_pairs": report.verified,
-        "matches": report.matches,
-        "models": described,
-    }
-    write_whole(path, json.dumps(summary, indent=1).encode())
 
 
 def _no_model(report: ExportReport) -> str:

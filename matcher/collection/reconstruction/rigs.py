@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+_FEWEST = 50  # verified matches between the pictures of a frame to begin with
+_TRIED = 3  # such frames
+
 
 def calibrate_rig(pycolmap: Any, job: dict[str, Any], mapped: Callable[[], dict[int, Any]]) -> bool:
     """Where the file does not say how cameras are fixed to each other, learn it from a model without rigs.
@@ -45,6 +48,23 @@ def calibrate_rig(pycolmap: Any, job: dict[str, Any], mapped: Callable[[], dict[
 
 def _is_calibrated(rig: Any) -> bool:
     return all(pose is not None for pose in rig.non_ref_sensors.values())
+
+
+def frames_to_begin_with(pycolmap: Any, database: Any) -> list[str]:
+    """A picture of each of the frames whose own pictures agree most, best first.
+
+    COLMAP begins with two frames that see points from clearly different directions. A rig that only moves
+    ahead, as on a car, has none, but the pictures of one frame give points at once.
+    """
+    names = {image.image_id: image.name for image in database.read_all_images()}
+    found = []
+    for frame in database.read_all_frames():
+        own = sorted(data.id for data in frame.data_ids)
+        pairs = [(i, j) for i in own for j in own if i < j and database.exists_two_view_geometry(i, j)]
+        count = sum(len(database.read_two_view_geometry(i, j).inlier_matches) for i, j in pairs)
+        found.append((count, names[own[0]]))
+    found = sorted((row for row in found if row[0] >= _FEWEST), key=lambda row: (-row[0], row[1]))
+    return [name for _, name in found[:_TRIED]]
 
 
 def keep_calibration(options: Any, job: dict[str, Any]) -> None:
