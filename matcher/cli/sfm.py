@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from matcher.collection.collection import Collection
     from matcher.collection.sources import FeatureSource
+    from matcher.data.rig_config import RigConfig
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
 # Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
@@ -125,13 +126,27 @@ def sfm(
     if is_run(source):
         _refuse_matching(wanted, restart, set(given) - _ALWAYS, run, workers, *sources.values())
         return _from_run(source, out, selection, mapping, dry_run)
-    run, found = run or out.with_name(f"{out.name}-run"), _find_photos(source, selection, sources)
-    if choice.rig is not None:
-        choice.rig.frames(found.names()[0])
+    sources |= {**selection, "restart": restart}
+    return _from_photos(source, run, out, given, wanted, workers, sources, mapping, dry_run)
+
+
+def _from_photos(
+    photos: Path,
+    run: Path | None,
+    out: Path,
+    given: dict[str, Any],
+    wanted: dict[str, Any],
+    workers: int | None,
+    how: dict[str, Any],
+    mapping: dict[str, Any],
+    dry_run: bool,
+) -> int:
+    """Match photos and reconstruct, or print what would be done; `how`: as of `Collection.add_images`."""
+    run = run or out.with_name(f"{out.name}-run")
+    found = _find_photos(photos, how, mapping["choice"].rig)
     if dry_run:
         return _preview_photos(found, run, out, wanted)
-    how = {**selection, **sources, "restart": restart}
-    matched, opened = _match(source, run, given, wanted, workers, how)
+    matched, opened = _match(photos, run, given, wanted, workers, how)
     return max(matched, _reconstruct(run, out, found.names()[0], mapping, opened))
 
 
@@ -168,16 +183,19 @@ def _refuse_matching(*values: object) -> None:
         raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
 
 
-def _find_photos(images: Path, selection: dict[str, Any], sources: dict[str, Any]) -> FeatureSource:
-    """The photos of a reconstruction; `UsageError` for too few of them."""
+def _find_photos(images: Path, how: dict[str, Any], rig: RigConfig | None) -> FeatureSource:
+    """The photos of a reconstruction; `UsageError` for too few of them, or a rig that does not fit."""
     from matcher.collection.hloc_features import find_source
     from matcher.collection.selection import Selection
     from matcher.collection.sources import check_masks
     from matcher.errors import UsageError
 
-    source = find_source(images, **sources, selection=Selection.parse(**selection))
+    selection = Selection.parse(how["include"], how["exclude"])
+    source = find_source(images, how["masks"], how["features"], selection)
     check_masks(source)
     count = len(source.names()[0])
+    if rig is not None:
+        rig.frames(source.names()[0])
     if count < 2:
         raise UsageError(f"a reconstruction needs at least two photos, and {images} holds {count}")
     return source

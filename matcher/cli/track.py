@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,17 @@ import typer
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, say, show
-from matcher.cli.track_maps import LoadedMap, Lookup, LoopTimes, MapFolder, keyframe_map, maps_of, save_map
+from matcher.cli.track_maps import (
+    LoadedMap,
+    Lookup,
+    LoopTimes,
+    MapFolder,
+    finish_map,
+    is_unfinished,
+    keyframe_map,
+    maps_of,
+    save_map,
+)
 from matcher.cli.tracked import as_object, summary_of, title_of
 
 if TYPE_CHECKING:
@@ -104,30 +115,28 @@ def track(
     """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
 
     A .tum trajectory holds world_from_cam poses, one line per frame: t x y z qx qy qz qw. A live camera runs
-    until Ctrl-C.
+    until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
     """
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker
 
+    if is_unfinished(source, map_dir):
+        others = (camera, right, masks, baseline, output, plot, loops, load_map, frames, overwrite)
+        return finish_map(map_dir, any(each for each in others))
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
     budgeted = budget_ms is not None
     keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)
     truth = _read_truth(ground_truth)
     frames_in = open_frames(source, right, rate, masks)
-    tracker = Tracker(
-        camera=pinhole,
-        baseline=baseline,
-        budget_ms=budget_ms,
-        epipolar_window=epipolar_window,
-        keyframe_map=keyframes,
-        **given,
-    )
+    how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
+    tracker = Tracker(keyframe_map=keyframes, **how, **given)
     with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
-        log, failures = _follow(frames_in, tracker, frames, right is not None, recordings)
-    save_map(tracker)
+        log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
     log.in_map = load_map is not None
-    return _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
+    code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
+    save_map(tracker, terminated=ended is not None)
+    return code if ended is None else ended
 
 
 def _check(
@@ -192,12 +201,16 @@ def _follow(
     limit: int | None,
     stereo: bool,
     recordings: list[Recording],
-) -> tuple[TrackingLog, int]:
-    """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run."""
+) -> tuple[TrackingLog, int, int | None]:
+    """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run.
+
+    Returns:
+        What was tracked, frames that could not be read, and the exit code where the program was terminated.
+    """
     from matcher.errors import ImageError
     from matcher.sequence.log import TrackingLog
 
-    log, failures = TrackingLog(), 0
+    log, failures, ended = TrackingLog(), 0, None
     try:
         for shot in source:
             try:
@@ -214,12 +227,17 @@ def _follow(
                 break
     except KeyboardInterrupt:
         say("stopped")
+    except SystemExit as stop:  # SIGTERM
+        say("terminated")
+        ended = int(stop.code or 0)
     if source.problem is not None:
         complain(str(source.problem))
         failures += 1
     if not any(log.counts().get(status) for status in ("first", "tracked", "lost", "blank")):
+        if ended is not None:
+            sys.exit(ended)
         raise ImageError(f"{source.name}: no frame could be read")
-    return log, failures
+    return log, failures, ended
 
 
 def _push(tracker: Tracker, shot: SourceFrame, stereo: bool) -> Any:

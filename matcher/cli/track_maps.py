@@ -62,11 +62,17 @@ def keyframe_map(
 ) -> KeyframeMap | None:
     """What collects the keyframes of a map, where one is wanted."""
     from matcher.errors import UsageError
+    from matcher.sequence.kept_frames import KEPT
 
     if folder is None:
         if loops is not None:
             raise UsageError("--loops needs --map DIR, the folder of the map")
         return None
+    if (folder / KEPT).is_file() and not overwrite:
+        raise UsageError(
+            f"{folder} holds the keyframes of a run that was interrupted: `matcher track {folder} --map "
+            f"{folder}` makes the map of them, and --overwrite starts anew"
+        )
     if camera is None:
         raise UsageError("--map needs poses, and poses need --camera fx,fy,cx,cy")
     from matcher.collection.exporting.colmap import import_pycolmap
@@ -97,7 +103,51 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str) -> Iterator[No
             tracker.keyframe_map.close()
 
 
-def save_map(tracker: Tracker) -> None:
-    """Make the map, where one is wanted, and print what it holds."""
-    if tracker.keyframe_map is not None:
+def save_map(tracker: Tracker, *, terminated: bool) -> None:
+    """Make the map, where one is wanted, and print what it holds; poses are kept if that is interrupted.
+
+    `terminated`: the program was asked to end at once, so the map is left to be finished later.
+    """
+    if tracker.keyframe_map is None:
+        return
+    if terminated:
+        _say_kept(tracker.keyframe_map)
+        return
+    try:
         say(closing_of(tracker.save_map()))
+    except (KeyboardInterrupt, SystemExit):
+        _say_kept(tracker.keyframe_map)
+        raise
+
+
+def _say_kept(keyframes: KeyframeMap) -> None:
+    frames, count = keyframes.keep()
+    complain(
+        f"kept in {keyframes.folder}: {frames} poses and {count} keyframes, without a map: `matcher track "
+        f"{keyframes.folder} --map {keyframes.folder}` makes it"
+    )
+
+
+def is_unfinished(source: str, folder: Path | None) -> bool:
+    """Whether the source is a map that a run left unfinished, to be finished."""
+    from matcher.sequence.kept_frames import KEPT
+
+    return folder is not None and Path(source).resolve() == folder.resolve() and (folder / KEPT).is_file()
+
+
+def finish_map(folder: Path, others: bool) -> int:
+    """Make the map of the keyframes that an interrupted run kept; `others`: options that have no use here."""
+    from matcher.errors import UsageError
+    from matcher.sequence.keyframe_map import KeyframeMap
+
+    if others:
+        raise UsageError(
+            f"{folder} is finished with the camera and the options that it was begun with; give only --map"
+        )
+    keyframes = KeyframeMap.resume(folder)
+    try:
+        say(closing_of(keyframes.finish()))
+    except (KeyboardInterrupt, SystemExit):
+        _say_kept(keyframes)
+        raise
+    return 0

@@ -26,6 +26,14 @@ from matcher.options import LoadOptions
 from matcher.presets import DEFAULT_PRESET
 from matcher.sequence import background
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.kept_frames import (
+    KEPT,
+    KeptFrames,
+    PlacedFrame,
+    count_keyframes,
+    read_kept,
+    write_kept,
+)
 from matcher.sequence.pose_graph import FRAMES, GRAPH, MODEL, Closing, Loop, PoseGraph, name_of
 from matcher.sequence.trajectory import write_tum
 
@@ -34,6 +42,7 @@ LoopTiming = Literal["end", "background", "inline"]
 LOOP_TIMINGS: tuple[LoopTiming, ...] = ("end", "background", "inline")
 _QUICK = (cv2.IMWRITE_PNG_COMPRESSION, 1)  # a fifth of the time, for a seventh more bytes
 _EVERY = 5  # keyframes, after which loops are looked for
+_KEPT_EVERY, _GROWN = 4, 1.05  # keyframes, and times as many frames, after which poses are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,20 +69,11 @@ class ClosedTrajectory:
         return np.linalg.norm(self.after[:, :3, 3] - self.before[:, :3, 3], axis=1)
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """A frame with a pose, and the keyframe that it moves with."""
-
-    index: int
-    time: float
-    world_from_cam: np.ndarray
-    keyframe: int
-
-
 class KeyframeMap:
     """Collects keyframes in a folder; `finish` makes the map.
 
-    Memory holds poses only. A program that is interrupted loses the map, not the frames.
+    Memory holds poses only, and every few keyframes they are written beside the frames: of a program that was
+    killed `resume` finishes the map.
 
         >>> import matcher
         >>> camera = matcher.Camera(700, 700, 320, 240, size=(640, 480))
@@ -111,12 +111,30 @@ class KeyframeMap:
             raise UsageError(f"loops must be {', '.join(LOOP_TIMINGS)}, not {loops!r}")
         check_folder(self.folder, overwrite=overwrite)
         (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
+        (self.folder / KEPT).unlink(missing_ok=True)
         self._graph = PoseGraph(self.folder.absolute(), camera, preset, dict(options), overwrite)
         self._search = None if loops == "end" else background.start(self._graph, loops)
         self._closing: Closing | None = None
         self.problem: str | None = None  # why loops are not looked for before the end
-        self._placed: list[_Placed] = []
+        self._placed: list[PlacedFrame] = []
         self._keyframe: int | None = None
+        self._kept = 0  # frames that are on the disk
+
+    @classmethod
+    def resume(cls, folder: str | Path) -> KeyframeMap:
+        """A map whose program ended before it was finished, with the frames that were kept.
+
+        Raises:
+            UsageError: the folder holds no unfinished map.
+            IntegrityError: what was kept is damaged.
+        """
+        kept = read_kept(Path(folder))
+        made = cls.__new__(cls)
+        made.folder, made.camera, made.problem = Path(folder), kept.camera, None
+        made._graph = PoseGraph(made.folder.absolute(), kept.camera, kept.preset, kept.options)
+        made._search, made._closing, made._placed = None, None, kept.frames
+        made._keyframe, made._kept = None, len(kept.frames)
+        return made
 
     @property
     def closed(self) -> ClosedTrajectory | None:
@@ -145,10 +163,32 @@ class KeyframeMap:
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
-        self._placed.append(_Placed(result.index, time, pose, self._keyframe))
+        self._placed.append(PlacedFrame(result.index, time, pose, self._keyframe))
+        if self._keyframe == result.index and self._is_due():
+            self._write_kept()
         if self._search is not None and self._keyframe == result.index:
             tracked = self._tracked()
             self._take(tracked if len(tracked) % _EVERY == 0 else None)
+
+    def _is_due(self) -> bool:
+        since = count_keyframes(self._placed[self._kept :])
+        return since >= _KEPT_EVERY and len(self._placed) >= _GROWN * self._kept
+
+    def _write_kept(self) -> None:
+        kept = KeptFrames(self._placed, self.camera, self._graph.preset, self._graph.options)
+        write_kept(self.folder, kept)
+        self._kept = len(self._placed)
+
+    def keep(self) -> tuple[int, int]:
+        """Write the poses so far, also as the trajectory, for `resume`; the numbers of frames and keyframes.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._write_kept()
+        poses = [frame.world_from_cam for frame in self._placed]
+        write_tum(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
+        return len(self._placed), count_keyframes(self._placed)
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Match the keyframes, close loops, make the model, and write the trajectory, its plot and the loops.
@@ -162,6 +202,7 @@ class KeyframeMap:
             OSError: the disk is full.
         """
         self.close()
+        self.keep()
         tracked = self._tracked()
         if len(tracked) < 3:
             raise UsageError(f"a map needs at least three keyframes with a pose, not {len(tracked)}")
@@ -176,6 +217,7 @@ class KeyframeMap:
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())
         closed.plot(self.folder / PLOT)
+        (self.folder / KEPT).unlink(missing_ok=True)
         return closed
 
     def close(self) -> None:

@@ -81,8 +81,7 @@ def reconstruct(
     """Cameras and points from a run's verified matches, whose tracks are refined on the images first.
 
     `out` holds COLMAP's models in `sparse/0`, `sparse/1` … (largest first), the database they came from, the
-    points of the largest as PLY, a plot of it, the numbers as JSON, and the rig, where one is given, as
-    COLMAP's `rig_config.json` with poses in the units of the largest.
+    points of the largest as PLY, a plot of it, the numbers as JSON, and a rig that is given, in its units.
 
     Args:
         store: the run.
@@ -106,26 +105,18 @@ def reconstruct(
     import_pycolmap()
     out = Path(out)
     if poses is not None:
-        if poses.fixed and choice is not None and choice.rig is not None:
-            raise UsageError("poses that stay as they are need no rig; leave one of both out")
-        only = _check_poses(store, poses, only)
+        only = _check_poses(store, poses, only, choice)
         job["mapper"] = "triangulate" if poses.fixed else job["mapper"]
-        start = choice or CameraChoice()
-        choice = replace(start, known=poses.cameras, refine_known=not poses.fixed)
+        choice = replace(choice or CameraChoice(), known=poses.cameras, refine_known=not poses.fixed)
     job["poses"] = None if poses is None else _listed(poses)
     job["positions"] = _positions(store, only) if poses is None else {}
     place = None if poses is None else poses.georegistration
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
-        while True:
+        report, models = _mapped(store, out, part, job, choice, only, place)
+        while _is_incomplete(store, only, models, on_incomplete):
+            _empty(part)
             report, models = _mapped(store, out, part, job, choice, only, place)
-            missing = _without_pose(store, only, models)
-            if not missing or on_incomplete is None or not on_incomplete(missing):
-                break
-            for leftover in part.iterdir():
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        if not models:
-            _check_matches(report)
-            raise ReconstructionError(_no_model(report))
+        _check_model(report, models)
     return Reconstruction(out, models, report.images, report)
 
 
@@ -161,24 +152,29 @@ def _mapped(
     return report, read_described(part, report, os.path.relpath(store.folder, out.absolute()), place)
 
 
-def _without_pose(
-    store: Store, only: Collection[str] | None, models: tuple[SparseModel, ...]
-) -> frozenset[str]:
-    """Images that have features and are not in the largest model."""
-    wanted = {
-        image.name
-        for image in store.images()
-        if image.status == "done" and (only is None or image.name in only)
-    }
-    return frozenset(wanted - models[0].cam_from_world.keys() if models else wanted)
+def _is_incomplete(
+    store: Store,
+    only: Collection[str] | None,
+    models: tuple[SparseModel, ...],
+    on_incomplete: Callable[[frozenset[str]], bool] | None,
+) -> bool:
+    """Whether images with features are not in the largest model, and there are more matches for them now."""
+    done = {image.name for image in store.images() if image.status == "done"}
+    wanted = done if only is None else done & set(only)
+    missing = frozenset(wanted - models[0].cam_from_world.keys() if models else wanted)
+    return bool(missing) and on_incomplete is not None and on_incomplete(missing)
 
 
-def _check_poses(store: Store, poses: GivenPoses, only: Collection[str] | None) -> Collection[str] | None:
+def _check_poses(
+    store: Store, poses: GivenPoses, only: Collection[str] | None, choice: CameraChoice | None
+) -> Collection[str] | None:
     """The names of the images to use: where poses are fixed, those that have one.
 
     Raises:
-        UsageError: no image of the run has a pose.
+        UsageError: no image of the run has a pose, or a rig for poses that are fixed.
     """
+    if poses.fixed and choice is not None and choice.rig is not None:
+        raise UsageError("poses that stay as they are need no rig; leave one of both out")
     names = [image.name for image in store.images() if only is None or image.name in only]
     posed = [name for name in names if name in poses.cam_from_world]
     if len(posed) < 2:
@@ -201,17 +197,30 @@ def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
     return {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()}
 
 
-def _check_matches(report: ExportReport) -> None:
-    """Refuse a run without matches.
+def _empty(folder: Path) -> None:
+    for leftover in folder.iterdir():
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def _check_model(report: ExportReport, models: tuple[SparseModel, ...]) -> None:
+    """Refuse to end without a model.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there was no match to make one of.
+        ReconstructionError: COLMAP made none.
     """
+    if models:
+        return
     if report.matches == 0:
         raise UsageError(
             f"the {report.images} photos have no matches: either their pairs were not matched yet (check "
             "with `matcher status RUN_DIR`), or the photos show different things"
         )
+    raise ReconstructionError(
+        f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
+        f"{report.images} images; photos taken further apart, more keypoints, all pairs, or a known camera "
+        "may help"
+    )
 
 
 def _paths(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
@@ -252,14 +261,6 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
         raise UsageError(f"max_deviation ({most}) is a number of pixels above 0")
     return job
-
-
-def _no_model(report: ExportReport) -> str:
-    return (
-        f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
-        f"{report.images} images; photos taken further apart, more keypoints, all pairs, or a known camera "
-        "may help"
-    )
 
 
 def _run_child(job: dict[str, Any]) -> None:
