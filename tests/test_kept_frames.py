@@ -107,7 +107,14 @@ def test_a_full_disk_leaves_the_poses_before(tracked, tmp_path, monkeypatch):
     assert not [path for path in (tmp_path / "map").iterdir() if path.name.endswith(".part")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_ended_keeps_its_poses(tmp_path, capfd, number):
     folder, walls = tmp_path / "frames", make_walls()
     folder.mkdir()

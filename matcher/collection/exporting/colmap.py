@@ -7,6 +7,8 @@ does not check indices and crashes on one out of range, so all are checked here.
 from __future__ import annotations
 
 import errno
+import signal
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +40,16 @@ def import_pycolmap() -> Any:
         import pycolmap
     except ImportError as error:
         raise UsageError(f"this needs pycolmap: {install_command('sfm')}") from error
+    _keep_termination()
     return pycolmap
+
+
+def _keep_termination() -> None:
+    """Take back SIGTERM, which the import gave to glog: it would dump the stack and clean nothing up."""
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def write_colmap(
