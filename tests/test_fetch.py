@@ -1,8 +1,10 @@
 import hashlib
 import http.server
+import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -353,6 +355,53 @@ def test_an_unknown_hash_is_reported(shelf, site, tmp_path, capfd):
     assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
     out = capfd.readouterr().out
     assert f"sha256 {sha256(site.files['peer.pt'])} (not checked, since no expected value is known" in out
+
+
+def unpinned(shelf):
+    return replace(shelf, files=(PublishedFile(shelf.files[0].urls),))
+
+
+def test_what_comes_first_is_what_must_come_later(shelf, site):
+    """Where the catalogue has no hash, another file at the same address is refused; nothing of it stays."""
+    row, good = unpinned(shelf), site.files["peer.pt"]
+    first = fetch(row, accept_licence=True)
+    assert first.expected == {} and first.sha256 == {"peer.pt": sha256(good)}
+    record = row.folder / "first-download.json"
+    assert json.loads(record.read_text()) == {"peer.pt": sha256(good)}
+    for path in row.folder.glob("*.*"):
+        if path != record and path.name != ".lock":
+            path.unlink()
+    other = {name: tensor + 1 for name, tensor in torch.load(io.BytesIO(good)).items()}
+    torch.save(other, buffer := io.BytesIO())
+    site.files["peer.pt"] = buffer.getvalue()
+    with pytest.raises(IntegrityError, match=r"as its first download had.*remove .*first-download\.json"):
+        fetch(row, accept_licence=True)
+    assert {path.name for path in row.folder.iterdir()} == {".lock", record.name}
+    site.files["peer.pt"] = good
+    assert fetch(row, accept_licence=True).expected == {"peer.pt": sha256(good)}
+    site.files["peer.pt"] = buffer.getvalue()
+    shutil.rmtree(row.folder)
+    assert fetch(row, accept_licence=True).sha256 == {"peer.pt": sha256(buffer.getvalue())}
+
+
+def test_a_kept_file_that_was_changed_is_fetched_again(shelf, site):
+    row = unpinned(shelf)
+    path = fetch(row, accept_licence=True).path
+    path.unlink()
+    (row.folder / "peer.pt").write_bytes(b"changed")
+    assert fetch(row, accept_licence=True).sha256 == {"peer.pt": sha256(site.files["peer.pt"])}
+    assert len(site.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"peer.pt": 7}', '{"peer.pt": "x"}', "[" * 9999, " " * 99999]
+)
+def test_a_damaged_record_is_named(shelf, text):
+    row = unpinned(shelf)
+    row.folder.mkdir(parents=True)
+    (row.folder / "first-download.json").write_text(text)
+    with pytest.raises(IntegrityError, match=r"first-download\.json is damaged: remove it"):
+        fetch(row, accept_licence=True)
 
 
 def test_absent_files_exit_5(shelf, site, views, capfd):

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,7 @@ from matcher.weights.manifest import WeightsRow
 from matcher.weights.published.catalogue import Published, PublishedFile, find_published, locate
 from matcher.weights.published.conversion import import_checkpoint
 from matcher.weights.published.download import Report, Wanted, download
+from matcher.weights.published.first_download import RECORD, read_first, write_first
 from matcher.weights.published.frontends import import_front_end
 
 OFFLINE = "MATCHER_OFFLINE"
@@ -30,12 +31,14 @@ class Fetched:
 
     path: Path  # what `load(weights=…)` or `load(frontend_weights=…)` takes
     sha256: dict[str, str]  # of the published files by name; empty when the weights were here already
+    expected: dict[str, str] = field(default_factory=dict)  # those that were known before, by name
 
 
 def fetch(row: Published, *, accept_licence: bool = False, report: Report | None = None) -> Fetched:
     """Download published weights to the cache, check them, and convert them.
 
-    Several processes may ask for the same weights at once: one fetches, the others wait for it.
+    Several processes may ask for the same weights at once: one fetches, the others wait for it. A file whose
+    hash the catalogue does not know is trusted the first time, and must be the same one later.
 
     Args:
         row: from `find_published`.
@@ -61,14 +64,21 @@ def fetch(row: Published, *, accept_licence: bool = False, report: Report | None
         if found := _already_here(row):
             return found
         paths = [row.folder / file.name for file in row.files]
-        digests = [_obtain(file, path, report) for file, path in zip(row.files, paths, strict=True)]
+        known = {file.name: file.sha256 for file in row.files if file.sha256}
+        expected = {**read_first(row.folder), **known}
+        digests = [
+            _obtain(file, path, expected.get(file.name, ""), report)
+            for file, path in zip(row.files, paths, strict=True)
+        ]
         try:
             path = _make_ready(row, paths, digests)
         except IntegrityError:
             for published in paths:
                 published.unlink(missing_ok=True)  # they would fail again in the same way
             raise
-    return Fetched(path, dict(zip((p.name for p in paths), digests, strict=True)))
+        came = dict(zip((p.name for p in paths), digests, strict=True))
+        write_first(row.folder, {name: digest for name, digest in came.items() if name not in known})
+    return Fetched(path, came, {name: expected[name] for name in came if name in expected})
 
 
 def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:
@@ -104,12 +114,20 @@ def _already_here(row: Published) -> Fetched | None:
         return None
 
 
-def _obtain(file: PublishedFile, path: Path, report: Report | None) -> str:
+def _obtain(file: PublishedFile, path: Path, expected: str, report: Report | None) -> str:
     """The sha256 of a published file, fetched unless an earlier call has."""
     digest = _sha256(path) if path.is_file() else ""
-    if not digest or (file.sha256 and digest != file.sha256):
-        digest = download(file.urls, path, Wanted(file.sha256, file.bytes), report)
-    return digest
+    if digest and digest == (expected or digest):
+        return digest
+    try:
+        return download(file.urls, path, Wanted(expected, file.bytes), report)
+    except IntegrityError as error:
+        if not expected or file.sha256 or expected not in str(error):
+            raise
+        raise IntegrityError(
+            f"{error}, as its first download had; if another version is what you want, remove"
+            f" {path.with_name(RECORD)}"
+        ) from error
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
