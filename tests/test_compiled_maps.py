@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from matcher import kernels as compiled
-from matcher.extract.learned import FeatureNetwork, candidates, peaks, sample
+from matcher.extract.learned import FeatureNetwork, candidates, peaks, sample, try_peaks
 from matcher.kernels import library
 from matcher.kernels import maps as maps_of
 
@@ -73,10 +73,12 @@ def test_samples_are_those_of_the_maps(factor: float) -> None:
 def test_peaks_are_the_peaks_in_their_order(radius: int, border: int) -> None:
     rng = torch.Generator().manual_seed(6)
     scores = torch.randn(45, 90, generator=rng)[:, :83].round(decimals=1)  # with gaps between rows, and ties
-    found = maps_of.peaks_compiled(scores, radius, border)
+    found = maps_of.peaks_compiled(scores, radius, border, try_peaks)
     assert found.equal(candidates(scores[None], radius, border)[0].nonzero().flip(1))
     flat = torch.zeros(200, 300)  # more of them than expected
-    assert maps_of.peaks_compiled(flat, radius, border) is None and bool(peaks(flat[None], radius).all())
+    assert maps_of.peaks_compiled(flat, radius, border, try_peaks) is None and bool(
+        peaks(flat[None], radius).all()
+    )
 
 
 def test_other_maps_are_left_to_stock_operators(monkeypatch) -> None:
@@ -84,6 +86,6 @@ def test_other_maps_are_left_to_stock_operators(monkeypatch) -> None:
     assert maps_of.have_maps(maps, maps.bfloat16())
     assert not maps_of.have_maps(maps.double()) and not maps_of.have_maps(maps.contiguous())
     with torch.inference_mode(False), torch.enable_grad():
-        assert not maps_of.have_maps(maps) and maps_of.peaks_compiled(maps[0, 0], 1, 0) is None
+        assert not maps_of.have_maps(maps) and maps_of.peaks_compiled(maps[0, 0], 1, 0, try_peaks) is None
     monkeypatch.setenv(compiled.SWITCH, "0")
     assert not maps_of.have_maps(maps)

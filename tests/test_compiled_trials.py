@@ -7,7 +7,7 @@ from time import process_time, sleep
 import pytest
 import torch
 
-from matcher.kernels import SWITCH, library, trials
+from matcher.kernels import SWITCH, calls, candidates, library, maps, trials
 from matcher.kernels.trials import Trial, granted
 from matcher.lab.benchmark import kernel_rows
 
@@ -129,3 +129,34 @@ def test_every_trial_is_passed_by_the_results_of_its_kernel(kernels_folder, monk
         library._load.cache_clear()
     assert trials.agree(found, expected, tried.tolerance)
     assert not trials.agree(found + 2 * tried.tolerance + 0.1 * expected.abs(), expected, tried.tolerance)
+
+
+def test_what_fails_its_trial_is_left_alone(kernels_folder, monkeypatch) -> None:
+    """Each kind by itself."""
+    if library.instructions() is None or shutil.which("g++") is None:
+        pytest.skip("needs a compiler and vector units")
+    monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
+    monkeypatch.setenv(SWITCH, library.instructions())
+    library._load.cache_clear()
+    refused: set[str] = set()
+    for part in (calls, maps, candidates):
+        monkeypatch.setattr(part, "granted", lambda name, _: name.split()[0] not in refused)
+    square, row, places = torch.zeros(20, 20), torch.zeros(20), torch.rand(1, 20, 2)
+    level = torch.zeros(1, 8, 4, 4).to(memory_format=torch.channels_last)
+    used = {
+        "rows": lambda: calls.have_kernels(square),
+        "turns": lambda: calls.have_turns(square),
+        "absorb": lambda: calls.absorb_compiled(square, row, row, -80.0) is not None,
+        "maps": lambda: maps.have_maps(level),
+        "samples": lambda: maps.have_samples(level),
+        "peaks": lambda: maps.peaks_compiled(square, 1, 0, right_and_slow) is not None,
+        "local": lambda: candidates.fit_compiled(places, places, row[None], right_and_slow) is not None,
+    }
+    try:
+        library.build()
+        with torch.inference_mode():
+            for kind in ("", *used):
+                refused = {kind}
+                assert {name for name, ask in used.items() if not ask()} == refused - {""}
+    finally:
+        library._load.cache_clear()

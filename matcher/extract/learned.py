@@ -24,10 +24,12 @@ from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
 from matcher.kernels.maps import (
     add_enlarged_compiled,
     have_maps,
+    have_samples,
     peaks_compiled,
     sample_compiled,
     score_pixels_compiled,
 )
+from matcher.kernels.trials import Trial
 
 WIDTHS = (16, 32, 64, 128)  # channels of the maps at 1/2, 1/4, 1/8 and 1/16 of the resolution
 DEPTHS = (2, 2, 3, 3)  # convolutions of each
@@ -122,7 +124,7 @@ class FeatureNetwork(nn.Module):
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        if have_maps(*maps):
+        if have_samples(*maps):
             sampled = sample_compiled(maps, points, [2.0**-k for k in range(1, len(maps) + 1)])
         else:
             columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
@@ -257,7 +259,7 @@ def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
     """The best points of one image, refined and described."""
-    points = peaks_compiled(logits[0], config.nms_radius, config.border)
+    points = peaks_compiled(logits[0], config.nms_radius, config.border, try_peaks)
     if points is None:
         points = candidates(logits, config.nms_radius, config.border)[0].nonzero().flip(1)
     scores = logits[0, points[:, 1], points[:, 0]].sigmoid()
@@ -265,6 +267,16 @@ def _points_of(
     index = found[strongest(points[found].float(), scores[found], image, config.max_keypoints)]
     refined = refine(logits, points[None, index])
     return Found(refined[0], scores[index], network.describe(maps, refined)[0])
+
+
+def try_peaks() -> Trial:
+    """Peaks of a small image."""
+    logits = torch.randn(240, 320, generator=torch.Generator().manual_seed(0))
+    return Trial(
+        lambda: peaks_compiled(logits, NMS_RADIUS, BORDER, try_peaks),
+        lambda: candidates(logits[None], NMS_RADIUS, BORDER)[0].nonzero().flip(1),
+        0.0,
+    )
 
 
 FRONT_ENDS = {

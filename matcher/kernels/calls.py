@@ -79,14 +79,25 @@ class FeedForwardSteps(NamedTuple):
 
 
 def have_kernels(x: Tensor) -> bool:
-    """Whether `feed_forward_compiled` and `turn_compiled` take such rows (T, C), and maps of them, here."""
+    """Whether `feed_forward_compiled` takes such rows (T, C), and maps of them, here."""
+    return _take_rows(x) and granted(f"rows {x.dtype}", try_half_rows if _half(x) else try_rows)
+
+
+def have_turns(x: Tensor) -> bool:
+    """Whether `turn_compiled` takes such rows (T, C), and maps of them, here."""
+    return _take_rows(x) and granted(f"turns {x.dtype}", try_half_turns if _half(x) else try_turns)
+
+
+def _half(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _take_rows(x: Tensor) -> bool:
     suits = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and x.dim() == 2
     # Autocast would change the precision of products between the kernels.
     if not suits or x.shape[1] > WIDEST_ROW // 4 or torch.is_autocast_enabled("cpu"):
         return False
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or kernels() is None:
-        return False
-    return granted(f"rows {x.dtype}", try_half_rows if x.dtype == torch.bfloat16 else try_rows)
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or kernels() is None)
 
 
 def try_rows(dtype: torch.dtype = torch.float32) -> Trial:
@@ -135,7 +146,7 @@ def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
     """x + bias, whose first `heads` heads are multiplied by `turns` as complex numbers, in place.
 
     Args:
-        x: (T, C) without gaps; real and imaginary parts lie side by side; `have_kernels(x)`.
+        x: (T, C) without gaps; real and imaginary parts lie side by side; `have_turns(x)`.
         bias: (C,) float32.
         turns: (T, 2, P) float32, real parts, then imaginary ones.
     """
@@ -143,6 +154,32 @@ def turn_compiled(x: Tensor, bias: Tensor, turns: Tensor, heads: int) -> None:
     sizes = (x.dtype == torch.bfloat16, len(x), heads, pairs, x.shape[1] - 2 * heads * pairs)
     pointers = (x.data_ptr(), bias.data_ptr(), turns.data_ptr())
     kernels().matcher_turn(pointers[0], *sizes, *pointers[1:], threads_for(len(x)))
+
+
+def try_turns(dtype: torch.dtype = torch.float32) -> Trial:
+    """Queries and keys of 1,024 points turned."""
+    rng = torch.Generator().manual_seed(0)
+    x, angles = torch.randn(1024, 384, generator=rng).to(dtype), torch.rand(1024, 32, generator=rng)
+    bias, turns = torch.zeros(384), torch.stack([angles.cos(), angles.sin()], dim=1)
+
+    def stock() -> Tensor:
+        out = x + bias.to(dtype)
+        pairs = torch.view_as_complex(out[:, :256].float().unflatten(1, (4, -1, 2)))
+        turned = pairs * torch.complex(*turns.unbind(1)).unsqueeze(1)
+        out[:, :256] = torch.view_as_real(turned).flatten(1).to(dtype)
+        return out
+
+    def kernel() -> Tensor:
+        out = x.clone()
+        turn_compiled(out, bias, turns, 4)
+        return out
+
+    return Trial(kernel, stock, 0.05 if dtype == torch.bfloat16 else 1e-4)
+
+
+def try_half_turns() -> Trial:
+    """The same in half precision."""
+    return try_turns(torch.bfloat16)
 
 
 def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tensor | None:
@@ -156,7 +193,7 @@ def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tenso
         return None if turned is None else turned.t()
     library = kernels()
     suits = scores.dtype == torch.float32 and scores.device.type == "cpu" and scores.stride(1) == 1
-    if library is None or not suits or scores.requires_grad:
+    if library is None or not suits or scores.requires_grad or not granted("absorb", try_absorb):
         return None
     out, u, v = scores.new_empty(scores.shape), u.contiguous(), v.contiguous()
     sizes, pointers = (*scores.shape, scores.stride(0)), (u.data_ptr(), v.data_ptr())
@@ -164,6 +201,17 @@ def absorb_compiled(scores: Tensor, u: Tensor, v: Tensor, least: float) -> Tenso
         scores.data_ptr(), *sizes, *pointers, least, out.data_ptr(), threads_for(len(scores))
     )
     return out
+
+
+def try_absorb() -> Trial:
+    """Scores of 768 points beside 768."""
+    rng = torch.Generator().manual_seed(0)
+    scores, u, v = (torch.randn(*size, generator=rng) for size in ((768, 768), (768,), (768,)))
+
+    def stock() -> Tensor:
+        return torch.add(scores, u[:, None]).add_(v).clamp_min_(-80.0).exp_()
+
+    return Trial(lambda: absorb_compiled(scores, u, v, -80.0), stock, 1e-4)
 
 
 def threads_for(rows: int) -> int:

@@ -6,6 +6,7 @@ scores: a sparse matrix, of which the dense one is never there as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import addressof, c_long
 from typing import NamedTuple
 
@@ -167,13 +168,14 @@ def supported_candidates(
 
 
 def fit_compiled(
-    positions: Tensor, targets: Tensor, confidence: Tensor
+    positions: Tensor, targets: Tensor, confidence: Tensor, trial: Callable[[], Trial]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """What local affine maps predict, as `consensus.fit_local_maps`, or None where the kernel is not there.
 
     Args:
         positions, targets: (B, N, 2) float32 on the CPU.
         confidence: (B, N), 0 for points without a match.
+        trial: that of this kernel beside stock operators.
 
     Returns:
         Predicted positions (B, N, 2), support (B, N), spread (B, N).
@@ -182,6 +184,8 @@ def fit_compiled(
     given = (positions, targets, confidence)
     suits = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in given)
     if library is None or not suits or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        return None
+    if not granted("local maps", trial):
         return None
     given = tuple(x.contiguous() for x in given)
     made = (torch.empty_like(given[0]), torch.empty_like(given[2]), torch.empty_like(given[2]))

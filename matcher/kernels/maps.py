@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,24 @@ _PIXELS_A_PEAK = 8
 
 
 def have_maps(*maps: Tensor) -> bool:
-    """Whether the functions of this file are there for maps (B, C, h, w)."""
+    """Whether maps (B, C, h, w) can be enlarged and their pixels scored here."""
+    dtypes = {x.dtype for x in maps}
+    return _suit(maps) and all(granted(f"maps {x}", try_half_maps if _half(x) else try_maps) for x in dtypes)
+
+
+def have_samples(*maps: Tensor) -> bool:
+    """Whether `sample_compiled` takes such maps (B, C, h, w) here."""
+    dtypes = {x.dtype for x in maps}
+    return _suit(maps) and all(
+        granted(f"samples {x}", try_half_samples if _half(x) else try_samples) for x in dtypes
+    )
+
+
+def _half(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16
+
+
+def _suit(maps: Sequence[Tensor]) -> bool:
     suit = all(
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
@@ -26,10 +43,7 @@ def have_maps(*maps: Tensor) -> bool:
     )
     if not suit or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
-    if torch.compiler.is_compiling() or kernels() is None:
-        return False
-    dtypes = {x.dtype for x in maps}
-    return all(granted(f"maps {x}", try_half_maps if x == torch.bfloat16 else try_maps) for x in dtypes)
+    return not torch.compiler.is_compiling() and kernels() is not None
 
 
 def try_maps(dtype: torch.dtype = torch.float32) -> Trial:
@@ -93,7 +107,7 @@ def score_pixels_compiled(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def sample_compiled(maps: Sequence[Tensor], points: Tensor, scales: Sequence[float]) -> Tensor:
-    """(B, N, ΣC) float32 of maps (B, C, h, w) at points (B, N, 2) xy times their scale; needs `have_maps`."""
+    """(B, N, ΣC) float32 of maps (B, C, h, w) at points (B, N, 2) xy times a scale; needs `have_samples`."""
     points = points.float().contiguous()
     batch, count = points.shape[:2]
     out, first = torch.empty(batch, count, sum(x.shape[1] for x in maps)), 0
@@ -108,19 +122,41 @@ def sample_compiled(maps: Sequence[Tensor], points: Tensor, scales: Sequence[flo
     return out
 
 
-def peaks_compiled(scores: Tensor, radius: int, border: int) -> Tensor | None:
+def try_samples(dtype: torch.dtype = torch.float32) -> Trial:
+    """Samples of 512 points."""
+    rng = torch.Generator().manual_seed(0)
+    level = torch.randn(1, 64, 60, 80, generator=rng).to(dtype).contiguous(memory_format=torch.channels_last)
+    points = torch.rand(1, 512, 2, generator=rng) * torch.tensor([160.0, 120.0])
+
+    def stock() -> Tensor:
+        grid = (points + 1) / torch.tensor([80.0, 60.0]) - 1  # (2 · points / 2 + 1) / size − 1
+        found = F.grid_sample(level.float(), grid[:, :, None], padding_mode="border", align_corners=False)
+        return found[..., 0].transpose(1, 2)
+
+    return Trial(lambda: sample_compiled([level], points, [0.5]), stock, 1e-3)
+
+
+def try_half_samples() -> Trial:
+    """The same in half precision."""
+    return try_samples(torch.bfloat16)
+
+
+def peaks_compiled(scores: Tensor, radius: int, border: int, trial: Callable[[], Trial]) -> Tensor | None:
     """Pixels (N, 2) int64 xy that are the largest within `radius`, row by row, or None without the kernel.
 
     Args:
         scores: (H, W) float32.
         radius: in x and in y.
         border: pixels along the edge that are none.
+        trial: that of this kernel beside stock operators.
 
     Returns:
         None also where there are more than the kernel expects.
     """
     suits = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.stride(1) == 1
     if not suits or torch.is_grad_enabled() or kernels() is None:
+        return None
+    if not granted("peaks", trial):
         return None
     room = max(_LEAST_PEAKS, scores.numel() // _PIXELS_A_PEAK)
     points = torch.empty(room, 2, dtype=torch.int64)

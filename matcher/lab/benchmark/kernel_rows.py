@@ -8,14 +8,24 @@ from contextlib import contextmanager
 
 import torch
 
+from matcher.extract.learned import try_peaks
 from matcher.kernels import SWITCH
-from matcher.kernels.calls import try_attention, try_half_attention, try_half_rows, try_rows
+from matcher.kernels.calls import (
+    try_absorb,
+    try_attention,
+    try_half_attention,
+    try_half_rows,
+    try_half_turns,
+    try_rows,
+    try_turns,
+)
 from matcher.kernels.candidates import try_candidates
 from matcher.kernels.library import kernels, supported
-from matcher.kernels.maps import try_half_maps, try_maps
+from matcher.kernels.maps import try_half_maps, try_half_samples, try_maps, try_samples
 from matcher.kernels.trials import SLOWER
 from matcher.lab.benchmark.network_rows import BenchmarkRow
 from matcher.lab.benchmark.timing import Stopwatch
+from matcher.match.network.consensus import try_local_maps
 
 TRIALS = {
     "attention, bfloat16": try_half_attention,
@@ -25,6 +35,13 @@ TRIALS = {
     "candidates": try_candidates,
     "maps, bfloat16": try_half_maps,
     "maps, float32": try_maps,
+    "samples, bfloat16": try_half_samples,
+    "samples, float32": try_samples,
+    "peaks": try_peaks,
+    "turns, bfloat16": try_half_turns,
+    "turns, float32": try_turns,
+    "absorption of potentials": try_absorb,
+    "local maps": try_local_maps,
 }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.kernels.candidates import fit_compiled, supported_candidates
+from matcher.kernels.trials import Trial
 from matcher.match.candidates import Candidates
 from matcher.match.mutual import MutualBest, mutual_best
 from matcher.match.network.blocks import row_blocks
@@ -94,8 +95,26 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
         targets: (B, N, 2) of their present partners.
         confidence: (B, N) of those matches, 0 for points without one.
     """
-    if (found := fit_compiled(positions, targets, confidence)) is not None:
+    if (found := fit_compiled(positions, targets, confidence, try_local_maps)) is not None:
         return LocalFit(*found)
+    return _fit_by_operators(positions, targets, confidence)
+
+
+def try_local_maps() -> Trial:
+    """Those of 512 points of two images, half of them matched."""
+    rng = torch.Generator().manual_seed(0)
+    places = torch.rand(2, 512, 2, generator=rng)
+    targets = places * 0.9 + 0.01 * torch.rand(2, 512, 2, generator=rng)
+    confidence = torch.rand(2, 512, generator=rng) * (torch.arange(512) % 2)
+
+    def kernel() -> Tensor | None:
+        found = fit_compiled(places, targets, confidence, try_local_maps)
+        return None if found is None else found[0]
+
+    return Trial(kernel, lambda: _fit_by_operators(places, targets, confidence).position, 5e-3)
+
+
+def _fit_by_operators(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
     chosen = confidence.topk(_most_matches(confidence), dim=1)
     # As planes: position, target and confidence of every match (B, 5, K), then of every point's neighbours.
     matches = torch.cat([positions, targets, confidence.unsqueeze(2)], dim=2).transpose(1, 2)

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.attention import MultiHeadAttention
-from matcher.kernels.calls import FeedForwardSteps, feed_forward_compiled, have_kernels, turn_compiled
+from matcher.kernels.calls import (
+    FeedForwardSteps,
+    feed_forward_compiled,
+    have_kernels,
+    have_turns,
+    turn_compiled,
+)
 from matcher.match.network.context import CrossBlock, FeedForward, Layer, QueriesKeys, SelfBlock
 from matcher.match.network.packed import Layout, attend
 
@@ -143,7 +149,7 @@ class FusedSelfBlock(nn.Module):
 
     def _project(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (T, dim), rotations (T, 2, head_dim/2) or none → q, k, v (T, heads, head_dim)."""
-        if rotations is not None and have_kernels(x):
+        if rotations is not None and have_turns(x):
             qkv = linear(x, self.weight)
             turn_compiled(qkv, self.exact_bias, rotations, 2 * self.heads)
         else:
