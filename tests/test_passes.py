@@ -78,8 +78,9 @@ def test_a_common_region_is_seen_at_one_scale(rng, change):
     assert region.box0[0] < 100 < region.box0[2] and region.box0[3] <= 600
     crop0, crop1 = crops_of(region, image0, image1, longer_side=640)
     assert max(*crop0.pixels.shape, *crop1.pixels.shape) <= 641
-    assert max(crop0.scale + crop1.scale) < 2.1
-    assert crop0.scale[0] / crop1.scale[0] == pytest.approx(min(change, 2.5), rel=0.05)
+    scale0, scale1 = (1 / np.diag(one.to_image) for one in (crop0, crop1))
+    assert max(*scale0, *scale1) < 2.1
+    assert scale0[0] / scale1[0] == pytest.approx(min(change, 2.5), rel=0.05)
 
 
 def test_confident_means_many_inliers_that_are_most_matches():
@@ -174,11 +175,25 @@ def test_a_view_from_above_is_stretched_and_has_bounded_pixels(rng, size, enlarg
         np.zeros((size[1], size[0], 3), np.uint8), size=(2 * size[0], 2 * size[1]), scale=(0.5, 0.5)
     )
     above = from_above(image, 1024)
-    assert above.scale[1] / above.scale[0] == pytest.approx(STRETCH, rel=0.01)
-    assert above.scale[0] * above.scale[1] == pytest.approx(enlarged**2, rel=0.01)
+    scale = 1 / np.diag(above.to_image)
+    assert scale[1] / scale[0] == pytest.approx(STRETCH, rel=0.01)
+    assert scale.prod() == pytest.approx(enlarged**2, rel=0.01)
     points = rng.uniform(0, 300, (5, 2))
-    inner = (points + 0.5) / above.scale - 0.5
+    inner = (points + 0.5) / scale - 0.5
     np.testing.assert_allclose(above.to_stored(points), image.to_stored(inner), atol=1e-9)
+
+
+def test_a_turned_crop_shows_the_same_points():
+    pixels = np.zeros((60, 100), np.uint8)
+    pixels[20:25, 70:75] = 255
+    mask = np.ones(pixels.shape, bool)
+    mask[:30] = False
+    image = Image(pixels, size=(100, 60), mask=mask)
+    turned = crop(image, (10, 0, 100, 60), 2.0).turned(45)
+    y, x = np.nonzero(turned.pixels > 127)
+    np.testing.assert_allclose(turned.to_stored(np.c_[x, y].mean(0)[None])[0], [72, 22], atol=0.1)
+    inside = turned.to_stored(np.argwhere(turned.mask)[:, ::-1])
+    assert len(inside) > 5000 and (inside > [10, 29.5]).all() and (inside < [99, 59]).all()
 
 
 def oblique(photo: np.ndarray, azimuth: float, tilt: float) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Crops of an image at another scale, matched as images of their own."""
+"""Crops of an image, at another scale and turned, matched as images of their own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from matcher.data.matches import Matches
 from matcher.data.protocols import Extractor, Matcher
 
 _LEAST_SIDE = 16  # pixels, of a crop
+_FROM_BORDER = 4  # pixels that keypoints of a turned crop keep from its borders, which are edges there
 
 
 @dataclass(frozen=True, eq=False)
 class Crop:
-    """A rectangular part of an image, resized."""
+    """A rectangular part of an image, resized, and turned in its plane."""
 
     pixels: np.ndarray  # (h, w) or (h, w, 3) uint8
     image: Image  # that it was cut from
-    corner: tuple[int, int]  # (x, y) of its first pixel, in pixels of the image
-    scale: tuple[float, float]  # (sx, sy) = size of the crop / size of the rectangle
+    to_image: np.ndarray  # (2, 3) from (x, y, 1) in pixels of the crop to pixels of the image
     mask: np.ndarray | None = None  # (h, w) bool, True where keypoints may lie
 
     def as_image(self) -> Image:
@@ -34,12 +34,26 @@ class Crop:
 
     def to_stored(self, points: np.ndarray) -> np.ndarray:
         """Points (…, 2) of the crop → stored pixels of its image, float64."""
-        inverse = (1 / self.scale[0], 1 / self.scale[1])
-        return self.image.to_stored(resize_points(points, inverse) + self.corner)
+        return self.image.to_stored(points @ self.to_image[:, :2].T + self.to_image[:, 2])
 
     def inverted(self) -> Crop:
         """The same crop as a photographic negative."""
         return replace(self, pixels=255 - self.pixels)
+
+    def turned(self, degrees: float) -> Crop:
+        """The whole crop turned clockwise, in a frame that holds it, where no keypoints lie outside it."""
+        height, width = self.pixels.shape[:2]
+        cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+        turn = np.array([[cos, -sin], [sin, cos]])
+        size = np.ceil(np.abs(turn) @ [width, height]).astype(int).tolist()
+        centre, new_centre = (np.subtract(each, 1) / 2 for each in ([width, height], size))
+        forward = np.c_[turn, new_centre - turn @ centre]
+        mask = np.full((height, width), 255, np.uint8) if self.mask is None else self.mask * np.uint8(255)
+        mask = cv2.erode(cv2.warpAffine(mask, forward, size), np.ones((2 * _FROM_BORDER + 1,) * 2))
+        back = np.c_[turn.T, centre - turn.T @ new_centre]
+        to_image = self.to_image @ np.vstack([back, [0, 0, 1]])
+        pixels = cv2.warpAffine(self.pixels, forward, size, flags=cv2.INTER_CUBIC)
+        return Crop(pixels, self.image, to_image, mask > 127)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +75,12 @@ class LocalMatcher:
 
     def match(self, name: str, crop0: Crop, crop1: Crop) -> PassMatches:
         """Matches of two crops, in stored pixels of their images."""
-        features0, features1 = self.extractor([crop0.as_image(), crop1.as_image()])
-        found = self.match_features(features0, features1)
+        return self.match_crops(name, (crop0, crop1), self.extractor([crop0.as_image(), crop1.as_image()]))
+
+    def match_crops(self, name: str, crops: Sequence[Crop], features: Sequence[Features]) -> PassMatches:
+        """Matches of two crops with these features, in stored pixels of their images."""
+        crop0, crop1 = crops
+        found = self.match_features(*features)
         points0, points1 = crop0.to_stored(found.points0), crop1.to_stored(found.points1)
         return PassMatches(name, points0.astype(np.float32), points1.astype(np.float32), found.scores)
 
@@ -104,7 +122,9 @@ def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: 
         )
         if mask is not None:
             mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
-    return Crop(np.ascontiguousarray(pixels), image, (x0, y0), scale, mask)
+    back = np.diag(1 / np.array(scale))
+    to_image = np.c_[back, back @ [0.5, 0.5] - 0.5 + [x0, y0]]
+    return Crop(np.ascontiguousarray(pixels), image, to_image, mask)
 
 
 def image_points(image: Image, stored: np.ndarray) -> np.ndarray:

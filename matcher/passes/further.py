@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
@@ -13,7 +14,7 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.passes.crops import LocalMatcher, PassMatches
-from matcher.passes.elevation import from_above
+from matcher.passes.elevation import Above
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import common_region, crops_of
 from matcher.passes.search import Change, best_change
@@ -99,6 +100,11 @@ class _Pair:
     found: list[PassMatches] = field(default_factory=list)
     negative: bool = False  # image 1 is matched inverted from here on
 
+    @cached_property
+    def above(self) -> Above:
+        """Both images as if seen from above."""
+        return Above(self.further.own, self.images, self.further.longer_side)
+
     def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
         """Run passes until the evidence is confident."""
         if self.is_confident(geometry):
@@ -110,8 +116,9 @@ class _Pair:
                 self.negative = change.negative
                 geometry = self.geometry()
             yield one
-        steps = [self.other_features, self.from_above]
-        steps.insert(0 if Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION else 2, self.region)
+        steps = [self.other_features, self.from_above, self.turned_from_above]
+        reliable = Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION
+        steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
             if self.is_confident(geometry) or (one := step(geometry)) is None:
                 continue
@@ -127,10 +134,16 @@ class _Pair:
 
     def from_above(self, _: TwoViewGeometry) -> PassMatches | None:
         """Match both images stretched vertically, if both have keypoints."""
+        return self._above("from above", 0.0)
+
+    def turned_from_above(self, _: TwoViewGeometry) -> PassMatches | None:
+        """The same with image 1 turned by half a quarter turn."""
+        return self._above("from above, turned", 45.0)
+
+    def _above(self, name: str, degrees: float) -> PassMatches | None:
         if not self.further.config.from_above or not min(map(len, self.features)):
             return None
-        crop0, crop1 = (from_above(image, self.further.longer_side) for image in self.images)
-        return self.further.own.match("from above", crop0, crop1.inverted() if self.negative else crop1)
+        return self.above.match(name, degrees, negative=self.negative)
 
     def joined(self) -> tuple[Features, Features, Matches]:
         """The features and matches of all passes; those of the first if there is no other."""
