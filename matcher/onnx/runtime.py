@@ -2,19 +2,22 @@
 
 Sharp softmaxes give numbers below 10⁻³⁸, with which a processor takes many times as long unless its thread
 treats them as zero. ONNX Runtime sets that for the thread that creates the first session of a process only,
-so all sessions are created and run in one thread of their own; other threads of a program stay as they are.
+so that one is created, and all are run, in one thread of their own; other threads of a program stay as they
+are. Sessions are created in another thread, while images are read and their keypoints found.
 """
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 import onnxruntime
 
 from matcher.errors import UsageError
+from matcher.onnx.builder import Builder
 from matcher.threads import compute_threads
 
 LEAST_VERSION = (1, 17)  # the first with operator set 20
@@ -25,7 +28,7 @@ class Model:
     """A model that is ready to run on the CPU."""
 
     def __init__(self, data: bytes, version: str = onnxruntime.__version__) -> None:
-        """Load the bytes of an .onnx file.
+        """Load the bytes of an .onnx file, beside what the caller does next.
 
         Raises:
             UsageError: ONNX Runtime is too old for our files.
@@ -33,25 +36,40 @@ class Model:
         if tuple(int(part) for part in version.split(".")[:2]) < LEAST_VERSION:
             wanted = ".".join(map(str, LEAST_VERSION))
             raise UsageError(f"onnxruntime {version} is too old; install at least version {wanted}")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = _QUIET
-        options.intra_op_num_threads = compute_threads()
-        options.add_session_config_entry("session.set_denormal_as_zero", "1")
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        create = _thread(os.getpid()).submit(
-            onnxruntime.InferenceSession, data, options, providers=["CPUExecutionProvider"]
-        )
-        self._session = create.result()
-        self.inputs = [each.name for each in self._session.get_inputs()]
-        self.outputs = [each.name for each in self._session.get_outputs()]
+        self._created = _threads(os.getpid()).creating.submit(_session, data)
+
+    @cached_property
+    def outputs(self) -> list[str]:
+        """The names of the outputs."""
+        return [each.name for each in self._created.result().get_outputs()]
 
     def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
         """The outputs by name, for the inputs by name."""
-        found = _thread(os.getpid()).submit(self._session.run, None, arrays)
+        run = self._created.result().run
+        found = _threads(os.getpid()).running.submit(run, None, arrays)
         return dict(zip(self.outputs, found.result(), strict=True))
 
 
+class _Threads(NamedTuple):
+    running: ThreadPoolExecutor
+    creating: ThreadPoolExecutor
+
+
 @cache
-def _thread(process: int) -> ThreadPoolExecutor:
-    """The thread of a process, which does not outlive a fork."""
-    return ThreadPoolExecutor(1, thread_name_prefix=f"onnxruntime-{process}")
+def _threads(process: int) -> _Threads:
+    """The threads of a process, which do not outlive a fork; one has created the first session."""
+    names = (f"onnxruntime-{what}-{process}" for what in ("run", "create"))
+    threads = _Threads(*(ThreadPoolExecutor(1, thread_name_prefix=name) for name in names))
+    graph = Builder("nothing")
+    graph.output("same", graph.Identity(graph.input("any", "float32", "count")), "float32")
+    threads.running.submit(_session, graph.encode({})).result()
+    return threads
+
+
+def _session(data: bytes) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _QUIET
+    options.intra_op_num_threads = compute_threads()
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
