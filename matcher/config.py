@@ -215,8 +215,9 @@ class SecondPassConfig:
 
     Matches are confident if there are enough inliers and these are most of the matches. Otherwise, with few
     inliers, changes of scale and an inversion of grey values are tried; `preset` matches other features of
-    the same images; both are matched again stretched vertically, as if seen from higher above; and the common
-    region of both images is matched at equal scale, with more keypoints.
+    the same images; both are matched again stretched vertically, as if seen from higher above, also with one
+    turned by half a quarter turn; and the common region of both images is matched at equal scale, with more
+    keypoints.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
