@@ -133,7 +133,7 @@ def track(
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
     with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
-    log.in_map = load_map is not None
+        log.in_map, log.problem = load_map is not None, tracker.problem
     code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
     save_map(tracker, terminated=ended is not None)
     return code if ended is None else ended
@@ -295,8 +295,10 @@ def _draw(
 
 
 def _need_poses(log: TrackingLog, poses: Any) -> None:
-    from matcher.errors import ImageError
+    from matcher.errors import ImageError, IntegrityError
 
+    if len(poses) == 0 and log.in_map and log.problem is not None:
+        raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
     if len(poses) == 0 and log.in_map:
         raise ImageError(
             "no frame has a pose in the map: is it of another place, or was the sequence too short for "

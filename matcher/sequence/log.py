@@ -23,6 +23,7 @@ class TrackingLog:
         self._poses: list[np.ndarray] = []
         self._map_poses: list[np.ndarray] = []
         self.in_map = False  # the trajectory is that in the map which was loaded
+        self.problem: str | None = None  # why nothing more was found in a map
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._ids: list[np.ndarray] = []
         self._lengths: Counter[int] = Counter()

@@ -246,19 +246,19 @@ def deadly(folder: Path, fatal: list[str]) -> None:
 import os, signal, sys
 if "matcher.collection.worker" in sys.orig_argv:
     from matcher.collection import jobs
-    fatal, match, extract = {json.dumps(fatal)}, jobs.JobRunner.match, jobs.JobRunner.extract
+    fatal, match, read = {json.dumps(fatal)}, jobs.JobRunner.match, jobs.JobRunner._read
 
     def deadly_match(self, pairs):
         if any(f"{{a.name}}+{{b.name}}" in fatal for a, b in pairs):
             os.kill(os.getpid(), signal.SIGKILL)
         return match(self, pairs)
 
-    def deadly_extract(self, name):
+    def deadly_read(self, name):
         if name in fatal:
             os._exit(77)
-        return extract(self, name)
+        return read(self, name)
 
-    jobs.JobRunner.match, jobs.JobRunner.extract = deadly_match, deadly_extract
+    jobs.JobRunner.match, jobs.JobRunner._read = deadly_match, deadly_read
 """
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +11,12 @@ import numpy as np
 
 from matcher.collection.exporting.colmap import import_pycolmap
 from matcher.collection.reconstruction.model_files import check_model_files
+from matcher.collection.reconstruction.summary import read_summary
+from matcher.collection.sources import name_fault
 from matcher.data.camera import Camera
 from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
 from matcher.errors import IntegrityError, UsageError
 
-SUMMARY = "summary.json"
 _FILES = ("cameras", "images", "points3D")
 _PLACES = (".", "sparse/0", "sparse")  # in a folder of ours or of COLMAP's, where the model may be
 
@@ -58,8 +58,8 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
 def _georegistration(folder: Path) -> dict[str, Any] | None:
     """Where on Earth the coordinates of a model of ours are, None where it does not say."""
     try:
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["models"][0]["georegistration"]
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        found = read_summary(folder)["models"][0]["georegistration"]
+    except (KeyError, IndexError, TypeError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -99,9 +99,15 @@ def read_model(folder: Path) -> Any:
 
     check_model_files(folder, parameters)
     try:
-        return pycolmap.Reconstruction(str(folder))
+        model = pycolmap.Reconstruction(str(folder))
     except Exception as error:  # of C++, of any type
         raise IntegrityError(f"{folder}: the COLMAP model is damaged ({str(error)[:200]})") from error
+    for image in model.images.values():
+        if fault := name_fault(image.name):
+            raise IntegrityError(
+                f"{folder}: the COLMAP model is damaged (the name of image {image.image_id} {fault})"
+            )
+    return model
 
 
 def check_finite(model: Path, what: str, values: np.ndarray) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from glob import escape
@@ -12,7 +11,7 @@ from typing import Any, Unpack
 from matcher.collection.collection import Collection
 from matcher.collection.exporting.cameras import CameraChoice, read_exif
 from matcher.collection.pair_choice import default_choice
-from matcher.collection.reconstruction.given_poses import SUMMARY, GivenPoses, read_given_poses
+from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
 from matcher.collection.reconstruction.more_pairs import (
     EXHAUSTIVE_UP_TO,
     NEIGHBOURS,
@@ -25,6 +24,7 @@ from matcher.collection.reconstruction.reconstruct import (
     Reconstruction,
     reconstruct,
 )
+from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.runner import OnProgress
 from matcher.collection.schema import DATABASE
 from matcher.collection.store import Store
@@ -41,13 +41,16 @@ def find_run(model: str | Path) -> Path:
         UsageError: the model does not say, or the run is not there.
     """
     folder = Path(model)
-    try:
-        named = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["run"]
+    named = read_summary(folder).get("run")
+    if isinstance(named, str) and named.isprintable():
         run = folder.absolute() / named
-    except (OSError, ValueError, KeyError, TypeError):
+    else:
         run = folder.absolute().with_name(f"{folder.absolute().name}-run")
-    if (run / DATABASE).is_file():
-        return run.resolve()
+    try:
+        if (run / DATABASE).is_file():
+            return run.resolve()
+    except OSError:  # a name that no file can have
+        run = run.with_name(f"{run.name[:80]}…")
     raise UsageError(
         f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
         "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "

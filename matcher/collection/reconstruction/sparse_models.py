@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from matcher.collection.exporting.output import ExportReport
-from matcher.collection.reconstruction.given_poses import SUMMARY
 from matcher.collection.reconstruction.mapping import CLOUD, RESULT
 from matcher.collection.reconstruction.plot import draw_model
+from matcher.collection.reconstruction.summary import SUMMARY
 from matcher.files import write_whole
 
 PLOT, DEVIATIONS = "reconstruction.png", "deviations.npz"

@@ -1,0 +1,280 @@
+"""Promise 5 for maps of a sequence's keyframes that others give, loaded by a tracker or by a command.
+
+Every file of one may be absent, damaged, something else than a file, or say what is not so.
+"""
+
+import json
+import os
+import shutil
+import sqlite3
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+from hostile_runs import EDITS, edit
+from sequence_walls import BASELINE, make_walls, picture
+from sequence_walls import CAMERA as CAMERA_TEXT
+
+import matcher
+from matcher.cli import main
+from matcher.errors import IntegrityError, UsageError
+
+pytest.importorskip("pycolmap")
+pytestmark = pytest.mark.promise(5)
+CAMERA = matcher.Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
+FAST = {"max_keypoints": 200}
+SECONDS = 5.0
+RUN, SPARSE, SUMMARY = "model-run", "model/sparse/0", "model/summary.json"
+DESCRIPTORS = f"{RUN}/descriptors-00000.bin"
+
+
+@pytest.fixture(scope="module")
+def walls():
+    return make_walls()
+
+
+@pytest.fixture(scope="module")
+def sound(walls, tmp_path_factory) -> Path:
+    """The folder of a map that a stereo tracker made, whose index is there."""
+    folder = tmp_path_factory.mktemp("sound") / "map"
+    keyframes = matcher.KeyframeMap(folder, CAMERA, "nearest", **FAST)
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, keyframe_map=keyframes, **FAST)
+    for number in range(12):
+        x = 0.12 * number
+        tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
+    tracker.save_map()
+    matcher.Map.open(folder / "model").close()
+    return folder
+
+
+@pytest.fixture
+def folder(sound, tmp_path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "given" / "map"))
+
+
+def loaded(folder: Path, walls) -> tuple[str, np.ndarray | None]:
+    """What is said of a map that a tracker loads, and the pose of a frame in it; in time."""
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, **FAST)
+    begun, pose = time.process_time(), None
+    try:
+        tracker.load_map(folder, timing="inline")
+        pose = tracker.push_stereo(picture(walls, 0.4), picture(walls, 0.4 + BASELINE)).map_from_cam
+        said = tracker.problem or ""
+    except (IntegrityError, UsageError) as error:
+        said = str(error)
+    tracker.unload_map()
+    assert time.process_time() - begun < SECONDS
+    return said, pose
+
+
+def right(pose: np.ndarray | None) -> bool:
+    return pose is not None and bool(np.allclose(pose[:3, 3], [0.4, 0, 0], atol=0.05))
+
+
+def test_the_sound_map_is_loaded(folder, walls):
+    said, pose = loaded(folder, walls)
+    assert said == "" and right(pose)
+
+
+NEEDED = (f"{RUN}/run.db", DESCRIPTORS, *(f"{SPARSE}/{n}.bin" for n in ("cameras", "images", "points3D")))
+SPARED = ("loops.json", "trajectory.tum", f"{RUN}/retrieval.npz", "model/database.db", "frames/000000.png")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def other_bytes(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(3).bytes(5000))
+
+
+FAULTS = {f.__name__: f for f in (Path.unlink, cut, pipe, link, directory, other_bytes)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_needed_file_that_is_damaged_or_something_else(folder, walls, name, fault):
+    FAULTS[fault](folder / name)
+    said, pose = loaded(folder, walls)
+    assert said and pose is None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", SPARED)
+def test_what_a_map_can_do_without_changes_nothing(folder, walls, name, fault):
+    """Its index is made again; a keyframe's image only makes keypoints more exact."""
+    FAULTS[fault](folder / name)
+    said, pose = loaded(folder, walls)
+    if name.startswith(RUN) and fault in ("pipe", "link", "directory"):
+        assert "a run holds its files itself" in said and pose is None
+    else:
+        assert said == "" and right(pose)
+
+
+def test_files_that_no_map_has_are_left_alone(folder, walls):
+    for place in (folder, folder / "model", folder / RUN, folder / SPARSE):
+        (place / "pycolmap.py").write_text("raise SystemExit('run')")
+        os.mkfifo(place / "pipe")
+    said, pose = loaded(folder, walls)
+    assert said == "" and right(pose) and (folder / "pipe").is_fifo()
+
+
+SUMMARIES = {
+    "nothing": b"", "a list": b"[]", "nested": b"[" * 100_000, "another encoding": b"\xff\xfe{",
+    "no name": b"{}", "a number": b'{"run": 7}', "a list of names": b'{"run": ["../model-run"]}',
+    "no text": b'{"run": "a\\u0000b"}', "half a character": b'{"run": "\\ud800"}',
+    "a long name": json.dumps({"run": "x" * 5000}).encode(),
+    "a long path": b'{"run": "' + b"x/" * 9000 + b'"}',
+    "a device": b'{"run": "/dev"}', "many megabytes": b'{"run": "' + b" " * 30_000_000 + b'"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_that_says_something_else(folder, walls, name):
+    """The run beside the model is taken, or its absence is said."""
+    (folder / SUMMARY).write_bytes(SUMMARIES[name])
+    said, pose = loaded(folder, walls)
+    assert "RUN_DIR" in said or (said == "" and right(pose))
+
+
+@pytest.mark.parametrize("fault", ["pipe", "link", "directory", "unlink"])
+def test_a_summary_that_is_no_file(folder, walls, fault):
+    FAULTS[fault](folder / SUMMARY)
+    said, pose = loaded(folder, walls)
+    assert said == "" and right(pose)
+
+
+@pytest.mark.parametrize("name", [*EDITS][::9])
+def test_an_edited_store_is_refused(folder, walls, name):
+    """The edits are of a run with other images, so that some change nothing here."""
+    statements = EDITS[name]
+    edit(folder / RUN, "DELETE FROM meta WHERE key = 'pair_choice'")
+    before = (folder / RUN / "run.db").read_bytes()
+    values = statements[1:] if "?" in statements[0] else ()
+    edit(folder / RUN, *(statements[:1] if values else statements), values=values)
+    said, pose = loaded(folder, walls)
+    assert "is damaged" in said or ((folder / RUN / "run.db").read_bytes() == before and right(pose))
+
+
+def test_views_without_end_are_not_read(folder, walls, tried):
+    for name in [name for name in EDITS if "without end" in name]:
+        edit(folder / RUN, *EDITS[name])
+        said, pose = loaded(folder, walls)
+        assert "is damaged" in said and pose is None
+        tried()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_keypoints_and_descriptors_that_are_not_finite(folder, walls, value):
+    run = folder / RUN
+    for image, count in images(run):
+        data = np.full((count, 2), value, "<f4").tobytes()
+        edit(
+            run,
+            f"UPDATE keypoints SET data = ?, crc = {zlib.crc32(data)} WHERE image = {image}",
+            values=(data,),
+        )
+    said, pose = loaded(folder, walls)
+    assert said and pose is None
+
+
+def images(run: Path) -> list[tuple[int, int]]:
+    connection = sqlite3.connect(run / "run.db")
+    found = connection.execute("SELECT id, count FROM images WHERE status = 1").fetchall()
+    connection.close()
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_descriptors_that_are_not_finite(folder, walls, value):
+    """With right checksums, as a stranger can write them; the index is made of them too."""
+    data, places = b"", {}
+    for image, count in images(folder / RUN):
+        record = safetensors.numpy.save({"descriptors": np.full((count, 128), value, np.float16)})
+        places[image] = (len(data), len(record), zlib.crc32(record))
+        data += record
+    (folder / DESCRIPTORS).write_bytes(data)
+    for image, place in places.items():
+        change = "UPDATE descriptors SET start = ?, length = ?, crc = ? WHERE image = ?"
+        edit(folder / RUN, change, values=(*place, image))
+    (folder / RUN / "retrieval.npz").unlink()
+    said, pose = loaded(folder, walls)
+    assert "damaged" in said and pose is None
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil.png", "/etc/passwd", "a\x00b.png", "a\nb.png", "000000.png\x1b[2J"]
+)
+def test_names_of_a_model_that_leave_the_folder(folder, walls, name):
+    path = folder / SPARSE / "images.bin"
+    path.write_bytes(path.read_bytes().replace(b"000000.png\0", name.encode() + b"\0", 1))
+    said, pose = loaded(folder, walls)
+    assert said and pose is None and "\x1b" not in said and "\n" not in said
+
+
+@pytest.mark.parametrize("count", [0, 2**32, 2**64 - 1])
+@pytest.mark.parametrize("name", ["cameras", "images", "points3D"])
+def test_counts_that_are_not_so(folder, walls, name, count):
+    path = folder / SPARSE / f"{name}.bin"
+    path.write_bytes(struct.pack("<Q", count) + path.read_bytes()[8:])
+    said, pose = loaded(folder, walls)
+    assert said and pose is None
+
+
+COMMANDS = {
+    "a cut store": lambda folder: cut(folder / RUN / "run.db"),
+    "a recursive view": lambda folder: edit(folder / RUN, *EDITS["images are a view without end"]),
+    "a pipe for points": lambda folder: pipe(folder / SPARSE / "points3D.bin"),
+    "no descriptors": lambda folder: (folder / DESCRIPTORS).unlink(),
+    "cut descriptors": lambda folder: cut(folder / DESCRIPTORS),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_commands_end_with_a_clear_error(folder, walls, tmp_path, capfd, tried, name):
+    COMMANDS[name](folder)
+    (tmp_path / "frames").mkdir()
+    for number in range(3):
+        PIL.Image.fromarray(picture(walls, 0.4 + 0.05 * number)).save(tmp_path / "frames" / f"{number}.png")
+    words = {
+        "localize": [
+            folder / "model",
+            tmp_path / "frames",
+            "--camera",
+            CAMERA_TEXT,
+            "--output",
+            tmp_path / "p.txt",
+        ],
+        "track": [
+            *(tmp_path / "frames", "--camera", CAMERA_TEXT, "--preset", "nearest", "--max-keypoints", 200),
+            *("--load-map", folder, "--lookup", "inline", "--output", tmp_path / "t.tum"),
+        ],
+    }
+    for command, rest in words.items():
+        begun = time.process_time()
+        assert main([command, *map(str, rest)]) in (2, 4, 5), command
+        assert time.process_time() - begun < SECONDS
+        errors = capfd.readouterr().err
+        assert errors and "internal error" not in errors and "Traceback" not in errors, (command, errors)
+        tried()
