@@ -24,6 +24,7 @@ from matcher.lab.evaluate.verdict_trial import (
     upper_bound,
     with_kept_features,
 )
+from matcher.lab.pairs.folders import distant_frames
 from matcher.lab.pairs.protocols import PairImage, UnrelatedPair
 
 
@@ -54,6 +55,30 @@ def test_pairs_of_different_sources_lookalikes_and_scenes(data):
     assert folders[LOOKALIKES] == {("many", "many")} and folders[SCENES] <= {("a", "b"), ("b", "a")}
     assert len({pair.pair.name for pair in kinds[UNRELATED]}) == 30
     assert not any(pair.same for pairs in kinds.values() for pair in pairs)
+
+
+def test_depth_maps_are_no_views_of_a_scene(tmp_path, data):
+    (tmp_path / "photos").symlink_to(data / "photos")
+    pixels = np.zeros((40, 48), np.uint8)
+    for name in ("a/0.png", "a/0_depth.png", "b/images/0.png", "b/depth/0.png"):
+        path = tmp_path / "multiview" / "val" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(path), pixels)
+    drawn = islice(trial_pairs(tmp_path, TrialSize(unrelated=0, lookalikes=40, related=0)), 80)
+    scenes = [each.pair for each in drawn if each.kind == SCENES]
+    paths = {side.path for pair in scenes for side in (pair.image0, pair.image1)}
+    root = tmp_path / "multiview" / "val"
+    assert len(scenes) == 40 and paths == {root / "a" / "0.png", root / "b" / "images" / "0.png"}
+
+
+def test_distant_frames_are_so_many_metres_apart(tmp_path):
+    (tmp_path / "image_l").mkdir()
+    for number in range(4):
+        (tmp_path / "image_l" / f"{number}.png").touch()
+    rows = [[1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 20 * number] for number in range(4)]
+    np.savetxt(tmp_path / "poses.txt", rows)
+    found = distant_frames(tmp_path, 40.0)
+    assert [(a.stem, b.stem) for a, b in found] == [("0", "2"), ("0", "3"), ("1", "3")]
 
 
 def test_without_scenes_there_is_no_trial(tmp_path, data):

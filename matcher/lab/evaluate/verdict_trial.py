@@ -16,7 +16,7 @@ from matcher.data.photos import find_images
 from matcher.data.protocols import Extractor
 from matcher.errors import UsageError
 from matcher.lab.evaluate.calibration import as_inputs
-from matcher.lab.pairs.folders import FRAME_GAPS, read_kitti
+from matcher.lab.pairs.folders import FRAME_GAPS, distant_frames, read_kitti
 from matcher.lab.pairs.protocols import Pair, PairImage, UnrelatedPair
 from matcher.lab.pairs.synthetic import synthetic_set
 from matcher.passes.crops import LocalMatcher
@@ -24,9 +24,11 @@ from matcher.pipeline import Pipeline
 from matcher.verify.verdict import NOT, SAME
 
 UNRELATED, LOOKALIKES, SCENES = "photos of different sources", "photos of one source", "scenes"
-NEIGHBOURS, WARPS = "neighbouring frames", "warps of levels 1 to 3"
+DISTANT, NEIGHBOURS = "distant frames of a street", "neighbouring frames"
+WARPS = "warps of levels 1 to 3"
 RELATED = (WARPS, NEIGHBOURS)  # the kinds whose pairs show the same place
 _FEWEST = 20  # photos of a source from which pairs of photos that look alike are drawn
+_DISTANT = 40.0  # metres between frames that count as distant
 _KEPT = 400  # images whose features are kept in memory
 _Z = 1.645  # one-sided 95 %
 
@@ -91,7 +93,8 @@ def trial_pairs(data: Path, counts: TrialSize, seed: int = 0) -> Iterator[TrialP
 
     Args:
         data: holds `photos/val` in folders by source, `multiview/*/SCENE` and `bench/kitti_mini`. Photos of a
-            source with many photos are lookalikes, such as façades of one city.
+            source with many photos are lookalikes, such as façades of one city, and so are frames of a street
+            that are 40 m apart or more, although the far end of the street may be seen in both.
         counts: pairs of a kind.
         seed: of everything that is drawn.
 
@@ -105,12 +108,14 @@ def trial_pairs(data: Path, counts: TrialSize, seed: int = 0) -> Iterator[TrialP
     yield from _drawn(UNRELATED, pairs, counts.unrelated, rng)
     alike = [pair for group in sources if len(group) >= _FEWEST for pair in combinations(group, 2)]
     yield from _drawn(LOOKALIKES, alike, counts.lookalikes, rng)
-    scenes = [find_images(folder) for folder in sorted(data.glob("multiview/*/*")) if folder.is_dir()]
+    scenes = [_views(folder) for folder in sorted(data.glob("multiview/*/*")) if folder.is_dir()]
     if len(scenes) < 2:
         raise UsageError(f"{data / 'multiview'}: pairs of different scenes need at least two scenes")
     between = [_two_scenes(scenes, rng) for _ in range(counts.lookalikes)]
     yield from _drawn(SCENES, between, counts.lookalikes, rng)
-    frames = read_kitti(data / "bench" / "kitti_mini")
+    street = data / "bench" / "kitti_mini"
+    yield from _drawn(DISTANT, distant_frames(street, _DISTANT), counts.lookalikes, rng)
+    frames = read_kitti(street)
     nearest = [pair for pair in frames.pairs if pair.group == f"gap {FRAME_GAPS[0]}"]
     yield from (TrialPair(NEIGHBOURS, pair) for pair in nearest[: counts.related])
     warps = synthetic_set(photos, count=counts.related, levels=(1, 2, 3), seed=seed)
@@ -208,6 +213,12 @@ def _drawn(
 def _two_scenes(scenes: list[list[Path]], rng: np.random.Generator) -> tuple[Path, Path]:
     chosen = (scenes[i] for i in rng.choice(len(scenes), 2, replace=False))
     return tuple(scene[rng.integers(len(scene))] for scene in chosen)
+
+
+def _views(scene: Path) -> list[Path]:
+    """The photos of a scene, without its depth maps."""
+    found = [path for path in find_images(scene) if not path.stem.endswith("_depth")]
+    return [path for path in found if path.relative_to(scene).parts[0] != "depth"]
 
 
 def _by_folder(paths: list[Path]) -> list[list[Path]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,7 @@ def read_multimodal(folder: Path) -> PairSet:
 def read_kitti(folder: Path) -> PairSet:
     """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (world_from_cam)."""
     pairs = []
-    for sequence in sorted(path.parent for path in folder.rglob("poses.txt")):
-        frames = sorted((sequence / "image_l").glob("*.png"))
-        rows = read_matrix(sequence / "poses.txt", (-1, 12)).reshape(-1, 3, 4)
-        if len(frames) != len(rows):
-            raise UsageError(f"{sequence}: {len(frames)} images but {len(rows)} poses; fetch it again")
+    for sequence, frames, rows in _sequences(folder):
         K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
         world_from_cam = [np.vstack([pose, [0, 0, 0, 1]]) for pose in rows]
         for gap in FRAME_GAPS:
@@ -104,6 +100,26 @@ def read_kitti(folder: Path) -> PairSet:
                 sides = (PairImage(frames[a]), PairImage(frames[b]))
                 pairs.append(PosePair(name, f"gap {gap}", *sides, K, K, pose))
     return PairSet(folder.resolve().name, "pose", tuple(pairs))
+
+
+def distant_frames(folder: Path, metres: float) -> list[tuple[Path, Path]]:
+    """Pairs of left frames of one of these sequences whose cameras are so many metres apart, or more."""
+    return [
+        (frames[a], frames[b])
+        for _, frames, poses in _sequences(folder)
+        for a, b in combinations(range(len(frames)), 2)
+        if np.linalg.norm(poses[a][:, 3] - poses[b][:, 3]) >= metres
+    ]
+
+
+def _sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
+    """Each sequence, its left frames, and their (N, 3, 4) world_from_cam in metres."""
+    for sequence in sorted(path.parent for path in folder.rglob("poses.txt")):
+        frames = sorted((sequence / "image_l").glob("*.png"))
+        poses = read_matrix(sequence / "poses.txt", (-1, 12)).reshape(-1, 3, 4)
+        if len(frames) != len(poses):
+            raise UsageError(f"{sequence}: {len(frames)} images but {len(poses)} poses; fetch it again")
+        yield sequence, frames, poses
 
 
 def read_posed(folder: Path) -> PairSet:
