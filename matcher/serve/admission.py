@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+MOST_FILES = 400  # that the folder may hold
+_PART = b"filename="  # once for each file of an upload
 _SITES = (b"same-origin", b"none")  # Sec-Fetch-Site of the page's own requests, and of an address typed in
 
 
@@ -14,7 +16,7 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
     Args:
         app: the application behind it.
         folder: where uploads are kept.
-        most_bytes: what the folder may hold, a new upload included.
+        most_bytes: what the folder may hold, a new upload included; `MOST_FILES` is how many files.
     """
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
@@ -24,8 +26,10 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
             wanted = dict(scope["headers"]).get(b"content-length", b"")
             if not wanted.isdigit():
                 return await _refuse(scope, send, 411, b"an upload must say its length")
-            if int(wanted) + _held(folder) > most_bytes:
+            count, held = _held(folder)
+            if int(wanted) + held > most_bytes or count >= MOST_FILES:
                 return await _refuse(scope, send, 413, b"no more uploads: start the page again")
+            return await _bounded(app, scope, _Counted(receive, MOST_FILES - count), send)
         await app(scope, receive, send)
 
     return answer
@@ -40,8 +44,45 @@ def from_own_page(headers: list[tuple[bytes, bytes]]) -> bool:
     return given.get(b"sec-fetch-mode") == b"navigate" or given.get(b"sec-fetch-site", b"none") in _SITES
 
 
-def _held(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _held(folder: Path) -> tuple[int, int]:
+    """How many files a folder holds, and their bytes."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return len(sizes), sum(sizes)
+
+
+async def _bounded(app: Callable, scope: dict, receive: _Counted, send: Callable) -> None:
+    """Pass an upload on; where it holds too many files, it is refused."""
+    kept = []
+
+    async def hold(message: dict) -> None:
+        kept.append(message)
+
+    try:
+        await app(scope, receive, hold)
+    except Exception:
+        if not receive.exceeded:
+            raise
+    if receive.exceeded:
+        return await _refuse(scope, send, 413, b"too many files: start the page again")
+    for message in kept:
+        await send(message)
+
+
+class _Counted:
+    """A body that ends, as if the browser had left, at the first file above so many."""
+
+    def __init__(self, receive: Callable, most: int) -> None:
+        self._receive, self._most = receive, most
+        self._seen, self._tail = 0, b""
+        self.exceeded = False
+
+    async def __call__(self) -> dict:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            body = self._tail + message.get("body", b"").lower()
+            self._seen, self._tail = self._seen + body.count(_PART), body[1 - len(_PART) :]
+            self.exceeded = self._seen > self._most
+        return {"type": "http.disconnect"} if self.exceeded else message
 
 
 async def _refuse(scope: dict, send: Callable, status: int, reason: bytes) -> None:

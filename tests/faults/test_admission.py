@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from matcher.serve.admission import admitting, from_own_page
+from matcher.serve.admission import MOST_FILES, _Counted, admitting, from_own_page
 
 pytestmark = pytest.mark.promise(7)
 HOST = (b"host", b"127.0.0.1:7860")
@@ -55,3 +55,27 @@ def test_uploads_are_bounded(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "earlier.png").write_bytes(bytes(500))
     assert upload(b"400") == 200 and upload(b"600") == 413
+
+
+def test_files_are_bounded_in_number(tmp_path):
+    """Within one upload, also where the header of a file arrives in two pieces, and in the folder."""
+    pieces = [b'x; FileName="a"', b"; filena", b'me="b"; filename="c"', b"rest"]
+
+    def taken(most: int) -> list[str]:
+        messages = iter([{"type": "http.request", "body": piece} for piece in pieces])
+
+        async def receive():
+            return next(messages)
+
+        async def all_of_it():
+            counting = _Counted(receive, most)
+            return [(await counting())["type"] for _ in pieces]
+
+        return asyncio.run(all_of_it())
+
+    assert taken(3) == ["http.request"] * 4
+    assert taken(2) == ["http.request", "http.request", "http.disconnect", "http.disconnect"]
+    for number in range(MOST_FILES):
+        (tmp_path / str(number)).touch()
+    headers = [HOST, (b"content-length", b"5")]
+    assert status_of(tmp_path, headers, method="POST", path="/gradio_api/upload") == 413

@@ -2,16 +2,17 @@
 
 import builtins
 import io
+import json
 import re
-import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 
 import numpy as np
+import PIL.Image
 import pytest
 from browser import browser, needs_browser
+from served_page import served
 
 from matcher.cli import main
 from matcher.errors import ImageError, UsageError
@@ -85,32 +86,10 @@ def test_a_taken_port_is_passed_over_and_a_bad_one_named(capsys):
 
 
 @pytest.fixture(scope="module")
-def address():
-    """A page that runs in a process of its own, where every connection to another machine fails."""
+def address(tmp_path_factory):
     pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
-    offline = (
-        "import socket, sys\n"
-        "connect = socket.socket.connect\n"
-        "def refuse(self, address):\n"
-        "    if isinstance(address, tuple) and address[0] not in ('127.0.0.1', '::1', 'localhost'):\n"
-        "        print('WENT OUT', address, flush=True)\n"
-        "        raise OSError('offline')\n"
-        "    return connect(self, address)\n"
-        "socket.socket.connect = refuse\n"
-        "from matcher.cli import main\n"
-        "sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1']))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", offline], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    first = process.stdout.readline()
-    found = re.search(r"http://127\.0\.0\.1:\d+", first)
-    assert found, first + process.stdout.read()
-    yield found[0]
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
-    assert "WENT OUT" not in first + rest
-    assert "Traceback" not in rest, rest
+    with served(tmp_path_factory.mktemp("temporary")) as address:
+        yield address
 
 
 def test_the_page_answers_this_machine_only(address):
@@ -124,6 +103,23 @@ def test_the_page_answers_this_machine_only(address):
     if not own.startswith("127."):
         with pytest.raises(OSError, match=r"."):
             socket.create_connection((own, port), timeout=2).close()
+
+
+def masked(page, folder, photo, matches):
+    """Upload a mask that is black on the left of the first photo: fewer matches."""
+    with PIL.Image.open(photo) as view:
+        mask = np.full((view.height, view.width), 255, np.uint8)
+    mask[:, : mask.shape[1] // 2] = 0
+    PIL.Image.fromarray(mask).save(folder / "half.png")
+    before = page.run("return document.querySelector('#counts textarea').value")
+    page.run("[...document.querySelectorAll('button')].find(b => b.innerText.includes('Masks')).click()")
+    page.wait("return document.querySelector('#mask0 input[type=file]')")
+    page.upload(page.find("#mask0 input[type=file]")[0], folder / "half.png")
+    page.wait("return document.querySelector('#mask0').innerText.includes('half')")
+    page.click("#match")
+    page.wait(f"return document.querySelector('#counts textarea').value !== {json.dumps(before)}", 120)
+    counts = page.run("return document.querySelector('#counts textarea').value")
+    assert 5 < int(re.search(r"(\d+) matches \(hybrid", counts)[1]) < matches
 
 
 @needs_browser
@@ -155,6 +151,7 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
         page.screenshot(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 50_000
         assert [text for text in page.complaints() if "Content Security Policy" in text] == []
+        masked(page, tmp_path, views[0], matches)
         large = tmp_path / "large.png"
         large.write_bytes(bytes(3 * 2**20))
         page.open(address)

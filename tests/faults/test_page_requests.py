@@ -1,0 +1,124 @@
+"""Promise 7, raw requests to the page as it runs: other sites, large and many uploads, files of others."""
+
+import http.client
+import json
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import pytest
+from served_page import served
+
+from matcher.serve.admission import MOST_FILES
+
+pytestmark = pytest.mark.promise(7)
+BOUNDARY = "x7x"
+FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def host(folder):
+    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
+    with served(folder) as address:
+        yield urlsplit(address).netloc
+
+
+def ask(host: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    """Status and body of an answer."""
+    connection = http.client.HTTPConnection(host, timeout=30)
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, given)
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def form(*files: bytes) -> bytes:
+    """A multipart body."""
+    parts = [
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="files"; filename="{n}.png"\r\n\r\n'.encode()
+        + data
+        + b"\r\n"
+        for n, data in enumerate(files)
+    ]
+    return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
+
+
+def upload(host: str, body: bytes, **headers: str) -> tuple[int, bytes]:
+    return ask(host, "POST", "/gradio_api/upload", body, **FORM, **headers)
+
+
+def held(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 400),
+        ({"Host": "127.0.0.1.evil.example"}, 400),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "cors"}, 403),
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["/", "/config", "/gradio_api/info", "/gradio_api/queue/data?session_hash=a"]
+)
+def test_requests_of_other_sites(host, path, headers, status):
+    assert ask(host, "GET", path, **headers)[0] == status
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}])
+def test_other_sites_cannot_send_anything(host, folder, headers):
+    before = len(held(folder))
+    assert upload(host, form(b"x"), **headers)[0] in (400, 403)
+    data = json.dumps({"data": [], "fn_index": 0, "session_hash": "a"}).encode()
+    assert ask(host, "POST", "/gradio_api/queue/join", data, **headers)[0] in (400, 403)
+    assert len(held(folder)) == before
+
+
+def test_an_upload_is_kept_in_the_folder_and_one_too_large_is_not(host, folder):
+    status, body = upload(host, form(b"small"))
+    assert status == 200
+    (kept,) = json.loads(body)
+    assert folder in Path(kept).parents and Path(kept).read_bytes() == b"small"
+    before = len(held(folder))
+    assert upload(host, form(bytes(2 << 20)))[0] >= 400
+    assert upload(host, form(bytes(50 << 20)))[0] == 413
+    assert len(held(folder)) == before
+    assert ask(host, "POST", "/gradio_api/upload", None, **FORM, Transfer_Encoding="chunked")[0] == 411
+
+
+@pytest.mark.parametrize("name", ["../../evil.png", "/tmp/evil.png", "..\\evil.png", "a\x00b.png", "a" * 400])
+def test_names_of_uploads_do_not_leave_the_folder(host, folder, name):
+    body = form(b"name").replace(b'"0.png"', f'"{name}"'.encode())
+    status, answer = upload(host, body)
+    if status == 200:
+        (kept,) = json.loads(answer)
+        assert folder in Path(kept).resolve().parents
+    assert not list(folder.glob("evil*")) and not Path("/tmp/evil.png").exists()
+
+
+@pytest.mark.parametrize(
+    "wanted", ["/etc/passwd", str(Path(__file__)), "pyproject.toml", "../../etc/passwd", "/proc/self/environ"]
+)
+def test_files_elsewhere_are_not_served(host, folder, wanted):
+    for name in (wanted, quote(wanted, safe=""), f"{folder}/../../..{wanted}"):
+        for path in ("/gradio_api/file=", "/file=", "/gradio_api/file/", "/static/", "/assets/"):
+            assert ask(host, "GET", path + quote(name, safe="/%"))[0] >= 400, path + name
+
+
+def test_no_more_files_than_its_folder_may_hold(host, folder):
+    def numbered(count: int, start: int) -> bytes:
+        return form(*(str(number).encode() for number in range(start, start + count)))
+
+    assert upload(host, numbered(MOST_FILES + 50, 0))[0] == 413
+    codes = [upload(host, numbered(50, 1000 * turn))[0] for turn in range(1, MOST_FILES // 50 + 3)]
+    assert codes[0] == 200 and codes[-1] == 413 and set(codes) == {200, 413}
+    assert len(held(folder)) <= MOST_FILES
