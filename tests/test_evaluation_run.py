@@ -67,6 +67,27 @@ def test_evaluation_is_deterministic(photos, found):
                 assert np.array_equal(values, again.values[name][key], equal_nan=True)
 
 
+def test_the_onnx_engine_is_measured_as_torch_is(photos, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    options = ["--pairs", 2, "--levels", 1, "--max-keypoints", 128, "--output"]
+    tables = {}
+    for engine in ("torch", "onnx"):
+        chosen = ["--engine", engine, "--precision", "float32", "--no-second-pass", "--no-refine"]
+        assert (
+            run("evaluate", photos, "--preset", "nearest-learned", *chosen, *options, tmp_path / engine) == 0
+        )
+        rows = json.loads((tmp_path / engine / "synthetic.json").read_text())["rows"]
+        tables[engine] = {row["name"]: row["all"] for row in rows}
+    assert tables["torch"].keys() == tables["onnx"].keys()
+    for name, row in tables["torch"].items():
+        assert tables["onnx"][name]["matches"]["value"] == pytest.approx(row["matches"]["value"], rel=0.02), (
+            name
+        )
+    capsys.readouterr()
+    assert run("evaluate", photos, "--preset", "loftr-outdoor", "--engine", "onnx", "--pairs", 1) == 2
+    assert "loftr" in capsys.readouterr().err.lower()
+
+
 def test_tables_say_how_they_were_made(found):
     table = as_object(found)
     json.dumps(table, allow_nan=False)

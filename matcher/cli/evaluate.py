@@ -107,6 +107,7 @@ def evaluate(
     calibration: Calibration = False,
     output: Output = None,
     overwrite: options.Overwrite = False,
+    engine: options.Engine = None,
     precision: options.Precision = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -129,14 +130,13 @@ def evaluate(
 
     sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
     _check_and_say(where, sets, output, overwrite, calibration)
-    own = {"max_keypoints": max_keypoints, "resize": resize, "device": device, "second_pass": second_pass}
-    own |= {"refine": False} if no_refine else {}
+    own = {"max_keypoints": max_keypoints, "resize": resize, "second_pass": second_pass}
+    own |= {"engine": engine, "device": device} | ({"refine": False} if no_refine else {})
     shared = MethodOptions(own, {"match_threshold": threshold, "precision": precision}, full_depth)
     chosen = preset or [options.DEFAULT_PRESET], weights or [], frontend_weights or []
     methods = _compared(compare, *chosen, shared) if compare else build_methods(*chosen, shared)
     table = TableOptions(seed, methods[0].name if compare else None, output, calibration)
-    skipped = sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets)
-    return _skipped(skipped)
+    return _skipped(sum(_measure(pair_set, methods, estimator_seeds, table) for pair_set in sets))
 
 
 def _skipped(count: int) -> int:

@@ -52,7 +52,7 @@ class ImageFeatures:
     @property
     def keypoints(self) -> np.ndarray:
         """(N, 2) float64 stored pixels."""
-        return self.features.keypoints.numpy().astype(np.float64)
+        return np.asarray(self.features.keypoints).astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +91,8 @@ def oracle(ground_truth: GroundTruth, side0: ImageFeatures, side1: ImageFeatures
     indices = ground_truth.matches[ORACLE_THRESHOLD]
     return Matches(
         indices=indices,
-        points0=side0.features.keypoints.numpy()[indices[:, 0]],
-        points1=side1.features.keypoints.numpy()[indices[:, 1]],
+        points0=np.asarray(side0.features.keypoints)[indices[:, 0]],
+        points1=np.asarray(side1.features.keypoints)[indices[:, 1]],
         scores=np.ones(len(indices), dtype=np.float32),
         kept0=len(side0.features),
         kept1=len(side1.features),
