@@ -12,6 +12,7 @@ from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.calibration import calibrated
 from matcher.match.features import check_features
+from matcher.onnx.linear import Numbers
 from matcher.onnx.models import Trained, network_model
 from matcher.onnx.runtime import Model
 from matcher.onnx.tokens import EXTRA
@@ -25,15 +26,15 @@ class OnnxMatcher:
 
     device, precision = "cpu", "float32"
 
-    def __init__(self, trained: Trained) -> None:
-        """Build the model.
+    def __init__(self, trained: Trained, numbers: Numbers = "float32") -> None:
+        """Build the model, its weights written in `numbers`.
 
         Raises:
             UsageError: a network that cannot be written as ONNX.
             IntegrityError: arrays that its configuration asks for are absent.
         """
         self.config: NetworkConfig = trained.config
-        self._model = Model(network_model(trained, fused_attention=True))
+        self._model = Model(network_model(trained, numbers=numbers, fused_attention=True))
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Matches of every pair of the batch (features stacked along a leading axis B).
