@@ -198,6 +198,15 @@ def test_a_model_is_continued_in_its_own_coordinates(tmp_path):
         read_given_poses(tmp_path / "first")
 
 
+def test_cameras_that_move_straight_ahead_are_mapped(tmp_path):
+    """COLMAP begins with no pair whose motion is ahead, and along a street there is no other."""
+    poses = np.tile(np.eye(4), (8, 1, 1))
+    poses[:, 2, 3] = 9 - 0.8 * np.arange(8)
+    store, _ = synthetic_store(np.random.default_rng(5), count=8, poses=poses)
+    made = reconstruct(store, tmp_path / "model", threads=1).largest
+    assert made.registered == 8 and centre_error(made, poses) < 0.01
+
+
 def test_positions_in_headers_put_a_model_on_earth(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store, poses = synthetic_store(np.random.default_rng(5), count=6)

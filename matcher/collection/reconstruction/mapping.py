@@ -23,6 +23,7 @@ from matcher.collection.reconstruction.rigs import (
 RESULT = "result.json"
 CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
 _COMPARED = 200  # cameras whose distances say how the scale has changed
+_ANY_MOTION = 1.0  # share of a pair's motion that may be ahead where a model begins
 _APART = 0.1  # of the largest distance; nearer cameras say little
 
 
@@ -79,8 +80,14 @@ def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:
 
     def mapped() -> dict[int, Any]:
         """From the database alone."""
-        which = "global" if job["mapper"] == "global" else "incremental"
-        return getattr(pycolmap, f"{which}_mapping")(*arguments, _options(pycolmap, job))
+        options = _options(pycolmap, job)
+        if job["mapper"] == "global":
+            return pycolmap.global_mapping(*arguments, options)
+        models = pycolmap.incremental_mapping(*arguments, options)
+        if not models:  # along a street, every pair is one of cameras that move ahead
+            options.mapper.init_max_forward_motion = _ANY_MOTION
+            models = pycolmap.incremental_mapping(*arguments, options)
+        return models
 
     if job["rig"] is not None and not job["rig_known"] and not calibrate_rig(pycolmap, job, mapped):
         return {}
