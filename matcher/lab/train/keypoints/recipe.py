@@ -41,6 +41,7 @@ class KeypointRecipe:
     final_share: float = 0.01
     gradient_clip: float = 5.0
     average_decay: float = 0.998
+    start_share: float = 0.0  # weight of the initial parameters in the final ones
     points: int = 300  # of each image, those that score highest; all of them are negatives of each other
     described: int = 192  # of them, whose descriptors are supervised
     match_distance: float = 2.0  # pixels; a keypoint is repeatable if the other image has one within it
@@ -56,6 +57,7 @@ class FrontEndRecipe:
     trains: Literal["front end"]
     name: str = "learned"
     start: str = ""  # weights to start from, the shipped "learned" or a file; random parameters if empty
+    start_also: tuple[str, ...] = ()  # more of them: training starts from the mean parameters of all
     seed: int = 0
     scene: SmallScene = SmallScene()  # of planes; its width and height are those of all images
     sources: SourceShares = field(default_factory=lambda: SourceShares(planes=1.0, relief=0.0))
@@ -76,6 +78,7 @@ class FrontEndRecipe:
             "optimiser.hold_share": optimiser.hold_share,
             "optimiser.final_share": optimiser.final_share,
             "optimiser.average_decay": optimiser.average_decay,
+            "optimiser.start_share": optimiser.start_share,
         }
         return [
             (min(scene.width, scene.height) >= 64, "scene.width, scene.height: at least 64"),
@@ -88,6 +91,10 @@ class FrontEndRecipe:
                 "batch.turned_share: only square images can be rotated, scene.width = scene.height",
             ),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
+            (
+                bool(self.start) or not (self.start_also or optimiser.start_share),
+                "start_also, optimiser.start_share: only with start",
+            ),
             (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
             (batch.pairs >= 1, "batch.pairs: at least 1"),
             (

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from matcher.config import to_dict
-from matcher.extract.learned import STRIDE, folded
+from matcher.extract.learned import STRIDE, FeatureNetwork, folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.folder import claim_folder
+from matcher.lab.train.keypoints.averaging import blend, mean_of
 from matcher.lab.train.keypoints.batches import BatchSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer
@@ -54,9 +55,12 @@ def train_front_end(
             log(f"skipped {photo_set.photos[number]}: it cannot be read")
         reported.update(photo_set.unreadable)
 
+    def scores_of(network: FeatureNetwork) -> LogRow:
+        return validate(network, batches, recipe.validation_points)
+
     loop = Loop(
         trainer,
-        lambda: validate(trainer.average.network, batches, recipe.validation_points),
+        lambda: scores_of(trainer.average.network),
         options.folder,
         log,
         stopped,
@@ -65,16 +69,14 @@ def train_front_end(
     )
     loop.resume()
     readers = CUDA_READERS if options.device == "cuda" else 1
-    shares = recipe.sources.shares()
-    mixture = build_mixture(
-        photo_set, shares, rendered=options.rendered, real=options.real, scene=recipe.scene
-    )
+    stored = {"rendered": options.rendered, "real": options.real}
+    mixture = build_mixture(photo_set, recipe.sources.shares(), **stored, scene=recipe.scene)
     sampler = BatchSampler(mixture, recipe)
     try:
         loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
     except Stopped:
         return None
-    return _write(loop)
+    return _write(loop, scores_of)
 
 
 def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> BatchSampler:
@@ -90,14 +92,19 @@ def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> Batch
     return BatchSampler(build_mixture(PhotoSet(photos, colour=True), shares, scene=scene), ours)
 
 
-def _write(loop: Loop) -> Path:
-    """The best averaged parameters as a weights file, batch normalisation folded into the convolutions."""
+def _write(loop: Loop, scores_of: Callable[[FeatureNetwork], LogRow]) -> Path:
+    """The best averaged parameters as a weights file, batch normalisation folded into the convolutions.
+
+    With `start_share` they are averaged with those that training started from.
+    """
     trainer, recipe = loop.trainer, loop.trainer.recipe
     trainer.average.load_state_dict(load_state(loop.folder / "best.pt"))
     validations = [row for row in trainer.progress.history if "f1" in row]
-    summary = {"recipe": to_dict(recipe), "validation": loop.validate(), "history": validations}
-    path = loop.folder / f"{recipe.name}.safetensors"
     network = folded(trainer.average.network).cpu()
+    if recipe.optimiser.start_share:
+        blend(network, mean_of([recipe.start, *recipe.start_also]), recipe.optimiser.start_share)
+    summary = {"recipe": to_dict(recipe), "validation": scores_of(network), "history": validations}
+    path = loop.folder / f"{recipe.name}.safetensors"
     save_front_end(network, "learned", path, {"training": json.dumps(summary)}, dtype=torch.float16)
     loop.log(f"wrote {path}")
     return path

@@ -7,15 +7,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from matcher.config import ExtractorConfig
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine, unfolded
 from matcher.lab.train.keypoints import losses
+from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.match.mutual import mutual_best
 from matcher.match.steering import steered
-from matcher.torch_engine import build_extractor
 
 APART = 4.0  # pixels; descriptors of nearer points need not differ
 FIRST_SCALE = 20.0  # of the similarities, initially; it is learned
@@ -38,7 +37,7 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
     """
 
     def __init__(self, recipe: FrontEndRecipe, device: torch.device) -> None:
-        self._trained = _trained(recipe.start) if recipe.start else None
+        self._trained = mean_of([recipe.start, *recipe.start_also]) if recipe.start else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             model = Describer().to(device).to(memory_format=torch.channels_last)
@@ -106,12 +105,6 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, valid)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
-
-
-def _trained(start: str) -> FeatureNetwork:
-    """The network of a weights file, without batch normalisation."""
-    path = None if start == "learned" else start
-    return build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
 
 
 @torch.no_grad()

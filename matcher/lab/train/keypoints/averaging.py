@@ -1,0 +1,42 @@
+"""Averages of the parameters of several front ends.
+
+Networks that were trained on from the same parameters with other data have means that are better than each
+of them (model soups, Wortsman et al., ICML 2022), as have initial and final parameters (WiSE-FT, Wortsman et
+al., CVPR 2022). Batch normalisation is folded into the convolutions before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from matcher.config import ExtractorConfig
+from matcher.extract.learned import FeatureNetwork
+from matcher.torch_engine import build_extractor
+
+SHIPPED = "learned"
+
+
+def mean_of(files: Sequence[str]) -> FeatureNetwork:
+    """The network with the mean parameters of weights files, `SHIPPED` among them.
+
+    Raises:
+        IntegrityError: a file is absent, damaged, or of another network.
+    """
+    networks = [_read(file) for file in files]
+    for number, network in enumerate(networks[1:], start=2):
+        blend(networks[0], network, 1 / number)
+    return networks[0]
+
+
+@torch.no_grad()
+def blend(network: FeatureNetwork, other: FeatureNetwork, share: float) -> None:
+    """Move the parameters of `network` towards those of `other` by `share`, 0 to 1."""
+    for ours, theirs in zip(network.parameters(), other.parameters(), strict=True):
+        ours.lerp_(theirs.to(ours), share)
+
+
+def _read(file: str) -> FeatureNetwork:
+    path = None if file == SHIPPED else file
+    return build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
