@@ -35,7 +35,7 @@ def localize_frames(
     if not rig.known:
         raise UsageError(
             f"{rig.source} does not say how its cameras are fixed to each other: give cam_from_rig_rotation "
-            "and cam_from_rig_translation, or take the rig_config.json of a model made with --rig"
+            "and cam_from_rig_translation, or take the rig_config.json of a model that was made of a rig"
         )
     frames = rig.frames(photos)
     known = {**_intrinsics(place, rig, photos), **cameras}
