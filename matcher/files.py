@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import struct
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from matcher.errors import UsageError
 
@@ -142,3 +144,58 @@ def cache_folder(environment: Mapping[str, str] | None = None, platform: str | N
     # The XDG specification tells programs to ignore relative paths.
     given = values.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"
+
+
+class NotOursError(Exception):
+    """A file in the cache that somebody else may have put there; the message says what is wrong."""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that nobody else can write.
+
+    Raises:
+        OSError: it cannot be made, or belongs to somebody else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file to read, if nobody but this user or root can have put it there.
+
+    Folder and file must belong to this user or to root, be no links, and be writable by nobody else. What was
+    checked is what is opened.
+
+    Raises:
+        NotOursError: they are not so.
+        OSError: there is no such file, or it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        check_own(path.parent, path.parent.lstat(), stat.S_ISDIR)
+        check_own(path, os.fstat(descriptor), stat.S_ISREG)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_own(path: Path, status: os.stat_result, kind: Callable[[int], bool]) -> None:
+    """Refuse what somebody else may have put there.
+
+    Args:
+        path: for the message.
+        status: of the file or folder.
+        kind: of `stat`, whether a mode is that of a file or of a folder.
+
+    Raises:
+        NotOursError: another kind, as a link, of another user, or writable by others.
+    """
+    if not kind(status.st_mode):
+        raise NotOursError(f"{path} is a link")
+    if not hasattr(os, "geteuid"):
+        return  # without POSIX rights
+    if status.st_uid not in (os.geteuid(), 0):
+        raise NotOursError(f"{path} belongs to somebody else")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotOursError(f"{path} can be written by others")

@@ -20,7 +20,8 @@ from matcher.lab.pairs.sets import SetOptions, find_sets
 from matcher.loading import load
 from matcher.onnx.linear import Numbers
 from matcher.onnx.matching import OnnxMatcher
-from matcher.onnx.models import network_model, trained_network
+from matcher.onnx.models import network_model
+from matcher.onnx.trained import trained_network
 from matcher.pipeline import Pipeline
 
 

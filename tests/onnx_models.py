@@ -9,7 +9,7 @@ from matcher.data.matches import Matches
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
 from matcher.onnx.matching import OnnxMatcher
-from matcher.onnx.models import Trained
+from matcher.onnx.trained import Trained
 
 Pairs = Sequence[tuple[Features, Features]]
 

@@ -344,7 +344,8 @@ def test_signals_end_a_command_with_a_word(name, number, code, words):
         "import signal, sys, time, matcher.cli as cli\n"
         # A shell that starts the tests in the background has switched Ctrl-C off for all that they start.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"cli.COMMANDS['{name}'] = lambda: (print('ready', flush=True), time.sleep(30))\n"
+        "def slow(): print('ready', flush=True), time.sleep(30)\n"
+        f"cli.COMMANDS['{name}'] = '__main__:slow'\n"
         f"sys.exit(cli.main(['{name}']))\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

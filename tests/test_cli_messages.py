@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import PIL.Image
 import pytest
@@ -21,7 +22,7 @@ from matcher.presets import DEFAULT_PRESET, find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY = [[name] for name in COMMANDS] + [
-    [group, name] for group, (_, names) in GROUPS.items() for name in names
+    [group, name] for group, (_, names) in GROUPS.items() for name in resolve_name(names)
 ]
 
 
@@ -136,7 +137,7 @@ def test_messages_leave_no_handlers_behind(capfd):
 
 
 def test_messages_name_the_options_that_were_typed():
-    command = runnable(COMMANDS["match"], "match")
+    command = runnable(resolve_name(COMMANDS["match"]), "match")
     options = option_names(list(inspect.signature(command).parameters.values()))
     assert options["match_threshold"] == "--threshold"
     assert options["upright"] == "--no-upright"

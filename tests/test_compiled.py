@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from matcher import files
 from matcher import kernels as compiled
 from matcher.attention import scaled_dot_product
 from matcher.config import ContextConfig
@@ -213,7 +214,7 @@ def test_a_library_that_does_not_load_is_left_alone(tmp_path, monkeypatch) -> No
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     path = library.library_path()
-    trusted.make_private(path.parent)
+    files.make_private(path.parent)
     (tmp_path / "made").write_bytes(b"no library")
     trusted.keep(tmp_path / "made", path)
     forget()

@@ -44,6 +44,12 @@ def test_help_imports_nothing_heavy(arguments):
     assert len([name for name in found if name.startswith("matcher.")]) < 40
 
 
+def test_only_the_command_that_was_typed_is_imported():
+    (found,) = loaded("from matcher.cli import main\nmain(['presets', '--json'])")
+    commands = {"align", "collection", "environment", "evaluate", "match", "sfm", "track", "weights"}
+    assert {name.removeprefix("matcher.cli.") for name in found} & {"presets", *commands} == {"presets"}
+
+
 def test_a_match_imports_little_beside_torch_and_matplotlib_only_for_a_plot(views, tmp_path):
     match = ["match", *map(str, views), "--preset", "hybrid-learned", "--max-keypoints", "64"]
     plot = [*match, "--plot", str(tmp_path / "m.png")]

@@ -1,62 +1,48 @@
 """The command line: parse, make one library call, print.
 
-Each command is a function in a file of its own that imports what it needs when it runs, so `--help` is fast.
-A new command is one import and one line in `COMMANDS` or `GROUPS`.
+Each command is a function in a file of its own that imports what it needs when it runs, so `--help` is fast;
+of the files only that of the command that was typed is imported. A new command is one line in `COMMANDS`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Annotated
 
 import typer
 
 import matcher
-from matcher.cli.align import align
-from matcher.cli.collection import collection, merge, status
-from matcher.cli.environment import environment
-from matcher.cli.evaluate import evaluate
 from matcher.cli.exits import exit_code_of
-from matcher.cli.explain import explain
-from matcher.cli.export import export
-from matcher.cli.find import find
-from matcher.cli.localize import localize
-from matcher.cli.match import match
 from matcher.cli.messages import complain, detail, messages, survive_odd_names
-from matcher.cli.presets import presets
-from matcher.cli.report import report
 from matcher.cli.running import runnable
-from matcher.cli.serve import serve
-from matcher.cli.sfm import sfm
-from matcher.cli.track import track
-from matcher.cli.train import train
-from matcher.cli.weights import COMMANDS as WEIGHTS
 from matcher.threads import bound_primitives
 
-COMMANDS = {
-    "match": match,
-    "align": align,
-    "find": find,
-    "explain": explain,
-    "collection": collection,
-    "status": status,
-    "merge": merge,
-    "report": report,
-    "export": export,
-    "sfm": sfm,
-    "localize": localize,
-    "track": track,
-    "serve": serve,
-    "evaluate": evaluate,
-    "presets": presets,
-    "train": train,
-    "env": environment,
+COMMANDS = {  # where their functions are
+    "match": "matcher.cli.match:match",
+    "align": "matcher.cli.align:align",
+    "find": "matcher.cli.find:find",
+    "explain": "matcher.cli.explain:explain",
+    "collection": "matcher.cli.collection:collection",
+    "status": "matcher.cli.collection:status",
+    "merge": "matcher.cli.collection:merge",
+    "report": "matcher.cli.report:report",
+    "export": "matcher.cli.export:export",
+    "sfm": "matcher.cli.sfm:sfm",
+    "localize": "matcher.cli.localize:localize",
+    "track": "matcher.cli.track:track",
+    "serve": "matcher.cli.serve:serve",
+    "evaluate": "matcher.cli.evaluate:evaluate",
+    "presets": "matcher.cli.presets:presets",
+    "train": "matcher.cli.train:train",
+    "env": "matcher.cli.environment:environment",
 }
-GROUPS = {"weights": ("List, check, download, convert and export weights.", WEIGHTS)}
+GROUPS = {"weights": ("List, check, download, convert and export weights.", "matcher.cli.weights:COMMANDS")}
 
 
 def _version(wanted: bool) -> None:
@@ -78,21 +64,29 @@ def _root(
     """
 
 
-def build() -> typer.Typer:
-    """The application with all its commands."""
+def build(only: str | None = None) -> typer.Typer:
+    """The application with all its commands, or with one command or group."""
     # Without markup typer prints plain help, which takes half the time of the framed one.
     app = typer.Typer(
         rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
     )
     app.callback()(_root)
-    for name, command in COMMANDS.items():
-        app.command(name)(runnable(command, name))
-    for name, (purpose, commands) in GROUPS.items():
-        group = typer.Typer(help=purpose, no_args_is_help=True)
-        for key, command in commands.items():
-            group.command(key)(runnable(command, f"{name} {key}"))
-        app.add_typer(group, name=name)
+    for name, place in COMMANDS.items():
+        if only in (None, name):
+            app.command(name)(runnable(resolve_name(place), name))
+    for name, (purpose, place) in GROUPS.items():
+        if only in (None, name):
+            group = typer.Typer(help=purpose, no_args_is_help=True)
+            for key, command in resolve_name(place).items():
+                group.command(key)(runnable(command, f"{name} {key}"))
+            app.add_typer(group, name=name)
     return app
+
+
+def _typed(arguments: Sequence[str] | None) -> str | None:
+    """The command or group that the arguments begin with, if it is one and no shell asks for completions."""
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), None)
+    return first if (first in COMMANDS or first in GROUPS) and "_MATCHER_COMPLETE" not in os.environ else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        code = build()(args=arguments, prog_name="matcher", standalone_mode=False)
+        code = build(_typed(arguments))(args=arguments, prog_name="matcher", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from matcher.errors import UsageError
-from matcher.files import cache_folder
+from matcher.files import cache_folder, make_private
 from matcher.kernels import trusted
 from matcher.kernels.signatures import RETURNING_LONG, SIGNATURES
 from matcher.kernels.targets import (
@@ -41,12 +41,12 @@ _INSTRUCTIONS = {  # of targets that not every processor of their machines has, 
 @cache
 def supported() -> tuple[str, ...]:
     """The targets whose instructions this processor has, the best first."""
-    has = _processor_flags()
+    has = processor_flags()
     return tuple(t.name for t in targets_of_machine() if has.issuperset(_INSTRUCTIONS.get(t.name, ())))
 
 
 @cache
-def _processor_flags() -> frozenset[str]:
+def processor_flags() -> frozenset[str]:
     """What Linux says that the processor can do; nothing elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -87,7 +87,7 @@ def build() -> Path:
         raise UsageError("no C++ compiler found: install g++ 11 or newer, or clang++ 12")
     path = library_path(name)
     try:
-        trusted.make_private(path.parent)
+        make_private(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             if said := compile_library(compiler, _target(name), made):

@@ -9,12 +9,9 @@ import stat
 import warnings
 from pathlib import Path
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+from matcher.files import NotOursError, check_own, open_own
+
 _DESCRIPTORS = Path("/proc/self/fd")
-
-
-class NotOursError(Exception):
-    """A library that somebody else may have put there; the message says what is wrong and what helps."""
 
 
 def keep(made: Path, path: Path) -> None:
@@ -31,16 +28,6 @@ def keep(made: Path, path: Path) -> None:
     made.replace(path)
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder that nobody else can write.
-
-    Raises:
-        OSError: it cannot be made, or belongs to somebody else.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o755)
-
-
 def load(path: Path) -> ctypes.CDLL | None:
     """The library that `keep` left at `path`; None, with a warning where there is one, if it cannot be used.
 
@@ -52,7 +39,8 @@ def load(path: Path) -> ctypes.CDLL | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (NotOursError, OSError) as error:
-        warnings.warn(f"the compiled kernels are not used: {error}", UserWarning, stacklevel=2)
+        remedy = "; delete it and run `python scripts/build_kernels.py`" * isinstance(error, NotOursError)
+        warnings.warn(f"the compiled kernels are not used: {error}{remedy}", UserWarning, stacklevel=2)
         return None
     try:
         # By descriptor, so that no other file can take the name in between. It stays open: the loader knows
@@ -65,34 +53,13 @@ def load(path: Path) -> ctypes.CDLL | None:
 
 def _open_checked(path: Path) -> int:
     """An open descriptor of a library that is ours."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        _check(path.parent, path.parent.lstat(), stat.S_ISDIR)
-        _check(path, os.fstat(descriptor), stat.S_ISREG)
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with open_own(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         record = _record(path)
         if not record.is_file() or record.read_text(encoding="ascii", errors="replace").strip() != digest:
-            raise NotOursError(f"{path} is not what was compiled here; {_REMEDY}")
-        _check(record, record.lstat(), stat.S_ISREG)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-_REMEDY = "delete it and run `python scripts/build_kernels.py`"
-
-
-def _check(path: Path, status: os.stat_result, kind: object) -> None:
-    if not kind(status.st_mode):
-        raise NotOursError(f"{path} is a link; {_REMEDY}")
-    if not hasattr(os, "geteuid"):
-        return  # without POSIX rights
-    if status.st_uid not in (os.geteuid(), 0):
-        raise NotOursError(f"{path} belongs to somebody else; {_REMEDY}")
-    if status.st_mode & _OTHERS_WRITE:
-        raise NotOursError(f"{path} can be written by others; {_REMEDY}")
+            raise NotOursError(f"{path} is not what was compiled here")
+        check_own(record, record.lstat(), stat.S_ISREG)
+        return os.dup(file.fileno())
 
 
 def _record(path: Path) -> Path:

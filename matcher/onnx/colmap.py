@@ -14,7 +14,8 @@ import numpy as np
 
 from matcher.config import ExtractorConfig, NetworkConfig
 from matcher.onnx.builder import Builder, Value
-from matcher.onnx.front_end import GREY, KIND, FrontEndGraph
+from matcher.onnx.front_end import GREY, FrontEndGraph
+from matcher.onnx.interface import KIND
 from matcher.onnx.linear import Linear, Numbers
 from matcher.onnx.network import NetworkGraph, no_matches
 from matcher.onnx.pairs import PairsGraph, check_exportable

@@ -14,10 +14,9 @@ from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.onnx.extractor import OnnxExtractor
-from matcher.onnx.front_end import KIND
+from matcher.onnx.interface import KIND
 from matcher.onnx.matching import OnnxMatcher
-from matcher.onnx.models import trained_network
-from matcher.onnx.pairs import check_exportable
+from matcher.onnx.trained import trained_network
 from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.result import WeightsSource
 
@@ -34,6 +33,8 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     if precision not in ("auto", "float32"):
         raise UsageError(f"engine 'onnx' computes in float32, not in {precision}; leave precision out")
     if config.extractor.kind == GRID_KIND:
+        from matcher.onnx.pairs import check_exportable
+
         refuse_for_grid(given)
         check_exportable(config.matcher)
     extractor = build_extractor(config.extractor, given.get("frontend_weights"))

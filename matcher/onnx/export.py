@@ -16,10 +16,10 @@ from matcher.onnx.models import (
     extractor_model,
     network_model,
     opencv_extractor_model,
-    trained_network,
 )
 from matcher.onnx.opencv import opencv_matcher
 from matcher.onnx.pairs import check_exportable
+from matcher.onnx.trained import trained_front_end, trained_network
 
 
 class Exported(NamedTuple):
@@ -61,9 +61,8 @@ def export_preset(
         trained = trained_network(weights or config.weights, config.matcher.policy)
         models.append((preset, network_model(trained, numbers=numbers)))
     if config.extractor.kind == "learned":
-        models.append(
-            (config.extractor.kind, extractor_model(config.extractor, frontend_weights, numbers=numbers))
-        )
+        front_end = trained_front_end(config.extractor, frontend_weights)
+        models.append((config.extractor.kind, extractor_model(front_end, numbers=numbers)))
     if not models:
         raise UsageError(
             f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"
@@ -99,7 +98,7 @@ def export_for_opencv(
     trained = trained_network(config.weights, config.matcher.policy)
     settings = replace(config.extractor, max_keypoints=points)
     models = [
-        ("opencv-learned", opencv_extractor_model(settings, size)),
+        ("opencv-learned", opencv_extractor_model(trained_front_end(settings), size)),
         (f"opencv-{preset}", opencv_matcher(trained.config, trained.arrays, points)),
     ]
     return _write(Path(folder), models, overwrite=overwrite)
@@ -128,7 +127,8 @@ def export_for_colmap(
     if config.extractor.kind != "learned" or not isinstance(config.matcher, NetworkConfig):
         raise UsageError(f"COLMAP takes our own front end with its network, hybrid-learned, not {preset}")
     trained = trained_network(weights or config.weights, config.matcher.policy)
-    models = colmap_models(config.extractor, trained, frontend_weights, numbers=numbers)
+    front_end = trained_front_end(config.extractor, frontend_weights)
+    models = colmap_models(front_end, trained, numbers=numbers)
     names = ("colmap-learned", f"colmap-{preset}")
     return _write(Path(folder), list(zip(names, models, strict=True)), overwrite=overwrite)
 

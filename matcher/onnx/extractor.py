@@ -14,9 +14,10 @@ from matcher.config import ExtractorConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.extract.settings import resolve
-from matcher.onnx.front_end import SETTINGS
-from matcher.onnx.models import extractor_model
+from matcher.onnx.interface import SETTINGS
+from matcher.onnx.kept import kept_model
 from matcher.onnx.runtime import Model
+from matcher.onnx.trained import trained_front_end
 
 
 class OnnxExtractor:
@@ -42,7 +43,15 @@ class OnnxExtractor:
         Raises:
             IntegrityError: the parameters are absent or damaged.
         """
-        return Model(extractor_model(self.config, self.weights))
+        trained = trained_front_end(self.config, self.weights)
+        settings = {name: getattr(trained.config, name) for name in SETTINGS}
+
+        def write() -> bytes:
+            from matcher.onnx.models import extractor_model
+
+            return extractor_model(trained)
+
+        return kept_model((trained.sha256, repr(settings)), write)
 
     def limited(self, max_keypoints: int) -> OnnxExtractor:
         """The same with another number of keypoints; the model is shared."""

@@ -12,13 +12,12 @@ import numpy as np
 
 from matcher.config import ExtractorConfig
 from matcher.onnx.builder import Builder, Value
+from matcher.onnx.interface import KIND
 from matcher.onnx.linear import Linear, Numbers, stored
 
-KIND = "learned"
 STRIDE = 16  # pixels from one sample of the coarsest map to the next
 WINDOW = 5  # pixels a side, in which a point's position is refined
 GREY = (0.299, 0.587, 0.114)  # of red, green and blue
-SETTINGS = {"score_threshold": 0.004, "nms_radius": 3, "border": 4}  # as the front end was published
 _STAGES = ((16, 2), (32, 2), (64, 3), (128, 3))  # channels and convolutions of every resolution
 _LEAST_CONTRAST = 0.02
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +13,13 @@ from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.calibration import calibrated
 from matcher.match.features import check_features
-from matcher.onnx.linear import Numbers
-from matcher.onnx.models import Trained, network_model
+from matcher.onnx.interface import EXTRA
+from matcher.onnx.kept import kept_model
 from matcher.onnx.runtime import Model
-from matcher.onnx.tokens import EXTRA
+from matcher.onnx.trained import Trained
+
+if TYPE_CHECKING:
+    from matcher.onnx.linear import Numbers
 
 # Inputs of the model that `Features` has under another name.
 _FIELDS = {"angles": "orientations", "affine_frames": "affine_frames", "scales": "scales", "scores": "scores"}
@@ -34,7 +38,15 @@ class OnnxMatcher:
             IntegrityError: arrays that its configuration asks for are absent.
         """
         self.config: NetworkConfig = trained.config
-        self._model = Model(network_model(trained, numbers=numbers, fused_attention=True))
+
+        def write() -> bytes:
+            from matcher.onnx.models import network_model
+
+            return network_model(trained, numbers=numbers, fused_attention=True)
+
+        # What is not of a file is made for once.
+        identity = (trained.sha256, repr(trained.config), numbers)
+        self._model = kept_model(identity, write) if trained.sha256 else Model(write())
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Matches of every pair of the batch (features stacked along a leading axis B).

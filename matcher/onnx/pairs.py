@@ -12,10 +12,11 @@ from matcher.config import NetworkConfig, to_dict
 from matcher.errors import UsageError
 from matcher.match.turns import STEERABLE, TURNS
 from matcher.onnx.builder import Builder, Value
+from matcher.onnx.interface import EXTRA
 from matcher.onnx.linear import Linear, Numbers
 from matcher.onnx.network import FoundValues, NetworkGraph, no_matches
 from matcher.onnx.steering import quarter_turns, steered, turned_view
-from matcher.onnx.tokens import EXTRA, Points
+from matcher.onnx.tokens import Points
 
 # The opposite turn is accepted if it gives this part of the matches below which it was tried, and this many
 # times the matches of the first turn.

@@ -9,8 +9,10 @@ are. Sessions are created in another thread, while images are read and their key
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +29,18 @@ _QUIET = 3  # errors only
 class Model:
     """A model that is ready to run on the CPU."""
 
-    def __init__(self, data: bytes, version: str = onnxruntime.__version__) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        version: str = onnxruntime.__version__,
+        create: Callable[[bytes], onnxruntime.InferenceSession] | None = None,
+    ) -> None:
         """Load the bytes of an .onnx file, beside what the caller does next.
+
+        Args:
+            data: the bytes.
+            version: of ONNX Runtime.
+            create: makes a session of them; `session` when absent.
 
         Raises:
             UsageError: ONNX Runtime is too old for our files.
@@ -36,7 +48,7 @@ class Model:
         if tuple(int(part) for part in version.split(".")[:2]) < LEAST_VERSION:
             wanted = ".".join(map(str, LEAST_VERSION))
             raise UsageError(f"onnxruntime {version} is too old; install at least version {wanted}")
-        self._created = _threads(os.getpid()).creating.submit(_session, data)
+        self._created = _threads(os.getpid()).creating.submit(create or session, data)
 
     @cached_property
     def outputs(self) -> list[str]:
@@ -62,14 +74,28 @@ def _threads(process: int) -> _Threads:
     threads = _Threads(*(ThreadPoolExecutor(1, thread_name_prefix=name) for name in names))
     graph = Builder("nothing")
     graph.output("same", graph.Identity(graph.input("any", "float32", "count")), "float32")
-    threads.running.submit(_session, graph.encode({})).result()
+    threads.running.submit(session, graph.encode({})).result()
     return threads
 
 
-def _session(data: bytes) -> onnxruntime.InferenceSession:
+def session(
+    data: bytes, *, optimise: bool = True, keep_at: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """A session, to be called in one of our threads.
+
+    Args:
+        data: an .onnx file, or what a session left at `keep_at`.
+        optimise: not needed for what was optimised before.
+        keep_at: where the optimised model is written to, in ONNX Runtime's own format.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
     options.intra_op_num_threads = compute_threads()
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not optimise:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if keep_at is not None:
+        options.optimized_model_filepath = str(keep_at)
+        options.add_session_config_entry("session.save_model_format", "ORT")
     return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])

@@ -15,17 +15,6 @@ from matcher.onnx.layers import Arrays, batch_norm
 
 FARTHEST = 1.5  # in normalised positions, of a predicted partner
 _TRAINED_SIDE = 1024.0  # of the images that raw scales are pixels of
-# What the inputs of an encoding need beside keypoints: the name of the graph's input, and its shape.
-EXTRA = {
-    "scale": ("scales", ()),
-    "raw_scale": ("scales", ()),
-    "raw_sigma": ("scales", ()),
-    "orientation": ("angles", ()),
-    "raw_orientation": ("angles", ()),
-    "raw_counterclockwise": ("angles", ()),
-    "score": ("scores", ()),
-    "frame": ("affine_frames", (2, 2)),
-}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from collection_runs import QUICK, ROOT, photos
 
+from matcher import files
 from matcher.kernels import library, trusted
 
 pytestmark = pytest.mark.promise(5)
@@ -105,7 +106,7 @@ def kernels(tmp_path, monkeypatch):
         pytest.skip("needs AVX-512 and a compiler")
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
     path = library.library_path()
-    trusted.make_private(path.parent)
+    files.make_private(path.parent)
     (tmp_path / "plant.c").write_text(PLANT % (tmp_path / "ran"))
     made = tmp_path / "made.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", made, tmp_path / "plant.c"], check=True)

@@ -29,8 +29,8 @@ from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
 from matcher.onnx.extractor import OnnxExtractor
 from matcher.onnx.matching import OnnxMatcher
-from matcher.onnx.models import Trained
 from matcher.onnx.runtime import Model
+from matcher.onnx.trained import Trained
 from matcher.torch_engine import build_extractor
 
 _NAMES = ("keypoints0", "descriptors0", "keypoints1", "descriptors1", "size0", "size1")
