@@ -227,6 +227,29 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         export_preset("hybrid-learned", PRESETS["hybrid-learned"], tmp_path / "models")
 
 
+@pytest.mark.parametrize(
+    ("preset", "code", "message"),
+    [
+        ("lightglue-superpoint", 5, "matcher weights fetch lightglue-superpoint"),
+        ("loftr-indoor", 2, "cannot be written as ONNX"),
+        ("hybrid-learned", 2, "cannot be written"),
+        ("hybrid", 2, "onnxruntime 1.9.0 is too old"),
+    ],
+    ids=["absent weights", "not to be exported", "a folder without rights", "an old runtime"],
+)
+def test_the_command_line_says_what_is_wrong(preset, code, message, tmp_path, monkeypatch, capsys, views):
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
+    command = ["weights", "export", preset, "--onnx", str(tmp_path)]
+    if preset == "hybrid-learned":
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    if preset == "hybrid":  # the exporter needs none; the engine does
+        monkeypatch.setattr(runtime.onnxruntime, "__version__", "1.9.0")
+        command = ["match", *map(str, views), "--preset", "hybrid", "--engine", "onnx"]
+    assert main(command) == code
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said and not list(tmp_path.glob("*.onnx"))
+
+
 def test_absent_arrays_are_named():
     trained = trained_of(random_model(config=OURS))
     fewer = {name: array for name, array in trained.arrays.items() if name != "consensus.out.bias"}

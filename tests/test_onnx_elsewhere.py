@@ -92,6 +92,26 @@ def test_what_other_commands_need_is_imported_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_collection_has_the_matches_that_torch_finds(views, tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for view in views:
+        cv2.imwrite(str(photos / f"{Path(view).stem}.png"), cv2.resize(cv2.imread(str(view)), SIZE))
+    found = []
+    for engine in ("torch", "onnx"):
+        options = {"engine": engine, "precision": "float32", "max_keypoints": 200, "refine": False}
+        options |= {"preset": "hybrid-learned", "workers": 0}
+        collection = matcher.Collection.open(tmp_path / engine, **options)
+        collection.add_images(photos)
+        collection.add_pairs(exhaustive=True)
+        collection.run()
+        (pair,) = collection
+        assert pair.geometry.status == "ok"
+        rows = np.concatenate([pair.matches.points0, pair.matches.points1], axis=1).round(1)
+        found.append({tuple(row) for row in rows.tolist()})
+    assert len(found[0] & found[1]) >= 0.98 * len(found[0] | found[1]) > 50
+
+
 @pytest.mark.slow
 def test_other_commands_run_where_torch_cannot_be_imported(views, tmp_path):
     photos = tmp_path / "photos"

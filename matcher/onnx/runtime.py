@@ -32,19 +32,20 @@ class Model:
     def __init__(
         self,
         data: bytes,
-        version: str = onnxruntime.__version__,
+        version: str | None = None,
         create: Callable[[bytes], onnxruntime.InferenceSession] | None = None,
     ) -> None:
         """Load the bytes of an .onnx file, beside what the caller does next.
 
         Args:
             data: the bytes.
-            version: of ONNX Runtime.
+            version: of ONNX Runtime; that of the one that is installed when absent.
             create: makes a session of them; `session` when absent.
 
         Raises:
             UsageError: ONNX Runtime is too old for our files.
         """
+        version = version or onnxruntime.__version__
         if tuple(int(part) for part in version.split(".")[:2]) < LEAST_VERSION:
             wanted = ".".join(map(str, LEAST_VERSION))
             raise UsageError(f"onnxruntime {version} is too old; install at least version {wanted}")
