@@ -217,7 +217,7 @@ class SecondPassConfig:
     inliers, changes of scale and an inversion of grey values are tried; `preset` matches other features of
     the same images; both are matched again stretched vertically, as if seen from higher above, also with one
     turned by half a quarter turn; and the common region of both images is matched at equal scale, with more
-    keypoints.
+    keypoints. Under homographies, keypoints left without a partner look at last where these predict it.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
@@ -225,6 +225,7 @@ class SecondPassConfig:
     negative: bool = True
     from_above: bool = True
     region: bool = True
+    guided: bool = True
     confident_inliers: int = 200
     confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer
     confident_inlier_ratio: float = 0.6  # and inliers / matches

@@ -13,7 +13,7 @@ import numpy as np
 
 from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
 from matcher.data.camera import Camera, cameras_of_pair
-from matcher.data.feature_pairs import checked_pairs
+from matcher.data.feature_pairs import checked_pairs, one_for_each
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.images import MAX_PIXELS, ImageInput, read_input
@@ -23,6 +23,7 @@ from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
+from matcher.passes.guided import GUIDED, with_guided
 from matcher.refine.refinement import ImagePyramid, refine_matches
 from matcher.result import Result, WeightsSource
 from matcher.verify.planes import build_estimator
@@ -134,7 +135,8 @@ class Pipeline:
             return result
         given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
         originals = [partial(self._original, *one) for one in given]
-        return self._with_further_passes(result, images, originals, *cameras)
+        result = self._with_further_passes(result, images, originals, *cameras)
+        return self._with_guided(result, images) if self.passes.config.guided else result
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
@@ -166,25 +168,30 @@ class Pipeline:
     ) -> Result:
         """The result of one pass, or of several where too few of its matches agree."""
         start = perf_counter()
-        features = (first.features0, first.features1)
-        found = (first.matches, first.geometry, first.seconds["total"])
-        joined = self.passes(images, originals, features, *found)
+        features, before = (first.features0, first.features1), first.seconds["total"]
+        joined = self.passes(images, originals, features, first.matches, first.geometry, before)
         if len(joined.passes) == 1:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
-        further, before = perf_counter() - start, first.seconds["total"]
-        return replace(
-            first,
-            features0=joined.features0,
-            features1=joined.features1,
-            matches=matches,
-            geometry=geometry,
-            seconds={**first.seconds, FURTHER_PASSES: further, "total": before + further},
-            passes=joined.passes,
-            first=first,
-        )
+        further = perf_counter() - start
+        seconds = {**first.seconds, FURTHER_PASSES: further, "total": before + further}
+        found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
+        sides = dict(features0=joined.features0, features1=joined.features1)
+        return replace(first, **sides, **found, seconds=seconds)
+
+    def _with_guided(self, result: Result, images: Sequence[Image]) -> Result:
+        """The result with matches at the places that its homographies predict."""
+        start, described = perf_counter(), result.first or result  # joined features have no descriptors
+        refine = partial(self.refine, *images) if self.config.refine else None
+        sides = (described.features0, described.features1)
+        matches, geometry = with_guided(*sides, result.matches, result.geometry, refine)
+        if matches is result.matches:
+            return result
+        spent = perf_counter() - start
+        seconds = {**result.seconds, GUIDED: spent, "total": result.seconds["total"] + spent}
+        return replace(result, matches=matches, geometry=geometry, seconds=seconds)
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
         """An image with more of its pixels, where these show more than those that were matched."""
@@ -215,11 +222,7 @@ class Pipeline:
         return self._extract([self.read(image, mask)])[0]
 
     def _extract(self, images: Sequence[Image]) -> list[Features]:
-        found = list(self.extractor(images))
-        if len(found) != len(images) or not all(isinstance(each, Features) for each in found):
-            name = type(self.extractor).__name__
-            raise UsageError(f"the extractor {name} must return a list with one Features for every image")
-        return found
+        return one_for_each(self.extractor(images), Features, len(images), "extractor", self.extractor)
 
     def match_features(self, features0: Features, features1: Features) -> Matches:
         """Match the features of two images.
@@ -237,11 +240,8 @@ class Pipeline:
         if not checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)
-        found = list(self.matcher(Features.stack(side0), Features.stack(side1)))
-        if len(found) != len(pairs) or not all(isinstance(each, Matches) for each in found):
-            name = type(self.matcher).__name__
-            raise UsageError(f"the matcher {name} must return a list with one Matches for every pair")
-        return found
+        found = self.matcher(Features.stack(side0), Features.stack(side1))
+        return one_for_each(found, Matches, len(pairs), "matcher", self.matcher)
 
     def refine(
         self,

@@ -29,3 +29,17 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
                     "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
                 )
     return pairs
+
+
+def one_for_each(found: Any, kind: type, count: int, role: str, part: object) -> list[Any]:
+    """What a part of a pipeline, perhaps a user's own, returned for `count` images or pairs, as a list.
+
+    Raises:
+        UsageError: there is not one object of this kind for each.
+    """
+    listed = list(found)
+    if len(listed) != count or not all(isinstance(each, kind) for each in listed):
+        what = {"extractor": "image", "matcher": "pair"}[role]
+        name = type(part).__name__
+        raise UsageError(f"the {role} {name} must return a list with one {kind.__name__} for every {what}")
+    return listed
