@@ -173,10 +173,13 @@ class ExtractorConfig:
 
     kind: str = "sift"
     max_keypoints: int = 2048
-    resize: int = 1024  # longer side in pixels; larger images are made smaller
+    resize: int | None = 1024  # longer side in pixels; larger images are made smaller; None: never
     # Soft images (enlarged, blurred) are made smaller still, until they are sharp, but not below this longer
     # side; None: never.
     soft_resize: int | None = None
+    # Keypoints of an image, found by tiles that have `max_keypoints` each, for collections of large images;
+    # None: the front end sees whole images.
+    tiles: int | None = None
     contrast_threshold: float = 0.01  # SIFT's DoG contrast; low, because the strongest points are kept anyway
     # Which of SIFT's points stay where there are more: large ones are found again in more images.
     keep: Literal["strongest", "largest"] = "strongest"

@@ -179,18 +179,6 @@ def test_only_near_names_are_suggested(views, capfd):
     assert "--max-keypoints" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", [("collection", "--run"), ("sfm", "--out")], ids=lambda names: names[0])
-def test_tiles_are_refused_for_collections_with_a_reason(command, tmp_path, capfd):
-    name, target = command
-    assert run(name, tmp_path, target, tmp_path / "made", "--tiles") == 2
-    err = capfd.readouterr().err
-    assert "`matcher match`" in err and "share the keypoints of an image" in err
-    assert "--resize and --max-keypoints" in err and "No such option" not in err
-    assert not (tmp_path / "made").exists()
-    assert run("presets", "--tiles") == 2
-    assert "No such option: --tiles" in capfd.readouterr().err
-
-
 def test_env_lists_every_variable_that_the_project_reads(capfd, monkeypatch):
     sources = [path for folder in ("matcher", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
     named = {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matcher.collection.store import Store
 
 _SHOWN = 5  # failures that are printed
+_TILED_KEYPOINTS = 20_000  # of a photo, by tiles
 
 PairFile = Annotated[
     Path | None,
@@ -52,6 +53,13 @@ Nearby = Annotated[
         metavar="K",
         min=1,
         help="Match each photo with the K nearest ones, by the GPS positions of their EXIF headers.",
+    ),
+]
+Tiles = Annotated[
+    bool,
+    typer.Option(
+        "--tiles",
+        help="For large photos: find keypoints by tiles at full resolution, by default 20000 per photo.",
     ),
 ]
 FeaturesFile = Annotated[
@@ -90,6 +98,12 @@ WorkerCount = Annotated[
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Delete the contents of RUN_DIR and start over.")]
+
+
+def with_tiles(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with keypoints by tiles: --max-keypoints are those of a photo, not of a tile."""
+    rest = {name: value for name, value in given.items() if name != "max_keypoints"}
+    return {**rest, "tiles": given.get("max_keypoints", _TILED_KEYPOINTS)}
 
 
 def choose_pairs(pairs: Path | None, exhaustive: bool, **counts: int | None) -> dict[str, Any]:

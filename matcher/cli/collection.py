@@ -20,11 +20,13 @@ from matcher.cli.collecting import (
     Restart,
     Sequential,
     Similar,
+    Tiles,
     WorkerCount,
     choose_pairs,
     enter_images,
     match_pairs,
     show_status,
+    with_tiles,
 )
 from matcher.cli.messages import say
 
@@ -76,6 +78,7 @@ def collection(
     exclude: Exclude = None,
     features: FeaturesFile = None,
     masks: Masks = None,
+    tiles: Tiles = False,
     camera: CameraText = None,
     workers: WorkerCount = None,
     threads: Threads = None,
@@ -102,6 +105,7 @@ def collection(
     processes = engine if engine == "ray" else "local"
     means = dict(workers=Workers(processes, workers, threads), camera=pinhole)
     given["engine"] = "onnx" if engine == "onnx" else "torch"
+    given = with_tiles(given) if tiles else given
     opened = Collection.open(run, shard=shard, **means, **given)
     selection = dict(include=include or (), exclude=exclude or ())
     enter_images(opened, images, masks=masks, features=features, restart=restart, **selection)

@@ -16,12 +16,6 @@ from matcher.errors import MatcherError
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 _DEBUG = "MATCHER_DEBUG"
-_NO_TILES = (
-    "--tiles is for `matcher match`: it finds keypoints where the two images of a pair overlap, but the "
-    "pairs of a collection must share the keypoints of an image. For large images "
-    "use --resize and --max-keypoints"
-)
-_REFUSED = {("collection", "--tiles"): _NO_TILES, ("sfm", "--tiles"): _NO_TILES}
 _NEAR = 0.6  # similarity of two names, 0 to 1, from which one may be a slip of the other
 
 
@@ -39,8 +33,6 @@ def exit_code_of(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
     if hasattr(error, "show"):  # the parser's
-        if (reason := _reason_to_refuse(error)) is not None:
-            error.message = reason
         if getattr(error, "possibilities", None):
             error.possibilities = [name for name in error.possibilities if _near(name, error.option_name)]
         error.show()
@@ -59,13 +51,6 @@ def exit_code_of(error: BaseException) -> int:
 def _is_explained(error: BaseException) -> bool:
     """Whether the message is complete, so that a traceback would not help."""
     return isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted)) or hasattr(error, "show")
-
-
-def _reason_to_refuse(error: BaseException) -> str | None:
-    """Why a command lacks an option that users of another command may expect."""
-    context = getattr(error, "ctx", None)
-    command = None if context is None else context.info_name
-    return _REFUSED.get((command, getattr(error, "option_name", None)))
 
 
 def _near(option: str, typed: str) -> bool:

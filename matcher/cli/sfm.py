@@ -19,12 +19,14 @@ from matcher.cli.collecting import (
     Restart,
     Sequential,
     Similar,
+    Tiles,
     WorkerCount,
     choose_pairs,
     enter_images,
     further_pairs,
     match_pairs,
     suggestion,
+    with_tiles,
 )
 from matcher.cli.exits import PARTIAL
 from matcher.cli.export import CameraModel, Cameras, GivenCamera, GivenRig, camera_choice
@@ -94,6 +96,7 @@ def sfm(
     exclude: Exclude = None,
     features: FeaturesFile = None,
     masks: Masks = None,
+    tiles: Tiles = False,
     workers: WorkerCount = None,
     restart: Restart = False,
     camera: GivenCamera = None,
@@ -115,6 +118,7 @@ def sfm(
     Photos are matched first: every pair of up to 100, else --similar 30. The same command continues a run.
     """
     _check_first(out, overwrite, poses, continued, rig)
+    given = with_tiles(given) if tiles else given
     wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
     choice = camera_choice(camera, camera_model, cameras, rig)
     mapping = _mapping(mapper, min_images, threads, seed, max_deviation, overwrite, choice, poses)
@@ -214,7 +218,7 @@ def _match(
     from matcher.options import configure
     from matcher.presets import find_preset
 
-    defaults = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
+    defaults = {} if "tiles" in given else {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
     extractor = configure(find_preset(given["preset"]), {"frontend": given.get("frontend")}).extractor
     if extractor.kind == "sift":
         defaults["keep"] = KEEP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -69,6 +70,7 @@ class Collection(StoredRun):
         preset: str = DEFAULT_PRESET,
         camera: Camera | None = None,
         shard: str | None = None,
+        tiles: int | None = None,
         workers: Workers | int | None = None,
         **options: Unpack[LoadOptions],
     ) -> Collection:
@@ -84,6 +86,8 @@ class Collection(StoredRun):
                 to pair.
             camera: camera of every image without one from `set_cameras`; needed for essential geometry.
             shard: "i/n", i from 1 to n: match only part i of n of the pairs in this store.
+            tiles: keypoints of an image, found by tiles at full resolution; `max_keypoints` are those of a
+                tile then, and pairs are matched window by window (`matcher.tiling.shared.by_tiles`).
             workers: number of worker processes or a `Workers`; None: one per core or GPU, 0: this process.
             options: as for `matcher.load`.
 
@@ -97,7 +101,8 @@ class Collection(StoredRun):
                 given[name] = given[name].absolute()
         means = workers if isinstance(workers, Workers) else Workers(count=workers)
         common = None if camera is None else as_camera(camera)
-        return cls(Path(run_dir), lambda source: Setup(source, preset, given, common, part), means)
+        setup = partial(Setup, preset=preset, options=given, camera=common, shard=part, tiles=tiles)
+        return cls(Path(run_dir), setup, means)
 
     @classmethod
     def reopen(

@@ -17,6 +17,7 @@ from matcher.loading import build_pipeline, load
 from matcher.options import option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
+from matcher.tiling.shared import by_tiles
 from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
@@ -33,6 +34,7 @@ class Setup:
     camera: Camera | None = None  # of every image that has none of its own
     shard: tuple[int, int] | None = None  # (i, n), i from 1: part i of n
     config: PipelineConfig | None = None  # every setting of a run that exists; None: those of the preset
+    tiles: int | None = None  # keypoints of an image, by tiles at full resolution; None: whole images
 
 
 def build(setup: Setup) -> Pipeline:
@@ -40,9 +42,21 @@ def build(setup: Setup) -> Pipeline:
 
     Raises:
         UsageError: a preset without keypoints of its own for each image; options that do not fit; geometry
-            that needs cameras without any.
+            that needs cameras without any; tiles beside features of a file or a size.
         IntegrityError: weights that are absent or damaged.
     """
+    pipeline = _whole(setup)
+    if setup.tiles is None:
+        return pipeline
+    if not setup.source.uses_front_end:
+        raise UsageError("tiles are for keypoints that are found here; features of a file have theirs")
+    if setup.config is None and "resize" in setup.options:
+        raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
+    return by_tiles(pipeline, setup.tiles)
+
+
+def _whole(setup: Setup) -> Pipeline:
+    """The pipeline without tiles."""
     if setup.config is not None:
         return build_pipeline(setup.preset, setup.config, setup.options)
     if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
@@ -80,15 +94,17 @@ def stored_setup(
     """
     preset, options = settings["preset"], {"upright": settings["upright"], **(options or {})}
     camera = None if settings["camera"] is None else decode_camera(settings["camera"])
+    tiles = settings["config"].get("extractor", {}).get("tiles")
     if preset not in PRESETS:
-        return Setup(source, preset, options, camera)  # another package's, which knows its own configuration
+        # another package's, which knows its own configuration
+        return Setup(source, preset, options, camera, tiles=tiles)
     try:
         config = from_dict(PipelineConfig, settings["config"])
     except ValueError as error:
         raise IntegrityError(
             f"the run was made by another version of matcher ({error}): match again with restart=True"
         ) from error
-    return Setup(source, preset, options, camera, config=config)
+    return Setup(source, preset, options, camera, config=config, tiles=tiles)
 
 
 def stored_pipeline(
