@@ -113,6 +113,17 @@ def test_threads_and_neighbours_do_not_change_a_bit(kernel, monkeypatch) -> None
         assert np.array_equal(one[40:90], some)
 
 
+def test_a_fit_by_numpy_does_not_wait_for_others(monkeypatch) -> None:
+    """One that has converged takes no further steps while the rest of its block does."""
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    texture = Texture()
+    windows = windows_of(*(pyramid(texture.image(*view)) for view in ((), (AFFINE,))), AFFINE[:, :2])
+    together = fitting.fit_windows(windows, Grid.of(15), np.zeros((len(windows.affine0), 6)), 2)
+    for k in range(40, 90):
+        alone = fitting.fit_windows(windows.select(slice(k, k + 1)), Grid.of(15), np.zeros((1, 6)), 2)
+        np.testing.assert_allclose(alone.change[0], together.change[k], atol=1e-4)
+
+
 def test_what_it_declines(kernel, monkeypatch) -> None:
     texture = Texture()
     windows = windows_of(*(pyramid(texture.image(*view)) for view in ((), (AFFINE,))), AFFINE[:, :2])

@@ -155,19 +155,21 @@ class Fitting:
         self.equations = self._linearised(illumination, z, self.outer0 / norm, INITIAL_NOISE * (z - z1))
 
     def iterate(self, steps: int, tolerance: float = TOLERANCE) -> None:
-        """Gauss-Newton steps, until they are shorter than the tolerance."""
+        """Gauss-Newton steps, of each match until they are shorter than the tolerance."""
         rows, equations = np.arange(len(self.change)), self.equations
+        moving = np.ones(len(rows), dtype=bool)
         for _ in range(steps):
-            if not len(rows):
+            if not moving.any():
                 break
             values = self._sample1(self.grid.offsets, rows)
             step = equations.step(values, self.change[rows] - self.expected[rows], self.linear)
+            step[~moving] = 0  # so that a match does not depend on how long others take
             self.change[rows] += step
             length = np.hypot(step[:, 0], step[:, 1])
-            self.last_step[rows] = length
-            moving = length > tolerance
+            self.last_step[rows[moving]] = length[moving]
+            moving &= length > tolerance
             if moving.mean() < _COMPACT_BELOW:
-                rows, equations = rows[moving], equations.select(moving)
+                rows, equations, moving = rows[moving], equations.select(moving), moving[moving]
 
     def finish(self) -> Fit:
         """The estimates and their covariances; call `reweigh` at least once before."""
