@@ -307,11 +307,13 @@ class Pipeline:
             known = cameras[index].size
             if known not in (None, size):
                 raise UsageError(f"camera{index} is of images of {known}, but its image is {size}")
-        kind = self.config.estimation.kind
+        kind, known = self.config.estimation.kind, matches.covariances
+        takes_it = known is not None and getattr(self.estimator, "takes_covariances", False)
         return self.estimator(
             matches.points0,
             matches.points1,
             cameras=cameras,
             scores=matches.scores,
             thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
+            **({"covariances": known} if takes_it else {}),
         )

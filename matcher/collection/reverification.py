@@ -97,6 +97,7 @@ class _Verification:
             matches.points1,
             cameras=(cameras[0], cameras[1]),
             scores=matches.scores,
+            covariances=matches.covariances,
             thresholds_scale=threshold_scale(
                 self._scales[image0], self._scales[image1], self._estimator.config.kind
             ),

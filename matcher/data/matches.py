@@ -116,6 +116,11 @@ class Matches:
             kept1=len(keypoints1),
         )
 
+    @property
+    def covariances(self) -> np.ndarray | None:
+        """(K, 2, 2) of points1, in stored pixels², where the images were looked at again."""
+        return None if self.refinement is None else self.refinement.covariances
+
     def __len__(self) -> int:
         """The number of matches K."""
         return len(self.indices)

@@ -28,7 +28,11 @@ class Matcher(Protocol):
 
 
 class Estimator(Protocol):
-    """Matched points → two-view geometry."""
+    """Matched points → two-view geometry.
+
+    One whose attribute `takes_covariances` is true is also given `covariances`, of points1 in stored pixels²
+    (K, 2, 2), where matches have them.
+    """
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ from matcher.data.camera import Camera
 from matcher.data.geometry import warp_points
 from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError
+from matcher.verify.adjustment import adjusted_fundamental, adjusted_homography, adjusted_pose
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line, only_rotates
 from matcher.verify.distances import fundamental_from_pose, sampson
 from matcher.verify.undistortion import undistort
@@ -42,13 +43,15 @@ class _Model:
 class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
-    A homography is then refined over its inliers under a Cauchy loss (PoseLib), as the pose is.
+    Each model is then refined over its inliers under a Cauchy loss: where covariances are known weighed by
+    them, and a fundamental matrix always, by `adjustment.py`; else by PoseLib.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
     """
 
     config: EstimationConfig
+    takes_covariances = True  # see `matcher.data.protocols.Estimator`
 
     def __call__(
         self,
@@ -58,50 +61,55 @@ class RobustEstimator:
         cameras: tuple[Camera, Camera] | None = None,
         scores: np.ndarray | None = None,
         thresholds_scale: float = 1.0,
+        covariances: np.ndarray | None = None,
     ) -> TwoViewGeometry:
         """Estimate the configured geometry; deterministic, whatever the order of the matches.
 
         Status `ok`; `low_inliers`: a model with fewer distinct inliers than `min_inliers`, or no more than
-        chance gives. Without a model: `too_few` distinct points; `degenerate`: the points, or all that
-        supports the model, lie on one point or line of an image, or (essential) no motion but rotation
-        shows; `no_model`; `not_estimated` (kind "none"). A plane or a pure rotation fixes F only up to a
-        family: the inliers are valid, the matrix does not constrain other points.
+        chance gives. Without a model: `too_few` distinct points; `degenerate`: the points, or what supports
+        the model, lie on one point or line of an image, or (essential) only a rotation shows; `no_model`;
+        `not_estimated` (kind "none"). A plane or a pure rotation fixes F only up to a family: the inliers are
+        valid, the matrix does not constrain other points.
 
         Args:
-            points0: (K, 2) stored pixels of image 0; non-finite rows are never inliers.
-            points1: (K, 2) stored pixels of image 1.
+            points0, points1: (K, 2) stored pixels; non-finite rows are never inliers.
             cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
             scores: accepted for the protocol and not used; all matches are sampled uniformly.
             thresholds_scale: stored pixels per resized pixel; one factor for both images.
+            covariances: (K, 2, 2) of points1, stored pixels², as `MatchRefinement` has them.
 
         Returns:
             matrix: H with H[2, 2] = 1 (−1 where the first pixel lies beyond the horizon, so that the inliers
             lie before it), F or E of Frobenius norm 1; E = [t]× R up to scale, cam1_from_cam0 with |t| = 1.
 
         Raises:
-            UsageError: arrays that are not both (K, 2), a scale that is not positive, essential without
-                cameras or with a distortion model that cannot be inverted here.
+            UsageError: arrays that do not fit each other, a scale of 0, essential without usable cameras.
         """
         kind = self.config.kind
         pairs = paired(points0, points1)
-        inliers = np.zeros(len(pairs), dtype=bool)
         if kind == "none":
-            return TwoViewGeometry(kind, "not_estimated", inliers)
-        checked_scale(thresholds_scale)
+            return TwoViewGeometry(kind, "not_estimated", np.zeros(len(pairs), dtype=bool))
+        scale = checked_scale(thresholds_scale)
         if kind == "essential":
-            pairs, cameras = _pinhole(pairs, cameras, thresholds_scale)
-        usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
+            pairs, cameras = _pinhole(pairs, cameras, scale)
+        usable, inliers = np.all(np.abs(pairs) < _LIMIT, axis=1), np.zeros(len(pairs), dtype=bool)
         # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
-        distinct, inverse = np.unique(pairs[usable] / thresholds_scale, axis=0, return_inverse=True)
-        status, model = self._estimate(distinct[:, :2], distinct[:, 2:], cameras)
+        resized = pairs[usable] / scale
+        distinct, index, inverse = np.unique(resized, axis=0, return_index=True, return_inverse=True)
+        known = _resized(covariances, len(pairs), scale, np.flatnonzero(usable)[index])
+        status, model = self._estimate(distinct[:, :2], distinct[:, 2:], cameras, known)
         if model is None:
             return TwoViewGeometry(kind, status, inliers)
         inliers[usable] = model.inliers[inverse.reshape(-1)]
-        matrix = _stored(kind, model.matrix, thresholds_scale)
+        matrix = _stored(kind, model.matrix, scale)
         return TwoViewGeometry(kind, status, inliers, matrix, model.cam1_from_cam0)
 
     def _estimate(
-        self, points0: np.ndarray, points1: np.ndarray, cameras: tuple[Camera, Camera] | None
+        self,
+        points0: np.ndarray,
+        points1: np.ndarray,
+        cameras: tuple[Camera, Camera] | None,
+        covariances: np.ndarray | None,
     ) -> tuple[GeometryStatus, _Model | None]:
         """Status and model of distinct, finite points in resized pixels."""
         kind, minimum = self.config.kind, _MINIMUM[self.config.kind]
@@ -114,9 +122,9 @@ class RobustEstimator:
         if any(on_a_line(side, every, threshold, minimum, chance) for side in (points0, points1)):
             return "degenerate", None
         if kind == "essential":
-            model = _essential(points0, points1, cameras, threshold, self.config.seed)
+            model = _essential(points0, points1, cameras, threshold, self.config.seed, covariances)
         else:
-            model = (_homography if homography else _fundamental)(points0, points1, threshold)
+            model = (_homography if homography else _fundamental)(points0, points1, threshold, covariances)
         if model is None or not model.inliers.any():
             return "no_model", None
         count = int(np.count_nonzero(model.inliers))
@@ -146,6 +154,19 @@ def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     if any(side.dtype.kind not in "fiu" for side in sides):
         raise UsageError(f"points must be real numbers, not {sides[0].dtype} and {sides[1].dtype}")
     return np.concatenate(sides, axis=1).astype(np.float64)
+
+
+def _resized(
+    covariances: np.ndarray | None, count: int, scale: float, index: np.ndarray
+) -> np.ndarray | None:
+    """Covariances of some of `count` matches, in resized pixels²."""
+    if covariances is None:
+        return None
+    if np.shape(covariances) != (count, 2, 2):
+        raise UsageError(
+            f"covariances of {count} matches must be ({count}, 2, 2), not {np.shape(covariances)}"
+        )
+    return np.asarray(covariances, dtype=np.float64)[index] / scale**2
 
 
 def checked_scale(scale: float) -> float:
@@ -182,7 +203,9 @@ def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
     return matrix / np.linalg.norm(matrix)
 
 
-def _homography(points0: np.ndarray, points1: np.ndarray, threshold: float) -> _Model | None:
+def _homography(
+    points0: np.ndarray, points1: np.ndarray, threshold: float, covariances: np.ndarray | None
+) -> _Model | None:
     try:
         matrix, _ = cv2.findHomography(
             points0, points1, cv2.USAC_MAGSAC, threshold, maxIters=_MAX_ITERATIONS, confidence=_CONFIDENCE
@@ -194,7 +217,8 @@ def _homography(points0: np.ndarray, points1: np.ndarray, threshold: float) -> _
     # OpenCV gives H[2, 2] = 1: where the first pixel lies beyond the horizon, all points would lie behind it.
     matrix = _facing(matrix, points0)
     found = _transfer(points0, points1, matrix) <= threshold
-    matrix = _facing(_refined(poselib.refine_homography, points0, points1, matrix, found), points0)
+    refine = _refine_homography if covariances is None else adjusted_homography
+    matrix = _facing(_refined(refine, points0, points1, matrix, found, covariances), points0)
     return _Model(matrix, _transfer(points0, points1, matrix) <= threshold)
 
 
@@ -210,22 +234,30 @@ def _transfer(points0: np.ndarray, points1: np.ndarray, homography: np.ndarray) 
     return np.nan_to_num(error, nan=np.inf)
 
 
+def _refine_homography(matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, _: None) -> np.ndarray:
+    options = {"loss_type": "CAUCHY", "loss_scale": _LOSS_SCALE, "max_iterations": 50}
+    return poselib.refine_homography(points0, points1, matrix, options)[0]
+
+
 def _refined(
-    refine: Callable[..., tuple[np.ndarray, dict]],
+    refine: Callable[..., np.ndarray],
     points0: np.ndarray,
     points1: np.ndarray,
     matrix: np.ndarray,
     inliers: np.ndarray,
+    covariances: np.ndarray | None,
 ) -> np.ndarray:
     """The model of least Cauchy loss near `matrix`, over its inliers: coarse ones pull MAGSAC's own."""
     if np.count_nonzero(inliers) <= _LEAST_REFINED:
         return matrix
-    options = {"loss_type": "CAUCHY", "loss_scale": _LOSS_SCALE, "max_iterations": 50}
-    found, _ = refine(points0[inliers], points1[inliers], matrix, options)
+    covariances = None if covariances is None else covariances[inliers]
+    found = refine(matrix, points0[inliers], points1[inliers], covariances)
     return found if np.isfinite(found).all() and found.any() else matrix
 
 
-def _fundamental(points0: np.ndarray, points1: np.ndarray, threshold: float) -> _Model | None:
+def _fundamental(
+    points0: np.ndarray, points1: np.ndarray, threshold: float, covariances: np.ndarray | None
+) -> _Model | None:
     try:
         matrix, _ = cv2.findFundamentalMat(
             points0, points1, cv2.USAC_MAGSAC, threshold, _CONFIDENCE, _MAX_ITERATIONS
@@ -234,11 +266,18 @@ def _fundamental(points0: np.ndarray, points1: np.ndarray, threshold: float) -> 
         return None
     if matrix is None or matrix.shape != (3, 3) or not np.isfinite(matrix).all() or not matrix.any():
         return None
+    found = sampson(points0, points1, matrix) <= threshold
+    matrix = _refined(adjusted_fundamental, points0, points1, matrix, found, covariances)
     return _Model(matrix, sampson(points0, points1, matrix) <= threshold)
 
 
 def _essential(
-    points0: np.ndarray, points1: np.ndarray, cameras: tuple[Camera, Camera], threshold: float, seed: int
+    points0: np.ndarray,
+    points1: np.ndarray,
+    cameras: tuple[Camera, Camera],
+    threshold: float,
+    seed: int,
+    covariances: np.ndarray | None,
 ) -> _Model | None:
     """PoseLib refines the pose on its inliers and drops points behind a camera."""
     dicts = [
@@ -258,5 +297,13 @@ def _essential(
     if not np.isfinite(length) or length < 1e-12 or not np.isfinite(cam1_from_cam0).all():
         return None
     cam1_from_cam0[:3, 3] = pose.t / length
+    inliers = np.asarray(report["inliers"], dtype=bool)
+    if covariances is not None:
+        known = tuple(np.linalg.inv(camera.K) for camera in cameras)
+
+        def refine(pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
+            return adjusted_pose(pose, known, *matches)
+
+        cam1_from_cam0 = _refined(refine, points0, points1, cam1_from_cam0, inliers, covariances)
     essential = fundamental_from_pose(np.eye(3), np.eye(3), cam1_from_cam0)
-    return _Model(essential, np.asarray(report["inliers"], dtype=bool), cam1_from_cam0)
+    return _Model(essential, inliers, cam1_from_cam0)

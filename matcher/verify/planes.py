@@ -25,6 +25,7 @@ class PlanesEstimator:
     """
 
     config: EstimationConfig
+    takes_covariances = True  # see `matcher.data.protocols.Estimator`
 
     def __call__(
         self,
@@ -34,11 +35,12 @@ class PlanesEstimator:
         cameras: tuple[Camera, Camera] | None = None,
         scores: np.ndarray | None = None,
         thresholds_scale: float = 1.0,
+        covariances: np.ndarray | None = None,
     ) -> TwoViewGeometry:
         """Estimate as many homographies as the matches support, `MAX_PLANES` at most.
 
         Args:
-            points0, points1, thresholds_scale: as in `RobustEstimator`, for a homography.
+            points0, points1, thresholds_scale, covariances: as in `RobustEstimator`, for a homography.
             cameras, scores: accepted for the protocol and not used.
 
         Returns:
@@ -51,7 +53,8 @@ class PlanesEstimator:
         single = RobustEstimator(replace(self.config, kind="homography"))
         left, matrices = np.arange(len(points0)), []
         while len(matrices) < MAX_PLANES:
-            found = single(points0[left], points1[left], thresholds_scale=thresholds_scale)
+            known = None if covariances is None else covariances[left]
+            found = single(points0[left], points1[left], thresholds_scale=thresholds_scale, covariances=known)
             if found.status != "ok":
                 status = found.status
                 break

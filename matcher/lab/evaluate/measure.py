@@ -166,7 +166,13 @@ def _estimate(
     cameras: tuple[Camera, Camera] | None,
 ) -> TwoViewGeometry:
     scale = threshold_scale(side0.image.scale, side1.image.scale, estimator.config.kind)
-    return estimator(matches.points0, matches.points1, cameras=cameras, thresholds_scale=scale)
+    return estimator(
+        matches.points0,
+        matches.points1,
+        cameras=cameras,
+        thresholds_scale=scale,
+        covariances=matches.covariances,
+    )
 
 
 def _homography(
