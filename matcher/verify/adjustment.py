@@ -164,11 +164,11 @@ def _across(
     residual = np.sum(x1 * lines1, axis=1) * inverse
     weights = np.stack([along_a, along_b, np.zeros_like(a)], 1)  # of a change of lines1 in half the variance
     lines0 = lines0 * [spread.first, spread.first, 0.0]
-    total = x1 * inverse[:, None] - weights * (residual * inverse**2)[:, None]
-    other = lines0 * (residual * inverse**2)[:, None]
-    # Of every slope: Σ_n x1ᵀ F' x0 over both roles that F' has, as line of either image.
-    columns = np.einsum("ni,pij,nj->np", total, slopes, x0, optimize=True)
-    columns -= np.einsum("ni,pij,nj->np", x1, slopes, other, optimize=True)
+    share = (residual * inverse**2)[:, None]
+    total, other = x1 * inverse[:, None] - weights * share, lines0 * share
+    # By the entries of F', which takes x0 to lines1 and x1 to lines0.
+    entries = total[:, :, None] * x0[:, None] - x1[:, :, None] * other[:, None]
+    columns = entries.reshape(-1, 9) @ slopes.reshape(-1, 9).T
     return residual[:, None], columns[:, None]
 
 
