@@ -1,5 +1,6 @@
 """Promise 5: no code runs that is not ours or was not asked for."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from collection_runs import QUICK, ROOT, photos
+from hostile_runs import small_run
 
 from matcher import files
 from matcher.kernels import library, trusted
@@ -56,6 +58,37 @@ def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried
     assert done.returncode in (0, 4), done.stderr  # a flat scene may give no model, but COLMAP has run
     assert "Traceback" not in done.stderr and "planted" not in done.stderr
     tried(3 * len(PLANTED))
+
+
+OPTIONAL = (
+    ["collection", "photos", "--run", "new", "--exhaustive", "--engine", "ray"],
+    ["export", "run", "--to", "hloc", "out"],
+    ["track", "photos", "--output", "track.rrd"],
+    ["serve", "--port", "0"],
+)
+
+
+@pytest.mark.parametrize("command", OPTIONAL, ids=lambda command: command[0])
+def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_path, command):
+    """By commands that need Ray, h5py, Rerun and Gradio: those that are installed, or a message."""
+    if importlib.util.find_spec("gradio") and command[0] == "serve":
+        pytest.skip("it would start the page")
+    photos(tmp_path / "photos", 2)
+    small_run(tmp_path / "run")
+    named = [
+        str(tmp_path / word) if word in ("photos", "run", "new", "out", "track.rrd") else word
+        for word in command
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "matcher", *named],
+        cwd=planted,
+        env={**os.environ, "PYTHONPATH": OURS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran(tmp_path) == [], done.stderr
+    assert done.returncode in (0, 2, 3, 4) and "Traceback" not in done.stderr, done.stderr
 
 
 SPAWNING = """

@@ -1,4 +1,4 @@
-"""Promise 1: nothing finished is lost, in a run of 100,000 pairs that is killed about every minute."""
+"""Promise 1: nothing finished is lost, in a run of 100,000 pairs that is killed every few seconds."""
 
 import os
 import random
@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's own count of memory"),
 ]
-IMAGES = 448  # all their pairs are 100,128
+IMAGES = 448  # all their pairs are 100,128, some minutes of work
+SECONDS = 3, 20  # of a run before it is killed
 
 
 def on_disk(run: Path) -> dict[tuple[int, int], int]:
@@ -41,14 +42,14 @@ def stop(process: int, held: list) -> None:
         held.append((round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1), files))
 
 
-def test_a_hundred_thousand_pairs_killed_every_minute(tmp_path, capsys, tried):
+def test_a_hundred_thousand_pairs_killed_again_and_again(tmp_path, capsys, tried):
     """What was said to be done, and what was on disk after a kill, is there at the end, to the bit."""
     folder, run, rng, held, kills = tmp_path / "photos", tmp_path / "run", random.Random(1), [], []
     photos(folder, IMAGES, size=(120, 90))
     nursery, before = Nursery(folder, run, workers=0, keypoints=64), {}
     while len(before) < IMAGES * (IMAGES - 1) // 2:
         nursery.begin()
-        timer = Timer(rng.uniform(20, 100), stop, (nursery.child, held))
+        timer = Timer(rng.uniform(*SECONDS), stop, (nursery.child, held))
         timer.start()
         nursery.wait()
         timer.cancel()
@@ -68,7 +69,7 @@ def test_a_hundred_thousand_pairs_killed_every_minute(tmp_path, capsys, tried):
                 )
         before = now
     nursery.close()
-    assert len(kills) > 2
-    sizes, files = zip(*held[1:], strict=True)  # the first was killed soonest
+    assert len(kills) > 5
+    sizes, files = zip(*held[1:], strict=True)  # the first was extracting images
     assert max(sizes) - min(sizes) < 60 and max(files) - min(files) <= 2
     tried(len(before))
