@@ -33,39 +33,54 @@ void add_enlarged(const Number* fine, const Number* coarse, long height, long wi
   }
 }
 
+// A row of maps (width, channels) as one row a channel, which begins with the edge.
+template <typename Number>
+void spread_channels(const Number* row, long width, long channels, long stride, float* plane) {
+  for (long x = 0; x < width; ++x)
+    for (long c = 0; c < channels; ++c) plane[c * stride + x + 1] = wide(row[x * channels + c]);
+}
+
 // A convolution by 3 × 3 of maps (height, width, channels) to 4 numbers, which are the 2 × 2 pixels of twice the
 // resolution. Weights (4, 3, 3, channels), bias (4).
 template <typename Number>
 void score_pixels(const Number* maps, long height, long width, long channels, const float* weights, const float* bias,
                   float* out, int threads) {
-  const long stride = (width + 2 + kLanes) / kLanes * kLanes + kLanes;  // of a channel's row, with its edge
+  constexpr long kStep = 2 * kLanes;  // pixels at a time: two sums of each number hide the latency of one
+  const long stride = (width + 2 + kStep) / kLanes * kLanes + kLanes;  // of a channel's row, with its edges
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> planes(3 * channels * stride);
+    long held[3] = {-2, -2, -2};  // which row each of the three is
 #pragma omp for schedule(static)
     for (long y = 0; y < height; ++y) {
+      const float* lines[3];
       for (long k = 0; k < 3; ++k) {
-        float* plane = planes.data() + k * channels * stride;
-        const long from = y + k - 1;
-        if (from < 0 || from >= height) {
+        const long from = y + k - 1, slot = (from + 3) % 3;
+        float* plane = planes.data() + slot * channels * stride;
+        lines[k] = plane;
+        if (held[slot] == from) continue;
+        if (from < 0 || from >= height)
           std::fill_n(plane, channels * stride, 0.0f);
-          continue;
-        }
-        const Number* row = maps + from * width * channels;
-        for (long x = 0; x < width; ++x)
-          for (long c = 0; c < channels; ++c) plane[c * stride + x + 1] = wide(row[x * channels + c]);
+        else
+          spread_channels(maps + from * width * channels, width, channels, stride, plane);
+        held[slot] = from;
       }
-      for (long x = 0; x < width; x += kLanes) {
-        Floats sums[4];
-        for (long o = 0; o < 4; ++o) sums[o] = Floats{} + bias[o];
+      for (long x = 0; x < width; x += kStep) {
+        Floats sums[4][2];
+        for (long o = 0; o < 4; ++o) sums[o][0] = sums[o][1] = Floats{} + bias[o];
         for (long k = 0; k < 9; ++k)
           for (long c = 0; c < channels; ++c) {
-            const Floats value = load(planes.data() + (k / 3 * channels + c) * stride + x + k % 3);
-            for (long o = 0; o < 4; ++o) sums[o] += weights[(o * 9 + k) * channels + c] * value;
+            const float* from = lines[k / 3] + c * stride + x + k % 3;
+            const Floats first = load(from), second = load(from + kLanes);
+            for (long o = 0; o < 4; ++o) {
+              const float weight = weights[(o * 9 + k) * channels + c];
+              sums[o][0] += weight * first;
+              sums[o][1] += weight * second;
+            }
           }
         for (long o = 0; o < 4; ++o)
-          for (long lane = 0; lane < std::min(kLanes, width - x); ++lane)
-            out[(2 * y + o / 2) * 2 * width + 2 * (x + lane) + o % 2] = sums[o][lane];
+          for (long pixel = 0; pixel < std::min(kStep, width - x); ++pixel)
+            out[(2 * y + o / 2) * 2 * width + 2 * (x + pixel) + o % 2] = sums[o][pixel / kLanes][pixel % kLanes];
       }
     }
   }
