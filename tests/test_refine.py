@@ -1,5 +1,7 @@
 """Refinement of matches on textures that are known between the pixels, so that the truth is exact."""
 
+import json
+
 import cv2
 import numpy as np
 import PIL.Image
@@ -300,6 +302,9 @@ def test_the_pipeline_refines_unless_told_not_to(tmp_path, views):
         assert np.array_equal(stored["covariances"], better.matches.refinement.covariances)
         assert stored["covariances"].shape == (len(better.matches), 2, 2)
         assert np.array_equal(stored["refinement"] == "refined", better.matches.refinement.accepted)
+    better.save(tmp_path / "better.json")
+    arrays = json.loads((tmp_path / "better.json").read_text())["arrays"]
+    np.testing.assert_allclose(arrays["covariances"], better.matches.covariances, rtol=1e-6)
 
 
 def test_resized_pixels_serve_where_the_file_is_not_at_hand():
@@ -311,3 +316,18 @@ def test_resized_pixels_serve_where_the_file_is_not_at_hand():
     found = matcher.load("nearest").refine(*images, matches_of(points0, shaken(move(points0), 1.0)))
     assert found.refinement.accepted.mean() > 0.9
     assert np.median(errors(found)) < 0.25
+
+
+def test_matches_of_networks_without_keypoints_are_refined_on_request(tmp_path):
+    """LoFTR's own refinement gives its positions; ours takes them from there if it is asked to."""
+    texture = Texture(shortest=8.0)
+    images = [matcher.read_image(saved(tmp_path / "0.png", texture.image()))]
+    images.append(matcher.read_image(saved(tmp_path / "1.png", texture.image(AFFINE))))
+    pipeline = matcher.Pipeline(config=matcher.PRESETS["loftr-outdoor"], extractor=list, matcher=list)
+    assert pipeline.config.refine is None
+    cells = grid().round()
+    found = pipeline.refine(*images, matches_of(cells, shaken(move(cells), 1.0)))
+    assert found.refinement.accepted.mean() > 0.9
+    assert np.median(errors(found)) < 0.15
+    again = pipeline.refine(*images, found)
+    assert np.abs(again.points1 - found.points1).max() < 0.3
