@@ -65,6 +65,11 @@ def test_a_made_up_disparity_is_measured(nearest, tmp_path):
     assert found["matcher_matches"] > 60 and found["tracker_points"] >= 60
     assert 0.3 < found["matcher_precision"] < 0.7
     assert 0.3 < found["tracker_precision"] < 0.7
+    # Only at the border of both disparities has a pixel nearby the other one; nothing lies behind anything.
+    wrong = (1 - found["tracker_precision"]) * found["tracker_points"]
+    assert 0 <= found["tracker_contours"] < 0.2 * wrong
+    assert found["inner_points"] == found["tracker_points"]
+    assert found["inner_precision"] == found["tracker_precision"]
     with pytest.raises(UsageError, match="disp2"):
         measure_disparity(tmp_path / "none", nearest)
 

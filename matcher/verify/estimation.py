@@ -216,9 +216,9 @@ def _homography(
         return None
     # OpenCV gives H[2, 2] = 1: where the first pixel lies beyond the horizon, all points would lie behind it.
     matrix = _facing(matrix, points0)
-    found = _transfer(points0, points1, matrix) <= threshold
-    refine = _refine_homography if covariances is None else adjusted_homography
-    matrix = _facing(_refined(refine, points0, points1, matrix, found, covariances), points0)
+    for refine in (_refine_homography, adjusted_homography)[: 1 if covariances is None else 2]:
+        found = _transfer(points0, points1, matrix) <= threshold
+        matrix = _facing(_refined(refine, points0, points1, matrix, found, covariances), points0)
     return _Model(matrix, _transfer(points0, points1, matrix) <= threshold)
 
 
@@ -234,7 +234,9 @@ def _transfer(points0: np.ndarray, points1: np.ndarray, homography: np.ndarray) 
     return np.nan_to_num(error, nan=np.inf)
 
 
-def _refine_homography(matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, _: None) -> np.ndarray:
+def _refine_homography(
+    matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, _: np.ndarray | None
+) -> np.ndarray:
     options = {"loss_type": "CAUCHY", "loss_scale": _LOSS_SCALE, "max_iterations": 50}
     return poselib.refine_homography(points0, points1, matrix, options)[0]
 

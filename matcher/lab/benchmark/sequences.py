@@ -129,7 +129,9 @@ def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
     Returns:
         `matcher_matches`, `matcher_precision`: number of matches whose left point has a known disparity, and
         the share of them within 2 px of it; `tracker_points`, `tracker_precision`: the same for the stereo
-        points of `Tracker.push_stereo`.
+        points of `Tracker.push_stereo`. Of these `tracker_contours` have a wrong disparity that is within 1
+        px that of a pixel at most 2 px away, as points on the contour of something nearer do; without all
+        points that have a farther one within 20 px `inner_points` and `inner_precision` are left.
     """
     ground_truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE)
     if ground_truth is None:
@@ -148,9 +150,36 @@ def measure_disparity(folder: Path, pipeline: Pipeline) -> dict[str, float]:
         disparity = ground_truth[y.clip(0, height - 1), x.clip(0, width - 1)] / 4.0
         known = disparity > 0
         expected = points0 - np.column_stack([disparity, np.zeros(len(points0))])
-        error = np.linalg.norm(points1 - expected, axis=1)[known]
-        table |= {names[0]: int(known.sum()), names[1]: float(np.mean(error <= NEAR)) if len(error) else 0.0}
-    return table
+        right = np.linalg.norm(points1 - expected, axis=1) <= NEAR
+        table |= {names[0]: int(known.sum()), names[1]: _share(right[known])}
+    found = (points0 - points1)[:, 0]  # of the tracker
+    wrong = known & ~right & _disparity_nearby(ground_truth / 4.0, points0, found)
+    inner = known & ~_beside_farther(points0, found)
+    return table | {
+        "tracker_contours": int(wrong.sum()),
+        "inner_points": int(inner.sum()),
+        "inner_precision": _share(right[inner]),
+    }
+
+
+def _share(right: np.ndarray) -> float:
+    return float(np.mean(right)) if len(right) else 0.0
+
+
+def _disparity_nearby(ground_truth: np.ndarray, points: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """(K,) whether a pixel at most 2 px away has the disparity that was found, within 1 px."""
+    padded = np.pad(ground_truth, 2)  # 0: unknown
+    x, y = np.rint(points).astype(int).T
+    height, width = ground_truth.shape
+    x, y = x.clip(0, width - 1), y.clip(0, height - 1)
+    around = np.stack([padded[y + j, x + i] for j in range(5) for i in range(5)], axis=1)
+    return ((around > 0) & (np.abs(around - found[:, None]) <= 1)).any(axis=1)
+
+
+def _beside_farther(points: np.ndarray, disparity: np.ndarray) -> np.ndarray:
+    """(K,) whether a point within 20 px is farther by more than a slanted surface would make it."""
+    distance = np.linalg.norm(points[:, None] - points, axis=2)
+    return ((distance <= 20) & (disparity[:, None] - disparity > NEAR + 0.3 * distance)).any(axis=1)
 
 
 def measure_latency(
