@@ -17,7 +17,7 @@ from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measu
 from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
 from matcher.lab.pairs.depth import DepthCamera, depth_at, reproject
-from matcher.lab.pairs.multiview import overlap_of
+from matcher.lab.pairs.multiview import draw_recorded, overlap_of
 from matcher.lab.pairs.protocols import DepthPair
 from matcher.lab.pairs.sets import SetOptions, data_folder, find_sets
 from matcher.verify.estimation import RobustEstimator
@@ -194,6 +194,30 @@ def test_pairs_of_unknown_frames_are_a_message(recorded):
     (recorded / "pairs.json").write_text('[{"image0": "7.png", "image1": "1.png", "overlap": 0.5}]')
     with pytest.raises(UsageError, match="both among"):
         find_sets(str(recorded), SetOptions())
+
+
+def test_pairs_are_drawn_by_the_angle_between_their_views(recorded):
+    turns = [-20, -10, 0, 10, 20]
+    frames = []
+    for turn in turns:
+        camera = pose(np.radians(turn), [0, 0, 0])
+        depth = (1000 * depth_map(camera, 2)).astype(np.uint16)
+        cv2.imwrite(str(recorded / "depth" / f"{turn}.png"), depth)
+        frames.append({"image": f"{turn}.png", "world_from_camera": np.linalg.inv(camera).tolist()})
+    (recorded / "cameras.json").write_text(json.dumps({"K": K.tolist(), "frames": frames}))
+    listed = [{"image0": "-10.png", "image1": "10.png", "overlap": 0.6}]
+    (recorded / "pairs.json").write_text(json.dumps(listed))
+    drawn = draw_recorded(recorded, 8, seed=3)
+    assert drawn.name == "room-angles"
+    kinds = [pair.more_groups[0] for pair in drawn.pairs]
+    assert kinds == ["angle 8–30°"] * 2 + ["angle 30–60°"] * 2
+    for pair in drawn.pairs:
+        first, second = (int(image.path.stem) for image in (pair.image0, pair.image1))
+        assert {first, second} != {-10, 10}
+        turned = abs(first - second)
+        assert (8 <= turned < 30) == (pair.more_groups[0] == "angle 8–30°")
+        assert 0.2 < min(overlap_of(pair.view0, pair.view1), overlap_of(pair.view1, pair.view0)) < 0.75
+    assert [pair.name for pair in draw_recorded(recorded, 8, seed=3).pairs] == [p.name for p in drawn.pairs]
 
 
 @needs_rooms

@@ -21,7 +21,13 @@ from matcher.lab.pairs.protocols import DepthPair, HomographyPair, PairImage, Pa
 
 OVERLAPS = (0.0, 0.3, 0.5, 1.01)  # bounds of the overlap groups
 ANGLES = (0, 15, 30, 60, 181)  # degrees between the optical axes
+DRAWN_ANGLES = (8, 30, 60, 110, 181)  # of pairs that are drawn, as many between each two
+DRAWN_OVERLAPS = (0.2, 0.75)  # between which they share their views, the smaller one of both directions
 MIN_OVERLAP = 0.15  # the smaller one of both directions; pairs below are left out
+_TRACKED = (
+    "The poses come from the headset's own tracking and reproject to within about 3 px over ten frames: rely "
+    "on the pose AUC and on precision@10 px"
+)
 _SAMPLING = 16  # pixels between the points by which overlap is measured
 
 
@@ -37,28 +43,41 @@ def is_rendered(folder: Path) -> bool:
 
 def read_recorded(folder: Path) -> list[PairSet]:
     """`images/`, `depth/`, `cameras.json` (K, frames with image and world_from_camera) and `pairs.json`."""
-    path = folder / "cameras.json"
-    cameras = read_object(path, ("K", "frames"))
-    K = read_array(cameras["K"], (3, 3), path)
-    frames, stride = {}, int(cameras.get("depth_step", 2))
-    for row in cameras["frames"]:
-        pose = np.linalg.inv(read_array(row["world_from_camera"], (4, 4), path))
-        depth = folder / "depth" / f"{Path(row['image']).stem}.png"
-        frames[row["image"]] = DepthCamera(depth, stride, K, pose)
-    pairs = []
+    frames, pairs = _frames(folder), []
     for row in read_rows(folder / "pairs.json", ("image0", "image1", "overlap")):
         names = row["image0"], row["image1"]
         if not set(names) <= frames.keys():
-            raise UsageError(f"{folder / 'pairs.json'}: {names} are not both among the frames of {path}")
-        sides = [PairImage(folder / "images" / name) for name in names]
-        views = [frames[name] for name in names]
-        groups = _overlap_group(row["overlap"]), _angle_group(*views)
-        pairs.append(depth_pair("-".join(Path(name).stem for name in names), groups, sides, views))
-    note = (
-        "The poses come from the headset's own tracking and reproject to within about 3 px over ten frames: "
-        "rely on the pose AUC and on precision@10 px"
-    )
-    return [PairSet(folder.resolve().name, "depth", tuple(pairs), note=note)]
+            raise UsageError(
+                f"{folder / 'pairs.json'}: {names} are not both among the frames of {folder / 'cameras.json'}"
+            )
+        pairs.append(_recorded_pair(folder, names, frames, row["overlap"], ANGLES))
+    return [PairSet(folder.resolve().name, "depth", tuple(pairs), note=_TRACKED)]
+
+
+def draw_recorded(folder: Path, count: int, seed: int) -> PairSet:
+    """Pairs that `pairs.json` does not list, drawn at random, as many of each kind of angle between views.
+
+    Args:
+        folder: as `read_recorded` reads it.
+        count: pairs in all, rounded down to as many of every kind; fewer where the frames have no more.
+        seed: of what is drawn.
+    """
+    frames, names = _frames(folder), ("image0", "image1")
+    listed = {frozenset(row[n] for n in names) for row in read_rows(folder / "pairs.json", names)}
+    wanted = count // (len(DRAWN_ANGLES) - 1)
+    drawn: dict[tuple[float, float], list[DepthPair]] = {}
+    for pair in np.random.default_rng(seed).permutation(list(combinations(frames, 2))).tolist():
+        views, angle = [frames[name] for name in pair], _angle(*(frames[name] for name in pair))
+        kind = drawn.setdefault(_between(angle, DRAWN_ANGLES), [])
+        if frozenset(pair) in listed or angle < DRAWN_ANGLES[0] or len(kind) == wanted:
+            continue
+        overlap = overlap_of(*views)
+        if overlap > DRAWN_OVERLAPS[0]:
+            overlap = min(overlap, overlap_of(*reversed(views)))
+        if DRAWN_OVERLAPS[0] < overlap < DRAWN_OVERLAPS[1]:
+            kind.append(_recorded_pair(folder, pair, frames, overlap, DRAWN_ANGLES))
+    pairs = [pair for _, kind in sorted(drawn.items()) for pair in kind]
+    return PairSet(f"{folder.resolve().name}-angles", "depth", tuple(pairs), note=_TRACKED)
 
 
 def read_rendered(folder: Path) -> list[PairSet]:
@@ -81,13 +100,39 @@ def read_rendered(folder: Path) -> list[PairSet]:
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= MIN_OVERLAP:
             light = "same light" if row0["light"] == row1["light"] else "different lights"
-            groups = _overlap_group(overlap), _angle_group(*views), light
+            groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
             posed.append(depth_pair(name, groups, sides, views))
     title = folder.resolve().name
     found = [PairSet(title, "depth", tuple(posed), oracle=True, note="Depth and poses are exact")]
     if relit:
         found.append(PairSet(f"{title}-light", "homography", tuple(relit), oracle=True))
     return found
+
+
+def _frames(folder: Path) -> dict[str, DepthCamera]:
+    """The views of a recorded set, by the names of their images."""
+    path = folder / "cameras.json"
+    cameras = read_object(path, ("K", "frames"))
+    K = read_array(cameras["K"], (3, 3), path)
+    frames, stride = {}, int(cameras.get("depth_step", 2))
+    for row in cameras["frames"]:
+        pose = np.linalg.inv(read_array(row["world_from_camera"], (4, 4), path))
+        depth = folder / "depth" / f"{Path(row['image']).stem}.png"
+        frames[row["image"]] = DepthCamera(depth, stride, K, pose)
+    return frames
+
+
+def _recorded_pair(
+    folder: Path,
+    names: Sequence[str],
+    frames: dict[str, DepthCamera],
+    overlap: float,
+    angles: Sequence[float],
+) -> DepthPair:
+    views = [frames[name] for name in names]
+    groups = _overlap_group(overlap), _angle_group(_angle(*views), angles)
+    sides = [PairImage(folder / "images" / name) for name in names]
+    return depth_pair("-".join(Path(name).stem for name in names), groups, sides, views)
 
 
 def depth_pair(
@@ -125,9 +170,14 @@ def _overlap_group(overlap: float) -> str:
     return f"overlap {100 * low:.0f}–{min(100, 100 * high):.0f} %"
 
 
-def _angle_group(view0: DepthCamera, view1: DepthCamera) -> str:
+def _angle(view0: DepthCamera, view1: DepthCamera) -> float:
+    """Degrees between the optical axes."""
     axes = view0.cam_from_world[2, :3] @ view1.cam_from_world[2, :3]
-    low, high = _between(np.degrees(np.arccos(np.clip(axes, -1, 1))), ANGLES)
+    return float(np.degrees(np.arccos(np.clip(axes, -1, 1))))
+
+
+def _angle_group(angle: float, bounds: Sequence[float]) -> str:
+    low, high = _between(angle, bounds)
     return f"angle {low}–{min(180, high)}°"
 
 

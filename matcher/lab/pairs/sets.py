@@ -28,17 +28,18 @@ _MULTIVIEW = {
     "kitchen": Path("multiview") / "val" / "kitchen",
     "bookstore": Path("multiview") / "val" / "bookstore_rendered",
 }
-NAMES = ("synthetic", "zoom", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview")
+_DRAWN = "kitchen-angles"  # other pairs of the kitchen than the listed ones
+NAMES = ("synthetic", "zoom", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
 
 
 @dataclass(frozen=True)
 class SetOptions:
     """Options of the sets."""
 
-    # At most so many; None: 400 synthetic, 100 zoom, 200 unrelated, all pairs of other sets.
+    # At most so many; None: 400 synthetic, 100 zoom, 200 unrelated, 240 kitchen-angles, all of other sets.
     pairs: int | None = None
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
-    seed: int = 0  # of synthetic, zoom and unrelated pairs
+    seed: int = 0  # of synthetic, zoom, unrelated and kitchen-angles pairs
     images: Path | None = None  # folder of the images that a list of pairs names
 
 
@@ -72,7 +73,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
     found = []
     for each in names:
         below = _PHOTOS if each in _MADE else Path("bench") / each
-        folder = root / _MULTIVIEW.get(each, below)
+        folder = root / _MULTIVIEW.get("kitchen" if each == _DRAWN else each, below)
         if not folder.is_dir():
             raise UsageError(
                 f"the set {each!r} is looked for in {folder}, which is absent; set {DATA_VARIABLE} to the "
@@ -80,6 +81,8 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
             )
         if each in _MADE:
             found.append(_MADE[each](find_images(folder), options))
+        elif each == _DRAWN:
+            found.append(multiview.draw_recorded(folder, options.pairs or 240, options.seed))
         else:
             found += _of_folder(folder, options)
     return found
