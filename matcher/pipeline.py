@@ -136,7 +136,9 @@ class Pipeline:
         given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
         originals = [partial(self._original, *one) for one in given]
         result = self._with_further_passes(result, images, originals, *cameras)
-        return self._with_guided(result, images) if self.passes.config.guided else result
+        if budget_ms is not None or not self.passes.config.guided:  # no plan knows what guided matching costs
+            return result
+        return self._with_guided(result, images)
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float

@@ -12,6 +12,7 @@ from matcher.cli import main
 from matcher.collection.reconstruction.reconstruct import Reconstruction
 from matcher.collection.reconstruction.sparse_models import SparseModel
 from matcher.lab.benchmark.collections import aligned
+from matcher.tiling import extraction
 
 pycolmap = pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")
@@ -46,6 +47,19 @@ def test_from_photos_to_a_model(made):
     with matcher.Collection.open(folder / "model-run").store as store:
         extractor = store.settings["config"]["extractor"]
     assert (extractor["max_keypoints"], extractor["resize"], extractor["keep"]) == (1500, 2048, "largest")
+
+
+def test_keypoints_by_tiles_make_a_model(made, tmp_path, monkeypatch):
+    folder, _, _ = made
+    monkeypatch.setattr(extraction, "TILE", 300)
+    photos = ("sfm", folder / "photos", "--out", tmp_path / "model")
+    assert run(*photos, *FAST, "--tiles", "--exclude", "broken.jpg") == 0
+    model = pycolmap.Reconstruction(str(tmp_path / "model" / "sparse" / "0"))
+    assert model.num_reg_images() == 5 and model.compute_mean_reprojection_error() < 1
+    with matcher.Collection.open(tmp_path / "model-run").store as store:
+        extractor = store.settings["config"]["extractor"]
+    assert (extractor["tiles"], extractor["resize"], extractor["max_keypoints"]) == (1500, None, 2048)
+    assert run("sfm", tmp_path / "model-run", "--out", tmp_path / "again", "--tiles") == 2
 
 
 def test_statistics_are_printed_and_written(made, capfd):

@@ -132,3 +132,10 @@ def test_other_geometries_and_failed_ones_are_left_alone(rng):
     few = replace(geometry, inliers=np.arange(60) < 11, planes=np.where(np.arange(60) < 11, 0, -1))
     assert with_guided(features0, features1, matches, few)[0] is matches
     assert SecondPassConfig().guided
+
+
+def test_a_time_budget_leaves_it_out(scene, monkeypatch):
+    pipeline = matcher.load("nearest-learned", geometry="homography", max_keypoints=256, second_pass=True)
+    monkeypatch.setattr("matcher.budget.pairs.plan", lambda chosen, images, *_: (chosen, images, None))
+    monkeypatch.setattr("matcher.pipeline.with_guided", lambda *_: pytest.fail("guided matching ran"))
+    assert len(pipeline.match(*scene, budget_ms=1000).matches) > 100
