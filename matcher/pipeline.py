@@ -136,9 +136,8 @@ class Pipeline:
         given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
         originals = [partial(self._original, *one) for one in given]
         result = self._with_further_passes(result, images, originals, *cameras)
-        if budget_ms is not None or not self.passes.config.guided:  # no plan knows what guided matching costs
-            return result
-        return self._with_guided(result, images)
+        guided = budget_ms is None and self.passes.config.guided  # no plan knows what it costs
+        return self._with_guided(result, images) if guided else result
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
