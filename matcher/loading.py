@@ -19,7 +19,7 @@ from matcher.passes.further import FurtherPasses
 from matcher.pipeline import Pipeline
 from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
 from matcher.presets import DEFAULT_PRESET, PRESETS
-from matcher.threads import bound_primitives
+from matcher.threads import bound_primitives, compute_alone_after_fork
 from matcher.verify.planes import build_estimator
 
 
@@ -58,13 +58,15 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own. The environment variable
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory.
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory. Processes that
+    are forked from this one compute on one thread, because the others do not exist there.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
         IntegrityError: weights that are absent or damaged.
     """
     bound_primitives()
+    compute_alone_after_fork()
     if preset not in PRESETS and (plugin := find_plugin(preset)) is not None:
         return _from_plugin(plugin, given_options(options))
     if preset not in PRESETS:

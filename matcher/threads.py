@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -32,3 +33,20 @@ def bound_primitives() -> None:
     nothing was computed before in this process.
     """
     os.environ.setdefault(_PRIMITIVES, _KEPT)
+
+
+@cache
+def compute_alone_after_fork() -> None:
+    """Let processes that are forked from this one compute on one thread.
+
+    Of the threads of OpenMP and torch only the one that forks exists in the child, which would wait for the
+    others for ever.
+    """
+
+    def alone() -> None:
+        os.environ.update(thread_environment(1))
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=alone)

@@ -164,6 +164,8 @@ def test_no_global_switches_and_no_import_by_string():
     def switches(name: str, module: ast.Module) -> list[str]:
         calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
         faults = [call for call in calls if GLOBAL_SWITCHES.fullmatch(call)]
+        if name == "matcher.threads":  # in forked processes only, which would wait for ever
+            faults.remove("torch.set_num_threads")
         if name != FACADE:
             faults += [
                 call for call in calls if call.endswith(("import_module", "__import__", "exec", "eval"))

@@ -26,6 +26,7 @@ from matcher.kernels.targets import (
     library_name,
     targets_of_machine,
 )
+from matcher.threads import compute_alone_after_fork
 
 SWITCH = "MATCHER_COMPILED"
 _AVX2 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
@@ -122,6 +123,7 @@ def _load(name: str) -> ctypes.CDLL | None:
             return None  # the system does not let this process use the matrix unit
     except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged
         return None
+    compute_alone_after_fork()
     return library
 
 

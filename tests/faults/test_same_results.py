@@ -66,6 +66,33 @@ def test_a_forked_process_gives_the_same(pairs):
     assert os.read(reading, 99) == b"true"
 
 
+FORKING = """
+import os, signal, sys
+import torch
+import matcher
+
+torch.set_num_threads(2)
+options = {} if sys.argv[1] == "nearest" else {"precision": "float32", "second_pass": False}
+pipe = matcher.load(sys.argv[1], max_keypoints=96, device="cpu", **options)
+points = lambda: pipe.match(*sys.argv[2:4]).points1.tolist()
+serial = points()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if points() == serial else 1)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("preset", [pytest.param("nearest", marks=pytest.mark.slow), "hybrid-learned"])
+def test_a_fork_of_a_process_with_threads_gives_the_same(pairs, preset):
+    """The threads are not there in the fork, which waited for them for ever."""
+    environment = {key: value for key, value in os.environ.items() if "NUM_THREADS" not in key}
+    command = [sys.executable, "-c", FORKING, preset, *map(str, pairs[0])]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+
+
 def test_two_spawned_processes_give_serial_results(pairs, tried):
     """Each imports the package and loads the preset anew."""
     serial = match_all("nearest", pairs[:2])
