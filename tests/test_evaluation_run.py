@@ -94,7 +94,7 @@ def test_tables_say_how_they_were_made(found):
     assert table["pairs"] == 12 and table["pairs_by_group"] == {"level 1": 6, "level 4": 6}
     assert table["estimator"] == {
         "geometry": "homography",
-        "method": "OpenCV USAC_MAGSAC, refined by PoseLib",
+        "method": "OpenCV USAC_MAGSAC, refined (weighed by covariances of refined matches)",
         "threshold_px": 3.0,
         "seeds": [0],
     }
@@ -104,7 +104,7 @@ def test_tables_say_how_they_were_made(found):
     assert difference["value"] == pytest.approx(1 - table["rows"][0]["all"]["recall@3 px"]["value"], abs=1e-5)
     text = as_markdown(table)
     assert (
-        "USAC_MAGSAC, refined by PoseLib at 3 px" in text
+        "USAC_MAGSAC, refined (weighed by covariances of refined matches) at 3 px" in text
         and "12 pairs, 0 skipped" in text
         and "| level 4 | 6 | oracle |" in text
     )

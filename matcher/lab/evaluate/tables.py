@@ -17,9 +17,9 @@ from matcher.lab.evaluate.run import GEOMETRY, Evaluation, FrontEndKey
 
 BASELINE = "nearest"
 _ESTIMATORS = {
-    "homography": "OpenCV USAC_MAGSAC, refined by PoseLib",
-    "essential": "PoseLib LO-RANSAC",
-    "fundamental": "OpenCV USAC_MAGSAC",
+    "homography": "OpenCV USAC_MAGSAC, refined (weighed by covariances of refined matches)",
+    "essential": "PoseLib LO-RANSAC, refined (weighed by covariances of refined matches)",
+    "fundamental": "OpenCV USAC_MAGSAC, refined (weighed by covariances of refined matches)",
 }
 
 
