@@ -61,6 +61,7 @@ def test_our_graphs_hold_all_their_arrays(tmp_path, monkeypatch, tried):
         return session(data, *arguments, **options)
 
     monkeypatch.setattr(runtime.onnxruntime, "InferenceSession", noted)
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))  # nothing is kept from before
     names = photos(tmp_path, 2)
     pipe = matcher.load("hybrid-learned", engine="onnx", max_keypoints=64)
     pipe.match(*(tmp_path / name for name in names))

@@ -128,6 +128,7 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
     with browser(1280, 1800) as page:
         page.open(address)
         page.wait("return document.querySelectorAll('input[type=file]').length >= 2", 120)
+        page.wait("return document.querySelector('#match')")
         page.click("#match")
         page.wait("return document.body.innerText.includes('Choose two photos first')")
         for side, view in enumerate(views):
