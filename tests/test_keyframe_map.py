@@ -1,7 +1,10 @@
 """Keyframes become a map: loops undo the drift of tracking, and later photos are localised in it."""
 
 import json
+import signal
+import threading
 from itertools import pairwise
+from time import perf_counter
 
 import numpy as np
 import PIL.Image
@@ -151,6 +154,30 @@ def test_loops_are_closed_while_the_sequence_goes_on(tmp_path, timing):
     assert closed.moved().max() > 0.05 and closed.moved()[0] < 1e-6  # it says which poses moved
     place.close()
     assert place.closed is not None  # what was found stays
+
+
+def test_no_frame_waits_for_a_search_that_does_not_end(tmp_path):
+    render_photos(tmp_path / "photos", count=5)
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest", loops="background", max_keypoints=100)
+    child = place._search._process
+    child.send_signal(signal.SIGSTOP)
+    rescue = threading.Timer(
+        8, child.send_signal, [signal.SIGCONT]
+    )  # so that waiting fails and does not hang
+    rescue.start()
+    begun, seconds = perf_counter(), []
+    try:
+        for index in range(12):
+            start = perf_counter()
+            place.add(frame(index, np.eye(4)), tmp_path / "photos" / f"photo{index % 5}.png")
+            assert place.closed is None
+            seconds.append(perf_counter() - start)
+        assert place._search.busy and place._search._next is not None  # a search was asked for
+        assert perf_counter() - begun < 7 and np.median(seconds) < 0.25
+    finally:
+        rescue.cancel()
+        child.send_signal(signal.SIGCONT)
+        place.close()
 
 
 def test_a_search_that_fails_leaves_the_loops_to_the_end(tmp_path, monkeypatch):

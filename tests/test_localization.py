@@ -1,6 +1,7 @@
 """Localisation against a map: photos of the place get their pose, others a reason, and nothing is guessed."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,3 +355,21 @@ def test_a_large_index_finds_what_comparing_all_finds():
     np.testing.assert_allclose(similarity, [1, 0.5, 0.35, 0.25], atol=0.04)
     whole = index.similar(features, 2000)[0]  # so many are asked for that all are compared
     assert whole[:4].tolist() == rows.tolist()
+
+
+def test_a_recording_holds_the_map_and_the_photos(made, tmp_path, monkeypatch, capfd):
+    folder, _ = made
+    file = tmp_path / "seen.rrd"
+    arguments = ("localize", folder / "model", folder / "queries", folder / "elsewhere", "--recording", file)
+    assert run(*arguments[:-1], tmp_path / "seen.txt") == 2 and ".rrd" in capfd.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "rerun", None)
+        assert run(*arguments) == 2 and not file.exists()
+        assert "pip install 'matcher-vision[rerun]'" in capfd.readouterr().err
+    pytest.importorskip("rerun")
+    assert run(*arguments) == 4  # one photo is of another place
+    data = file.read_bytes()
+    assert data.startswith(b"RRF") and [path.name for path in tmp_path.iterdir()] == ["seen.rrd"]
+    for entity in ("world/points", "world/map/photo0", "world/localized/photo2", "photos/wall"):
+        assert entity.encode() in data.replace(b"\\", b""), entity
+    assert run(*arguments) == 2 and "--overwrite" in capfd.readouterr().err

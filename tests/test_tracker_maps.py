@@ -38,6 +38,15 @@ def saved(walls, tmp_path_factory):
     return folder, tracker.save_map()
 
 
+def test_the_paths_before_and_after_are_recorded(saved, tmp_path):
+    pytest.importorskip("rerun")
+    file = saved[1].record(tmp_path / "paths.rrd")
+    data = file.read_bytes()
+    assert data.startswith(b"RRF") and list(tmp_path.iterdir()) == [file]
+    for entity in (b"world/tracked", b"world/adjusted", b"moved_by"):
+        assert entity in data
+
+
 def test_a_second_run_is_in_the_map_of_the_first(saved, walls):
     folder, closed = saved
     assert closed.frames.tolist() == list(range(12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matcher.errors import ImageError
     from matcher.localization.map import Map
     from matcher.localization.pose import Pose
+    from matcher.localization.recording import LocalizationRecording
 
 ModelFolder = Annotated[
     Path,
@@ -63,6 +65,14 @@ PlotFolder = Annotated[
     Path | None,
     typer.Option("--plot", metavar="DIR", help="Draw each photo beside the map image that it matches best."),
 ]
+RecordingPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--recording",
+        metavar="FILE.rrd",
+        help="Save a rerun recording: points and cameras of the map, each photo and its camera.",
+    ),
+]
 
 
 def localize(
@@ -74,6 +84,7 @@ def localize(
     rig: RigFile = None,
     neighbours: Neighbours = 10,
     plot: PlotFolder = None,
+    recording: RecordingPath = None,
     weights: options.Weights = None,
     frontend_weights: options.FrontEndWeights = None,
     precision: options.Precision = None,
@@ -95,11 +106,12 @@ def localize(
     named = _expand(photos)
     cameras = _cameras(camera, named)
     fixed = None if rig is None else read_rig_config(rig)
-    _check(output, plot, overwrite)
+    _check(output, plot, recording, overwrite)
     config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
-    with Map.open(model, run_dir=run, config=config, **chosen) as place:
-        found = _localize(place, named, cameras, fixed, plot, quiet=as_json)
+    opened = Map.open(model, run_dir=run, config=config, **chosen)
+    with opened as place, _recording(recording, place) as record:
+        found = _localize(place, named, cameras, fixed, plot, record, quiet=as_json)
     if output is not None:
         _write(output, found)
     if as_json:
@@ -116,6 +128,7 @@ def _localize(
     cameras: dict[str, Camera],
     rig: RigConfig | None,
     plot: Path | None,
+    record: LocalizationRecording | None,
     *,
     quiet: bool,
 ) -> dict[str, Pose]:
@@ -131,6 +144,8 @@ def _localize(
         found[name] = pose
         if plot is not None:
             plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
+        if record is not None:
+            record.add(name, named[name], pose)
         if not quiet:
             show(_line(name, pose))
     return {name: found[name] for name in named if name in found}
@@ -182,7 +197,14 @@ def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
     return found
 
 
-def _check(output: Path | None, plot: Path | None, overwrite: bool) -> None:
+def _recording(path: Path | None, place: Map) -> AbstractContextManager[LocalizationRecording | None]:
+    """What is written beside the poses, if anything; the file appears only if all goes well."""
+    from matcher.localization.recording import LocalizationRecording
+
+    return nullcontext() if path is None else LocalizationRecording(path, place)
+
+
+def _check(output: Path | None, plot: Path | None, recording: Path | None, overwrite: bool) -> None:
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_folder
     from matcher.data.named_poses import SUFFIXES
@@ -191,6 +213,8 @@ def _check(output: Path | None, plot: Path | None, overwrite: bool) -> None:
     import_pycolmap()
     if output is not None:
         check_output(output, SUFFIXES, overwrite=overwrite)
+    if recording is not None:
+        check_output(recording, (".rrd",), overwrite=overwrite)
     if plot is not None:
         check_folder(plot, overwrite=overwrite)
         plot.mkdir(exist_ok=True)

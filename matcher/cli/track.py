@@ -74,7 +74,8 @@ Outputs = Annotated[
     typer.Option(
         "--output",
         metavar="FILE.npz|.tum|.rrd",
-        help="Save tracks (.npz), a trajectory (.tum) or a rerun recording (.rrd); repeatable.",
+        help="Save tracks (.npz), a trajectory (.tum) or a rerun recording (.rrd; with --map also of the "
+        "path before and after loops, DIR/trajectory.rrd); repeatable.",
     ),
 ]
 Truth = Annotated[
@@ -135,7 +136,8 @@ def track(
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
         log.in_map, log.problem = load_map is not None, tracker.problem
     code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
-    save_map(tracker, terminated=ended is not None)
+    recorded = any(path.suffix.lower() == ".rrd" for path in output or [])
+    save_map(tracker, terminated=ended is not None, recorded=recorded)
     return code if ended is None else ended
 
 

@@ -103,10 +103,11 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str) -> Iterator[No
             tracker.keyframe_map.close()
 
 
-def save_map(tracker: Tracker, *, terminated: bool) -> None:
+def save_map(tracker: Tracker, *, terminated: bool, recorded: bool) -> None:
     """Make the map, where one is wanted, and print what it holds; poses are kept if that is interrupted.
 
-    `terminated`: the program was asked to end at once, so the map is left to be finished later.
+    `terminated`: the program was asked to end at once, so the map is left to be finished later;
+    `recorded`: the paths before and after loops were closed are also a recording, DIR/trajectory.rrd.
     """
     if tracker.keyframe_map is None:
         return
@@ -114,7 +115,10 @@ def save_map(tracker: Tracker, *, terminated: bool) -> None:
         _say_kept(tracker.keyframe_map)
         return
     try:
-        say(closing_of(tracker.save_map()))
+        closed = tracker.save_map()
+        say(closing_of(closed))
+        if recorded:
+            say(f"wrote {closed.record(tracker.keyframe_map.folder / 'trajectory.rrd')}")
     except (KeyboardInterrupt, SystemExit):
         _say_kept(tracker.keyframe_map)
         raise

@@ -60,9 +60,21 @@ class ClosedTrajectory:
         """Draw both paths from above and how far each pose was moved, as a PNG."""
         from matcher.sequence.closing_plot import plot_closing
 
+        return plot_closing(Path(path), self.before, self.after, self._joined())
+
+    def record(self, path: str | Path) -> Path:
+        """Write the same as a recording (.rrd) for the rerun viewer.
+
+        Raises:
+            UsageError: rerun is not installed.
+        """
+        from matcher.sequence.closing_recording import record_closing
+
+        return record_closing(Path(path), self.before, self.after, self._joined())
+
+    def _joined(self) -> list[tuple[int, int]]:
         rows = {index: row for row, index in enumerate(self.frames.tolist())}
-        loops = [(rows[first], rows[second]) for first, second, _ in self.loops]
-        return plot_closing(Path(path), self.before, self.after, loops)
+        return [(rows[first], rows[second]) for first, second, _ in self.loops]
 
     def moved(self) -> np.ndarray:
         """(F,) how far each pose was moved."""

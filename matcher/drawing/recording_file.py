@@ -1,0 +1,72 @@
+"""Files and live views of the rerun viewer."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from matcher.errors import UsageError, install_command
+
+
+class RecordingFile:
+    """A recording that appears whole when it is closed, or the viewer, which shows it as it grows."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        """Open.
+
+        Args:
+            path: an .rrd file, which is replaced when the recording is closed; None starts the viewer.
+
+        Raises:
+            UsageError: rerun is not installed, or there is no display for the viewer.
+        """
+        self.rr: Any = _rerun()
+        self._path = None if path is None else Path(path)
+        self._part: Path | None = None
+        self.stream = self.rr.RecordingStream("matcher")
+        if self._path is None:
+            _need_display()
+            self.stream.spawn()
+        else:
+            self._part = self._path.with_name(f".{self._path.name[:80]}.{secrets.token_hex(4)}.part")
+            self.stream.save(self._part)
+        self.stream.log("world", self.rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self.stream.flush()
+        self.stream.disconnect()
+        if self._part is not None and self._part.exists():
+            self._part.replace(self._path)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self.stream.disconnect()
+        if self._part is not None:
+            self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def _rerun() -> ModuleType:
+    try:
+        import rerun
+    except ModuleNotFoundError as error:
+        raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun')}") from error
+    return rerun
+
+
+def _need_display() -> None:
+    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
+        raise UsageError("there is no display for the viewer; write a recording (FILE.rrd) instead")

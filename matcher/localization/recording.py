@@ -1,0 +1,95 @@
+"""A recording of localised photos among the points and cameras of the map, for the rerun viewer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matcher.data.images import ImageInput, read_image
+from matcher.drawing.recording_file import RecordingFile
+from matcher.localization.pose import Pose
+
+if TYPE_CHECKING:
+    from matcher.data.camera import Camera
+    from matcher.localization.map import Map
+
+_QUALITY = 75  # of the photos' JPEG
+_SHOWN_SIZE = 640  # pixels of the longer side of a photo
+_POINTS = 200_000
+_POINT_COLOUR, _MAP_COLOUR, _INLIER_COLOUR = (150, 150, 150), (90, 90, 90), (46, 204, 64)
+_SIZE = 0.02  # distance of a drawn image from its camera, of the extent of the map's cameras
+
+
+class LocalizationRecording(RecordingFile):
+    """Points and cameras of a map; then each photo, its camera and its inliers, on a timeline of photos."""
+
+    def __init__(self, path: str | Path, place: Map) -> None:
+        """Open, and write the map.
+
+        Args:
+            path: an .rrd file, which appears whole when the recording is closed.
+            place: the map.
+
+        Raises:
+            UsageError: rerun is not installed.
+        """
+        super().__init__(path)
+        self._number = 0
+        model = place.model
+        back = np.linalg.inv(model.cam_from_world)
+        self._distance = _SIZE * max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
+        kept = model.xyz[:: 1 + len(model.xyz) // _POINTS]
+        self.stream.log("world/points", self.rr.Points3D(kept, colors=_POINT_COLOUR), static=True)
+        for name, world_from_cam, camera in zip(model.names, back, model.cameras, strict=True):
+            entity = ["world", "map", name]
+            self._log_camera(entity, world_from_cam, camera, _MAP_COLOUR, static=True)
+
+    def add(self, name: str, photo: ImageInput, pose: Pose) -> None:
+        """Add a photo; without a pose only its picture and the reason are written.
+
+        Raises:
+            ImageError: the photo cannot be read.
+        """
+        rr, entity = self.rr, ["world", "localized", name]
+        self.stream.set_time("photo", sequence=self._number)
+        self._number += 1
+        text = repr(pose) if pose.ok else f"no pose: {pose.reason}"
+        self.stream.log(["photos", name, "status"], rr.TextLog(f"{name}: {text}"))
+        shown = read_image(photo, resize=_SHOWN_SIZE)
+        picture = rr.Image(shown.pixels).compress(jpeg_quality=_QUALITY)
+        if not pose.ok:
+            self.stream.log(["photos", name, "image"], picture)
+            return
+        scale = np.asarray(shown.scale)
+        size = shown.pixels.shape[1], shown.pixels.shape[0]
+        self._log_camera(entity, pose.world_from_cam, pose.camera, _INLIER_COLOUR, scale=scale, size=size)
+        self.stream.log([*entity, "image"], picture)
+        # The image is drawn with the centre of its first pixel at (0.5, 0.5).
+        seen = (pose.points2d[pose.inliers] + 0.5) * scale
+        self.stream.log([*entity, "image", "inliers"], rr.Points2D(seen, colors=_INLIER_COLOUR, radii=2.0))
+        points = rr.Points3D(pose.points3d[pose.inliers], colors=_INLIER_COLOUR)
+        self.stream.log("world/inliers", points)
+
+    def _log_camera(
+        self,
+        entity: list[str],
+        world_from_cam: np.ndarray,
+        camera: Camera,
+        colour: tuple[int, int, int],
+        *,
+        scale: np.ndarray | None = None,
+        size: tuple[int, int] | None = None,
+        static: bool = False,
+    ) -> None:
+        rr: Any = self.rr
+        transform = rr.Transform3D(translation=world_from_cam[:3, 3], mat3x3=world_from_cam[:3, :3])
+        self.stream.log(entity, transform, static=static)
+        K = camera.K.copy()
+        K[:2, 2] += 0.5
+        if scale is not None:
+            K[:2] *= scale[:, None]
+        look = dict(image_plane_distance=self._distance, color=colour)
+        pinhole = rr.Pinhole(image_from_camera=K, resolution=size or camera.size, **look)
+        self.stream.log([*entity, "image"], pinhole, static=static)
