@@ -13,7 +13,7 @@ from matcher.collection.collection import Collection
 from matcher.collection.descriptors import file_path
 from matcher.collection.records import Counts
 from matcher.collection.runner import StageProgress
-from matcher.collection.settings import parse_shard
+from matcher.collection.settings import differences, parse_shard
 from matcher.collection.store import Store
 from matcher.collection.writer import Writer
 from matcher.data.camera import Camera
@@ -104,6 +104,15 @@ def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
     assert collect(folder, run_dir, "--sequential", 1) == 0
     with Store.open(run_dir) as store:
         assert store.counts() == Counts(5, 0, 0, 7, 0, 0)
+
+
+def test_a_part_that_a_run_lacks_is_as_if_it_were_off():
+    old = {"config": {"extractor": {"kind": "sift", "points": [1, 2]}}}
+    new = {"config": {"extractor": {"kind": "sift", "points": [1, 2], "tiles": None}}}
+    assert differences(old, new) == differences(new, old) == []
+    new["config"]["extractor"]["tiles"] = 20000
+    (found,) = differences(old, new)
+    assert "nothing in the run, 20000 now" in found
 
 
 def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, small_weights, capfd):

@@ -21,6 +21,7 @@ from matcher.tiling.shared import by_tiles
 from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
+_WITHOUT = ((None, _ABSENT), (_ABSENT, None))
 _SHOWN = 4  # settings that a message names
 
 
@@ -181,11 +182,14 @@ def _plain(value: Any) -> Any:
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, as text; empty if the run can continue."""
+    """The settings that differ, as text; empty if the run can continue.
+
+    What one of them lacks is as if it were None there: runs made before there was such a part are without it.
+    """
     return [
         f"{option_at(name.removeprefix('config.'))}: {_short(old)} in the run, {_short(new)} now"
         for name, old, new in _compared(stored, wanted, "")
-        if old != new
+        if old != new and (old, new) not in _WITHOUT
     ]
 
 
