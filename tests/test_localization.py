@@ -12,7 +12,7 @@ from collection_scene import render_photos, texture
 
 import matcher
 from matcher.cli import main
-from matcher.collection.reconstruction.given_poses import GivenPoses
+from matcher.collection.reconstruction.given_poses import GivenPoses, find_model
 from matcher.collection.reconstruction.reconstruct import reconstruct
 from matcher.collection.store import Store
 from matcher.data.camera import Camera
@@ -239,6 +239,41 @@ def test_an_image_that_has_changed_is_named(made, tmp_path):
             assert place.localize(folder / "queries" / QUERIES[0], CAMERA).ok
     finally:
         image.write_bytes(before)
+
+
+def test_poses_are_kept_where_the_pictures_of_the_map_are_gone(made, tmp_path, capfd):
+    folder, _ = made
+    out, drawn = tmp_path / "poses.json", tmp_path / "drawn"
+    (folder / "photos").rename(folder / "away")
+    try:
+        assert run("localize", folder / "model", folder / "queries", "--plot", drawn, "--output", out) == 4
+    finally:
+        (folder / "away").rename(folder / "photos")
+    error = capfd.readouterr().err
+    assert "photo2.png is not drawn" in error and "photo4.png is not drawn" in error
+    assert "cannot be opened" in error and sorted(read_named_poses(out)[0]) == list(QUERIES)
+    assert list(drawn.iterdir()) == []
+
+
+def test_a_model_without_points_and_a_run_of_another_preset_are_refused(made, tmp_path):
+    import pycolmap
+
+    folder, _ = made
+    bare = pycolmap.Reconstruction(find_model(folder / "model"))
+    for number in list(bare.point3D_ids()):
+        bare.delete_point3D(number)
+    (tmp_path / "bare").mkdir()
+    bare.write(tmp_path / "bare")
+    with pytest.raises(UsageError, match=r"has no points.*matcher sfm PHOTOS --poses"):
+        matcher.Map.open(tmp_path / "bare", run_dir=folder / "model-run")
+    other = matcher.Collection.open(tmp_path / "run", preset="nearest-learned", max_keypoints=200, workers=0)
+    other.add_images(folder / "photos")
+    other.extract(everything=True)
+    with pytest.raises(IntegrityError, match=r"not the 200 of the run.*reconstruct again"):
+        matcher.Map.open(folder / "model", run_dir=tmp_path / "run")
+    features = matcher.load("nearest-learned", max_keypoints=200).extract(folder / "queries" / QUERIES[0])
+    with matcher.Map.open(folder / "model") as place, pytest.raises(UsageError):
+        place.localize(features, CAMERA)
 
 
 def test_the_run_is_found_after_both_are_moved(made, tmp_path):

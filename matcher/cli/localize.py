@@ -111,7 +111,7 @@ def localize(
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
     opened = Map.open(model, run_dir=run, config=config, **chosen)
     with opened as place, _recording(recording, place) as record:
-        found = _localize(place, named, cameras, fixed, plot, record, quiet=as_json)
+        found, drawn = _localize(place, named, cameras, fixed, plot, record, quiet=as_json)
     if output is not None:
         _write(output, found)
     if as_json:
@@ -119,7 +119,7 @@ def localize(
         show(json.dumps({"model": str(model), "poses": rows}, allow_nan=False), always=True)
     else:
         show(f"{sum(pose.ok for pose in found.values())} of {len(named)} photos have a pose")
-    return 0 if sum(pose.ok for pose in found.values()) == len(named) else PARTIAL
+    return 0 if drawn and sum(pose.ok for pose in found.values()) == len(named) else PARTIAL
 
 
 def _localize(
@@ -131,24 +131,29 @@ def _localize(
     record: LocalizationRecording | None,
     *,
     quiet: bool,
-) -> dict[str, Pose]:
-    """The poses by name; photos that cannot be read are left out."""
+) -> tuple[dict[str, Pose], bool]:
+    """The poses by name, without photos that cannot be read, and whether every wanted drawing was made."""
     from matcher.errors import ImageError
     from matcher.localization.plot import plot_pose
 
     found: dict[str, Pose] = {}
+    drawn = True
     for name, pose in _poses(place, named, cameras, rig):
         if isinstance(pose, ImageError):
             complain(str(pose))
             continue
         found[name] = pose
         if plot is not None:
-            plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
+            try:
+                plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
+            except ImageError as error:  # the map needs its images only here, and poses are not lost for it
+                complain(f"{name} is not drawn: {error}")
+                drawn = False
         if record is not None:
             record.add(name, named[name], pose)
         if not quiet:
             show(_line(name, pose))
-    return {name: found[name] for name in named if name in found}
+    return {name: found[name] for name in named if name in found}, drawn
 
 
 def _poses(
