@@ -89,6 +89,17 @@ def test_an_unknown_focal_length_is_found(made):
         assert pose_error(pose, truth[QUERIES[0]])[0] < 0.3
 
 
+@pytest.mark.parametrize("focal", [100.0, 250.0, 1500.0])
+def test_a_wrong_camera_is_no_pose(made, focal):
+    folder, _ = made
+    wrong = replace(CAMERA, fx=focal, fy=focal)
+    with matcher.Map.open(folder / "model") as place:
+        pose = place.localize(folder / "queries" / QUERIES[0], wrong)
+        assert pose.status == "wrong_camera" and pose.cam_from_world is None
+        assert f"{focal:.0f} pixels" in pose.reason and "correct the camera, or give none" in pose.reason
+        assert place.localize(folder / "queries" / QUERIES[0], CAMERA).ok
+
+
 def test_a_photo_of_another_place_is_refused(made):
     folder, _ = made
     with matcher.Map.open(folder / "model") as place:

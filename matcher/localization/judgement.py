@@ -2,11 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from matcher.data.camera import Camera
 from matcher.localization.absolute_pose import Matches3d, PoseEstimate, log10_false_alarms, spread
 from matcher.localization.pose import PoseStatus
 from matcher.localization.settings import LocalizationConfig
+
+# A camera that is given is doubted where fewer of the keypoints than this share agree, and this many times as
+# many do with a focal length that is so many times longer or shorter.
+_DOUBTED_BELOW, _MORE, _OTHER_FOCAL = 0.6, 1.5, 1.15
+
+
+def doubt_camera(
+    verdict: tuple[PoseStatus, str, float],
+    estimate: PoseEstimate | None,
+    matches: Matches3d,
+    camera: Camera,
+    max_error: float,
+    config: LocalizationConfig,
+    estimate_freely: Callable[[], PoseEstimate | None],
+) -> tuple[PoseStatus, str, float]:
+    """The verdict, or "wrong_camera" where another focal length than the given one explains far more.
+
+    Args:
+        verdict: of `judge`.
+        estimate: with the given camera.
+        matches: M of them.
+        camera: the given one.
+        max_error: of an inlier, stored pixels.
+        config: what is asked of a pose.
+        estimate_freely: a pose with its focal length; called only where few agree with the given camera.
+    """
+    total = len(np.unique(matches.keypoints))
+    agreeing = _agreeing(estimate, matches)
+    if agreeing >= _DOUBTED_BELOW * total or (free := estimate_freely()) is None:
+        return verdict
+    more, given, found = _agreeing(free, matches), _focal(camera), _focal(free.camera)
+    if more < _MORE * agreeing or max(given, found) < _OTHER_FOCAL * min(given, found):
+        return verdict
+    if judge(free, matches, max_error, config, focal_known=False)[0] != "ok":
+        return verdict
+    return (
+        "wrong_camera",
+        f"{agreeing} of {total} matched keypoints agree with the camera that is given, of a focal length of "
+        f"{given:.0f} pixels, and {more} with one of {found:.0f}: correct the camera, or give none",
+        verdict[2],
+    )
+
+
+def _agreeing(estimate: PoseEstimate | None, matches: Matches3d) -> int:
+    return 0 if estimate is None else len(np.unique(matches.keypoints[estimate.inliers]))
+
+
+def _focal(camera: Camera) -> float:
+    return (camera.fx + camera.fy) / 2
 
 
 def judge(

@@ -17,7 +17,7 @@ from matcher.data.tensors import to_numpy
 from matcher.localization.absolute_pose import Matches3d, PoseEstimate, estimate_pose, refine_pose
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import judge
+from matcher.localization.judgement import doubt_camera, judge
 from matcher.localization.pose import Pose
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
@@ -149,6 +149,17 @@ class Localizer:
             if verdict is None or _count(estimate) > _count(best):
                 best = estimate
                 verdict = judge(estimate, matches, max_error, self.config, focal_known=known)
+        if known and verdict[0] != "too_few_matches":
+            free = any_camera(query.size)
+            verdict = doubt_camera(
+                verdict,
+                best,
+                matches,
+                query.camera,
+                max_error,
+                self.config,
+                lambda: estimate_pose(matches, free, focal_known=False, **how),
+            )
         return Attempt(table, matches, best, verdict)
 
     def _with_focal(self, estimate: PoseEstimate, matches: Matches3d, max_error: float) -> PoseEstimate:
