@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--max-keypoints", type=int, default=1024, help="latency uses 512")
     parser.add_argument("--frames", type=int, help="number of frames, of driving and latency")
     parser.add_argument("--budget-ms", type=float)
+    parser.add_argument("--map", type=Path, help="of latency: map keyframes into new folders below this one")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     if unknown := set(args.what) - set(KINDS):
@@ -61,6 +62,8 @@ def main() -> None:
         image = matcher.read_image(ROOT / "assets" / "view0.jpg").pixels
         for name, pipeline in pipelines(512).items():
             options = {"frames": args.frames or 200, "budget_ms": args.budget_ms}
+            if args.map:
+                options["map_folder"] = args.map / name
             say(f"latency {name}", sequences.measure_latency(image, pipeline, **options))
 
 

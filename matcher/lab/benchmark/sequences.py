@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import cv2
@@ -15,6 +16,7 @@ from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.pipeline import Pipeline
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.keyframe_map import KeyframeMap
 from matcher.sequence.log import TrackingLog
 from matcher.sequence.tracker import Tracker
 from matcher.sequence.tracks import TrackIds
@@ -189,6 +191,7 @@ def measure_latency(
     frames: int = 100,
     size: tuple[int, int] = (640, 480),
     budget_ms: float | None = None,
+    map_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Milliseconds of the stages over frames cut by a window that moves across an image.
 
@@ -198,25 +201,38 @@ def measure_latency(
         frames: number of frames; ten more are run first and not counted.
         size: (width, height) of a frame.
         budget_ms: as `Tracker` takes it.
+        map_folder: where the keyframes are mapped meanwhile, with loops looked for in the background; new.
 
     Returns:
-        stage → p50, p95, p99, max; under "choice" the settings that the budget led to.
+        stage → p50, p95, p99, max; under "choice" the settings that the budget led to; with `map_folder` also
+        "whole frame", with what the map takes, and how many "loops" were known before the end.
     """
     warm = 10
     if image.shape[1] <= size[0] or image.shape[0] <= size[1]:
         raise UsageError(f"the image must be larger than a frame of {size[0]} x {size[1]} pixels")
     focal = float(size[0])
-    camera = Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2)
-    tracker = Tracker(pipeline, camera, budget_ms=budget_ms)
+    camera = Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2, size)
+    keyframes = None if map_folder is None else KeyframeMap(map_folder, camera, loops="background")
+    tracker, took = Tracker(pipeline, camera, budget_ms=budget_ms, keyframe_map=keyframes), []
     room = np.array([image.shape[1] - size[0], image.shape[0] - size[1]])
     for index in range(warm + frames):
         if index == warm:
             tracker.forget_latency()
         phase = np.array([np.sin(index / 17), np.sin(index / 23)])
         x, y = np.rint((phase + 1) / 2 * room).astype(int)
-        tracker.push(np.ascontiguousarray(image[y : y + size[1], x : x + size[0]]))
+        frame, start = np.ascontiguousarray(image[y : y + size[1], x : x + size[0]]), perf_counter()
+        tracker.push(frame)
+        took.append(1e3 * (perf_counter() - start))
     choice = tracker.choice
-    return {**tracker.latency(), "choice": None if choice is None else str(choice)}
+    found = {**tracker.latency(), "choice": None if choice is None else str(choice)}
+    if keyframes is None:
+        return found
+    closed = keyframes.closed
+    keyframes.close()
+    whole = dict(
+        zip(("p50", "p95", "p99", "max"), np.percentile(took[warm:], [50, 95, 99, 100]), strict=True)
+    )
+    return {**found, "whole frame": whole, "loops": 0 if closed is None else len(closed.loops)}
 
 
 def _logged(results: Sequence[FrameResult]) -> TrackingLog:
