@@ -63,6 +63,7 @@ def main() -> None:
         for name, pipeline in pipelines(512).items():
             options = {"frames": args.frames or 200, "budget_ms": args.budget_ms}
             if args.map:
+                args.map.mkdir(parents=True, exist_ok=True)
                 options["map_folder"] = args.map / name
             say(f"latency {name}", sequences.measure_latency(image, pipeline, **options))
 
