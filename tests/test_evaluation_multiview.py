@@ -208,7 +208,7 @@ def test_pairs_are_drawn_by_the_angle_between_their_views(recorded):
     listed = [{"image0": "-10.png", "image1": "10.png", "overlap": 0.6}]
     (recorded / "pairs.json").write_text(json.dumps(listed))
     drawn = draw_recorded(recorded, 8, seed=3)
-    assert drawn.name == "room-angles"
+    assert drawn.name == "room_angles"
     kinds = [pair.more_groups[0] for pair in drawn.pairs]
     assert kinds == ["angle 8–30°"] * 2 + ["angle 30–60°"] * 2
     for pair in drawn.pairs:

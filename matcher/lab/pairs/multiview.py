@@ -77,7 +77,7 @@ def draw_recorded(folder: Path, count: int, seed: int) -> PairSet:
         if DRAWN_OVERLAPS[0] < overlap < DRAWN_OVERLAPS[1]:
             kind.append(_recorded_pair(folder, pair, frames, overlap, DRAWN_ANGLES))
     pairs = [pair for _, kind in sorted(drawn.items()) for pair in kind]
-    return PairSet(f"{folder.resolve().name}-angles", "depth", tuple(pairs), note=_TRACKED)
+    return PairSet(f"{folder.resolve().name}_angles", "depth", tuple(pairs), note=_TRACKED)
 
 
 def read_rendered(folder: Path) -> list[PairSet]:

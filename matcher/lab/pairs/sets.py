@@ -28,7 +28,7 @@ _MULTIVIEW = {
     "kitchen": Path("multiview") / "val" / "kitchen",
     "bookstore": Path("multiview") / "val" / "bookstore_rendered",
 }
-_DRAWN = "kitchen-angles"  # other pairs of the kitchen than the listed ones
+_DRAWN = "kitchen_angles"  # other pairs of the kitchen than the listed ones
 NAMES = ("synthetic", "zoom", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
 
 
@@ -36,10 +36,10 @@ NAMES = ("synthetic", "zoom", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multi
 class SetOptions:
     """Options of the sets."""
 
-    # At most so many; None: 400 synthetic, 100 zoom, 200 unrelated, 240 kitchen-angles, all of other sets.
+    # At most so many; None: 400 synthetic, 100 zoom, 200 unrelated, 240 kitchen_angles, all of other sets.
     pairs: int | None = None
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
-    seed: int = 0  # of synthetic, zoom, unrelated and kitchen-angles pairs
+    seed: int = 0  # of synthetic, zoom, unrelated and kitchen_angles pairs
     images: Path | None = None  # folder of the images that a list of pairs names
 
 
