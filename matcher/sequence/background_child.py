@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from matcher.errors import MatcherError
@@ -13,11 +14,19 @@ from matcher.errors import MatcherError
 _NICE = 10  # tracking goes first
 
 
+def _yield_to_all() -> None:
+    """Compute only while nobody else does: threads that wait for one that was put aside stand still too."""
+    os.nice(_NICE)
+    if hasattr(os, "SCHED_IDLE"):  # on Linux
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def main() -> None:
     """Take a task and then requests from the inherited socket, and send the answers, until it closes."""
     connection = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    os.nice(_NICE)
+    _yield_to_all()
     try:
         task = pickle.loads(connection.recv_bytes())
         answer = None

@@ -111,7 +111,8 @@ class KeyframeMap:
             camera: of the frames, which have one size; it is kept as it is.
             preset, options: of the map's features, as of `Collection.open`; photos are localised with them.
             loops: when they are looked for: at the "end", or after every few keyframes, in the "background"
-                (in a process of low priority, so that tracking need not wait) or "inline" (while tracking
+                (in a process that computes only while a core is free; with as many threads as cores a frame
+                may still take half a second, so leave tracking one thread fewer) or "inline" (while tracking
                 waits; the same result every time). `closed` then tells what is known.
             overwrite: the folder may hold files; those of an earlier map are replaced.
 
