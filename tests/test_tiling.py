@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from tiled_scene import HOMOGRAPHY, textured
 
 import matcher
 from matcher.cli import main
@@ -15,16 +16,10 @@ from matcher.data.images import read_image
 from matcher.tiling import extraction, tiled, windows
 from matcher.tiling.extraction import spread, tiled_features
 
-HOMOGRAPHY = np.array([[0.93, 0.12, 40.0], [-0.1, 0.95, 60], [2e-5, -1e-5, 1]])
-
 
 @pytest.fixture(scope="module")
 def scene() -> np.ndarray:
-    """600 x 480 pixels of texture at several sizes."""
-    rng = np.random.default_rng(8)
-    layers = [rng.integers(0, 255, (480 // k, 600 // k)).astype(np.float32) for k in (4, 10, 40)]
-    layers = [cv2.resize(layer, (600, 480), interpolation=cv2.INTER_CUBIC) for layer in layers]
-    return np.clip(sum(layers) / 3, 0, 255).astype(np.uint8)
+    return textured()
 
 
 @pytest.fixture
