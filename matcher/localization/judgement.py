@@ -89,7 +89,7 @@ def judge(
         return "no_model", f"no pose agrees with the {count} matches", 0.0
     size = estimate.camera.size
     inliers = estimate.inliers
-    agreeing = len(np.unique(matches.keypoints[inliers]))
+    agreeing = _agreeing(estimate, matches)
     alarms = log10_false_alarms(
         matches, inliers, float(size[0] * size[1]), max_error, focal_known=focal_known
     )

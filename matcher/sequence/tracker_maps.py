@@ -49,8 +49,8 @@ class TrackerMaps:
 
         Args:
             folder: of `save_map`, or any model that `Map.open` takes.
-            timing: "background": frames are localised in a process of low priority, so no frame waits;
-                "inline": at once, the same result every time.
+            timing: "background": frames are localised in a process that computes only while a core is free
+                (leave tracking one thread fewer than cores); "inline": at once, the same result every time.
             options: of `Map.open`.
 
         Raises:
