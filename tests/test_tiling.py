@@ -7,13 +7,13 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
-from tiled_scene import HOMOGRAPHY, textured
+from tiled_scene import HOMOGRAPHY, make_small, textured
 
 import matcher
 from matcher.cli import main
 from matcher.data.geometry import warp_points
 from matcher.data.images import read_image
-from matcher.tiling import extraction, tiled, windows
+from matcher.tiling import tiled, windows
 from matcher.tiling.extraction import spread, tiled_features
 
 
@@ -24,9 +24,7 @@ def scene() -> np.ndarray:
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles and windows so small that an ordinary image has many."""
-    monkeypatch.setattr(extraction, "TILE", 160)
-    monkeypatch.setattr(windows, "_OWN", 150)
+    make_small(monkeypatch)
 
 
 @pytest.fixture

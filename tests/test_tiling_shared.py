@@ -4,13 +4,13 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
-from tiled_scene import HOMOGRAPHY, textured
+from tiled_scene import HOMOGRAPHY, make_small, textured
 
 import matcher
 from matcher.cli import main
 from matcher.data.geometry import warp_points
 from matcher.errors import UsageError
-from matcher.tiling import extraction, shared, windows
+from matcher.tiling import shared
 from matcher.tiling.shared import WindowedMatcher, by_tiles
 
 
@@ -21,9 +21,7 @@ def scene() -> np.ndarray:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Tiles and windows so small that an ordinary image has many."""
-    monkeypatch.setattr(extraction, "TILE", 160)
-    monkeypatch.setattr(windows, "_OWN", 150)
+    make_small(monkeypatch)
     monkeypatch.setattr(shared, "_AS_ONE", 600)
     monkeypatch.setattr(shared, "_FIRST", 400)
 

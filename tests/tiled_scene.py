@@ -3,6 +3,8 @@
 import cv2
 import numpy as np
 
+from matcher.tiling import extraction, windows
+
 HOMOGRAPHY = np.array([[0.93, 0.12, 40.0], [-0.1, 0.95, 60], [2e-5, -1e-5, 1]])
 
 
@@ -12,3 +14,9 @@ def textured() -> np.ndarray:
     layers = [rng.integers(0, 255, (480 // k, 600 // k)).astype(np.float32) for k in (4, 10, 40)]
     layers = [cv2.resize(layer, (600, 480), interpolation=cv2.INTER_CUBIC) for layer in layers]
     return np.clip(sum(layers) / 3, 0, 255).astype(np.uint8)
+
+
+def make_small(monkeypatch) -> None:
+    """Tiles and windows so small that an ordinary image has many."""
+    monkeypatch.setattr(extraction, "TILE", 160)
+    monkeypatch.setattr(windows, "_OWN", 150)
