@@ -1,5 +1,6 @@
 // Softmax attention in bfloat16 on processors with AMX. The scores, weights and messages of 32 queries at a
-// time stay in the cache; no maximum is subtracted, so scores must be bounded, which is checked first.
+// time stay in the cache. Where the lengths of queries and keys bound the scores, no maximum is subtracted;
+// else it is found first, and the scores are computed twice.
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -97,13 +98,16 @@ inline void score(const uint16_t* query, const uint16_t* key, long width, float*
   _tile_stored(3, scores + 768, 64);
 }
 
-// 16 rows of 32 products as a tile of weights, whose sums are added to `total`; masked ones weigh nothing.
+// 16 rows of 32 products as a tile of weights, less what `shifts` takes off each row, whose sums are added to
+// `total`; masked ones weigh nothing.
 template <bool kMasked>
-inline void weigh(const float* scores, uint16_t* weights, float scale, float* total, uint32_t mask) {
+inline void weigh(const float* scores, uint16_t* weights, float scale, const float* shifts, float* total,
+                  uint32_t mask) {
   const __m512 s = _mm512_set1_ps(scale);
   for (int r = 0; r < 16; ++r) {
-    __m512 a = exp2_ps(_mm512_mul_ps(s, _mm512_load_ps(scores + r * 16)));
-    __m512 b = exp2_ps(_mm512_mul_ps(s, _mm512_load_ps(scores + 256 + r * 16)));
+    const __m512 shift = _mm512_set1_ps(shifts[r]);
+    __m512 a = exp2_ps(_mm512_fmsub_ps(s, _mm512_load_ps(scores + r * 16), shift));
+    __m512 b = exp2_ps(_mm512_fmsub_ps(s, _mm512_load_ps(scores + 256 + r * 16), shift));
     if (kMasked) {
       a = _mm512_maskz_mov_ps(mask & 0xffff, a);
       b = _mm512_maskz_mov_ps(mask >> 16, b);
@@ -113,9 +117,27 @@ inline void weigh(const float* scores, uint16_t* weights, float scale, float* to
   }
 }
 
+// The greatest scores of 32 queries, times `scale`.
+void find_greatest(const uint16_t* query, const uint16_t* keys, long m, long padded, long width, float scale,
+                   float* greatest) {
+  alignas(64) float scores[1024], most[kQueries * 16];
+  for (float& x : most) x = -INFINITY;
+  for (long j = 0; j < padded; j += kKeys) {
+    score(query, keys + j * width, width, scores);
+    const uint32_t there = m - j >= kKeys ? ~0u : (1u << (m - j)) - 1;
+    for (long r = 0; r < kQueries; ++r) {
+      const float* row = scores + r / 16 * 512 + r % 16 * 16;
+      __m512 x = _mm512_load_ps(most + r * 16);
+      x = _mm512_mask_max_ps(x, there & 0xffff, x, _mm512_load_ps(row));
+      _mm512_store_ps(most + r * 16, _mm512_mask_max_ps(x, there >> 16, x, _mm512_load_ps(row + 256)));
+    }
+  }
+  for (long r = 0; r < kQueries; ++r) greatest[r] = scale * _mm512_reduce_max_ps(_mm512_load_ps(most + r * 16));
+}
+
 // Weights of 32 queries by all keys as tiles of 16 by 32, and their sums.
 void weigh_all(const uint16_t* query, const uint16_t* keys, long m, long padded, long width, float scale,
-               uint16_t* weights, float* sums) {
+               const float* shifts, uint16_t* weights, float* sums) {
   alignas(64) float scores[2][1024], total[2][256] = {};
   score(query, keys, width, scores[0]);
   for (long j = 0; j < padded; j += kKeys) {
@@ -124,12 +146,12 @@ void weigh_all(const uint16_t* query, const uint16_t* keys, long m, long padded,
     if (j + kKeys < padded) score(query, keys + (j + kKeys) * width, width, scores[(j / kKeys + 1) % 2]);
     uint16_t *upper = weights + 16 * j, *lower = weights + 16 * (padded + j);
     if (m - j >= kKeys) {
-      weigh<false>(ready, upper, scale, total[0], 0);
-      weigh<false>(ready + 512, lower, scale, total[1], 0);
+      weigh<false>(ready, upper, scale, shifts, total[0], 0);
+      weigh<false>(ready + 512, lower, scale, shifts + 16, total[1], 0);
     } else {
       const uint32_t mask = (1u << (m - j)) - 1;
-      weigh<true>(ready, upper, scale, total[0], mask);
-      weigh<true>(ready + 512, lower, scale, total[1], mask);
+      weigh<true>(ready, upper, scale, shifts, total[0], mask);
+      weigh<true>(ready + 512, lower, scale, shifts + 16, total[1], mask);
     }
   }
   for (long r = 0; r < kQueries; ++r) sums[r] = _mm512_reduce_add_ps(_mm512_load_ps(total[r / 16] + r % 16 * 16));
@@ -167,28 +189,31 @@ void accumulate(const uint16_t* weights, const uint16_t* values, long padded, lo
 extern "C" int matcher_prepare() { return (int)syscall(SYS_arch_prctl, 0x1023, 18); }
 
 // out[h, i] = Σ_j exp(q_i · k_j / √width) v_j / Σ_j exp(…), for heads of `width` channels, a multiple of 32.
-// Returns 0, or 1 and leaves `out` alone if a score may be too large.
+// Returns 0, or 1 and leaves `out` alone if a query or a key is not finite.
 extern "C" int matcher_attend(const uint16_t* q, const uint16_t* k, const uint16_t* v, uint16_t* out,
                               const long* strides, long n, long m, long heads, long width, int threads) {
   const Rows query_rows{q, n, strides[0], strides[1]}, key_rows{k, m, strides[2], strides[3]};
   const Rows value_rows{v, m, strides[4], strides[5]};
   const long padded = (m + kKeys - 1) / kKeys * kKeys, blocks = (n + kQueries - 1) / kQueries;
   const float scale = 1.0f / std::sqrt((float)width);
-  int unsafe = 0;
-#pragma omp parallel for num_threads(threads) reduction(| : unsafe)
+  int large = 0, infinite = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : large, infinite)
   for (long h = 0; h < heads; ++h) {
     const float most = std::sqrt(longest(query_rows, h, width)) * std::sqrt(longest(key_rows, h, width));
-    unsafe |= !(most * scale < kSafeExponent);
+    large |= !(most * scale < kSafeExponent);
+    infinite |= !std::isfinite(most);
   }
-  if (unsafe) return 1;
+  if (infinite) return 1;
   const long packed = padded * width;
   uint16_t* keys = (uint16_t*)aligned_alloc(64, 4 * packed * heads);
   uint16_t* values = keys + packed * heads;
 #pragma omp parallel num_threads(threads)
   {
     configure_tiles();
+    const unsigned int rounding = _mm_getcsr();
+    _mm_setcsr(rounding | 0x8000);  // weights too small for ordinary numbers are 0; they would be slow
     uint16_t* weights = (uint16_t*)aligned_alloc(64, 2 * kQueries * padded);
-    alignas(64) float sums[kQueries], message[kQueries * kWidest];
+    alignas(64) float sums[kQueries], shifts[kQueries] = {}, message[kQueries * kWidest];
     alignas(64) uint16_t query[kQueries * kWidest];
 #pragma omp for schedule(static)
     for (long h = 0; h < heads; ++h) {
@@ -205,7 +230,8 @@ extern "C" int matcher_attend(const uint16_t* q, const uint16_t* k, const uint16
         else
           memset(query + r * width, 0, 2 * width);
       }
-      weigh_all(query, keys + h * packed, m, padded, width, scale * kLog2e, weights, sums);
+      if (large) find_greatest(query, keys + h * packed, m, padded, width, scale * kLog2e, shifts);
+      weigh_all(query, keys + h * packed, m, padded, width, scale * kLog2e, shifts, weights, sums);
       accumulate(weights, values + h * packed, padded, width, message);
       for (long r = 0; r < rows; ++r) {
         const __m512 share = _mm512_set1_ps(1.0f / sums[r]);
@@ -218,6 +244,7 @@ extern "C" int matcher_attend(const uint16_t* q, const uint16_t* k, const uint16
       }
     }
     free(weights);
+    _mm_setcsr(rounding);
     _tile_release();
   }
   free(keys);

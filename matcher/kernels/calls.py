@@ -27,8 +27,8 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         q: (…, heads, N, d) bfloat16 or float32 on the CPU. k, v: (…, heads, M, d).
 
     Returns:
-        (…, heads, N, d), N before heads in memory. None also if scores in bfloat16 may be too large for the
-        matrix unit's kernel, which does without their maximum.
+        (…, heads, N, d), N before heads in memory. None also if the matrix unit's kernel finds a number that
+        is not finite.
     """
     width, library, half = q.shape[-1], kernels(), q.dtype == torch.bfloat16
     suits = (half or q.dtype == torch.float32) and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
