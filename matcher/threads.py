@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+_GIVEN = "OMP_NUM_THREADS"  # set by the user: so many threads are wanted
+_VARIABLES = (_GIVEN, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _KEPT = "128"  # of torch's 1024; a pair of images takes some 40, and each is up to half a megabyte
 
@@ -20,10 +23,44 @@ def compute_threads() -> int:
     """Threads that this process may use: torch's where it is loaded, else OMP_NUM_THREADS or the cores."""
     if (torch := sys.modules.get("torch")) is not None:
         return torch.get_num_threads()
-    given = os.environ.get("OMP_NUM_THREADS", "")
+    given = os.environ.get(_GIVEN, "")
     if given.isdecimal() and int(given):
         return int(given)
+    return usable_cores()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_are_given() -> bool:
+    """Whether the user has said how many threads to use."""
+    return bool(os.environ.get(_GIVEN))
+
+
+@contextmanager
+def one_core_free() -> Iterator[None]:
+    """Leave a core to another process of ours, unless the user has said how many threads to use.
+
+    torch and OpenCV, as far as they are loaded, compute on a thread fewer than there are cores, and then
+    on as many as before. With as many threads as cores, one of them is put aside from time to time, and the
+    others wait for it.
+    """
+    most = max(1, usable_cores() - 1)
+    torch, cv2 = (None if threads_are_given() else sys.modules.get(name) for name in ("torch", "cv2"))
+    counts = torch.get_num_threads() if torch else 0, cv2.getNumThreads() if cv2 else 0
+    if counts[0] > most:
+        torch.set_num_threads(most)
+    if counts[1] > most:
+        cv2.setNumThreads(most)
+    try:
+        yield
+    finally:
+        if counts[0] > most:
+            torch.set_num_threads(counts[0])
+        if counts[1] > most:
+            cv2.setNumThreads(counts[1])
 
 
 def bound_primitives() -> None:

@@ -8,6 +8,7 @@ import PIL.Image
 import pytest
 from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 
+from matcher.cli.reconstructed import summary_lines
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
 from matcher.collection.reconstruction import reconstruct as reconstruction
@@ -207,20 +208,24 @@ def test_cameras_that_move_straight_ahead_are_mapped(tmp_path):
     assert made.registered == 8 and centre_error(made, poses) < 0.01
 
 
-def test_positions_in_headers_put_a_model_on_earth(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    store, poses = synthetic_store(np.random.default_rng(5), count=6)
-    metres = 10 * centres(poses)  # the scene is ten times as large
+def write_positions(store, metres):
+    """Photos whose headers say where they were taken, in metres east, north and up of one place."""
     for image, (east, north, up) in zip(store.images(), metres, strict=True):
-        latitude, longitude = 48 + north / 111_200, -(11 + east / 74_600)  # degrees have about that length
+        latitude, longitude = 48 + north / 111_200, east / 74_600 - 11  # degrees have about that length
         exif = PIL.Image.Exif()
         halves = [(value, 0.0, 0.0) for value in (latitude, -longitude)]
         exif[0x8825] = {1: "N", 2: halves[0], 3: "W", 4: halves[1], 5: b"\0", 6: 500 + up}
         image.path.parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.new("L", (1024, 768)).save(image.path, exif=exif)
-    latitude, longitude, altitude = read_gps(image.path)
-    assert (latitude, longitude) == (pytest.approx(48, abs=1e-2), pytest.approx(-11, abs=1e-2))
-    assert altitude == pytest.approx(500 + up, abs=1e-3)
+    return image.path, latitude, longitude, 500 + up
+
+
+def test_positions_in_headers_put_a_model_on_earth(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store, poses = synthetic_store(np.random.default_rng(5), count=6)
+    metres = 10 * centres(poses)  # the scene is ten times as large
+    path, *written = write_positions(store, metres)
+    assert read_gps(path) == pytest.approx(written, abs=1e-7)
     made = reconstruct(store, tmp_path / "model", threads=1).largest
     assert made.georegistration["images"] == 6 and made.georegistration["median_error_metres"] < 1
     found = np.array([centre for _, centre in sorted(made.centres().items())])
@@ -228,5 +233,32 @@ def test_positions_in_headers_put_a_model_on_earth(tmp_path, monkeypatch):
     np.testing.assert_allclose(distances, wanted, rtol=0.02, atol=0.5)  # metres
     kept = read_given_poses(tmp_path / "model", fixed=False)
     again = reconstruct(store, tmp_path / "again", poses=kept, threads=1).largest
-    assert again.georegistration == made.georegistration
+    assert again.georegistration["origin"] == made.georegistration["origin"]
     assert read_gps(tmp_path / "absent.jpg") is None
+
+
+def test_a_model_on_earth_stays_there_when_it_grows(tmp_path, monkeypatch):
+    """In metres east, north and up of the same origin, which is said and saved again."""
+    monkeypatch.chdir(tmp_path)
+    store, poses = synthetic_store(np.random.default_rng(5), count=8)
+    metres = 10 * centres(poses)
+    write_positions(store, metres)
+    names = [image.name for image in store.images()]
+    first = reconstruct(store, tmp_path / "first", only=names[:5], threads=1).largest
+    before = read_given_poses(tmp_path / "first", fixed=False)
+    grown = reconstruct(store, tmp_path / "second", poses=before, threads=1)
+    place = grown.largest.georegistration
+    assert place["origin"] == first.georegistration["origin"] and place["images"] == grown.largest.registered
+    assert place["images"] == 8 and place["median_error_metres"] < 1.5
+    expected = [read_gps(image.path) for image in store.images()]
+    enu = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(np.array(expected), *place["origin"]))
+    found = np.array([centre for _, centre in sorted(grown.largest.centres().items())])
+    assert np.linalg.norm(found - enu, axis=1).max() < 1  # of a scene of 160 m
+    (line,) = [line for line in summary_lines(grown, None) if "in metres, x east" in line]
+    assert "8 positions agree" in line
+    saved = read_given_poses(tmp_path / "second", fixed=False)
+    assert saved.georegistration == place
+    for image in store.images():
+        image.path.unlink()
+    again = reconstruct(store, tmp_path / "third", poses=saved, threads=1).largest
+    assert again.georegistration == place  # without headers the statement is kept

@@ -1,19 +1,25 @@
 """A tracker makes a map of its keyframes; a second run is localised in it, also from the command line."""
 
+import os
+
+import cv2
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from sequence_walls import BASELINE, make_walls, picture, write_pairs
 from sequence_walls import CAMERA as CAMERA_TEXT
 
 import matcher
 from matcher.cli import main
+from matcher.cli.track_maps import leave_a_core
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.sequence.background import start
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.map_tracking import LocalizedFrame, MapTracking
 from matcher.sequence.trajectory import read_poses
+from matcher.threads import thread_environment
 
 pytest.importorskip("pycolmap")
 CAMERA = Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
@@ -90,6 +96,73 @@ def test_no_frame_waits_for_the_map_in_the_background(saved, walls):
         np.testing.assert_allclose(result.map_from_cam[:3, 3], [0.55, 0, 0], atol=0.03)
     finally:
         tracker.unload_map()
+
+
+def test_beside_another_process_a_core_is_left_free(saved, walls, monkeypatch, tmp_path):
+    """Threads are fewer while a frame is tracked, and only then; a number that the user gave is kept."""
+    monkeypatch.setattr("matcher.threads.usable_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    counts, before = [], (torch.get_num_threads(), cv2.getNumThreads())
+    tracker = matcher.Tracker("nearest", CAMERA, **FAST)
+    extract = tracker._frames.extract
+
+    def counted(images):
+        counts.append((torch.get_num_threads(), cv2.getNumThreads()))
+        return extract(images)
+
+    monkeypatch.setattr(tracker._frames, "extract", counted)
+
+    def push():
+        counts.clear()
+        tracker.push(picture(walls, 0.5))
+        return set(counts)
+
+    torch.set_num_threads(4)
+    cv2.setNumThreads(4)
+    try:
+        assert push() == {(4, 4)}  # no map
+        tracker.load_map(saved[0], timing="inline")
+        assert push() == {(4, 4)}
+        tracker.load_map(saved[0])
+        assert push() == {(3, 3)} and (torch.get_num_threads(), cv2.getNumThreads()) == (4, 4)
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        assert push() == {(4, 4)}
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        tracker.unload_map()
+        tracker.keyframe_map = matcher.KeyframeMap(
+            tmp_path / "map", CAMERA, "nearest", loops="background", **FAST
+        )
+        assert push() == {(3, 3)}
+        tracker.keyframe_map.close()
+        assert push() == {(4, 4)}
+    finally:
+        tracker.unload_map()
+        torch.set_num_threads(before[0])
+        cv2.setNumThreads(before[1])
+
+
+def test_all_cores_for_tracking_are_the_users_choice(monkeypatch, caplog, walls, tmp_path):
+    monkeypatch.setattr("matcher.threads.usable_cores", lambda: 2)
+    monkeypatch.setattr("matcher.threads.compute_threads", lambda: 2)
+    arguments = (tmp_path, None, None, "background")
+
+    def said(engine=None):
+        caplog.clear()
+        with caplog.at_level("INFO", "matcher"):
+            leave_a_core(*arguments, budgeted=True, engine=engine)
+        return caplog.text
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "--threads 1 leaves it one" in said()
+    arguments = (tmp_path, "end", None, "background")
+    assert not said()  # nothing works beside it
+    arguments = (None, None, tmp_path, "background")
+    assert "--threads 1" in said()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert not said() and "OMP_NUM_THREADS" not in os.environ
+    for name in thread_environment(1):
+        monkeypatch.setenv(name, "")
+    assert not said("onnx") and os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_after_a_loss_the_map_is_found_anew(saved, walls):

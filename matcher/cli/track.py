@@ -18,9 +18,11 @@ from matcher.cli.track_maps import (
     Lookup,
     LoopTimes,
     MapFolder,
+    Threads,
     finish_map,
     is_unfinished,
     keyframe_map,
+    leave_a_core,
     maps_of,
     save_map,
 )
@@ -110,6 +112,7 @@ def track(
     load_map: LoadedMap = None,
     lookup: Lookup = "background",
     show_live: Show = False,
+    threads: Threads = None,
     overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
@@ -118,6 +121,9 @@ def track(
     A .tum trajectory holds world_from_cam poses, one line per frame: t x y z qx qy qz qw. A live camera runs
     until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
     """
+    options.limit_threads(threads)
+    budgeted = budget_ms is not None
+    leave_a_core(map_dir, loops, load_map, lookup, budgeted=budgeted, engine=given.get("engine"))
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker
 
@@ -126,7 +132,6 @@ def track(
         return finish_map(map_dir, any(each for each in others))
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
-    budgeted = budget_ms is not None
     keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)
     truth = _read_truth(ground_truth)
     frames_in = open_frames(source, right, rate, masks)
@@ -136,8 +141,7 @@ def track(
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
         log.in_map, log.problem = load_map is not None, tracker.problem
     code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
-    recorded = any(path.suffix.lower() == ".rrd" for path in output or [])
-    save_map(tracker, terminated=ended is not None, recorded=recorded)
+    save_map(tracker, terminated=ended is not None, outputs=output or [])
     return code if ended is None else ended
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from matcher.cli.messages import complain, say
+from matcher.cli.options import limit_threads
 from matcher.cli.tracked import closing_of
 
 if TYPE_CHECKING:
@@ -50,6 +51,17 @@ Lookup = Annotated[
     ),
 ]
 
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        min=1,
+        help="Number of CPU threads.  [default: all cores, but one while a process works on a map beside "
+        "tracking]",
+    ),
+]
+
 
 def keyframe_map(
     folder: Path | None,
@@ -80,8 +92,43 @@ def keyframe_map(
 
     import_pycolmap()
     options = {name: value for name, value in given.items() if name != "match_threshold"}
-    when = loops or ("background" if budgeted else "end")
+    when = loops or _default_loops(budgeted)
     return KeyframeMap(folder, camera, loops=when, overwrite=overwrite, **options)
+
+
+def _default_loops(budgeted: bool) -> str:
+    return "background" if budgeted else "end"
+
+
+def leave_a_core(
+    folder: Path | None,
+    loops: str | None,
+    load_map: Path | None,
+    lookup: str,
+    *,
+    budgeted: bool,
+    engine: str | None,
+) -> None:
+    """Where a process will work on a map beside tracking, see that it has a core; before torch is imported.
+
+    The tracker does so frame by frame; ONNX Runtime keeps the number of threads that it begins with. A number
+    that the user gave is kept, and what it does is said.
+    """
+    from matcher.threads import compute_threads, threads_are_given, usable_cores
+
+    mapped = folder is not None and (loops or _default_loops(budgeted)) == "background"
+    if not mapped and (load_map is None or lookup != "background"):
+        return
+    cores = usable_cores()
+    if not threads_are_given():
+        if engine == "onnx":
+            limit_threads(max(1, cores - 1))
+        return
+    if (given := compute_threads()) >= cores > 1:
+        say(
+            f"note: {given} threads on {cores} cores leave none to the process beside tracking, so single "
+            f"frames may take several times as long; --threads {cores - 1} leaves it one"
+        )
 
 
 @contextmanager
@@ -103,11 +150,11 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str) -> Iterator[No
             tracker.keyframe_map.close()
 
 
-def save_map(tracker: Tracker, *, terminated: bool, recorded: bool) -> None:
+def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:
     """Make the map, where one is wanted, and print what it holds; poses are kept if that is interrupted.
 
     `terminated`: the program was asked to end at once, so the map is left to be finished later;
-    `recorded`: the paths before and after loops were closed are also a recording, DIR/trajectory.rrd.
+    with a recording among the `outputs`, the paths before and after loops are one too, DIR/trajectory.rrd.
     """
     if tracker.keyframe_map is None:
         return
@@ -117,7 +164,7 @@ def save_map(tracker: Tracker, *, terminated: bool, recorded: bool) -> None:
     try:
         closed = tracker.save_map()
         say(closing_of(closed))
-        if recorded:
+        if any(path.suffix.lower() == ".rrd" for path in outputs):
             say(f"wrote {closed.record(tracker.keyframe_map.folder / 'trajectory.rrd')}")
     except (KeyboardInterrupt, SystemExit):
         _say_kept(tracker.keyframe_map)

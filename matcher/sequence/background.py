@@ -37,6 +37,7 @@ def start(task: Task, timing: Timing) -> Inline | Background:
 class Inline:
     """In this process, while the caller waits: the same answers every time."""
 
+    beside = False  # whether it needs a core of its own
     problem: str | None = None
 
     def __init__(self, task: Task) -> None:
@@ -63,6 +64,8 @@ class Inline:
 
 class Background:
     """In a child process. One request is worked on; of those that come meanwhile the last is kept."""
+
+    beside = True
 
     def __init__(self, task: Task) -> None:
         if os.name != "posix":

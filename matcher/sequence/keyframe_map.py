@@ -111,9 +111,10 @@ class KeyframeMap:
             camera: of the frames, which have one size; it is kept as it is.
             preset, options: of the map's features, as of `Collection.open`; photos are localised with them.
             loops: when they are looked for: at the "end", or after every few keyframes, in the "background"
-                (in a process that computes only while a core is free; with as many threads as cores a frame
-                may still take half a second, so leave tracking one thread fewer) or "inline" (while tracking
-                waits; the same result every time). `closed` then tells what is known.
+                (in a process that computes only while a core is free; a `Tracker` leaves it one, unless
+                OMP_NUM_THREADS says how many threads to use: with as many as cores a frame may take half a
+                second) or "inline" (while tracking waits; the same result every time). `closed` then tells
+                what is known.
             overwrite: the folder may hold files; those of an earlier map are replaced.
 
         Raises:
@@ -148,6 +149,11 @@ class KeyframeMap:
         made._search, made._closing, made._placed = None, None, kept.frames
         made._keyframe, made._kept = None, len(kept.frames)
         return made
+
+    @property
+    def beside(self) -> bool:
+        """Whether loops are looked for in a process beside this one."""
+        return self._search is not None and self._search.beside and self.problem is None
 
     @property
     def closed(self) -> ClosedTrajectory | None:

@@ -117,6 +117,11 @@ class MapTracking:
         step[:3, 3] *= 1.0 if scale is None else scale
         return last.map_from_cam @ step
 
+    @property
+    def beside(self) -> bool:
+        """Whether frames are localised in a process beside this one."""
+        return self._lookup.beside and self.problem is None
+
     def close(self) -> None:
         """End the work."""
         self._lookup.close()

@@ -153,7 +153,8 @@ class Tracker(TrackerMaps):
             ImageError: the image cannot be read; the tracker is unchanged, so None may be pushed instead.
             UsageError: an array or a timestamp that cannot be used; likewise.
         """
-        return self._push(frame, None, timestamp, mask)
+        with self._for_a_frame():
+            return self._push(frame, None, timestamp, mask)
 
     def push_stereo(
         self,
@@ -172,8 +173,9 @@ class Tracker(TrackerMaps):
             ImageError: also where the images differ in size.
         """
         if left is None or right is None:
-            return self._push(None, None, timestamp, None)
-        return self._push(left, right, timestamp, mask)
+            return self.push(None, timestamp)
+        with self._for_a_frame():
+            return self._push(left, right, timestamp, mask)
 
     def relocalise(
         self, frame: ImageInput, candidates: int = CANDIDATES, *, mask: Mask | None = None

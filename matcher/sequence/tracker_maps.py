@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -12,6 +13,7 @@ from matcher.errors import UsageError
 from matcher.options import LoadOptions
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.latency import StageTimes
+from matcher.threads import one_core_free
 
 if TYPE_CHECKING:
     from matcher.sequence.background import Timing
@@ -49,8 +51,9 @@ class TrackerMaps:
 
         Args:
             folder: of `save_map`, or any model that `Map.open` takes.
-            timing: "background": frames are localised in a process that computes only while a core is free
-                (leave tracking one thread fewer than cores); "inline": at once, the same result every time.
+            timing: "background": frames are localised in a process that computes only while a core is free;
+                tracking leaves it one, unless OMP_NUM_THREADS says how many threads to use. "inline": at
+                once, the same result every time.
             options: of `Map.open`.
 
         Raises:
@@ -76,6 +79,11 @@ class TrackerMaps:
         """Why nothing more is found in a map or of loops, None where all is well."""
         maps = [found for found in (self._in_map, self.keyframe_map) if found is not None]
         return next((found.problem for found in maps if found.problem is not None), None)
+
+    def _for_a_frame(self) -> AbstractContextManager[None]:
+        """While a frame is tracked: where another process works on maps, a core is left to it."""
+        maps = (self._in_map, self.keyframe_map)
+        return one_core_free() if any(each is not None and each.beside for each in maps) else nullcontext()
 
     def _mapped(self, result: FrameResult, frame: ImageInput) -> FrameResult:
         """The result with its pose in the loaded map; the map that is made takes it in."""

@@ -36,10 +36,33 @@ def georegister(pycolmap: Any, model: Any, positions: dict[str, list[float]]) ->
     if found is None:
         return None
     model.transform(found)
-    centres = np.array([model.image(named[name]).projection_center() for name in names])
+    return agreement(pycolmap, model, positions, given[0].tolist())
+
+
+def agreement(
+    pycolmap: Any, model: Any, positions: dict[str, list[float]], origin: list[float]
+) -> dict[str, Any] | None:
+    """How well the positions of photos agree with a model that is in metres east, north and up of an origin.
+
+    Args:
+        pycolmap: the module.
+        model: a `pycolmap.Reconstruction`.
+        positions: latitude, longitude and altitude by name of image.
+        origin: the same of (0, 0, 0).
+
+    Returns:
+        The origin, how many positions agree and their median error; None where no image has a position.
+    """
+    numbers = {model.image(number).name: number for number in model.reg_image_ids()}
+    names = sorted(numbers.keys() & positions.keys())
+    if not names:
+        return None
+    given = np.array([positions[name] for name in names], dtype=np.float64)
+    metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *origin))
+    centres = np.array([model.image(numbers[name]).projection_center() for name in names])
     errors = np.linalg.norm(centres - metres, axis=1)
     return {
-        "origin": given[0].tolist(),  # latitude, longitude, altitude of (0, 0, 0); x east, y north, z up
+        "origin": list(origin),  # latitude, longitude, altitude of (0, 0, 0); x east, y north, z up
         "images": int((errors < _NEAR).sum()),
         "median_error_metres": float(np.median(errors)),
     }

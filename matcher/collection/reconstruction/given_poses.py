@@ -59,9 +59,10 @@ def _georegistration(folder: Path) -> dict[str, Any] | None:
     """Where on Earth the coordinates of a model of ours are, None where it does not say."""
     try:
         found = read_summary(folder)["models"][0]["georegistration"]
-    except (KeyError, IndexError, TypeError):
+        origin = np.array(found["origin"], dtype=np.float64)
+    except (KeyError, IndexError, TypeError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if origin.shape == (3,) and np.isfinite(origin).all() else None
 
 
 def is_model(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from matcher.collection.reconstruction.certainty import keep_certain
-from matcher.collection.reconstruction.georegistration import georegister
+from matcher.collection.reconstruction.georegistration import agreement, georegister
 from matcher.collection.reconstruction.rigs import (
     calibrate_rig,
     frames_to_begin_with,
@@ -32,7 +32,8 @@ def main() -> None:
 
     Job: `database`, `images` (folder that only colours are taken from; it may be absent), `output` (an
     existing folder), `mapper` (incremental, global, or triangulate for points only), `poses` (None, or those
-    to start from: name → cam_from_world (3, 4)), `positions` (name → latitude, longitude, altitude),
+    to start from: name → cam_from_world (3, 4)), `positions` (name → latitude, longitude, altitude), `origin`
+    (None, or the position that the poses to start from are metres east, north and up of),
     `fixed_cameras` (numbers of those that are not refined), `min_images` of a model, `threads` (−1: all),
     `seed`, `verify` (run COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond
     which an observation is uncertain), `deviations` (the file that says how uncertain each is), `rig` (None,
@@ -61,7 +62,7 @@ def main() -> None:
     for number, model in enumerate(ordered):
         folder = output / "sparse" / str(number)
         folder.mkdir(parents=True)
-        place = georegister(pycolmap, model, job["positions"])
+        place = _place(pycolmap, model, job, number)
         model.write_binary(str(folder))
         described.append(_described(model) | {"georegistration": place})
     if ordered:
@@ -70,6 +71,15 @@ def main() -> None:
         ordered[0].export_PLY(str(output / "points.ply"))
         _write_cloud(ordered[0], output / CLOUD)
     (output / RESULT).write_text(json.dumps(described), encoding="utf-8")
+
+
+def _place(pycolmap: Any, model: Any, job: dict[str, Any], number: int) -> dict[str, Any] | None:
+    """Where on Earth a model is; one that is continued stays where it was, so it is only compared."""
+    if job["poses"] is None:
+        return georegister(pycolmap, model, job["positions"])
+    if job["origin"] is None or number > 0:
+        return None
+    return agreement(pycolmap, model, job["positions"], job["origin"])
 
 
 def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:

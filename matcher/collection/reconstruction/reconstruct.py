@@ -108,9 +108,8 @@ def reconstruct(
         only = _check_poses(store, poses, only, choice)
         job["mapper"] = "triangulate" if poses.fixed else job["mapper"]
         choice = replace(choice or CameraChoice(), known=poses.cameras, refine_known=not poses.fixed)
-    job["poses"] = None if poses is None else _listed(poses)
-    job["positions"] = _positions(store, only) if poses is None else {}
     place = None if poses is None else poses.georegistration
+    job |= _world(store, only, poses)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         report, models = _mapped(store, out, part, job, choice, only, place)
         while _is_incomplete(store, only, models, on_incomplete):
@@ -193,8 +192,16 @@ def _positions(store: Store, only: Collection[str] | None) -> dict[str, tuple[fl
     return {name: position for name, position in found.items() if position is not None}
 
 
-def _listed(poses: GivenPoses) -> dict[str, list[list[float]]]:
-    return {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()}
+def _world(store: Store, only: Collection[str] | None, poses: GivenPoses | None) -> dict[str, Any]:
+    """The part of the child's job that says where the world's coordinates come from."""
+    if poses is None:
+        return {"poses": None, "origin": None, "positions": _positions(store, only)}
+    place = poses.georegistration
+    return {
+        "poses": {name: np.asarray(pose)[:3].tolist() for name, pose in poses.cam_from_world.items()},
+        "origin": None if place is None else place["origin"],
+        "positions": {} if place is None else _positions(store, only),
+    }
 
 
 def _empty(folder: Path) -> None:

@@ -57,7 +57,7 @@ def read_described(
     if not described:
         return ()
     if place is not None:  # the coordinates are those of the model that the poses come from
-        described[0]["georegistration"] = dict(place)
+        described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
     models = tuple(_model(row) for row in described)
     _write_summary(part / SUMMARY, report, described, run)
     with np.load(part / CLOUD) as cloud:
