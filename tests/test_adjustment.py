@@ -13,7 +13,7 @@ from matcher.data.geometry import warp_points
 from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import UsageError
 from matcher.pipeline import Pipeline
-from matcher.verify.distances import epipolar_distance, fundamental_from_pose
+from matcher.verify.distances import epipolar_distance, fundamental_from_pose, in_front, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.planes import PlanesEstimator
 
@@ -122,6 +122,39 @@ def test_the_true_matrix_stays_where_it_is(rng):
     true = fundamental_from_pose(CAMERA.K, OTHER.K, pose())
     true /= np.linalg.norm(true)
     assert min(np.abs(found.matrix - sign * true).max() for sign in (1, -1)) < 1e-8
+
+
+def test_inliers_of_a_weighed_pose_are_its_own():
+    config = EstimationConfig(kind="essential")
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        points0, points1, _, clean1, true = two_views(rng, 300, outliers=0.3, noise=0.8)
+        covariances = np.where(np.arange(300) % 3 == 0, 0.02, 1.0)[:, None, None] * np.eye(2)
+        points1[true & (np.arange(300) % 3 == 0)] = clean1[true & (np.arange(300) % 3 == 0)]
+        found = estimate("essential", points0, points1, covariances=covariances)
+        known = tuple(np.linalg.inv(camera.K) for camera in (CAMERA, OTHER))
+        matrix = fundamental_from_pose(CAMERA.K, OTHER.K, found.cam1_from_cam0)
+        near = sampson(points0, points1, matrix) <= config.max_epipolar_error
+        front = in_front(points0, points1, known, found.cam1_from_cam0)
+        np.testing.assert_array_equal(found.inliers, near & front)
+        assert found.inliers[true].mean() > 0.6
+
+
+def test_rays_meet_in_front_of_both_cameras_or_not(rng):
+    cam1_from_cam0, known = pose(), tuple(np.linalg.inv(camera.K) for camera in (CAMERA, OTHER))
+    depths = np.concatenate([rng.uniform(3, 8, 50), rng.uniform(-8, -3, 50)])
+    rays = rng.uniform((-0.5, -0.4, 1), (0.5, 0.4, 1), (100, 3))
+    other = rays * depths[:, None] @ cam1_from_cam0[:3, :3].T + cam1_from_cam0[:3, 3]
+    points = [(p @ K.T)[:, :2] / p[:, 2:] for p, K in ((rays, CAMERA.K), (other, OTHER.K))]
+    np.testing.assert_array_equal(in_front(*points, known, cam1_from_cam0), depths > 0)
+    assert not in_front(points[0][:50], points[1][:50], known, _reversed(cam1_from_cam0)).any()
+
+
+def _reversed(cam1_from_cam0: np.ndarray) -> np.ndarray:
+    """The pose with the camera on the other side: every scene lies behind."""
+    changed = cam1_from_cam0.copy()
+    changed[:3, 3] *= -1
+    return changed
 
 
 def test_planes_are_weighed_too():

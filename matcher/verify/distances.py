@@ -32,3 +32,26 @@ def sampson(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -
     lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
     slope = np.sqrt(np.sum(lines0[:, :2] ** 2, axis=1) + np.sum(lines1[:, :2] ** 2, axis=1))
     return np.abs(np.sum(lines1 * lifted1, axis=1)) / np.maximum(slope, 1e-300)
+
+
+def in_front(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    inverse_calibrations: tuple[np.ndarray, np.ndarray],
+    cam1_from_cam0: np.ndarray,
+) -> np.ndarray:
+    """(N,) bool: matches whose rays come nearest to each other in front of both cameras.
+
+    Args:
+        points0, points1: (N, 2) pixels.
+        inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1.
+        cam1_from_cam0: (4, 4).
+    """
+    sides = zip((points0, points1), inverse_calibrations, strict=True)
+    rays = [np.column_stack([points, np.ones(len(points))]) @ inverse.T for points, inverse in sides]
+    first, second = (ray / np.linalg.norm(ray, axis=1, keepdims=True) for ray in rays)
+    first = first @ cam1_from_cam0[:3, :3].T
+    # The lengths a, b of least |a first + t − b second|, times a positive number.
+    cosine = np.sum(first * second, axis=1)
+    along0, along1 = -first @ cam1_from_cam0[:3, 3], second @ cam1_from_cam0[:3, 3]
+    return (along0 + cosine * along1 > 0) & (cosine * along0 + along1 > 0)

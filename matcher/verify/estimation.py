@@ -20,7 +20,7 @@ from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.verify.adjustment import adjusted_fundamental, adjusted_homography, adjusted_pose
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line, only_rotates
-from matcher.verify.distances import fundamental_from_pose, sampson
+from matcher.verify.distances import fundamental_from_pose, in_front, sampson
 from matcher.verify.undistortion import undistort
 
 _MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points that fix the model
@@ -301,11 +301,14 @@ def _essential(
     cam1_from_cam0[:3, 3] = pose.t / length
     inliers = np.asarray(report["inliers"], dtype=bool)
     if covariances is not None:
-        known = tuple(np.linalg.inv(camera.K) for camera in cameras)
+        known = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
 
         def refine(pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
             return adjusted_pose(pose, known, *matches)
 
         cam1_from_cam0 = _refined(refine, points0, points1, cam1_from_cam0, inliers, covariances)
+        fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, cam1_from_cam0)
+        inliers = sampson(points0, points1, fundamental) <= threshold
+        inliers &= in_front(points0, points1, known, cam1_from_cam0)
     essential = fundamental_from_pose(np.eye(3), np.eye(3), cam1_from_cam0)
     return _Model(essential, inliers, cam1_from_cam0)
