@@ -15,10 +15,10 @@ import os, sys
 from matcher.collection import runner
 from matcher.collection.collection import Collection
 
-folder, run, workers, keypoints = sys.argv[1:]
+folder, run, workers, keypoints, preset = sys.argv[1:]
 
 def drive():
-    options = {"preset": "nearest", "max_keypoints": int(keypoints), "device": "cpu"}
+    options = {"preset": preset, "max_keypoints": int(keypoints), "device": "cpu"}
     found = Collection.open(run, workers=int(workers), **options)
     found.add_images(folder)
     found.add_pairs(exhaustive=True)
@@ -40,8 +40,10 @@ for line in sys.stdin:
 class Nursery:
     """Starts runs; `said` holds what the present one has acknowledged."""
 
-    def __init__(self, folder: Path, run: Path, workers: int, keypoints: int = 150) -> None:
-        command = [sys.executable, "-c", NURSERY, *map(str, (folder, run, workers, keypoints))]
+    def __init__(
+        self, folder: Path, run: Path, workers: int, keypoints: int = 150, preset: str = "nearest"
+    ) -> None:
+        command = [sys.executable, "-c", NURSERY, *map(str, (folder, run, workers, keypoints, preset))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)

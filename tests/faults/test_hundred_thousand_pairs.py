@@ -42,17 +42,17 @@ def stop(process: int, held: list) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "keypoints", "seconds"),
+    ("preset", "seconds"),
     [
-        pytest.param((120, 90), 64, (3, 20), id="every-few-seconds"),  # three minutes of work
-        pytest.param((240, 180), 256, (30, 90), id="every-minute"),  # ten minutes and more
+        pytest.param("nearest", (3, 20), id="every-few-seconds"),  # three minutes of work
+        pytest.param("hybrid-learned", (30, 90), id="every-minute"),  # a quarter of an hour and more
     ],
 )
-def test_a_hundred_thousand_pairs_killed_again_and_again(tmp_path, capsys, tried, size, keypoints, seconds):
+def test_a_hundred_thousand_pairs_killed_again_and_again(tmp_path, capsys, tried, preset, seconds):
     """What was said to be done, and what was on disk after a kill, is there at the end, to the bit."""
     folder, run, rng, held, kills = tmp_path / "photos", tmp_path / "run", random.Random(1), [], []
-    photos(folder, IMAGES, size=size)
-    nursery, before = Nursery(folder, run, workers=0, keypoints=keypoints), {}
+    photos(folder, IMAGES, size=(120, 90))
+    nursery, before = Nursery(folder, run, workers=0, keypoints=64, preset=preset), {}
     while len(before) < IMAGES * (IMAGES - 1) // 2:
         nursery.begin()
         timer = Timer(rng.uniform(*seconds), stop, (nursery.child, held))
