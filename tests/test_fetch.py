@@ -237,7 +237,12 @@ def shelf(site, tmp_path, monkeypatch) -> Published:
     row = {
         "name": preset, "preset": preset, "megabytes": 1.5, "licence": "only for looking at",
         "commercial": False, "source": "a test", "paper": "none",
-        "files": [{"urls": [site.url("peer.pt")], "sha256": sha256(site.files["peer.pt"])}],
+        "files": [
+            {
+                "urls": [site.url("peer.pt")],
+                "sha256": sha256(site.files["peer.pt"]), "sha256_from": "measured",
+            }
+        ],
     }  # fmt: skip
     monkeypatch.setattr(catalogue, "CATALOGUE", tmp_path / "catalogue.toml")
     write_catalogue(tmp_path / "catalogue.toml", row)
@@ -357,6 +362,27 @@ def test_an_unknown_hash_is_reported(shelf, site, tmp_path, capfd):
     assert f"sha256 {sha256(site.files['peer.pt'])} (not checked, since no expected value is known" in out
 
 
+def test_what_is_pinned_must_come(shelf, site, capfd):
+    """Another file than the catalogue's is refused from the first download on; nothing of it stays."""
+    other = {name: tensor + 1 for name, tensor in torch.load(io.BytesIO(site.files["peer.pt"])).items()}
+    torch.save(other, buffer := io.BytesIO())
+    site.files["peer.pt"] = buffer.getvalue()
+    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 5
+    error = capfd.readouterr().err
+    assert f"sha256 {sha256(buffer.getvalue())} instead of {shelf.files[0].sha256}" in error
+    assert "`matcher weights import FILE --preset lightglue-xfeat`" in error
+    assert {path.name for path in shelf.folder.iterdir()} == {".lock"}
+
+
+def test_the_list_says_what_is_pinned(shelf, tmp_path, capfd):
+    assert main(["weights", "list"]) == 0
+    assert f"peer.pt is pinned (measured): {shelf.files[0].sha256}" in capfd.readouterr().out
+    row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
+    write_catalogue(tmp_path / "catalogue.toml", row)
+    assert main(["weights", "list"]) == 0
+    assert "peer.pt is not pinned: its first download is trusted" in capfd.readouterr().out
+
+
 def unpinned(shelf):
     return replace(shelf, files=(PublishedFile(shelf.files[0].urls),))
 
@@ -449,6 +475,15 @@ def test_the_catalogue_is_sound():
         assert len({file.name for file in row.files}) == len(row.files)
         assert all(url.startswith("https://") for file in row.files for url in file.urls)
         assert all(re.fullmatch("([0-9a-f]{64})?", file.sha256) for file in row.files)
+        reports = {"measured", "several reports", "one report"}
+        assert all(file.sha256_from in (reports if file.sha256 else {""}) for file in row.files)
         sizes = [file.bytes for file in row.files]
         assert 0 in sizes or sum(sizes) / 1e6 == pytest.approx(row.megabytes, abs=0.06)
     assert {"superpoint", "aliked", "disk", "dedodeb", "xfeat"} <= rows.keys()
+    files = {file.name: file for row in rows.values() for file in row.files}
+    assert all(files[file.name].sha256 == file.sha256 for row in rows.values() for file in row.files)
+    assert {name for name, file in files.items() if not file.sha256} == {  # as SECURITY.md says
+        "keynet_affnet_hardnet_lightglue.pth", "dedodeg_lightglue.pth", "loftr_indoor.ckpt",
+        "superpoint_v6_from_tf.pth", "dedode_detector_L.pth", "keynet_pytorch.pth", "AffNet.pth",
+        "OriNet.pth",
+    }  # fmt: skip

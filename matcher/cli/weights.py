@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from matcher.cli import options
 from matcher.cli.messages import complain, show, wants_progress
+
+if TYPE_CHECKING:
+    from matcher.weights.published.catalogue import PublishedFile
 
 
 def list_weights() -> None:
@@ -38,8 +41,16 @@ def list_weights() -> None:
         show(f"{published.name}  {published.megabytes:.1f} MB  {what}  {here}  commercial use: {use}")
         show(f"  licence     {published.licence}")
         show(f"  source      {published.source} ({published.paper})")
+        for file in published.files:
+            show(f"  sha256      {_hash_remark(file)}")
         if published.note:
             show(f"  note        {published.note}")
+
+
+def _hash_remark(file: PublishedFile) -> str:
+    if not file.sha256:
+        return f"{file.name} is not pinned: its first download is trusted, later ones must be the same"
+    return f"{file.name} is pinned ({file.sha256_from}): {file.sha256}"
 
 
 def verify_weights(

@@ -22,6 +22,7 @@ class PublishedFile:
 
     urls: tuple[str, ...]  # the source first, then its mirrors
     sha256: str = ""  # empty where it is not known
+    sha256_from: str = ""  # how it is known: "measured", "several reports", "one report"
     bytes: int = 0  # 0 where it is not known
     part: str = ""  # what our names have before the file's
 

@@ -66,10 +66,7 @@ def fetch(row: Published, *, accept_licence: bool = False, report: Report | None
         paths = [row.folder / file.name for file in row.files]
         known = {file.name: file.sha256 for file in row.files if file.sha256}
         expected = {**read_first(row.folder), **known}
-        digests = [
-            _obtain(file, path, expected.get(file.name, ""), report)
-            for file, path in zip(row.files, paths, strict=True)
-        ]
+        digests = [_obtain(row, file, expected.get(file.name, ""), report) for file in row.files]
         try:
             path = _make_ready(row, paths, digests)
         except IntegrityError:
@@ -114,20 +111,28 @@ def _already_here(row: Published) -> Fetched | None:
         return None
 
 
-def _obtain(file: PublishedFile, path: Path, expected: str, report: Report | None) -> str:
+def _obtain(row: Published, file: PublishedFile, expected: str, report: Report | None) -> str:
     """The sha256 of a published file, fetched unless an earlier call has."""
+    path = row.folder / file.name
     digest = _sha256(path) if path.is_file() else ""
     if digest and digest == (expected or digest):
         return digest
     try:
         return download(file.urls, path, Wanted(expected, file.bytes), report)
     except IntegrityError as error:
-        if not expected or file.sha256 or expected not in str(error):
+        if not expected or expected not in str(error):
             raise
-        raise IntegrityError(
-            f"{error}, as its first download had; if another version is what you want, remove"
-            f" {path.with_name(RECORD)}"
-        ) from error
+        if file.sha256:
+            remedy = (
+                "which is the published one; if another version is what you want, download it yourself and"
+                f" run `matcher weights import FILE --preset {row.name}`"
+            )
+        else:
+            remedy = (
+                "as its first download had; if another version is what you want, remove"
+                f" {path.with_name(RECORD)}"
+            )
+        raise IntegrityError(f"{error}, {remedy}") from error
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
