@@ -1,9 +1,10 @@
 """Write the software bill of materials of a release: every package that `matcher` needs, with its licence.
 
-    python scripts/bill_of_materials.py sbom.json [--extra sfm --extra app]
+    python scripts/bill_of_materials.py sbom.json [--extra sfm --extra app] [--lock matcher.lock]
 
-The file is CycloneDX 1.5 (cyclonedx.org). Versions are those installed here; the shipped weights are listed
-with their SHA-256. A table of packages and licences goes to standard output.
+The file is CycloneDX 1.5 (cyclonedx.org). Versions are those installed here; with a lock (`lock.py`)
+packages are listed with the SHA-256 of their files, and the shipped weights always are. A table of packages
+and licences goes to standard output.
 """
 
 import argparse
@@ -65,8 +66,18 @@ def weights() -> list[dict]:
 
     kind = "machine-learning-model"
     rows = read_manifest(ROOT / "weights").values()
-    hashes = ((row.file, [{"alg": "SHA-256", "content": row.sha256}]) for row in rows)
-    return [{"type": kind, "name": name, "hashes": found} for name, found in hashes]
+    return [{"type": kind, "name": row.file, "hashes": [sha256(row.sha256)]} for row in rows]
+
+
+def sha256(digest: str) -> dict[str, str]:
+    """A hash as CycloneDX writes it."""
+    return {"alg": "SHA-256", "content": digest}
+
+
+def locked(text: str) -> dict[tuple[str, str], str]:
+    """SHA-256 by name and version, of a lock that lock.py has made."""
+    rows = (line.split() for line in text.splitlines() if not line.startswith("#"))
+    return {tuple(package.split("==")): digest.removeprefix("--hash=sha256:") for package, digest in rows}
 
 
 def main() -> int:
@@ -74,12 +85,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--extra", action="append", default=[])
+    parser.add_argument("--lock", type=Path, help="of lock.py, in the same environment")
     given = parser.parse_args()
+    hashes = locked(given.lock.read_text("utf-8")) if given.lock else {}
     found = sorted(needed(direct(given.extra)), key=lambda one: one.metadata["Name"].lower())
     rows = [(one.metadata["Name"], one.version, licence(one)) for one in found]
     components = [
         {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name_of(name)}@{version}"}
         | {"licenses": [{"license": {"name": text}}]}
+        | ({"hashes": [sha256(hashes[key])]} if (key := (name_of(name), version)) in hashes else {})
         for name, version, text in rows
     ]
     bill = {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1}

@@ -1,10 +1,14 @@
-"""Make the wheel of a release: with the kernels, its bill of materials, and checksums beside it.
+"""Make the wheel of a release: with the kernels, its bill of materials, a lock, and checksums beside it.
 
     python scripts/release.py dist [--extra sfm --extra app]
 
-The bill is that of `bill_of_materials.py` in the same environment. It lies in the wheel's metadata, as
-`sboms/matcher.cdx.json`, where PEP 770 wants it, and beside the wheel. `SHA256SUMS` holds the checksums of
-both, as `sha256sum --check` reads them.
+The lock is that of `lock.py`, the bill that of `bill_of_materials.py` with its hashes, both of the
+environment in which this runs. The bill lies in the wheel's metadata, as `sboms/matcher.cdx.json`, where
+PEP 770 wants it, and beside the wheel. `SHA256SUMS` holds the checksums of all three, as `sha256sum
+--check` reads them. To install what was released and nothing else, on this platform and version of Python:
+
+    cd dist && sha256sum --check SHA256SUMS
+    pip install --require-hashes -r matcher.lock && pip install --no-deps matcher_vision-*.whl
 """
 
 import argparse
@@ -19,7 +23,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BILL, SUMS = "matcher.cdx.json", "SHA256SUMS"
+BILL, LOCK, SUMS = "matcher.cdx.json", "matcher.lock", "SHA256SUMS"
 
 
 def recorded(record: bytes, name: str, data: bytes) -> bytes:
@@ -63,18 +67,19 @@ def main() -> int:
     parser.add_argument("--extra", action="append", default=[], help="of the bill of materials")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    if any(given.folder.glob("*.whl")) or any((given.folder / name).exists() for name in (BILL, SUMS)):
+    if any(given.folder.glob("*.whl")) or any((given.folder / name).exists() for name in (BILL, LOCK, SUMS)):
         parser.error(f"{given.folder} holds a release already: name another folder")
     extras = [word for extra in given.extra for word in ("--extra", extra)]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         place = Path(folder)
-        bill = [sys.executable, str(ROOT / "scripts" / "bill_of_materials.py"), str(place / BILL), *extras]
-        subprocess.run(bill, check=True)
+        for script, name, *more in (("lock", LOCK), ("bill_of_materials", BILL, "--lock", str(place / LOCK))):
+            made = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), str(place / name), *extras, *more]
+            subprocess.run(made, check=True)
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(place), str(ROOT)]
         subprocess.run(pip, check=True)
         (wheel,) = place.glob("*.whl")
         add_bill(wheel, (place / BILL).read_bytes())
-        files = (wheel, place / BILL)
+        files = (wheel, place / BILL, place / LOCK)
         sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
         for file in files:
             file.replace(given.folder / file.name)

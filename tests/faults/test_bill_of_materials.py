@@ -1,12 +1,16 @@
 """Promise 5, the supply chain: a release says what it is made of; no optional code is imported unasked."""
 
+import hashlib
+import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 
 pytestmark = pytest.mark.promise(5)
@@ -14,13 +18,52 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OPTIONAL = ("pycolmap", "h5py", "gradio", "ray", "rerun", "pillow_heif", "transformers")
 
 
+def tiny_wheel(folder: Path, name: str, line: str) -> Path:
+    """A wheel of one module."""
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", line)
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+def test_pip_refuses_what_differs_from_the_lock(tmp_path, monkeypatch):
+    """Also what the lock does not name; a version that is not to be had is an error."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    lock, shelf = importlib.import_module("lock"), tmp_path / "shelf"
+    shelf.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    wheel = tiny_wheel(shelf, "tiny", "x = 1\n")
+    found = lock.resolve({"tiny": "1.0"})
+    assert found == [("tiny", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest())]
+    (tmp_path / "a.lock").write_text(lock.written(found))
+    place = tmp_path / "place"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", place, "--require-hashes", "-r"]
+    assert subprocess.run([*command, tmp_path / "a.lock"]).returncode == 0 and (place / "tiny.py").is_file()
+    tiny_wheel(shelf, "tiny", "x = 2\n")
+    again = subprocess.run([*command, tmp_path / "a.lock", "--upgrade"], capture_output=True, text=True)
+    assert again.returncode and "DO NOT MATCH THE HASHES" in again.stderr
+    with pytest.raises(SystemExit, match="at the versions that are installed here"):
+        lock.resolve({"tiny": "2.0"})
+
+
 def test_the_bill_names_every_package_with_its_licence_and_every_weights_file(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "bill_of_materials.py", tmp_path / "bill.json"]
+    """With its hash too, where a lock has it."""
+    (tmp_path / "matcher.lock").write_text(f"# a\nnumpy=={numpy.__version__} --hash=sha256:{'a' * 64}\n")
+    script = ROOT / "scripts" / "bill_of_materials.py"
+    command = [sys.executable, script, tmp_path / "bill.json", "--lock", tmp_path / "matcher.lock"]
     subprocess.run(command, check=True, capture_output=True)
     bill = json.loads((tmp_path / "bill.json").read_text("utf-8"))
     packages = {part["name"].lower(): part for part in bill["components"] if part["type"] == "library"}
     assert {"torch", "numpy", "pillow", "poselib", "safetensors", "typer"} <= set(packages)
     assert all(part["version"] and part["licenses"] for part in packages.values())
+    assert packages["numpy"]["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
+    assert "hashes" not in packages["torch"]
     models = {part["name"] for part in bill["components"]} & {
         path.name for path in (ROOT / "weights").glob("*.safetensors")
     }
