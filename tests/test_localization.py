@@ -287,6 +287,37 @@ def test_a_model_without_points_and_a_run_of_another_preset_are_refused(made, tm
         place.localize(features, CAMERA)
 
 
+def test_runs_with_the_same_features_share_a_map(made, tmp_path):
+    """A preset that matches the same keypoints and descriptors otherwise; others are refused."""
+    folder, truth = made
+
+    def run_of(name, features=None, **options):
+        run = matcher.Collection.open(tmp_path / name, workers=0, **options)
+        run.add_images(folder / "photos", **({} if features is None else {"features": features}))
+        run.extract(everything=True)
+        return run.store.folder
+
+    same = run_of("hybrid", preset="hybrid", max_keypoints=600)
+    with matcher.Map.open(folder / "model", run_dir=same) as place:
+        assert "hybrid" in repr(place)
+        pose = place.localize(folder / "queries" / QUERIES[0], CAMERA)
+        assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.03
+    h5py = pytest.importorskip("h5py")
+    first = matcher.Collection.open(folder / "model-run", preset="nearest", max_keypoints=600, workers=0)
+    first.export("hloc", tmp_path / "hloc")
+    with h5py.File(tmp_path / "hloc" / "features.h5", "r+") as file:  # the keypoints, otherwise described
+        for name in file:
+            file[name]["descriptors"][...] = file[name]["descriptors"][...][::-1]
+    described = run_of("described", tmp_path / "hloc" / "features.h5", preset="nearest")
+    larger = run_of("larger", preset="nearest", max_keypoints=600, resize=2000)
+    for other, difference in (
+        (described, "photos in the model, hloc in"),
+        (larger, "resize: 1024 in the model"),
+    ):
+        with pytest.raises(UsageError, match=rf"{difference}.*matcher sfm .* --poses"):
+            matcher.Map.open(folder / "model", run_dir=other)
+
+
 def test_the_run_is_found_after_both_are_moved(made, tmp_path):
     folder, _ = made
     for name in ("model", "model-run"):
@@ -324,6 +355,20 @@ def test_pictures_of_a_rig_are_localised_together(made):
         ):
             with pytest.raises(UsageError, match=message):
                 place.localize_rig(*arguments)
+
+
+@pytest.mark.parametrize("focals", [(250.0, 250.0), (1500.0, 1500.0), (528.0, 250.0), (250.0, 528.0)])
+def test_a_rig_with_a_wrong_camera_has_no_pose(made, focals):
+    folder, truth = made
+    queries = [folder / "queries" / name for name in QUERIES]
+    cam_from_rig = [truth[name] @ np.linalg.inv(truth[QUERIES[0]]) for name in QUERIES]
+    cameras = [replace(CAMERA, fx=focal, fy=focal) for focal in focals]
+    with matcher.Map.open(folder / "model") as place:
+        for pose in place.localize_rig(queries, cam_from_rig, cameras):
+            assert pose.status == "wrong_camera" and pose.cam_from_world is None
+            wrong = focals.index(next(focal for focal in focals if focal != 528))
+            assert f"in queries/{QUERIES[wrong]} " in pose.reason
+            assert f"{focals[wrong]:.0f} pixels" in pose.reason and "correct the camera" in pose.reason
 
 
 def test_a_map_of_features_from_a_file_takes_features(made, tmp_path):

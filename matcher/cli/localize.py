@@ -39,7 +39,11 @@ Output = Annotated[
 ]
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--run", metavar="RUN_DIR", help="Run with the features of MODEL; by default its own."),
+    typer.Option(
+        "--run",
+        metavar="RUN_DIR",
+        help="Run with the features of MODEL; by default its own. Another preset may match them there.",
+    ),
 ]
 CameraText = Annotated[
     str | None,

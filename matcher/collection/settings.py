@@ -157,6 +157,17 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
+def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the features of a run depend on besides the images, of its settings; not how they are matched.
+
+    Runs in which it is the same have the same features, so a map of one can be used with the other.
+    """
+    own = ("preset", "package") if settings.get("preset") not in PRESETS else ()
+    names = ("frontend_weights", "upright", "source", *own)
+    found = {name: settings[name] for name in names if name in settings}
+    return {**found, "config": {"extractor": settings.get("config", {}).get("extractor")}}
+
+
 def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     """The sha256 of a learned front end's parameters."""
     config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
@@ -181,13 +192,15 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, as text; empty if the run can continue.
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("in the run", "now")
+) -> list[str]:
+    """The settings that differ, as text with the places where they are; empty if the run can continue.
 
     What one of them lacks is as if it were None there: runs made before there was such a part are without it.
     """
     return [
-        f"{option_at(name.removeprefix('config.'))}: {_short(old)} in the run, {_short(new)} now"
+        f"{option_at(name.removeprefix('config.'))}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
         for name, old, new in _compared(stored, wanted, "")
         if old != new and (old, new) not in _WITHOUT
     ]
@@ -204,6 +217,7 @@ def _compared(stored: Any, wanted: Any, name: str) -> Iterator[tuple[str, Any, A
 
 def _short(value: Any) -> str:
     text = str(value)
+    text = text if text.isprintable() else repr(text)
     return text if len(text) <= 40 else f"{text[:12]}…"
 
 

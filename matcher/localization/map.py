@@ -13,7 +13,8 @@ import numpy as np
 
 from matcher.collection.hloc_features import HlocFeatures
 from matcher.collection.reconstruction.growing import find_run
-from matcher.collection.settings import stored_pipeline
+from matcher.collection.reconstruction.summary import read_summary
+from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
 from matcher.data.camera import Camera, as_camera
@@ -67,12 +68,15 @@ class Map:
         Args:
             model: the folder; of several models in it, the largest.
             run_dir: folder of the run with the features; by default the one that the model was made from.
-                For a model of another program, make both by `matcher sfm PHOTOS --poses MODEL --out NEW`.
+                Another one must have the same features (front end, its weights and settings), and may
+                match them by another network: runs of `nearest` and `hybrid` share their maps. For a model
+                of another program, make both by `matcher sfm PHOTOS --poses MODEL --out NEW`.
             config: policy: how many images a photo is matched with, when a pose is refused.
             options: of `matcher.load` that no run holds: device, precision, weights, frontend_weights.
 
         Raises:
-            UsageError: no model or run, a model without points, or other weights than the run's.
+            UsageError: no model or run, a model without points, or of other features than the run's, or
+                other weights than the run's.
             IntegrityError: the model or the run is damaged, or they do not belong together.
         """
         folder = Path(model)
@@ -202,8 +206,25 @@ class Map:
         return f"Map({count} images, {points} points, {self.localizer.pipeline.preset})"
 
 
+def _check_features(folder: Path, store: Store) -> None:
+    """Refuse features of a run that are other ones than the model was made from, as far as it says.
+
+    Raises:
+        UsageError: settings on which features depend differ, those of another preset for example.
+    """
+    recorded, own = read_summary(folder).get("features"), feature_settings(store.settings)
+    places = ("in the model", "in the run")
+    if isinstance(recorded, dict) and (found := differences(recorded, own, places)):
+        raise UsageError(
+            f"{folder} was made from other features than those of the run {store.folder} "
+            f"({'; '.join(found[:3])}): name the run of this model, or triangulate its poses with these "
+            f"features by `matcher sfm {store.folder} --poses {folder} --out NEW_MODEL`"
+        )
+
+
 def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:
     model = read_sparse_map(folder, store)
+    _check_features(folder, store)
     own = store.settings["source"]["kind"] == _PHOTOS
     source = Photos(store.image_folder) if own else HlocFeatures(store.image_folder, store.folder)
     pipeline = stored_pipeline(store.settings, source, options)

@@ -7,6 +7,7 @@ and pycolmap refines; pictures with too few matches of their own help each other
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -24,14 +25,17 @@ from matcher.localization.absolute_pose import (
     as_colmap_camera,
     as_rigid,
     covariance_of,
+    estimate_pose,
     reprojection_errors,
     undistorted,
 )
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import judge
+from matcher.localization.judgement import doubt_camera, judge
 from matcher.localization.localizer import Attempt, Localizer, Query, as_pose
-from matcher.localization.pose import Pose
+from matcher.localization.pose import Pose, PoseStatus
+from matcher.localization.settings import LocalizationConfig
+from matcher.localization.unknown_camera import any_camera
 
 _CLUSTERS = 2  # groups of map images that are tried
 _ROUNDS = 3  # of refinement and a new choice of inliers
@@ -98,8 +102,33 @@ def _attempts(
         inliers = np.concatenate([estimate.inliers for estimate in estimates])
         together = PoseEstimate(estimates[0].cam_from_world, cameras[0], inliers)
         verdict = judge(together, joined, max(errors), config, focal_known=True)
+    if verdict[0] != "too_few_matches":
+        verdict = _doubted(verdict, queries, matches, estimates, errors, config)
     rows = zip(tables, matches, estimates, strict=True)
     return [Attempt(table, each, estimate, verdict) for table, each, estimate in rows]
+
+
+def _doubted(
+    verdict: tuple[PoseStatus, str, float],
+    queries: Sequence[Query],
+    matches: Sequence[Matches3d],
+    estimates: Sequence[PoseEstimate | None],
+    errors: Sequence[float],
+    config: LocalizationConfig,
+) -> tuple[PoseStatus, str, float]:
+    """The common verdict, or "wrong_camera" where a picture alone says that its focal length does not fit."""
+    for number, (query, own, estimate, error) in enumerate(
+        zip(queries, matches, estimates, errors, strict=True)
+    ):
+        free = partial(
+            estimate_pose, own, any_camera(query.size), focal_known=False, max_error=error, seed=config.seed
+        )
+        found = doubt_camera(verdict, estimate, own, query.camera, error, config, free)
+        if found is not verdict:
+            path = query.path
+            name = f"picture {number}" if path is None else f"{path.parent.name}/{path.name}"
+            return found[0], f"in {name} {found[1]}", found[2]
+    return verdict
 
 
 def estimate_rig(

@@ -20,6 +20,7 @@ from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.reconstruction.certainty import write_deviations
 from matcher.collection.reconstruction.given_poses import GivenPoses
 from matcher.collection.reconstruction.sparse_models import DEVIATIONS, SparseModel, read_described
+from matcher.collection.settings import feature_settings
 from matcher.collection.track_refinement import refine_run
 from matcher.data.gps import read_gps
 from matcher.errors import MatcherError, UsageError
@@ -148,7 +149,11 @@ def _mapped(
         job["rig"] = str(part / RIG)
         (part / RIG).write_text(rig.to_json(), encoding="utf-8")
     _run_child(job)
-    return report, read_described(part, report, os.path.relpath(store.folder, out.absolute()), place)
+    made_from = {
+        "run": os.path.relpath(store.folder, out.absolute()),
+        "features": feature_settings(store.settings),
+    }
+    return report, read_described(part, report, made_from, place)
 
 
 def _is_incomplete(

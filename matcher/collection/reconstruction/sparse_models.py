@@ -43,14 +43,14 @@ class SparseModel:
 
 
 def read_described(
-    part: Path, report: ExportReport, run: str, place: Mapping[str, Any] | None
+    part: Path, report: ExportReport, made_from: Mapping[str, Any], place: Mapping[str, Any] | None
 ) -> tuple[SparseModel, ...]:
     """Read, plot and summarise the child's output, and remove its temporary files; empty: there is no model.
 
     Args:
         part: the folder of the output.
         report: of the export.
-        run: the folder of the run, from that of the model.
+        made_from: "run", its folder from that of the model, and "features", what they depend on.
         place: the georegistration of the model that the poses come from.
     """
     described = json.loads((part / RESULT).read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def read_described(
     if place is not None:  # the coordinates are those of the model that the poses come from
         described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
     models = tuple(_model(row) for row in described)
-    _write_summary(part / SUMMARY, report, described, run)
+    _write_summary(part / SUMMARY, report, described, made_from)
     with np.load(part / CLOUD) as cloud:
         shape = models[0].cam_from_world, models[0].cameras
         draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
@@ -76,9 +76,11 @@ def _model(row: dict[str, Any]) -> SparseModel:
     return SparseModel(poses, row["cameras"], **found)
 
 
-def _write_summary(path: Path, report: ExportReport, described: list[dict[str, Any]], run: str) -> None:
+def _write_summary(
+    path: Path, report: ExportReport, described: list[dict[str, Any]], made_from: Mapping[str, Any]
+) -> None:
     summary = {
-        "run": run,  # from here to the folder of the run, whose keypoints the model's are
+        **made_from,  # the run whose keypoints the model's are, and what they depend on
         "images": report.images,
         "pairs": report.pairs,
         "verified_pairs": report.verified,
