@@ -1,4 +1,4 @@
-"""TrialSize wrong verdicts on pairs that the verdict was not fitted on: unrelated photos, lookalikes, warps.
+"""Count wrong verdicts on pairs that the verdict was not fitted on: unrelated photos, lookalikes, warps.
 
 python scripts/measure_verdict.py ../shared --unrelated 3000 --lookalikes 300 --related 300
 """

@@ -1,4 +1,4 @@
-"""PartnerLabels of pairs: reprojection, visibility, assignment."""
+"""Labels of pairs: reprojection, visibility, assignment."""
 
 from dataclasses import replace
 

@@ -40,7 +40,7 @@ def masses(g: Builder, points0: Value, points1: Value) -> Masses:
 
 
 def beginning(g: Builder, scores: Value) -> PotentialValues:
-    """PotentialValues with which every row's maximum is 0."""
+    """Potentials with which every row's maximum is 0."""
     return PotentialValues(-g.maximum(scores, 1), g.full(g.size(scores, 1), 0.0))
 
 
@@ -52,7 +52,7 @@ def sinkhorn(
     max_iterations: int,
     tolerance: float | None,
 ) -> PotentialValues:
-    """PotentialValues of scores (N+1, M+1) whose rows are updated first, by stabilised scaling."""
+    """Potentials of scores (N+1, M+1) whose rows are updated first, by stabilised scaling."""
 
     def update(kernel: Value, columns: Value) -> list[Value]:
         rows = mass.rows / _product(g, kernel, columns)
