@@ -26,15 +26,18 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    """All kernels and a program that runs them, with the flags that the library for ARM has."""
-    flags = next(target.flags for target in TARGETS if target.name == "neon")
+PROCESSORS = {"neon": "cortex-a72", "sve256": "max,sve-max-vq=2"}  # of the emulator
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def program(request, tmp_path_factory) -> list[str | Path]:
+    """A command that runs all kernels, compiled with the flags that the library of a target for ARM has."""
+    flags = next(target.flags for target in TARGETS if target.name == request.param)
     made = tmp_path_factory.mktemp("emulated") / "kernels"
     common = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-static")
     files = [DRIVER, *(file for file in sources() if file.suffix == ".cpp")]
     subprocess.run([COMPILER, *flags, *common, "-o", made, *files], check=True)
-    return made
+    return [EMULATOR, "-cpu", PROCESSORS[request.param], made]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -82,12 +85,12 @@ def transport() -> Case:
     return [scores, u, v], [(scores + u[:, None] + v).clamp(-80, 87).exp()]
 
 
-def test_kernels_for_arm_are_the_equations(program: Path, monkeypatch) -> None:
+def test_kernels_for_arm_are_the_equations(program, monkeypatch) -> None:
     monkeypatch.setenv(compiled.SWITCH, "0")  # what is expected comes from stock operators
     random.generator.manual_seed(0)
     cases = [make() for make in (attention, candidates, fit, pixels, feed_forward, transport)]
     given = b"".join(x.contiguous().numpy().tobytes() for inputs, _ in cases for x in inputs)
-    ended = subprocess.run([EMULATOR, program], input=given, capture_output=True, check=True)
+    ended = subprocess.run(program, input=given, capture_output=True, check=True)
     found = _split(np.frombuffer(ended.stdout, np.float32), [y for _, outputs in cases for y in outputs])
     for numbers, (name, expected) in found:
         if name in (1, 2):  # the best of a row or column come in any order

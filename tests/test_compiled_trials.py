@@ -7,7 +7,7 @@ from time import process_time, sleep
 import pytest
 import torch
 
-from matcher.kernels import SWITCH, calls, candidates, library, maps, trials
+from matcher.kernels import SWITCH, calls, candidates, library, maps, targets, trials
 from matcher.kernels.trials import Trial, granted
 from matcher.lab.benchmark import kernel_rows
 
@@ -160,3 +160,31 @@ def test_what_fails_its_trial_is_left_alone(kernels_folder, monkeypatch) -> None
                 assert {name for name, ask in used.items() if not ask()} == refused - {""}
     finally:
         library._load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "vector", "expected"),
+    [
+        ("aarch64", "fp asimd sve", 32, ("sve256", "neon")),
+        ("aarch64", "fp asimd sve", 64, ("neon",)),
+        ("aarch64", "fp asimd", 0, ("neon",)),
+        ("riscv64", "", 0, ()),
+    ],
+)
+def test_targets_of_arm_depend_on_the_size_of_its_vectors(
+    monkeypatch, tmp_path, machine: str, features: str, vector: int, expected
+) -> None:
+    information = tmp_path / "cpuinfo"
+    information.write_text(f"processor\t: 0\nFeatures\t: {features}\n\n")
+    monkeypatch.setattr(library, "Path", lambda _: information)
+    monkeypatch.setattr(library, "sve_bytes", lambda: vector)
+    monkeypatch.setattr(targets.platform, "machine", lambda: machine)
+    cached = (library.supported, library.processor_flags, targets.targets_of_machine)
+    for one in cached:
+        one.cache_clear()
+    try:
+        assert library.supported() == expected
+    finally:
+        monkeypatch.undo()
+        for one in cached:
+            one.cache_clear()

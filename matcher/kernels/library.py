@@ -36,7 +36,9 @@ _INSTRUCTIONS = {  # of targets that not every processor of their machines has, 
     "avx512_bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "sve256": ("sve", "vectors of 256 bits"),
 }
+_SVE_LENGTH = 51  # Linux's PR_SVE_GET_VL; its low 16 bits are bytes
 
 
 @cache
@@ -53,7 +55,15 @@ def processor_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    if "sve" in flags:
+        flags.append(f"vectors of {8 * sve_bytes()} bits")
+    return frozenset(flags)
+
+
+def sve_bytes() -> int:
+    """Bytes of a vector of ARM's SVE, whose size differs between processors."""
+    return ctypes.CDLL(None).prctl(_SVE_LENGTH, 0, 0, 0, 0) & 0xFFFF
 
 
 def instructions() -> str | None:

@@ -39,6 +39,7 @@ TARGETS = (  # of each machine the best first
     Target("avx512_bf16", _X86, ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512")),
     Target("avx512", _X86, ("-march=x86-64-v4", "-mprefer-vector-width=512")),
     Target("avx2", _X86, ("-march=x86-64-v3",)),
+    Target("sve256", _ARM, ("-march=armv8.2-a+sve", "-msve-vector-bits=256")),
     Target("neon", _ARM, ("-march=armv8-a",)),
 )
 

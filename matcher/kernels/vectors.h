@@ -13,6 +13,8 @@ namespace {
 constexpr long kLanes = 16, kTileRows = 8;
 #elif defined(__AVX__)
 constexpr long kLanes = 8, kTileRows = 6;
+#elif defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == 256
+constexpr long kLanes = 8, kTileRows = 8;
 #else
 constexpr long kLanes = 4, kTileRows = 8;
 #endif
