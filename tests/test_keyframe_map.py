@@ -1,8 +1,10 @@
 """Keyframes become a map: loops undo the drift of tracking, and later photos are localised in it."""
 
 import json
+import shutil
 import signal
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 
@@ -15,10 +17,13 @@ from sequence_walls import make_walls, picture
 
 import matcher
 from matcher.cli import main
+from matcher.cli.tracked import closing_of
+from matcher.collection.reconstruction.reconstruct import ReconstructionError
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.keyframe_map import KeyframeMap
+from matcher.sequence.pose_graph import PoseGraph
 from matcher.sequence.trajectory import read_poses
 
 pytest.importorskip("pycolmap")
@@ -106,6 +111,30 @@ def test_a_second_run_is_localised_in_the_map_of_the_first(made):
         pose = place.localize(folder / "photos" / "photo5.png", CAMERA)
     assert pose.ok
     np.testing.assert_allclose(pose.world_from_cam, closed.after[14], atol=0.02)
+
+
+def test_a_graph_that_cannot_be_optimised_costs_no_map(made, tmp_path, monkeypatch):
+    """The keyframes are adjusted from the tracked poses, in which loops share points, and that is said."""
+    folder, truth, tracked, closed = made
+    shutil.copytree(folder / "map", tmp_path / "map")
+    graph = PoseGraph(tmp_path / "map", CAMERA, "nearest", {"max_keypoints": 500})
+    indices = list(range(0, 20, 2))
+    collection = graph.match(indices)
+
+    def fails(*_):
+        raise ReconstructionError("no pair to begin with")
+
+    monkeypatch.setattr(graph, "optimised", fails)
+    found = graph.model(collection, dict(zip(indices, tracked, strict=True)), closing=True)
+    assert sorted(found) == indices and "no pair to begin with" in graph.unclosed
+    before = [np.linalg.norm(pose[:3, 3] - true[:3, 3]) for pose, true in zip(tracked, truth, strict=True)]
+    local = np.linalg.inv(truth[0]) @ np.array([found[index] for index in indices])
+    after = local[:, :3, 3] / 0.97 - (np.linalg.inv(truth[0]) @ np.array(truth))[:, :3, 3]
+    assert np.linalg.norm(after, axis=1).max() < max(before)
+    with matcher.Map.open(tmp_path / "map" / "model") as place:
+        assert len(place.names) == 10
+    assert closed.problem is None and "loops only" not in closing_of(closed)
+    assert f"({graph.unclosed})" in closing_of(replace(closed, problem=graph.unclosed))
 
 
 def test_what_cannot_become_a_map(tmp_path):

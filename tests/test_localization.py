@@ -22,6 +22,7 @@ from matcher.lab.evaluate.localization_time import enlarged, time_localization
 from matcher.lab.pairs.posed_photos import PosedPhotos
 from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
 from matcher.localization.judgement import judge
+from matcher.localization.recording import LocalizationRecording
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
 
@@ -464,3 +465,38 @@ def test_a_recording_holds_the_map_and_the_photos(made, tmp_path, monkeypatch, c
     for entity in ("world/points", "world/map/photo0", "world/localized/photo2", "photos/wall"):
         assert entity.encode() in data.replace(b"\\", b""), entity
     assert run(*arguments) == 2 and "--overwrite" in capfd.readouterr().err
+
+
+def test_a_recording_agrees_with_the_poses(made, tmp_path):
+    """Read by rerun's own reader: transforms, cameras, and inliers where the camera sees their points."""
+    pytest.importorskip("rerun")
+    reader = pytest.importorskip("rerun.chunk")
+    folder, _ = made
+    with (
+        matcher.Map.open(folder / "model") as place,
+        LocalizationRecording(tmp_path / "a.rrd", place) as file,
+    ):
+        poses = {name: place.localize(folder / "queries" / name, CAMERA) for name in QUERIES}
+        for name, pose in poses.items():
+            file.add(name, folder / "queries" / name, pose)
+        file.add("wall", folder / "elsewhere" / "wall.png", place.localize(folder / "elsewhere" / "wall.png"))
+    rows = {}
+    for chunk in reader.RrdReader(tmp_path / "a.rrd").stream():
+        batch = chunk.to_record_batch()
+        if "log_time" in batch.schema.names:
+            batch = batch.drop_columns("log_time")
+        for row in batch.to_pylist():
+            row = {key.split(":")[-1]: value for key, value in row.items()}
+            rows.setdefault((chunk.entity_path, row.get("photo")), {}).update(row)
+    for number, (name, pose) in enumerate(poses.items()):
+        entity = f"/world/localized/{name}"
+        found = rows[entity, number]
+        np.testing.assert_allclose(found["translation"][0], pose.centre, atol=1e-6)
+        turn = np.reshape(found["mat3x3"][0], (3, 3)).T
+        np.testing.assert_allclose(turn, pose.world_from_cam[:3, :3], atol=1e-6)
+        points = np.array(rows["/world/inliers", number]["positions"])
+        seen = np.array(rows[f"{entity}/image/inliers", number]["positions"])
+        K = np.reshape(rows[f"{entity}/image", number]["image_from_camera"][0], (3, 3)).T
+        projected = (points - pose.centre) @ turn @ K.T
+        np.testing.assert_allclose(projected[:, :2] / projected[:, 2:], seen, atol=4.5)
+    assert not rows["/world/inliers", 2]["positions"]  # not those of the photo before

@@ -22,7 +22,8 @@ _POINTS_DRAWN = 30_000
 _SHOWN_SIZE = 1024  # pixels of the longer side of a drawn image
 _KEPT = (1.0, 99.0)  # percentiles of the points in the plan
 _AHEAD = 0.06  # length of a camera's line of sight, of the plan's size
-_MAP_COLOUR, _CAMERA_COLOUR = "#666666", "#c8102e"
+_MAP_COLOUR, _MATCHED_COLOUR, _CAMERA_COLOUR = "#666666", "#0072b2", "#c8102e"
+_MANY = 10_000  # points, of which each is drawn small
 
 
 def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Path:
@@ -64,7 +65,9 @@ def _beside(place: Map, photo: ImageInput, pose: Pose) -> np.ndarray:
     theirs = np.array([keypoint_of[points[row]] for row in kept], dtype=np.int64)
     other = read_image(place.image_path(name), resize=_SHOWN_SIZE)
     ends = pose.points2d[kept], place.model.keypoints[image][theirs]
-    return figure_pixels(draw_matches(shown, other, *ends, inliers=pose.inliers[kept], title=name))
+    title = f"{'the photo' if shown.path is None else Path(shown.path).name}, and {name} of the map"
+    how = dict(inliers=pose.inliers[kept], colour_by="inliers", title=title)
+    return figure_pixels(draw_matches(shown, other, *ends, **how))
 
 
 def _draw_plan(axes: Axes, model: SparseMap, pose: Pose) -> None:
@@ -72,10 +75,13 @@ def _draw_plan(axes: Axes, model: SparseMap, pose: Pose) -> None:
     right, _, ahead = scene_axes(list(model.cam_from_world))
     across = np.stack([right, ahead])
     cloud = model.xyz[:: max(1, len(model.xyz) // _POINTS_DRAWN)] @ across.T
-    axes.scatter(*cloud.T, s=1.0, c="#b0b0b0", linewidths=0)
+    axes.scatter(*cloud.T, s=1.0 if len(cloud) > _MANY else 4.0, c="#b0b0b0", linewidths=0)
     back = np.linalg.inv(model.cam_from_world)
     centres = back[:, :3, 3] @ across.T
-    axes.scatter(*centres.T, s=6.0, c=_MAP_COLOUR)
+    axes.scatter(*centres.T, s=6.0, c=_MAP_COLOUR, label="the map's images")
+    matched = [number for number, name in enumerate(model.names) if pose.images.get(name)]
+    if matched:
+        axes.scatter(*centres[matched].T, s=24.0, c=_MATCHED_COLOUR, label="those that agree")
     everything = np.concatenate([np.percentile(cloud, _KEPT, axis=0), centres])
     if pose.ok:
         centre, sight = pose.centre @ across.T, pose.world_from_cam[:3, 2] @ across.T
@@ -83,7 +89,7 @@ def _draw_plan(axes: Axes, model: SparseMap, pose: Pose) -> None:
         length = _AHEAD * float(np.ptp(everything, axis=0).max())
         end = centre + length * sight / max(float(np.linalg.norm(sight)), 1e-9)
         axes.plot(*np.stack([centre, end]).T, color=_CAMERA_COLOUR, linewidth=1.5)
-        axes.scatter(*centre, s=40.0, c=_CAMERA_COLOUR)
+        axes.scatter(*centre, s=40.0, c=_CAMERA_COLOUR, label="the photo")
     low, high = everything.min(axis=0), everything.max(axis=0)
     margin = 0.05 * max(float((high - low).max()), 1e-9)
     axes.set_xlim(low[0] - margin, high[0] + margin)
@@ -92,3 +98,4 @@ def _draw_plan(axes: Axes, model: SparseMap, pose: Pose) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title("from above")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, frameon=False, fontsize=8)

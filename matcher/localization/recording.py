@@ -57,10 +57,11 @@ class LocalizationRecording(RecordingFile):
         self._number += 1
         text = repr(pose) if pose.ok else f"no pose: {pose.reason}"
         self.stream.log(["photos", name, "status"], rr.TextLog(f"{name}: {text}"))
-        shown = read_image(photo, resize=_SHOWN_SIZE)
+        shown = read_image(photo, resize=_SHOWN_SIZE, upright=False)  # as camera and keypoints are
         picture = rr.Image(shown.pixels).compress(jpeg_quality=_QUALITY)
         if not pose.ok:
             self.stream.log(["photos", name, "image"], picture)
+            self.stream.log("world/inliers", rr.Points3D([]))  # not those of the photo before
             return
         scale = np.asarray(shown.scale)
         size = shown.pixels.shape[1], shown.pixels.shape[0]

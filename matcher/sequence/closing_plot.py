@@ -16,7 +16,7 @@ _BEFORE, _AFTER, _LOOP = "#999999", "#0072b2", "#d55e00"
 
 
 def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]) -> Path:
-    """Draw both paths from above, the rows that loops join, and how far each pose was moved.
+    """Draw both paths from above, the tracked poses that loops join, and how far each pose was moved.
 
     Args:
         path: a .png file, which is replaced.
@@ -31,9 +31,12 @@ def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Seque
     above, beside = figure.subplots(1, 2)
     for poses, colour, label in ((before, _BEFORE, "tracked"), (after, _AFTER, "adjusted")):
         above.plot(poses[:, 0, 3], poses[:, 2, 3], color=colour, label=label, linewidth=1.5)
-    for rows in loops:
-        ends = after[list(rows), :3, 3]
-        above.plot(ends[:, 0], ends[:, 2], color=_LOOP, linewidth=0.8, alpha=0.6)
+    for number, rows in enumerate(loops):  # where they were before, as they lie together afterwards
+        ends = before[list(rows), :3, 3]
+        label = None if number else "loops"
+        above.plot(
+            ends[:, 0], ends[:, 2], "o-", color=_LOOP, linewidth=0.8, markersize=3, alpha=0.6, label=label
+        )
     above.set_aspect("equal", "datalim")
     above.set(xlabel="right", ylabel="ahead", title=f"from above, {len(loops)} loop closures")
     above.legend()

@@ -15,7 +15,7 @@ _BEFORE, _AFTER, _LOOP = (150, 150, 150), (0, 114, 178), (213, 94, 0)
 def record_closing(
     path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]
 ) -> Path:
-    """Write both paths, the poses that loops join, and how far each pose was moved.
+    """Write both paths, the tracked poses that loops join, and how far each pose was moved.
 
     Args:
         path: an .rrd file, which is replaced.
@@ -30,7 +30,7 @@ def record_closing(
         for name, poses, colour in (("tracked", before, _BEFORE), ("adjusted", after, _AFTER)):
             line = rr.LineStrips3D([poses[:, :3, 3]], colors=colour)
             stream.log(f"world/{name}", line, static=True)
-        ends = [after[list(rows), :3, 3] for rows in loops]
+        ends = [before[list(rows), :3, 3] for rows in loops]
         if ends:
             stream.log("world/loops", rr.LineStrips3D(ends, colors=_LOOP), static=True)
         moved = np.linalg.norm(after[:, :3, 3] - before[:, :3, 3], axis=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -55,6 +55,7 @@ class ClosedTrajectory:
     after: np.ndarray  # (F, 4, 4) the same, adjusted
     loops: tuple[Loop, ...]
     folder: Path  # of the model, for `Map.open`
+    problem: str | None = None  # why the graph of poses was not optimised although there are loops
 
     def plot(self, path: str | Path) -> Path:
         """Draw both paths from above and how far each pose was moved, as a PNG."""
@@ -213,7 +214,8 @@ class KeyframeMap:
         """Match the keyframes, close loops, make the model, and write the trajectory, its plot and the loops.
 
         Args:
-            close_loops: optimise the graph of poses where loops are found; otherwise they only share points.
+            close_loops: optimise the graph of poses where loops are found; otherwise, and where that fails
+                (`ClosedTrajectory.problem`), they only share points.
 
         Raises:
             UsageError: fewer than three keyframes have a pose, or pycolmap is absent.
@@ -231,7 +233,7 @@ class KeyframeMap:
         adjusted = self._graph.model(collection, tracked, closing=close_loops and bool(loops))
         for left in self.folder.glob(f"{GRAPH}*"):
             shutil.rmtree(left, ignore_errors=True)
-        closed = self._trajectory(adjusted, loops)
+        closed = replace(self._trajectory(adjusted, loops), problem=self._graph.unclosed)
         write_tum(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())

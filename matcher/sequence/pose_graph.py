@@ -44,6 +44,7 @@ class PoseGraph:
     preset: str
     options: dict[str, Any]  # of `matcher.load`
     overwrite: bool = False
+    unclosed: str | None = field(default=None, init=False)  # why the last model was not closed
     _loops: int = field(default=0, init=False)
 
     def __call__(self, tracked: Mapping[int, np.ndarray]) -> Closing | Literal[False]:
@@ -105,12 +106,19 @@ class PoseGraph:
     def model(
         self, collection: Collection, tracked: Mapping[int, np.ndarray], *, closing: bool
     ) -> dict[int, np.ndarray]:
-        """The keyframes' adjusted poses world_from_cam, of a model in the coordinates of the first one."""
+        """The keyframes' adjusted poses world_from_cam, of a model in the coordinates of the first one.
+
+        Where the graph cannot be optimised, all is adjusted from the tracked poses, and `unclosed` says why.
+        """
         start = {name_of(index): np.linalg.inv(pose) for index, pose in tracked.items()}
         out = self.folder / MODEL
+        self.unclosed, closed = None, False
         if closing:
-            start = self.optimised(collection, tracked, out)
-        poses = GivenPoses(start, dict.fromkeys(start, self.camera), fixed=closing)
+            try:
+                start, closed = self.optimised(collection, tracked, out), True
+            except ReconstructionError as error:
+                self.unclosed = f"the graph of poses was not optimised, and loops only share points: {error}"
+        poses = GivenPoses(start, dict.fromkeys(start, self.camera), fixed=closed)
         with collection.store as store:
             choice = CameraChoice(camera=self.camera)
             made = reconstruct(store, out, choice=choice, poses=poses, threads=1, overwrite=True)
