@@ -173,6 +173,10 @@ class Builder:
         """As float32."""
         return self.Cast(x, to=1)
 
+    def double(self, x: Value) -> Value:
+        """As float64."""
+        return self.Cast(x, to=11)
+
     def boolean(self, x: Value) -> Value:
         """As bool."""
         return self.Cast(x, to=9)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.layers import Arrays
@@ -110,8 +111,9 @@ class ConsensusGraph:
         left0, right0 = self._distance_factors(p0, positions1)
         left1, right1 = self._distance_factors(p1, positions0)
         height0, height1 = ((_border(g, p.gain + p.penalty, 0.0)) for p in (p0, p1))
-        near = height0 / g.Max(left0 @ g.Transpose(right0, perm=[1, 0]), 1.0)
-        near = near + g.Transpose(height1, perm=[1, 0]) / g.Max(right1 @ g.Transpose(left1, perm=[1, 0]), 1.0)
+        away0 = g.real(left0 @ g.Transpose(right0, perm=[1, 0]))
+        away1 = g.real(right1 @ g.Transpose(left1, perm=[1, 0]))
+        near = height0 / g.Max(away0, 1.0) + g.Transpose(height1, perm=[1, 0]) / g.Max(away1, 1.0)
         # Penalties of both sides and what the dustbins gain, as one product.
         points0, points1 = (g.Concat(g.full(g.Shape(p.gain), 1.0), [[0.0]], axis=0) for p in (p0, p1))
         left = [-_border(g, p0.penalty, 0.0), points0, _border(g, p0.dustbin, 0.0), 1.0 - points0]
@@ -120,16 +122,26 @@ class ConsensusGraph:
         return scores + near + rest
 
     def _distance_factors(self, prior: PriorValues, others: Value) -> tuple[Value, Value]:
-        """(N+1, 5), (M+1, 5) whose products are 1 + |position − other|² / tolerance; far for dustbins."""
-        g = self.graph
-        inverse = 1.0 / prior.tolerance
-        square = g.total(prior.position * prior.position, 1, keep=True)
-        left = g.Concat(prior.position * -2.0 * inverse, inverse, square * inverse + 1.0, axis=1)
-        left = g.Concat(left, inverse * 0.0 + 1.0, axis=1)
-        squares = g.total(others * others, 1, keep=True)
-        right = g.Concat(others, squares, g.full(g.Shape(squares), 1.0), squares * 0.0, axis=1)
-        dustbin = np.array([[0, 0, 0, 0, _FAR]], np.float32)
-        return g.Concat(left, [[0.0, 0.0, 0.0, 0.0, 0.0]], axis=0), g.Concat(right, dustbin, axis=0)
+        """(N+1, 5), (M+1, 5) whose products are 1 + |position − other|² / tolerance; far for dustbins.
+
+        In float64, since large numbers cancel, as in `matcher.match.network.consensus`.
+        """
+        g, number = self.graph, self._number
+        a, b, tolerance = (self._exact(x) for x in (prior.position, others, prior.tolerance))
+        inverse = number(1) / tolerance
+        square = g.total(a * a, 1, keep=True)
+        left = g.Concat(a * number(-2) * inverse, inverse, square * inverse + number(1), axis=1)
+        left = g.Concat(left, inverse * number(0) + number(1), axis=1)
+        squares = g.total(b * b, 1, keep=True)
+        nothing = squares * number(0)
+        right = g.Concat(b, squares, nothing + number(1), nothing, axis=1)
+        return g.Concat(left, number([[0] * 5]), axis=0), g.Concat(right, number([[0] * 4 + [_FAR]]), axis=0)
+
+    def _exact(self, x: Value) -> Value:
+        return self.graph.double(x)
+
+    def _number(self, constant: ArrayLike) -> Value:
+        return self._exact(self.graph.value(np.array(constant, np.float32)))
 
     def _prior(self, positions: Value, others: Value, matches: SoftMatchValues) -> PriorValues:
         g = self.graph

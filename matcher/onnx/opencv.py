@@ -205,6 +205,9 @@ class StaticConsensus(ConsensusGraph):
     def _owners(self, confidence: Value) -> Value:
         return self.graph.range(self.graph.size(confidence, 0))
 
+    def _exact(self, x: Value) -> Value:
+        return x  # OpenCV has no float64
+
 
 def unrolled(
     g: Builder, scores: Value, mass: Masses, start: PotentialValues, iterations: int

@@ -277,7 +277,7 @@ def _packed(side: PartnerPrior) -> Tensor:
 def _gains(side: PartnerPrior, others: Tensor) -> Tensor:
     """(B, N, M) added to the scores by one side: a gain near the predictions, a penalty elsewhere."""
     left, right = _distance_factors(side, others)
-    near = (left @ right).clamp_min(1.0).reciprocal()
+    near = (left @ right).to(others.dtype).clamp_min(1.0).reciprocal()
     return (side.gain + side.penalty).unsqueeze(2) * near - side.penalty.unsqueeze(2)
 
 
@@ -294,8 +294,8 @@ def _corrected(
     height0, height1 = (side0.gain + side0.penalty).unsqueeze(2), (side1.gain + side1.penalty).unsqueeze(1)
     for part in row_blocks(points, scores.shape[2], scores.device, _BLOCK):
         # Division and addition apart: they take a fifth of the time of one operation with four operands.
-        block = height0[:, part] / (left0[:, part] @ right0).clamp_min_(1.0)
-        block += height1 / (right1[:, part] @ left1).clamp_min_(1.0)
+        block = height0[:, part] / (left0[:, part] @ right0).to(scores.dtype).clamp_min_(1.0)
+        block += height1 / (right1[:, part] @ left1).to(scores.dtype).clamp_min_(1.0)
         block -= side0.penalty[:, part, None]
         block -= side1.penalty.unsqueeze(1)
         torch.add(scores[:, part, :-1], block, out=out[:, part, :-1])
@@ -303,8 +303,14 @@ def _corrected(
 
 
 def _distance_factors(side: PartnerPrior, others: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N, 4), (B, 4, M) whose product is 1 + |position − other|² / tolerance."""
-    a, b, inverse = side.position, others, side.tolerance.reciprocal().unsqueeze(2)
+    """(B, N, 4), (B, 4, M) whose product is 1 + |position − other|² / tolerance.
+
+    In float64 where the device has it: a tolerance may be 10⁻⁶ of the squared coordinates, which cancel, and
+    in float32 so much would be lost that gains are wrong by up to a hundredth.
+    """
+    exact = torch.float32 if others.device.type == "mps" else torch.float64
+    a, b = side.position.to(exact), others.to(exact)
+    inverse = side.tolerance.to(exact).reciprocal().unsqueeze(2)
     left = torch.cat([-2 * a * inverse, inverse, (a * a).sum(2, keepdim=True) * inverse + 1], dim=2)
     right = torch.cat([b, (b * b).sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)
     return left, right.transpose(1, 2)
