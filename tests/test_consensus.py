@@ -7,7 +7,10 @@ from matcher.match.assignment import assign
 from matcher.match.mutual import mutual_matches
 from matcher.match.network.consensus import (
     Consensus,
+    PartnerPrior,
     SoftMatches,
+    _corrected,
+    _gains,
     agreement,
     fit_local_maps,
     mutual_soft_matches,
@@ -146,3 +149,23 @@ def test_the_correction_is_the_same_with_and_without_gradients() -> None:
     torch.testing.assert_close(plain, grown.detach(), atol=1e-5, rtol=1e-5)
     grown.square().mean().backward()
     assert consensus.hidden.weight.grad.abs().sum() > 0
+
+
+def test_gains_are_exact_where_the_tolerance_is_small() -> None:
+    """A tolerance of 10⁻⁶ of the squared coordinates: what is large cancels, and little may be lost by it."""
+    rng = torch.Generator().manual_seed(0)
+    count = 60
+    others = torch.rand(1, count, 2, generator=rng) * 2 - 1
+    position = others + 0.003 * torch.randn(1, count, 2, generator=rng)
+    each = torch.rand(4, 1, count, generator=rng)
+    prior = PartnerPrior(position, 3 * each[0], each[1], 3e-6 * (1 + each[2]), each[3])
+    a, b = position.double(), others.double()
+    square = (a.unsqueeze(2) - b.unsqueeze(1)).square().sum(3) / prior.tolerance.double().unsqueeze(2)
+    height, penalty = (prior.gain + prior.penalty).double(), prior.penalty.double()
+    exact = height.unsqueeze(2) / (1 + square) - penalty.unsqueeze(2)
+    assert exact.max() > 0.5
+    torch.testing.assert_close(_gains(prior, others).double(), exact, atol=2e-6, rtol=0)
+    scores, flat = torch.zeros(1, count + 1, count + 1), torch.zeros(1, count)
+    nothing = PartnerPrior(others, flat, flat, flat + 1, flat)
+    found = _corrected(scores, prior, nothing, position, others)
+    torch.testing.assert_close(found[:, :-1, :-1].double(), exact, atol=2e-6, rtol=0)
