@@ -13,6 +13,8 @@ from matcher.data.geometry import warp_points
 from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import UsageError
 from matcher.pipeline import Pipeline
+from matcher.sequence.pipelines import link_estimator
+from matcher.sequence.tracker import Tracker
 from matcher.verify.distances import epipolar_distance, fundamental_from_pose, in_front, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.planes import PlanesEstimator
@@ -198,3 +200,34 @@ def test_a_pipeline_hands_covariances_to_estimators_that_take_them(kind, rng):
     assert pipeline.verify(*features, matches).status == "ok" and "covariances" not in kind.given
     assert pipeline.verify(*features, replace(matches, refinement=known)).status == "ok"
     assert ("covariances" in kind.given) == kind.takes_covariances
+
+
+def test_a_fundamental_matrix_can_be_left_as_it_was_sampled(monkeypatch):
+    rng = np.random.default_rng(4)
+    points0, points1 = scene("fundamental", rng)
+    points1 = points1 + rng.normal(scale=0.5, size=points1.shape)
+    config = EstimationConfig(kind="fundamental")
+    adjusted = RobustEstimator(config)(points0, points1)
+    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
+    left = RobustEstimator(config, adjusted=False)(points0, points1)
+    assert left.status == adjusted.status == "ok"
+    assert np.abs(left.matrix - adjusted.matrix).max() > 1e-6
+    assert error("fundamental", left) < 5 and left.inliers.sum() > 0.9 * len(points0)
+
+
+def test_links_of_frames_are_not_adjusted(monkeypatch):
+    """It would take a tenth of a frame's time and improve nothing (scripts/README.md)."""
+    noise = cv2.GaussianBlur(np.random.default_rng(1).standard_normal((240, 340)), (0, 0), 2.2)
+    texture = cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+    tracker = Tracker("nearest", max_keypoints=200)
+    pipeline = tracker.pipeline
+    assert pipeline.estimator.adjusted and not tracker._map.linker.estimator.adjusted
+    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
+    for shift in (0, 4, 8):
+        found = tracker.push(texture[:, shift : shift + 320])
+    assert found.status == "tracked"
+
+    def own(points0, points1, **_):
+        raise AssertionError
+
+    assert link_estimator(own) is own  # a user's own is taken as it is

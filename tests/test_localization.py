@@ -1,5 +1,6 @@
 """Localisation against a map: photos of the place get their pose, others a reason, and nothing is guessed."""
 
+import io
 import json
 import sys
 from dataclasses import replace
@@ -244,6 +245,14 @@ def test_an_image_that_has_changed_is_named(made, tmp_path):
     try:
         PIL.Image.fromarray(np.zeros((50, 60), np.uint8)).save(image)
         with matcher.Map.open(folder / "model") as place, pytest.raises(IntegrityError, match="60 x 50"):
+            for name in QUERIES:
+                place.localize(folder / "queries" / name, CAMERA)
+        pixels = 255 - np.asarray(PIL.Image.open(io.BytesIO(before)))  # another picture of the same size
+        PIL.Image.fromarray(pixels).save(image)
+        with (
+            matcher.Map.open(folder / "model") as place,
+            pytest.raises(IntegrityError, match=r"photo1\.png has"),
+        ):
             for name in QUERIES:
                 place.localize(folder / "queries" / name, CAMERA)
         image.unlink()  # without its file, keypoints are not refined on it

@@ -170,9 +170,10 @@ class Map:
         query = self._described(image, mask)
         given = None if camera is None else as_camera(camera)
         if given is not None and given.size not in (None, query.size):
+            name = "" if query.path is None else f"{query.path}: "
             raise UsageError(
-                f"the camera is of images of {given.size[0]} x {given.size[1]} pixels, and the photo has "
-                f"{query.size[0]} x {query.size[1]}"
+                f"{name}the camera is of images of {given.size[0]} x {given.size[1]} pixels, and the photo "
+                f"has {query.size[0]} x {query.size[1]}: give the camera of its own size, or none"
             )
         query.camera = None if given is None else replace(given, size=query.size)
         return query
@@ -237,6 +238,13 @@ def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: 
     def zoom(name: str) -> float:
         return 1 / float(np.sqrt(np.prod(store.scale(name))))
 
+    photos, digests = Photos(store.image_folder), {image.name: image.sha256 for image in done}
+    # Digests of masked images are those of both files, and the masks may be gone.
+    known = own and not store.settings["source"].get("masks")
+
+    def has_changed(name: str) -> bool:
+        return known and photos.digest(name) != digests[name]
+
     features: Callable[[str], Features] = lru_cache(_FEATURES_KEPT)(store.features)
     return Localizer(
         model=model,
@@ -244,6 +252,6 @@ def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: 
         index=index,
         rows=np.array([place.get(image.name, -1) for image in done], dtype=np.int64),
         features=features,
-        images=MapImages(model, lambda name: store.image_folder / name, zoom),
+        images=MapImages(model, lambda name: store.image_folder / name, zoom, has_changed),
         config=config,
     )

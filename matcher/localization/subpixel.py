@@ -21,15 +21,22 @@ _KEPT = 16  # pyramids of map images in memory
 class MapImages:
     """Pyramids of the map's images, read when they are needed; the last few are kept."""
 
-    def __init__(self, model: SparseMap, path: Callable[[str], Path], zoom: Callable[[str], float]) -> None:
-        self._model, self._path, self._zoom = model, path, zoom
+    def __init__(
+        self,
+        model: SparseMap,
+        path: Callable[[str], Path],
+        zoom: Callable[[str], float],
+        has_changed: Callable[[str], bool],
+    ) -> None:
+        """By name of image: its file, resized for stored pixels, and whether it is another file now."""
+        self._model, self._path, self._zoom, self._has_changed = model, path, zoom, has_changed
         self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
 
     def __call__(self, image: int) -> ImagePyramid | None:
         """The pyramid of an image, None if its file is not there any more.
 
         Raises:
-            IntegrityError: the file has another size than when its keypoints were found.
+            IntegrityError: the file is not the one in which the keypoints were found.
         """
         if image in self._kept:
             self._kept.move_to_end(image)
@@ -43,6 +50,11 @@ class MapImages:
             raise IntegrityError(
                 f"{path} is {pixels.size[0]} x {pixels.size[1]} pixels now, and was {wanted[0]} x "
                 f"{wanted[1]} when the map was made: put the old file back, or make the map again"
+            )
+        if self._has_changed(name):
+            raise IntegrityError(
+                f"{path} has changed since its keypoints were found: put the old file back, or make the map "
+                "again"
             )
         self._kept[image] = ImagePyramid.of(pixels)._replace(zoom=self._zoom(name))
         while len(self._kept) > _KEPT:

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from matcher.budget.choice import BUDGETS
 from matcher.config import GRID_KIND
+from matcher.data.protocols import Estimator
 from matcher.errors import UsageError, check_number
 from matcher.loading import open_pipeline
 from matcher.match.depth import with_layers
 from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import Pipeline
+from matcher.verify.estimation import RobustEstimator
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
 BASELINES = (1e-6, 1e6)  # in the unit of the poses, such as metres
@@ -60,6 +62,15 @@ def for_neighbours(pipeline: Pipeline) -> Pipeline:
     return replace(
         pipeline, matcher=with_layers(pipeline.matcher, layers, NEIGHBOUR_ITERATIONS, pruning=False)
     )
+
+
+def link_estimator(estimator: Estimator) -> Estimator:
+    """The estimator for the links of frames: fundamental matrices stay as they are sampled.
+
+    They tell right links from wrong ones, and where to search for others; poses come from depths. Adjusted
+    ones cost a tenth of a frame's time and improve neither links nor odometry (scripts/README.md).
+    """
+    return replace(estimator, adjusted=False) if isinstance(estimator, RobustEstimator) else estimator
 
 
 def check_settings(

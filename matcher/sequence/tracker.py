@@ -24,7 +24,7 @@ from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency, StageTimes
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
-from matcher.sequence.pipelines import check_settings, tracking_pipeline
+from matcher.sequence.pipelines import check_settings, link_estimator, tracking_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
 from matcher.sequence.stereo import partners, within
@@ -96,7 +96,7 @@ class Tracker(TrackerMaps):
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
         estimation = pipeline.config.estimation
-        linker = Linker(pipeline.estimator, estimation.max_epipolar_error, guided)
+        linker = Linker(link_estimator(pipeline.estimator), estimation.max_epipolar_error, guided)
         poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
         self._map = LocalMap(
             linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)

@@ -44,13 +44,14 @@ class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
     Each model is then refined over its inliers under a Cauchy loss: where covariances are known weighed by
-    them, and a fundamental matrix always, by `adjustment.py`; else by PoseLib.
+    them, and a fundamental matrix always (unless `adjusted` is False), by `adjustment.py`; else by PoseLib.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
     """
 
     config: EstimationConfig
+    adjusted: bool = True  # False: fundamental matrices stay as MAGSAC++ leaves them
     takes_covariances = True  # see `matcher.data.protocols.Estimator`
 
     def __call__(
@@ -123,8 +124,10 @@ class RobustEstimator:
             return "degenerate", None
         if kind == "essential":
             model = _essential(points0, points1, cameras, threshold, self.config.seed, covariances)
+        elif homography:
+            model = _homography(points0, points1, threshold, covariances)
         else:
-            model = (_homography if homography else _fundamental)(points0, points1, threshold, covariances)
+            model = _fundamental(points0, points1, threshold, covariances, self.adjusted)
         if model is None or not model.inliers.any():
             return "no_model", None
         count = int(np.count_nonzero(model.inliers))
@@ -258,7 +261,7 @@ def _refined(
 
 
 def _fundamental(
-    points0: np.ndarray, points1: np.ndarray, threshold: float, covariances: np.ndarray | None
+    points0: np.ndarray, points1: np.ndarray, threshold: float, covariances: np.ndarray | None, adjusted: bool
 ) -> _Model | None:
     try:
         matrix, _ = cv2.findFundamentalMat(
@@ -269,7 +272,8 @@ def _fundamental(
     if matrix is None or matrix.shape != (3, 3) or not np.isfinite(matrix).all() or not matrix.any():
         return None
     found = sampson(points0, points1, matrix) <= threshold
-    matrix = _refined(adjusted_fundamental, points0, points1, matrix, found, covariances)
+    if adjusted:
+        matrix = _refined(adjusted_fundamental, points0, points1, matrix, found, covariances)
     return _Model(matrix, sampson(points0, points1, matrix) <= threshold)
 
 
