@@ -20,7 +20,7 @@ from matcher.kernels.candidates import CandidateSet, best_candidates, find_candi
 from matcher.match.mutual import MutualBest
 from matcher.match.sinkhorn import Potentials
 
-MOST = 32  # of a row, and of a column
+MOST = 48  # of a row, and of a column; with 32 nearly .2 % of hard pairs' matches are others than with all
 _TINY = 1e-30
 
 

@@ -21,7 +21,7 @@ from matcher.match.sinkhorn import Potentials, sinkhorn
 
 SETTLED = 0.85  # share of the matches that a round of consensus left unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
-OUTSIDE_SHARE = 0.03  # of the expected matches, beyond which the first round takes all scores
+OUTSIDE_SHARE = 0.01  # of the expected matches, beyond which the first round takes all scores
 
 
 def assign_all(
