@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from collection_runs import photos
+from real_pairs import fifty_pairs
 from spawned import facts, match_all
 
 import matcher
@@ -149,6 +151,27 @@ def test_kernels_and_threads_on_real_photos(tmp_path, monkeypatch, tried):
     print("shares of matches in common:", np.round(shares, 4).tolist())
     assert np.mean(shares) >= 0.999
     tried(len(shares))
+
+
+@pytest.mark.slow
+def test_kernels_find_the_same_matches_of_fifty_pairs(monkeypatch, capsys, tried):
+    """At least 99.9 % of the matches in float32, from the same features, before they are refined."""
+    if library.instructions() is None:
+        pytest.skip("needs compiled kernels")
+    pipe = matcher.load(max_keypoints=1024, device="cpu", precision="float32", refine=False)
+    common = most = 0
+    for views in fifty_pairs():
+        features = [pipe.extract(view) for view in views]
+        for pair in pairwise(features):
+            found = []
+            for switch in "01":
+                monkeypatch.setenv(SWITCH, switch)
+                found.append({tuple(row) for row in pipe.match_features(*pair).indices.tolist()})
+            common, most = common + len(found[0] & found[1]), most + max(map(len, found))
+    with capsys.disabled():
+        print(f"\n{common} of {most} matches, {common / most:.3%}")
+    assert common >= 0.999 * most > 20_000
+    tried(50)
 
 
 def test_batches_change_nothing_that_matters(pairs, tried):
