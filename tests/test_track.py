@@ -10,7 +10,7 @@ from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pa
 from matcher.cli import main
 from matcher.errors import ImageError, UsageError
 from matcher.sequence.capture import open_frames
-from matcher.sequence.trajectory import read_poses
+from matcher.sequence.trajectory import read_poses, write_trajectory
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,10 @@ def test_black_frames_alone_have_no_trajectory_and_identical_ones_stand_still(fo
     for i in range(6):
         for side, data in zip((left, right), first, strict=True):
             (side / f"{i}.png").write_bytes(data)
-    assert track(left, *pairs, "--output", tmp_path / "still.tum") == 0
+    both = ("--output", tmp_path / "still.tum", "--output", tmp_path / "still.kitti")
+    assert track(left, *pairs, *both) == 0
+    rows = np.loadtxt(tmp_path / "still.kitti")
+    np.testing.assert_allclose(rows, read_poses(tmp_path / "still.tum")[1][:, :3].reshape(-1, 12), atol=1e-7)
     np.testing.assert_allclose(
         read_poses(tmp_path / "still.tum")[1], np.tile(np.eye(4), (6, 1, 1)), atol=1e-3
     )
@@ -184,7 +187,7 @@ def test_what_is_no_video_and_a_camera_that_is_not_there(tmp_path, capfd):
         (["--ground-truth", "poses.txt"], "--camera"),
         (["--plot", "t.png"], "--camera"),
         (["--output", "t.tum"], "--camera"),
-        (["--output", "t.csv"], ".npz or .tum or .rrd"),
+        (["--output", "t.csv"], ".npz or .tum or .kitti or .rrd"),
         (["--camera", "1,2,3"], "fx,fy,cx,cy"),
         (["--fps", "0"], "the frame rate must be"),
         (["--budget-ms", "-3"], "--budget-ms"),
@@ -249,3 +252,12 @@ def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monke
         assert track(folders[0], "--show") == 2
         assert "(FILE.rrd) instead" in capfd.readouterr().err
     assert not any(path.name.startswith(".r.rrd") for path in tmp_path.iterdir())
+
+
+def test_a_file_without_times_needs_a_pose_of_every_frame(tmp_path):
+    poses = [np.eye(4)] * 3
+    with pytest.raises(UsageError, match=r"1 of 4 frames have no pose; use \.tum"):
+        write_trajectory(tmp_path / "a.kitti", [0.0, 1.0, 2.0], poses, frames=4)
+    assert list(tmp_path.iterdir()) == []
+    write_trajectory(tmp_path / "a.kitti", [0.0, 1.0, 2.0], poses, frames=3)
+    np.testing.assert_array_equal(read_poses(tmp_path / "a.kitti")[1], poses)

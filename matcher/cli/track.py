@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matcher.sequence.recording import Recording
     from matcher.sequence.tracker import Tracker
 
-SUFFIXES = (".npz", ".tum", ".rrd")
+SUFFIXES = (".npz", ".tum", ".kitti", ".rrd")
 
 Where = Annotated[
     str,
@@ -75,9 +75,9 @@ Outputs = Annotated[
     list[Path] | None,
     typer.Option(
         "--output",
-        metavar="FILE.npz|.tum|.rrd",
-        help="Save tracks (.npz), a trajectory (.tum) or a rerun recording (.rrd; with --map also of the "
-        "path before and after loops, DIR/trajectory.rrd); repeatable.",
+        metavar="FILE.npz|.tum|.kitti|.rrd",
+        help="Save tracks (.npz), a trajectory (.tum, .kitti) or a rerun recording (.rrd; with --map also of "
+        "the path before and after loops, DIR/trajectory.rrd); repeatable.",
     ),
 ]
 Truth = Annotated[
@@ -118,8 +118,9 @@ def track(
 ) -> int:
     """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
 
-    A .tum trajectory holds world_from_cam poses, one line per frame: t x y z qx qy qz qw. A live camera runs
-    until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
+    Trajectories hold world_from_cam poses, a line per frame: t x y z qx qy qz qw (.tum), or 12 numbers, 3x4,
+    without a time (.kitti). A live camera runs until Ctrl-C. An interrupted --map DIR is finished by
+    `matcher track DIR --map DIR`.
     """
     options.limit_threads(threads)
     budgeted = budget_ms is not None
@@ -169,7 +170,8 @@ def _check(
             "--right and --baseline must be given together: rectified pairs and the cameras' distance"
         )
     needing = {"--right": right, "--ground-truth": truth, "--plot": plot}
-    needing["a .tum trajectory"] = next((path for path in outputs if path.suffix.lower() == ".tum"), None)
+    trajectories = (path for path in outputs if path.suffix.lower() in (".tum", ".kitti"))
+    needing["a trajectory"] = next(trajectories, None)
     for name, value in needing.items():
         if value is not None and camera is None:
             raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
@@ -266,16 +268,16 @@ def _finish(
     import json
 
     from matcher.files import write_output
-    from matcher.sequence.trajectory import write_tum
+    from matcher.sequence.trajectory import write_trajectory
 
     rows, stamps, poses = log.trajectory()
     compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
     for path in outputs:
         if path.suffix.lower() == ".npz":
             write_output(path, log.as_npz())
-        elif path.suffix.lower() == ".tum":
+        elif path.suffix.lower() != ".rrd":
             _need_poses(log, poses)
-            write_tum(path, stamps, poses)
+            write_trajectory(path, stamps, poses, frames=len(log))
     found = as_object(log, tracker, len(rows), compared)
     if plot is not None:
         _draw(plot, log, compared, poses, stereo, title_of(found))

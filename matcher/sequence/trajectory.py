@@ -25,6 +25,27 @@ class SegmentError:
     rotation: float  # degrees per metre
 
 
+def write_trajectory(
+    path: Path, timestamps: Sequence[float], poses: Sequence[np.ndarray], *, frames: int
+) -> None:
+    """In the form of TUM (.tum), or of KITTI (.kitti): 12 numbers, 3×4, a line for each of `frames` frames.
+
+    Raises:
+        UsageError: KITTI's lines have no times, and a frame has no pose.
+        OSError: the file cannot be written.
+    """
+    if path.suffix.lower() != ".kitti":
+        write_tum(path, timestamps, poses)
+        return
+    if len(poses) < frames:
+        raise UsageError(
+            f"{path}: KITTI's lines have no times, and {frames - len(poses)} of {frames} frames have no "
+            "pose; use .tum"
+        )
+    lines = (" ".join(f"{value:.9g}" for value in pose[:3].ravel()) for pose in poses)
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
 def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
     """A comment, and a line per pose: `t x y z qx qy qz qw`, in the order of the frames.
 
