@@ -106,6 +106,8 @@ def test_loops_undo_drift(made):
 
 def test_a_second_run_is_localised_in_the_map_of_the_first(made):
     folder, _, _, closed = made
+    with matcher.Map.open(folder / "map") as place:  # the model in it
+        assert len(place.names) == 10
     with matcher.Map.open(closed.folder) as place:
         assert len(place.names) == 10
         pose = place.localize(folder / "photos" / "photo5.png", CAMERA)

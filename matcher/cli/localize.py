@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 ModelFolder = Annotated[
     Path,
-    typer.Argument(metavar="MODEL", show_default=False, help="Folder of a model that `matcher sfm` wrote."),
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="Folder of a model that `matcher sfm` wrote, or of `matcher track --map`.",
+    ),
 ]
 Photos = Annotated[
     list[Path], typer.Argument(metavar="PHOTOS...", show_default=False, help="Photos, or folders of photos.")

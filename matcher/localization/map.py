@@ -33,6 +33,7 @@ from matcher.pipeline import Mask
 from matcher.refine.refinement import ImagePyramid
 
 _PHOTOS = "photos"  # the source of a run whose features a front end found
+_OF_KEYFRAMES = "model"  # in the folder of a map of keyframes
 _FEATURES_KEPT = 256  # images of the map whose features stay in memory
 
 
@@ -66,7 +67,7 @@ class Map:
         """Open the map in a folder that `matcher sfm` or `Collection.reconstruct` wrote, or a COLMAP model.
 
         Args:
-            model: the folder; of several models in it, the largest.
+            model: the folder, or that of `matcher track --map`; of several models in it, the largest.
             run_dir: folder of the run with the features; by default the one that the model was made from.
                 Another one must have the same features (front end, its weights and settings), and may
                 match them by another network: runs of `nearest` and `hybrid` share their maps. For a model
@@ -82,6 +83,8 @@ class Map:
         folder = Path(model)
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder; a map is what `matcher sfm` writes")
+        if not read_summary(folder) and read_summary(folder / _OF_KEYFRAMES):
+            folder /= _OF_KEYFRAMES
         store = Store.open(find_run(folder) if run_dir is None else Path(run_dir))
         try:
             return cls(store, _localizer(folder, store, config or LocalizationConfig(), options))

@@ -226,7 +226,10 @@ class KeyframeMap:
         self.keep()
         tracked = self._tracked()
         if len(tracked) < 3:
-            raise UsageError(f"a map needs at least three keyframes with a pose, not {len(tracked)}")
+            raise UsageError(
+                f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames, "
+                "or a camera that moves further"
+            )
         keyframes = sorted(tracked)
         collection = self._graph.match(keyframes)
         loops = self._graph.loops(collection, keyframes)

@@ -18,7 +18,6 @@ from matcher.options import LoadOptions
 from matcher.sequence import background
 from matcher.sequence.background import Timing
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.pose_graph import MODEL
 
 _KEPT = 12  # localised frames that the scale is known from
 _MOVED = 2.0  # standard deviations of the positions, by which two of them must be apart to say it
@@ -78,8 +77,7 @@ class MapTracking:
         Raises:
             UsageError, IntegrityError: as of `Map.open`.
         """
-        model = Path(folder) / MODEL
-        model = (model if model.is_dir() else Path(folder)).absolute()
+        model = Path(folder).absolute()
         Map.open(model, **options).close()  # what is wrong with it is said now
         self._lookup = background.start(FrameLookup(model, dict(options)), timing)
         self._localized: deque[LocalizedFrame] = deque(maxlen=_KEPT)
