@@ -188,6 +188,24 @@ def test_the_command_writes_poses(made, tmp_path, capfd, name):
         assert json.loads(out.read_text())["poses"][QUERIES[0]]["status"] == "ok"
 
 
+def test_poses_say_where_on_earth_their_map_is(made, tmp_path, capfd):
+    folder, _ = made
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "sparse").symlink_to(folder / "model" / "sparse")
+    summary = json.loads((folder / "model" / "summary.json").read_text())
+    where = {"origin": [48.0, 11.0, 500.0], "images": 5, "median_error_metres": 2.0}
+    summary["models"][0]["georegistration"] = where
+    (tmp_path / "model" / "summary.json").write_text(json.dumps(summary))
+    arguments = ("localize", tmp_path / "model", folder / "queries", "--run", folder / "model-run", "--json")
+    assert run(*arguments, "--output", tmp_path / "poses.json") == 0
+    printed = json.loads(capfd.readouterr().out.splitlines()[-1])
+    written = json.loads((tmp_path / "poses.json").read_text())
+    assert printed["georegistration"] == written["georegistration"] == where
+    assert sorted(read_named_poses(tmp_path / "poses.json")[0]) == list(QUERIES)
+    with matcher.Map.open(folder / "model") as place:
+        assert place.georegistration is None
+
+
 def test_the_command_draws_and_refuses(made, tmp_path, capfd):
     folder, _ = made
     query, wall = folder / "queries" / QUERIES[0], folder / "elsewhere" / "wall.png"

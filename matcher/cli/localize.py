@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -120,11 +120,12 @@ def localize(
     opened = Map.open(model, run_dir=run, config=config, **chosen)
     with opened as place, _recording(recording, place) as record:
         found, drawn = _localize(place, named, cameras, fixed, plot, record, quiet=as_json)
+    where = {} if place.georegistration is None else {"georegistration": place.georegistration}
     if output is not None:
-        _write(output, found)
+        _write(output, found, where)
     if as_json:
         rows = {name: pose.to_dict() for name, pose in found.items()}
-        show(json.dumps({"model": str(model), "poses": rows}, allow_nan=False), always=True)
+        show(json.dumps({"model": str(model), **where, "poses": rows}, allow_nan=False), always=True)
     else:
         show(f"{sum(pose.ok for pose in found.values())} of {len(named)} photos have a pose")
     return 0 if drawn and sum(pose.ok for pose in found.values()) == len(named) else PARTIAL
@@ -233,8 +234,8 @@ def _check(output: Path | None, plot: Path | None, recording: Path | None, overw
         plot.mkdir(exist_ok=True)
 
 
-def _write(output: Path, found: dict[str, Pose]) -> None:
-    """The poses that were found, in the format that the output's name asks for."""
+def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:
+    """The poses that were found, in the format that the name asks for; JSON says `where` the map is."""
     from matcher.data.named_poses import write_named_poses
     from matcher.errors import UsageError
 
@@ -244,7 +245,7 @@ def _write(output: Path, found: dict[str, Pose]) -> None:
             f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; use "
             ".tum, .txt or .json"
         )
-    write_named_poses(output, poses, {name: pose.to_dict() for name, pose in found.items()})
+    write_named_poses(output, poses, {name: pose.to_dict() for name, pose in found.items()}, **where)
     show(f"wrote {output}")
 
 

@@ -118,9 +118,8 @@ def track(
 ) -> int:
     """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
 
-    Trajectories hold world_from_cam poses, a line per frame: t x y z qx qy qz qw (.tum), or 12 numbers, 3x4,
-    without a time (.kitti). A live camera runs until Ctrl-C. An interrupted --map DIR is finished by
-    `matcher track DIR --map DIR`.
+    Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
+    live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
     """
     options.limit_threads(threads)
     budgeted = budget_ms is not None

@@ -64,7 +64,10 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
 
 
 def write_named_poses(
-    path: str | Path, poses: Mapping[str, np.ndarray], facts: Mapping[str, Mapping[str, Any]] | None = None
+    path: str | Path,
+    poses: Mapping[str, np.ndarray],
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
+    **common: Any,
 ) -> None:
     """Write poses cam_from_world (4, 4) in the format that the file's name asks for.
 
@@ -76,6 +79,7 @@ def write_named_poses(
         poses: by name of image, in the order of the lines.
         facts: more members of the JSON objects, by name; also of images without a pose, which only JSON
             lists.
+        common: members of the JSON file beside "poses".
 
     Raises:
         UsageError: a name that the format cannot hold, or another suffix.
@@ -86,7 +90,7 @@ def write_named_poses(
     if suffix == ".json":
         names = dict.fromkeys([*facts, *poses])
         rows = {name: {"cam_from_world": _listed(poses.get(name)), **facts.get(name, {})} for name in names}
-        write_output(path, json.dumps({"poses": rows}, indent=1, allow_nan=False).encode())
+        write_output(path, json.dumps({**common, "poses": rows}, indent=1, allow_nan=False).encode())
         return
     if suffix == ".tum":
         lines = _tum_lines(poses)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from matcher.collection.hloc_features import HlocFeatures
+from matcher.collection.reconstruction.given_poses import read_georegistration
 from matcher.collection.reconstruction.growing import find_run
 from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
@@ -50,10 +51,13 @@ class Map:
     keypoints exact to a fraction of a pixel, the images where they still are.
     """
 
-    def __init__(self, store: Store, localizer: Localizer) -> None:
+    def __init__(self, store: Store, localizer: Localizer, place: dict[str, Any] | None = None) -> None:
         """Use `open`."""
         self._store = store
         self.localizer = localizer
+        # Where on Earth it is, if known: "origin" is latitude, longitude and altitude of (0, 0, 0); poses are
+        # in metres, x east, y north, z up.
+        self.georegistration = place
 
     @classmethod
     def open(
@@ -87,7 +91,8 @@ class Map:
             folder /= _OF_KEYFRAMES
         store = Store.open(find_run(folder) if run_dir is None else Path(run_dir))
         try:
-            return cls(store, _localizer(folder, store, config or LocalizationConfig(), options))
+            localizer = _localizer(folder, store, config or LocalizationConfig(), options)
+            return cls(store, localizer, read_georegistration(folder))
         except BaseException:
             store.close()
             raise

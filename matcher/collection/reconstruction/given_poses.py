@@ -52,11 +52,11 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
         check_finite(source, f"the pose of {image.name}", poses[image.name])
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
-    return GivenPoses(poses, cameras, fixed, _georegistration(source))
+    return GivenPoses(poses, cameras, fixed, read_georegistration(source))
 
 
-def _georegistration(folder: Path) -> dict[str, Any] | None:
-    """Where on Earth the coordinates of a model of ours are, None where it does not say."""
+def read_georegistration(folder: Path) -> dict[str, Any] | None:
+    """Where on Earth the coordinates of a model of ours are (see `georegister`), if it says so."""
     try:
         found = read_summary(folder)["models"][0]["georegistration"]
         origin = np.array(found["origin"], dtype=np.float64)
