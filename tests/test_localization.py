@@ -123,14 +123,17 @@ def test_chance_gives_no_significant_pose():
             assert log10_false_alarms(matches, found.inliers, 480 * 360, 4.0) > 0
 
 
-@pytest.mark.parametrize(("agreeing", "status"), [(20, "not_significant"), (60, "ok")])
-def test_a_few_matches_that_agree_are_not_enough(agreeing, status):
+@pytest.mark.parametrize(
+    ("agreeing", "count", "status"),
+    [(20, 200, "not_significant"), (60, 200, "ok"), (60, 500, "not_significant"), (160, 1000, "ok")],
+)
+def test_a_few_matches_that_agree_are_not_enough(agreeing, count, status):
     """Repeated structure lets more wrong matches agree than chance does."""
     rng = np.random.default_rng(agreeing)
-    points = rng.normal((0, 0, 6), 1.0, (200, 3))
+    points = rng.normal((0, 0, 6), 1.0, (count, 3))
     seen = points[:, :2] / points[:, 2:] * 528 + [239.5, 179.5]
-    seen[agreeing:] = rng.uniform((0, 0), SIZE, (200 - agreeing, 2))
-    matches = Matches3d(seen, points, np.arange(200))
+    seen[agreeing:] = rng.uniform((0, 0), SIZE, (count - agreeing, 2))
+    matches = Matches3d(seen, points, np.arange(count))
     found = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
     assert np.abs(found.cam_from_world - np.eye(4)).max() < 0.02  # it is right, but who could know?
     verdict = judge(found, matches, 4.0, LocalizationConfig(), focal_known=True)

@@ -93,7 +93,8 @@ def judge(
     alarms = log10_false_alarms(
         matches, inliers, float(size[0] * size[1]), max_error, focal_known=focal_known
     )
-    if agreeing < config.min_inliers or alarms > config.max_log10_false_alarms:
+    least = max(config.min_inliers, min(config.min_share * count, config.enough_inliers))
+    if agreeing < least or alarms > config.max_log10_false_alarms:
         return "not_significant", f"only {agreeing} of {count} matched keypoints agree with a pose", alarms
     covered = spread(matches.points2d[inliers], size)
     if covered < config.min_spread:
