@@ -171,6 +171,8 @@ def guarded(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except UnicodeDecodeError as error:  # of a column, or of SQLite's own message about it
+        raise IntegrityError(f"{path} {DAMAGED} (text in it is not UTF-8)") from error
     except sqlite3.Error as error:
         code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
