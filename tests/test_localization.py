@@ -13,7 +13,7 @@ from collection_scene import render_photos, texture
 
 import matcher
 from matcher.cli import main
-from matcher.collection.reconstruction.given_poses import GivenPoses, find_model
+from matcher.collection.reconstruction.given_poses import GivenPoses, find_model, read_georegistration
 from matcher.collection.reconstruction.reconstruct import reconstruct
 from matcher.collection.store import Store
 from matcher.data.camera import Camera
@@ -207,6 +207,15 @@ def test_poses_say_where_on_earth_their_map_is(made, tmp_path, capfd):
     assert sorted(read_named_poses(tmp_path / "poses.json")[0]) == list(QUERIES)
     with matcher.Map.open(folder / "model") as place:
         assert place.georegistration is None
+    for wrong in (
+        {"origin": [1, 2]},
+        {"origin": ["a", "b", "c"]},
+        {"images": None},
+        {"origin": [1, 2, 1e999]},
+    ):
+        summary["models"][0]["georegistration"] = {**where, **wrong}
+        (tmp_path / "model" / "summary.json").write_text(json.dumps(summary))
+        assert read_georegistration(tmp_path / "model") is None
 
 
 def test_the_command_draws_and_refuses(made, tmp_path, capfd):

@@ -59,10 +59,13 @@ def read_georegistration(folder: Path) -> dict[str, Any] | None:
     """Where on Earth the coordinates of a model of ours are (see `georegister`), if it says so."""
     try:
         found = read_summary(folder)["models"][0]["georegistration"]
-        origin = np.array(found["origin"], dtype=np.float64)
-    except (KeyError, IndexError, TypeError, ValueError):
+        numbers = np.array([*found["origin"], found["images"], found["median_error_metres"]], np.float64)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
-    return found if origin.shape == (3,) and np.isfinite(origin).all() else None
+    if numbers.shape != (5,) or not np.isfinite(numbers).all():
+        return None
+    *origin, images, error = numbers.tolist()
+    return {"origin": origin, "images": int(images), "median_error_metres": error}
 
 
 def is_model(folder: Path) -> bool:
