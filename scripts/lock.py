@@ -46,7 +46,8 @@ def resolve(versions: dict[str, str]) -> list[Locked]:
     found = []
     for row in rows:
         name, file = name_of(row["metadata"]["name"]), row["download_info"].get("archive_info", {})
-        digest = file.get("hashes", {}).get("sha256")
+        hashes = file.get("hashes") or dict([file.get("hash", "").partition("=")[::2]])  # before pip 23.1
+        digest = hashes.get("sha256")
         if digest is None:
             raise SystemExit(f"the index states no SHA-256 of {name}")
         found.append(Locked(name, row["metadata"]["version"], digest))

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from matcher.collection.hloc_features import HlocFeatures
-from matcher.collection.reconstruction.given_poses import read_georegistration
+from matcher.collection.reconstruction.given_poses import is_model, read_georegistration
 from matcher.collection.reconstruction.growing import find_run
 from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
@@ -87,7 +87,7 @@ class Map:
         folder = Path(model)
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder; a map is what `matcher sfm` writes")
-        if not read_summary(folder) and read_summary(folder / _OF_KEYFRAMES):
+        if not is_model(folder) and (folder / _OF_KEYFRAMES).is_dir():
             folder /= _OF_KEYFRAMES
         store = Store.open(find_run(folder) if run_dir is None else Path(run_dir))
         try:
