@@ -15,6 +15,7 @@ import numpy as np
 
 from matcher.data.camera import Camera
 from matcher.data.rotations import as_quaternion, as_rotation, check_poses
+from matcher.data.trajectory_lines import kitti_lines, numbers, tum_lines
 from matcher.errors import UsageError
 from matcher.files import MARK, write_output, write_whole
 
@@ -95,34 +96,28 @@ def write_named_poses(
     if suffix == ".tum":
         lines = _tum_lines(poses)
     elif suffix == ".kitti":
-        lines = [_joined(np.linalg.inv(pose)[:3].ravel()) for pose in poses.values()]
+        lines = kitti_lines(map(np.linalg.inv, poses.values()))
     elif path.name == COLMAP_IMAGES:
-        lines = [f"{_mark()}IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME of cam_from_world; no points"]
+        lines = [
+            f"# {MARK.decode()}: IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME of cam_from_world; no points"
+        ]
         for number, (name, pose) in enumerate(poses.items(), start=1):
-            lines += [f"{number} {_joined(_wxyz(pose))} {number} {name}", ""]
+            lines += [f"{number} {numbers(_wxyz(pose))} {number} {name}", ""]
     elif suffix == ".txt":
         if spaced := [name for name in poses if len(name.split()) != 1]:
             raise UsageError(f"{path}: hloc's lines cannot hold the name {spaced[0]!r}, which has a space")
-        lines = [f"{name} {_joined(_wxyz(pose))}" for name, pose in poses.items()]
+        lines = [f"{name} {numbers(_wxyz(pose))}" for name, pose in poses.items()]
     else:
         raise UsageError(f"{path}: the name of a file of poses must end in {' or '.join(SUFFIXES)}")
     write_whole(path, "".join(f"{line}\n" for line in lines).encode())
-
-
-def _mark() -> str:
-    """The start of a comment, which lets a later run replace the file unasked."""
-    return f"# {MARK.decode()}: "
 
 
 def _tum_lines(poses: Mapping[str, np.ndarray]) -> list[str]:
     times = [_time(name) for name in poses]
     if None in times or len(set(times)) < len(times):
         times = [float(index) for index in range(len(poses))]
-    lines = [f"{_mark()}timestamp x y z qx qy qz qw of world_from_cam"]
-    for time, pose in sorted(zip(times, poses.values(), strict=True), key=lambda row: row[0]):
-        back = np.linalg.inv(pose)
-        lines.append(f"{time:.6f} {_joined([*back[:3, 3], *as_quaternion(back[:3, :3])])}")
-    return lines
+    ordered = sorted(zip(times, poses.values(), strict=True), key=lambda row: row[0])
+    return tum_lines([time for time, _ in ordered], [np.linalg.inv(pose) for _, pose in ordered])
 
 
 def _time(name: str) -> float | None:
@@ -173,7 +168,3 @@ def _listed(pose: np.ndarray | None) -> list[list[float]] | None:
 
 def _lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-
-
-def _joined(values: Any) -> str:
-    return " ".join(f"{value:.9g}" for value in values)

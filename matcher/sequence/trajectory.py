@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.data.rotations import as_quaternion, as_rotation, check_poses
+from matcher.data.rotations import as_rotation, check_poses
+from matcher.data.trajectory_lines import kitti_lines, tum_lines
 from matcher.errors import UsageError
-from matcher.files import MARK, write_whole
+from matcher.files import write_whole
 
 _ROUNDING = 1e-6  # metres
 
@@ -42,8 +43,7 @@ def write_trajectory(
             f"{path}: KITTI's lines have no times, and {frames - len(poses)} of {frames} frames have no "
             "pose; use .tum"
         )
-    lines = (" ".join(f"{value:.9g}" for value in pose[:3].ravel()) for pose in poses)
-    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+    write_whole(path, "".join(f"{line}\n" for line in kitti_lines(poses)).encode())
 
 
 def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
@@ -57,11 +57,7 @@ def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.
     Raises:
         OSError: the file cannot be written.
     """
-    lines = [f"# {MARK.decode()}: timestamp x y z qx qy qz qw of world_from_cam"]
-    for time, pose in zip(timestamps, poses, strict=True):
-        values = (*pose[:3, 3], *as_quaternion(pose[:3, :3]))
-        lines.append(f"{time:.6f} " + " ".join(f"{value:.9g}" for value in values))
-    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+    write_whole(path, "".join(f"{line}\n" for line in tum_lines(timestamps, poses)).encode())
 
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
