@@ -6,7 +6,7 @@ import signal
 import threading
 from dataclasses import replace
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import PIL.Image
@@ -21,6 +21,7 @@ from matcher.cli.tracked import closing_of
 from matcher.collection.reconstruction.reconstruct import ReconstructionError
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
+from matcher.sequence import kept_frames
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.keyframe_map import KeyframeMap
 from matcher.sequence.pose_graph import PoseGraph
@@ -175,7 +176,9 @@ def test_loops_are_closed_while_the_sequence_goes_on(tmp_path, timing):
     for index, photo in enumerate(OUT_AND_BACK):
         place.add(frame(index, tracked[index]), tmp_path / "photos" / f"photo{photo}.png")
     if timing == "background":
-        place._closing = [found for found in place._search.answers(wait=True) if found][-1]
+        end = perf_counter() + 60
+        while place.closed is None and perf_counter() < end:
+            sleep(0.02)
     closed = place.closed
     assert place.problem is None and closed.loops
     before = [np.linalg.norm(pose[:3, 3] - true[:3, 3]) for pose, true in zip(tracked, truth, strict=True)]
@@ -203,8 +206,10 @@ def test_no_frame_waits_for_a_search_that_does_not_end(tmp_path):
             place.add(frame(index, np.eye(4)), tmp_path / "photos" / f"photo{index % 5}.png")
             assert place.closed is None
             seconds.append(perf_counter() - start)
-        assert place._search.busy and place._search._next is not None  # a search was asked for
         assert perf_counter() - begun < 7 and np.median(seconds) < 0.25
+        place.keep()  # all images are on the disk
+        assert place.closed is None
+        assert place._search.busy and place._search._next is not None  # a search was asked for
     finally:
         rescue.cancel()
         child.send_signal(signal.SIGCONT)
@@ -224,3 +229,72 @@ def test_a_search_that_fails_leaves_the_loops_to_the_end(tmp_path, monkeypatch):
     assert "disk is full" in place.problem and place.closed is None
     with pytest.raises(UsageError, match="loops must be end, background, inline"):
         KeyframeMap(tmp_path / "other", CAMERA, "nearest", loops="never")
+
+
+def moved(step):
+    pose = np.eye(4)
+    pose[0, 3] = step
+    return pose
+
+
+def test_images_are_written_beside_tracking_as_they_were(tmp_path, monkeypatch):
+    """No frame waits for a slow disk, a buffer that is used again changes nothing, and the order stays."""
+    written, release, write = [], threading.Event(), kept_frames.write_whole
+
+    def slow(path, data):
+        assert release.wait(10)
+        written.append(path.name)
+        write(path, data)
+
+    monkeypatch.setattr(kept_frames, "write_whole", slow)
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest", loops="background")
+    buffer = np.zeros((36, 48), np.uint8)
+    try:
+        for index in range(5):
+            buffer[:] = 10 * index
+            place.add(frame(index, moved(index)), buffer)
+        assert not written and not (tmp_path / "map" / kept_frames.KEPT).exists()
+        release.set()
+        assert place.keep() == (5, 5)
+    finally:
+        release.set()
+        place.close()
+    images = [f"{index:06d}.png" for index in range(5)]
+    assert [name for name in written if name != kept_frames.KEPT] == images
+    assert written.index(kept_frames.KEPT) > 3 and written[-1] == kept_frames.KEPT
+    for index, name in enumerate(images):
+        with PIL.Image.open(tmp_path / "map" / "frames" / name) as image:
+            assert np.asarray(image).max() == np.asarray(image).min() == 10 * index
+
+
+@pytest.mark.parametrize("timing", ["background", "inline"])
+def test_frames_whose_keyframe_is_not_on_a_full_disk_are_left_out(tmp_path, monkeypatch, timing):
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest", loops=timing)
+    full, write, picture = [False], kept_frames.write_whole, np.zeros((36, 48), np.uint8)
+
+    def failing(path, data):
+        if full[0]:
+            raise OSError(28, "the disk is full")
+        write(path, data)
+
+    monkeypatch.setattr(kept_frames, "write_whole", failing)
+    try:
+        place.add(frame(0, moved(0)), picture)
+        place.add(frame(1, moved(1), keyframe=False), picture)
+        assert place.keep() == (2, 1)
+        full[0] = True
+        with pytest.raises(OSError, match="disk is full"):
+            place.add(frame(2, moved(2)), picture)
+            place.keep()  # in the background it is said later
+        full[0] = False
+        place.add(frame(3, moved(3), keyframe=False), picture)  # the first after it takes the place
+        place.add(frame(4, moved(4), keyframe=False), picture)
+        assert place.keep() == (4, 2)
+    finally:
+        place.close()
+    kept = kept_frames.read_kept(tmp_path / "map").frames
+    assert [(each.index, each.keyframe) for each in kept] == [(0, 0), (1, 0), (3, 3), (4, 3)]
+    assert sorted(path.name for path in (tmp_path / "map" / "frames").iterdir()) == [
+        "000000.png",
+        "000003.png",
+    ]

@@ -1,6 +1,9 @@
 """A tracker makes a map of its keyframes; a second run is localised in it, also from the command line."""
 
 import os
+import signal
+import threading
+from time import perf_counter
 
 import cv2
 import numpy as np
@@ -163,6 +166,27 @@ def test_all_cores_for_tracking_are_the_users_choice(monkeypatch, caplog, walls,
     for name in thread_environment(1):
         monkeypatch.setenv(name, "")
     assert not said("onnx") and os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_nobody_waits_for_a_process_that_does_not_take_a_large_request():
+    """A frame is more than a socket holds, and the process may have no core for a while."""
+    beside = start(len, "background")
+    try:
+        assert beside.answers(wait=True) == [] and not beside.busy  # it is ready
+        beside._process.send_signal(signal.SIGSTOP)
+        rescue = threading.Timer(5, beside._process.send_signal, [signal.SIGCONT])
+        rescue.start()
+        begun = perf_counter()
+        beside.offer(bytes(10_000_000))
+        assert beside.answers() == [] and beside.busy
+        assert perf_counter() - begun < 2
+        rescue.cancel()
+        beside._process.send_signal(signal.SIGCONT)
+        assert beside.answers(wait=True) == [10_000_000] and beside.problem is None
+        beside._process.send_signal(signal.SIGSTOP)
+        beside.offer(bytes(10_000_000))  # and it ends while that is on the way
+    finally:
+        beside.close()
 
 
 def test_after_a_loss_the_map_is_found_anew(saved, walls):

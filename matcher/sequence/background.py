@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from matcher.errors import MatcherError, UsageError
 from matcher.processes import child_command, child_environment
+from matcher.sequence.ordered_work import OrderedWork
 
 Timing = Literal["background", "inline"]
 TIMINGS: tuple[Timing, ...] = ("background", "inline")
@@ -81,12 +82,16 @@ class Background:
             )
         self._connection = Connection(ours.detach())
         self._connection.send_bytes(pickle.dumps(task))
+        self._sending = OrderedWork(beside=True)  # a frame is more than the socket holds
         self._next: tuple[Any] | None = None
         self.busy = True  # until it says that it is ready
         self.problem: str | None = None  # why there will be no more answers
 
     def offer(self, request: Any) -> None:
-        """Have a request worked on as soon as the one before is done; it takes no time here."""
+        """Have a request worked on as soon as the one before is done; it takes no time here.
+
+        It must not change afterwards.
+        """
         self._next = (request,)
         self._send()
 
@@ -116,20 +121,23 @@ class Background:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self._connection.close()
         if not self.busy:
+            self._connection.close()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # with what it has started, such as COLMAP
         self._process.wait()
+        with suppress(OSError):
+            self._sending.wait()
+        self._connection.close()
 
     def _send(self) -> None:
         if self.busy or self._next is None or self.problem is not None:
             return
         (request,), self._next = self._next, None
+        self.busy = True
         try:
-            self._connection.send_bytes(pickle.dumps(request))
-            self.busy = True
+            self._sending.add(lambda: self._connection.send_bytes(pickle.dumps(request)))
         except OSError:
             self.problem = "the process ended early"

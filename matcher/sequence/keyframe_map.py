@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Unpack
 
-import cv2
 import numpy as np
 
 from matcher.collection.exporting.output import check_folder
@@ -32,15 +33,16 @@ from matcher.sequence.kept_frames import (
     PlacedFrame,
     count_keyframes,
     read_kept,
+    write_image,
     write_kept,
 )
+from matcher.sequence.ordered_work import OrderedWork
 from matcher.sequence.pose_graph import FRAMES, GRAPH, MODEL, Closing, Loop, PoseGraph, name_of
 from matcher.sequence.trajectory import write_tum
 
 LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
 LoopTiming = Literal["end", "background", "inline"]
 LOOP_TIMINGS: tuple[LoopTiming, ...] = ("end", "background", "inline")
-_QUICK = (cv2.IMWRITE_PNG_COMPRESSION, 1)  # a fifth of the time, for a seventh more bytes
 _EVERY = 5  # keyframes, after which loops are looked for
 _KEPT_EVERY, _GROWN = 4, 1.05  # keyframes, and times as many frames, after which poses are kept
 
@@ -86,7 +88,8 @@ class KeyframeMap:
     """Collects keyframes in a folder; `finish` makes the map.
 
     Memory holds poses only, and every few keyframes they are written beside the frames: of a program that was
-    killed `resume` finishes the map.
+    killed `resume` finishes the map. Where loops are looked for in the background, images are written there
+    too, by a thread, so that a keyframe takes no longer than another frame.
 
         >>> import matcher
         >>> camera = matcher.Camera(700, 700, 320, 240, size=(640, 480))
@@ -129,6 +132,8 @@ class KeyframeMap:
         (self.folder / KEPT).unlink(missing_ok=True)
         self._graph = PoseGraph(self.folder.absolute(), camera, preset, dict(options), overwrite)
         self._search = None if loops == "end" else background.start(self._graph, loops)
+        self._work, self._written = OrderedWork(beside=loops == "background"), set[int]()
+        self._due: int | None = None  # the keyframe with which loops are looked for again
         self._closing: Closing | None = None
         self.problem: str | None = None  # why loops are not looked for before the end
         self._placed: list[PlacedFrame] = []
@@ -148,6 +153,7 @@ class KeyframeMap:
         made.folder, made.camera, made.problem = Path(folder), kept.camera, None
         made._graph = PoseGraph(made.folder.absolute(), kept.camera, kept.preset, kept.options)
         made._search, made._closing, made._placed = None, None, kept.frames
+        made._work, made._written = OrderedWork(beside=False), {p.keyframe for p in kept.frames}
         made._keyframe, made._kept = None, len(kept.frames)
         return made
 
@@ -171,32 +177,51 @@ class KeyframeMap:
 
         Raises:
             ImageError: the image cannot be read.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written; this may be said at a later frame, and frames of which the
+                keyframe is not on the disk are left out of the map.
         """
         if result.pose_status != "ok" or result.world_from_cam is None or image is None:
             return
         if result.is_keyframe or self._keyframe is None:
-            pixels = read_input(image, resize=None, upright=False).pixels
-            colour = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-            encoded = cv2.imencode(".png", colour, _QUICK)[1]
-            write_whole(self.folder / FRAMES / name_of(result.index), encoded.tobytes())
+            self._write(result.index, np.array(read_input(image, resize=None, upright=False).pixels))
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
         self._placed.append(PlacedFrame(result.index, time, pose, self._keyframe))
-        if self._keyframe == result.index and self._is_due():
-            self._write_kept()
-        if self._search is not None and self._keyframe == result.index:
-            tracked = self._tracked()
-            self._take(tracked if len(tracked) % _EVERY == 0 else None)
+        if self._keyframe == result.index:
+            if self._is_due():
+                self._write_kept()
+            if count_keyframes(self._placed) % _EVERY == 0:
+                self._due = result.index
+        if self._due is not None or self._keyframe == result.index:
+            self._take()
+
+    def _write(self, index: int, pixels: np.ndarray) -> None:
+        def write() -> None:
+            write_image(self.folder / FRAMES / name_of(index), pixels)
+            self._written.add(index)
+
+        with self._whole():
+            self._work.add(write)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Where something could not be written, frames whose keyframe is not on the disk are left out."""
+        try:
+            yield
+        except Exception:
+            self._placed = [placed for placed in self._placed if placed.keyframe in self._written]
+            self._kept, self._keyframe = min(self._kept, len(self._placed)), None
+            raise
 
     def _is_due(self) -> bool:
         since = count_keyframes(self._placed[self._kept :])
         return since >= _KEPT_EVERY and len(self._placed) >= _GROWN * self._kept
 
     def _write_kept(self) -> None:
-        kept = KeptFrames(self._placed, self.camera, self._graph.preset, self._graph.options)
-        write_kept(self.folder, kept)
+        kept = KeptFrames(list(self._placed), self.camera, self._graph.preset, self._graph.options)
+        with self._whole():
+            self._work.add(lambda: write_kept(self.folder, kept))
         self._kept = len(self._placed)
 
     def keep(self) -> tuple[int, int]:
@@ -206,6 +231,8 @@ class KeyframeMap:
             OSError: the disk is full.
         """
         self._write_kept()
+        with self._whole():
+            self._work.wait()
         poses = [frame.world_from_cam for frame in self._placed]
         write_tum(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
         return len(self._placed), count_keyframes(self._placed)
@@ -250,13 +277,17 @@ class KeyframeMap:
             self._search.close()
             self._search = None
 
-    def _take(self, tracked: dict[int, np.ndarray] | None = None) -> None:
+    def _take(self) -> None:
         """Take what the search has found, and give it more; where it fails, loops are found at the end."""
         if self._search is None:
             return
+        with self._whole():
+            self._work.is_done()  # or something has failed
         try:
-            if tracked is not None:
-                self._search.offer(tracked)
+            if self._due in self._written:
+                self._due = None
+                poses = self._tracked()
+                self._search.offer({index: poses[index] for index in poses if index in self._written})
             for closing in self._search.answers():
                 self._closing = closing or self._closing
         except (MatcherError, OSError) as error:

@@ -94,7 +94,7 @@ class MapTracking:
         posed = result.pose_status == "ok" and result.world_from_cam is not None
         try:
             if posed and (result.is_keyframe or not self._localized):
-                pixels = read_input(image, resize=None, upright=False).pixels
+                pixels = np.array(read_input(image, resize=None, upright=False).pixels)  # stays as it is
                 self._lookup.offer((result.index, pixels, result.world_from_cam, result.camera))
             for answer in self._lookup.answers():
                 self._take(answer)
