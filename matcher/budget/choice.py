@@ -75,9 +75,14 @@ class Strongest:
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
         """Features of each image."""
-        found = self.extractor(images)
-        most = self.max_keypoints
-        return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in found]
+        return [strongest(found, self.max_keypoints) for found in self.extractor(images)]
+
+
+def strongest(features: Features, most: int) -> Features:
+    """The features of an image, at most so many, those of the highest scores."""
+    if len(features) <= most:
+        return features
+    return features.select(features.scores.argsort(descending=True)[:most])
 
 
 def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = False) -> Choice:

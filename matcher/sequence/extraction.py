@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from matcher.budget.choice import Choice, choose, limited
+from matcher.budget.choice import Choice, choose, limited, strongest
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import ImageError
@@ -54,10 +54,9 @@ class FrameExtractor:
     def extract(self, images: list[Image]) -> list[Features]:
         """Features of each image; beyond the points that a budget allows, the weakest are left out."""
         features = self._contrast.extract(self.pipeline.extractor, images)
-        most = None if self.choice is None else self.choice.max_keypoints
-        if most is None:
+        if self.choice is None:
             return features
-        return [f if len(f) <= most else f.select(f.scores.argsort(descending=True)[:most]) for f in features]
+        return [strongest(found, self.choice.max_keypoints) for found in features]
 
 
 def _of_one_size(pipeline: Pipeline, image: Image) -> Pipeline:

@@ -24,6 +24,7 @@ from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency, StageTimes
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
+from matcher.sequence.pace import Pace
 from matcher.sequence.pipelines import check_settings, link_estimator, tracking_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
@@ -76,7 +77,8 @@ class Tracker(TrackerMaps):
                 no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
-            budget_ms: time for a frame; points and layers are chosen to fit it at the first one (`choice`).
+            budget_ms: time for a frame; points and layers are chosen to fit it at the first one (`choice`). A
+                later frame whose features take longer than usual keeps fewer of them.
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
             guided: search for links that matching missed, near where the others predict them and, in pairs,
@@ -102,6 +104,7 @@ class Tracker(TrackerMaps):
             linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
         )
         self._count, self._watch, self.keyframe_map = 0, StageTimes(), keyframe_map
+        self._pace = Pace(budget_ms)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -218,6 +221,7 @@ class Tracker(TrackerMaps):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
+        features = self._pace.limit(features, spent := self._watch.milliseconds()["total"])
         current, *others = map(self._kept, features, images)
         with self._watch.timed("match"):
             earlier, pair = self._match(features)
@@ -248,6 +252,7 @@ class Tracker(TrackerMaps):
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
+        self._pace.learn(len(features[0]), spent, self._watch.milliseconds()["total"] - spent)
         self._latency.add((result := self._mapped(result, frame)).milliseconds)
         return result
 
