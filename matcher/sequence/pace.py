@@ -8,6 +8,7 @@ import numpy as np
 
 from matcher.budget.choice import strongest
 from matcher.data.features import Features
+from matcher.sequence.latency import StageTimes
 
 _WINDOW = 32  # frames that the usual times are known from
 _FEWEST_FRAMES = 8  # before which nothing is limited
@@ -28,16 +29,22 @@ class Pace:
         """`budget_ms` None: nothing is limited."""
         self._budget_ms = budget_ms
         self._frames: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._last: tuple[int, float, StageTimes] | None = None
 
-    def limit(self, features: list[Features], spent_ms: float) -> list[Features]:
+    def limit(self, features: list[Features], times: StageTimes) -> list[Features]:
         """The features of a frame's images, or the strongest that time is left for.
 
         Args:
             features: of one image or two.
-            spent_ms: since the frame came.
+            times: of the frame so far; what it takes in the end is known when the next one comes.
         """
+        if self._last is not None:
+            count, spent, whole = self._last
+            self.learn(count, spent, whole.milliseconds()["total"] - spent)
+        spent = times.milliseconds()["total"]
         most = max(len(found) for found in features)
-        count = self.points(most, spent_ms)
+        count = self.points(most, spent)
+        self._last = min(count, len(features[0])), spent, times
         return features if count == most else [strongest(found, count) for found in features]
 
     def points(self, count: int, spent_ms: float) -> int:

@@ -50,7 +50,8 @@ class Tracker(TrackerMaps):
     network's layers, which is enough for views this close; links to the keyframe follow from the tracks and a
     guided search, and linked points are refined against the keyframe's on the images. Blank, dropped and late
     frames are skipped. When tracking is lost, the keyframes still held are tried with all layers; if none
-    fits, new tracks begin and the last motion is extrapolated.
+    fits, new tracks begin and the last motion is extrapolated. With a budget, a frame that is slow from the
+    start keeps fewer points.
     """
 
     def __init__(
@@ -77,8 +78,7 @@ class Tracker(TrackerMaps):
                 no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
-            budget_ms: time for a frame; points and layers are chosen to fit it at the first one (`choice`). A
-                later frame whose features take longer than usual keeps fewer of them.
+            budget_ms: time for a frame; points and layers are chosen to fit it at the first one (`choice`).
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
             guided: search for links that matching missed, near where the others predict them and, in pairs,
@@ -96,15 +96,14 @@ class Tracker(TrackerMaps):
         pipeline = tracking_pipeline(preset, options)
         self._frames = FrameExtractor(pipeline, budget_ms)
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
-        self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
+        self._window, self._pace, self.keyframe_map = epipolar_window, Pace(budget_ms), keyframe_map
         estimation = pipeline.config.estimation
         linker = Linker(link_estimator(pipeline.estimator), estimation.max_epipolar_error, guided)
         poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
         self._map = LocalMap(
             linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
         )
-        self._count, self._watch, self.keyframe_map = 0, StageTimes(), keyframe_map
-        self._pace = Pace(budget_ms)
+        self._count, self._clock, self._latency, self._watch = 0, Clock(), Latency(), StageTimes()
 
     @property
     def pipeline(self) -> Pipeline:
@@ -221,10 +220,9 @@ class Tracker(TrackerMaps):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        features = self._pace.limit(features, spent := self._watch.milliseconds()["total"])
-        current, *others = map(self._kept, features, images)
+        current, *others = map(self._kept, self._pace.limit(features, self._watch), images)
         with self._watch.timed("match"):
-            earlier, pair = self._match(features)
+            earlier, pair = self._match([current.features, *(other.features for other in others)])
         with self._watch.timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._map.link(current, earlier, match)
@@ -252,7 +250,6 @@ class Tracker(TrackerMaps):
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
-        self._pace.learn(len(features[0]), spent, self._watch.milliseconds()["total"] - spent)
         self._latency.add((result := self._mapped(result, frame)).milliseconds)
         return result
 
