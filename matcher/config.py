@@ -217,15 +217,15 @@ class SecondPassConfig:
     """Further passes over a pair whose first pass was not confident; none follows once one is.
 
     Matches are confident if there are enough inliers and these are most of the matches. Otherwise, with few
-    inliers, changes of scale and an inversion of grey values are tried; `preset` matches other features of
-    the same images; both are matched again stretched vertically, as if seen from higher above, also with one
-    turned by half a quarter turn; and the common region of both images is matched at equal scale, with more
-    keypoints. Under homographies, keypoints left without a partner look at last where these predict it.
+    inliers, other scales, an inversion of grey values and gradient magnitudes are tried; then other features
+    (`preset`), both images stretched as if seen from higher above, also with one turned by 45 degrees, and
+    the common region at equal scale. Under homographies, keypoints left over look where these predict.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
     scale_search: bool = True
     negative: bool = True
+    gradients: bool = True
     from_above: bool = True
     region: bool = True
     guided: bool = True

@@ -17,6 +17,7 @@ from matcher.errors import UsageError
 from matcher.passes.crops import PassMatches, crop, image_points, whole
 from matcher.passes.elevation import STRETCH, from_above
 from matcher.passes.evidence import Evidence
+from matcher.passes.gradients import gradient_image
 from matcher.passes.regions import change_of_scale, common_region, crops_of
 from matcher.passes.union import JOINED, joined
 
@@ -165,6 +166,35 @@ def test_a_negative_is_matched(photo):
     assert (error < 2).sum() > 300 > 3 * (error > 2).sum()
     first = np.abs(result.first.points0 - result.first.points1).max(axis=1)
     assert (first < 2).mean() < 0.5
+
+
+def test_gradient_images_do_not_depend_on_the_sign_of_contrast(photo):
+    image = image_from_array(photo)
+    relative = gradient_image(image)
+    assert relative.pixels.shape == photo.shape[:2] and relative.pixels.dtype == np.uint8
+    assert (relative.size, relative.scale) == (image.size, image.scale)
+    negative = gradient_image(replace(image, pixels=255 - photo)).pixels
+    assert np.abs(relative.pixels.astype(int) - negative).max() <= 1
+    dimmed = gradient_image(replace(image, pixels=photo // 3)).pixels
+    assert np.corrcoef(relative.pixels.ravel(), dimmed.ravel())[0, 1] > 0.9
+    flat = gradient_image(image_from_array(np.full((40, 60), 90, np.uint8)))
+    assert not flat.pixels.any()
+
+
+def test_images_of_another_sensor_are_matched_by_their_gradients(photo):
+    """Grey values go up and down along the curve; the first pass and the other front end find little."""
+    grey = cv2.cvtColor(photo, cv2.COLOR_RGB2GRAY)
+    other = np.interp(grey, np.arange(0, 256, 51), [200, 30, 200, 30, 200, 30]).astype(np.uint8)
+    pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512)
+    config = replace(pipeline.passes.config, negative=False)
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, config=config))
+    result = pipeline.match(grey, other)
+    assert "gradients" in [one.name for one in result.passes]
+
+    def right(one: matcher.Result) -> int:
+        return int((np.abs(one.points0 - one.points1).max(axis=1) < 2).sum())
+
+    assert right(result) > 2 * right(result.first) + 100
 
 
 @pytest.mark.parametrize(

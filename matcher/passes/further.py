@@ -16,6 +16,7 @@ from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.passes.crops import LocalMatcher, PassMatches
 from matcher.passes.elevation import Above
 from matcher.passes.evidence import Evidence
+from matcher.passes.gradients import gradient_image
 from matcher.passes.regions import common_region, crops_of
 from matcher.passes.search import Change, best_change
 from matcher.passes.union import joined
@@ -116,7 +117,7 @@ class _Pair:
                 self.negative = change.negative
                 geometry = self.geometry()
             yield one
-        steps = [self.other_features, self.from_above, self.turned_from_above]
+        steps = [self.gradients, self.other_features, self.from_above, self.turned_from_above]
         reliable = Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION
         steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
@@ -125,6 +126,13 @@ class _Pair:
             self.found.append(one)
             yield one
             geometry = self.geometry()
+
+    def gradients(self, geometry: TwoViewGeometry) -> PassMatches | None:
+        """Match images of gradient magnitude, if grey values may be what differs."""
+        if not self.further.config.gradients or not self.has_few_inliers(geometry):
+            return None
+        images = [gradient_image(image) for image in self.images]
+        return self.further.own.match_images("gradients", images)
 
     def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
         """Match the same images by the other front end."""

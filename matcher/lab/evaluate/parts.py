@@ -24,6 +24,7 @@ _REPEATS = 5  # of each timing, of which the median counts
 
 _PASSES: dict[str, dict[str, Any]] = {  # fields of the further passes, as they are without a part
     "scale search and negatives": {"scale_search": False, "negative": False},
+    "gradient images": {"gradients": False},
     "second front end": {"preset": None},
     "view from above": {"from_above": False},
     "common region": {"region": False},
