@@ -28,6 +28,7 @@ from matcher.weights.published.fetching import fetch
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = bytes(range(256)) * 4000  # 1 MB
+ACCEPTED = {"accept_licence": True, "accept_unverified": True}
 PAGE = b"<!DOCTYPE html><html><body>Sign in</body></html>"
 
 
@@ -305,9 +306,9 @@ def test_what_does_not_fit_is_not_kept(shelf, site):
     site.files["peer.pt"] = good[: len(good) // 2]
     row = replace(shelf, files=(PublishedFile(shelf.files[0].urls),))
     with pytest.raises(IntegrityError, match=r"peer\.pt is cut short"):
-        fetch(row, accept_licence=True)
+        fetch(row, **ACCEPTED)
     site.files["peer.pt"] = good
-    assert fetch(row, accept_licence=True).path.is_file()
+    assert fetch(row, **ACCEPTED).path.is_file()
 
 
 @pytest.mark.slow
@@ -357,7 +358,13 @@ def test_the_commands(shelf, site, capfd):
 def test_an_unknown_hash_is_reported(shelf, site, tmp_path, capfd):
     row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
     write_catalogue(tmp_path / "catalogue.toml", row)
-    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
+    fetched = ["weights", "fetch", "lightglue-xfeat", "--accept-licence"]
+    assert main(fetched) == 2
+    refused = capfd.readouterr().err
+    assert "peer.pt cannot be verified" in refused and "nothing was downloaded" in refused
+    assert f"`matcher {' '.join(fetched)} --accept-unverified`" in refused and site.url("peer.pt") in refused
+    assert not site.asked and {path.name for path in shelf.folder.iterdir()} == {".lock"}
+    assert main([*fetched, "--accept-unverified"]) == 0
     out = capfd.readouterr().out
     assert f"sha256 {sha256(site.files['peer.pt'])} (not checked, since no expected value is known" in out
 
@@ -380,7 +387,7 @@ def test_the_list_says_what_is_pinned(shelf, tmp_path, capfd):
     row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
     write_catalogue(tmp_path / "catalogue.toml", row)
     assert main(["weights", "list"]) == 0
-    assert "peer.pt is not pinned: its first download is trusted" in capfd.readouterr().out
+    assert "peer.pt is not pinned: its first download needs --accept-unverified" in capfd.readouterr().out
 
 
 def unpinned(shelf):
@@ -390,7 +397,7 @@ def unpinned(shelf):
 def test_what_comes_first_is_what_must_come_later(shelf, site):
     """Where the catalogue has no hash, another file at the same address is refused; nothing of it stays."""
     row, good = unpinned(shelf), site.files["peer.pt"]
-    first = fetch(row, accept_licence=True)
+    first = fetch(row, **ACCEPTED)
     assert first.expected == {} and first.sha256 == {"peer.pt": sha256(good)}
     record = row.folder / "first-download.json"
     assert json.loads(record.read_text()) == {"peer.pt": sha256(good)}
@@ -401,21 +408,54 @@ def test_what_comes_first_is_what_must_come_later(shelf, site):
     torch.save(other, buffer := io.BytesIO())
     site.files["peer.pt"] = buffer.getvalue()
     with pytest.raises(IntegrityError, match=r"as its first download had.*remove .*first-download\.json"):
-        fetch(row, accept_licence=True)
+        fetch(row, **ACCEPTED)
     assert {path.name for path in row.folder.iterdir()} == {".lock", record.name}
     site.files["peer.pt"] = good
-    assert fetch(row, accept_licence=True).expected == {"peer.pt": sha256(good)}
+    assert fetch(row, **ACCEPTED).expected == {"peer.pt": sha256(good)}
     site.files["peer.pt"] = buffer.getvalue()
     shutil.rmtree(row.folder)
-    assert fetch(row, accept_licence=True).sha256 == {"peer.pt": sha256(buffer.getvalue())}
+    assert fetch(row, **ACCEPTED).sha256 == {"peer.pt": sha256(buffer.getvalue())}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_cannot_be_verified_must_be_accepted(shelf, site, kept):
+    """Also where a file of that name lies in the cache; what was accepted once need not be again."""
+    row = unpinned(shelf)
+    if kept:
+        row.folder.mkdir(parents=True)
+        (row.folder / "peer.pt").write_bytes(site.files["peer.pt"])
+    for call in (
+        lambda: fetch(row, accept_licence=True),
+        lambda: matcher.load("lightglue-xfeat", device="cpu"),
+    ):
+        with pytest.raises((UsageError, IntegrityError), match="matcher weights fetch lightglue-xfeat"):
+            call()
+    assert not site.asked
+    with pytest.raises(
+        UsageError, match=r"peer\.pt cannot be verified.*--accept-licence --accept-unverified`"
+    ):
+        fetch(row, accept_licence=True)
+    path = fetch(row, **ACCEPTED).path
+    path.unlink()
+    (row.folder / "peer.pt").unlink()
+    assert fetch(row, accept_licence=True).path == path
+
+
+def test_two_files_of_which_one_is_pinned(shelf, site):
+    """The message names the other one only, and neither is downloaded."""
+    other = PublishedFile((site.url("other.pt"),))
+    row = replace(shelf, files=(*shelf.files, other))
+    with pytest.raises(UsageError, match=r"^other\.pt cannot be verified"):
+        fetch(row, accept_licence=True)
+    assert not site.asked
 
 
 def test_a_kept_file_that_was_changed_is_fetched_again(shelf, site):
     row = unpinned(shelf)
-    path = fetch(row, accept_licence=True).path
+    path = fetch(row, **ACCEPTED).path
     path.unlink()
     (row.folder / "peer.pt").write_bytes(b"changed")
-    assert fetch(row, accept_licence=True).sha256 == {"peer.pt": sha256(site.files["peer.pt"])}
+    assert fetch(row, **ACCEPTED).sha256 == {"peer.pt": sha256(site.files["peer.pt"])}
     assert len(site.asked) == 2
 
 
@@ -427,7 +467,7 @@ def test_a_damaged_record_is_named(shelf, text):
     row.folder.mkdir(parents=True)
     (row.folder / "first-download.json").write_text(text)
     with pytest.raises(IntegrityError, match=r"first-download\.json is damaged: remove it"):
-        fetch(row, accept_licence=True)
+        fetch(row, **ACCEPTED)
 
 
 def test_absent_files_exit_5(shelf, site, views, capfd):

@@ -49,7 +49,8 @@ def list_weights() -> None:
 
 def _hash_remark(file: PublishedFile) -> str:
     if not file.sha256:
-        return f"{file.name} is not pinned: its first download is trusted, later ones must be the same"
+        needs = "its first download needs --accept-unverified, later ones must be the same"
+        return f"{file.name} is not pinned: {needs}"
     return f"{file.name} is pinned ({file.sha256_from}): {file.sha256}"
 
 
@@ -86,6 +87,13 @@ def fetch_weights(
     accept_licence: Annotated[
         bool, typer.Option("--accept-licence", help="Accept licences that do not allow commercial use.")
     ] = False,
+    accept_unverified: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unverified",
+            help="Accept files whose SHA-256 is not known; what comes first must come later too.",
+        ),
+    ] = False,
 ) -> None:
     """Download published weights to the cache (MATCHER_CACHE), verify and convert them."""
     from matcher.weights.published.catalogue import find_published
@@ -94,7 +102,12 @@ def fetch_weights(
     rows = [find_published(name) for name in names]
     for row in rows:
         show(f"{row.name}: {row.licence}; commercial use: {'yes' if row.commercial else 'no'}; {row.source}")
-        found = fetch(row, accept_licence=accept_licence, report=_show_progress)
+        found = fetch(
+            row,
+            accept_licence=accept_licence,
+            accept_unverified=accept_unverified,
+            report=_show_progress,
+        )
         for file in row.files if found.sha256 else ():
             remark = "not checked, since no expected value is known; kept, later downloads must have it"
             if file.name in found.expected:

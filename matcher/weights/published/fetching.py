@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,19 +34,26 @@ class Fetched:
     expected: dict[str, str] = field(default_factory=dict)  # those that were known before, by name
 
 
-def fetch(row: Published, *, accept_licence: bool = False, report: Report | None = None) -> Fetched:
+def fetch(
+    row: Published,
+    *,
+    accept_licence: bool = False,
+    accept_unverified: bool = False,
+    report: Report | None = None,
+) -> Fetched:
     """Download published weights to the cache, check them, and convert them.
 
     Several processes may ask for the same weights at once: one fetches, the others wait for it. A file whose
-    hash the catalogue does not know is trusted the first time, and must be the same one later.
+    hash the catalogue does not know is downloaded only if that is accepted, and must be the same one later.
 
     Args:
         row: from `find_published`.
         accept_licence: needed for weights that are not for commercial use.
+        accept_unverified: needed for the first download of files whose SHA-256 nobody states.
         report: called as bytes arrive.
 
     Raises:
-        UsageError: the licence is not accepted, or MATCHER_OFFLINE forbids the network.
+        UsageError: the licence or unverified files are not accepted, or MATCHER_OFFLINE forbids the network.
         IntegrityError: a file cannot be had, or is not what it should be; nothing half-made is left in use.
     """
     if found := _already_here(row):
@@ -66,6 +73,8 @@ def fetch(row: Published, *, accept_licence: bool = False, report: Report | None
         paths = [row.folder / file.name for file in row.files]
         known = {file.name: file.sha256 for file in row.files if file.sha256}
         expected = {**read_first(row.folder), **known}
+        if not accept_unverified:
+            _check_known(row, expected)
         digests = [_obtain(row, file, expected.get(file.name, ""), report) for file in row.files]
         try:
             path = _make_ready(row, paths, digests)
@@ -76,6 +85,16 @@ def fetch(row: Published, *, accept_licence: bool = False, report: Report | None
         came = dict(zip((p.name for p in paths), digests, strict=True))
         write_first(row.folder, {name: digest for name, digest in came.items() if name not in known})
     return Fetched(path, came, {name: expected[name] for name in came if name in expected})
+
+
+def _check_known(row: Published, expected: Mapping[str, str]) -> None:
+    if unknown := [file for file in row.files if file.name not in expected]:
+        raise UsageError(
+            f"{' and '.join(file.name for file in unknown)} cannot be verified: no SHA-256 is known that the"
+            f" download from {', '.join(file.urls[0] for file in unknown)} should have, so nothing was"
+            f" downloaded. If you trust it, run `{row.command} --accept-unverified`; or download it yourself,"
+            f" check it, and run `matcher weights import FILE --preset {row.name}`"
+        )
 
 
 def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:

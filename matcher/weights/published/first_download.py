@@ -1,7 +1,7 @@
 """The hash of a published file at its first download, which later downloads must have too.
 
-The catalogue does not know the hash of every file. What came first is then trusted, as SSH trusts the key of
-a host at the first visit, and a file that is another one later is refused.
+The catalogue does not know the hash of every file. If the user accepts such a file, what came first is
+trusted, as SSH trusts the key of a host at the first visit, and a file that is another one later is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_first(folder: Path) -> dict[str, str]:
     path = folder / RECORD
     if not path.exists():
         return {}
-    fault = f"{path} is damaged: remove it to trust the next download"
+    fault = f"{path} is damaged: remove it to accept another first download"
     if not path.is_file() or path.stat().st_size > _LARGEST:
         raise IntegrityError(fault)
     try:
