@@ -70,21 +70,25 @@ def fetch(
     with locked(row):
         if found := _already_here(row):
             return found
-        paths = [row.folder / file.name for file in row.files]
         known = {file.name: file.sha256 for file in row.files if file.sha256}
         expected = {**read_first(row.folder), **known}
         if not accept_unverified:
             _check_known(row, expected)
+        paths = [row.folder / file.name for file in row.files]
         digests = [_obtain(row, file, expected.get(file.name, ""), report) for file in row.files]
         try:
             path = _make_ready(row, paths, digests)
         except IntegrityError:
-            for published in paths:
-                published.unlink(missing_ok=True)  # they would fail again in the same way
+            _remove(paths)  # they would fail again in the same way
             raise
         came = dict(zip((p.name for p in paths), digests, strict=True))
         write_first(row.folder, {name: digest for name, digest in came.items() if name not in known})
     return Fetched(path, came, {name: expected[name] for name in came if name in expected})
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _check_known(row: Published, expected: Mapping[str, str]) -> None:
