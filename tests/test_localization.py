@@ -22,7 +22,7 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.lab.evaluate.localization_time import enlarged, time_localization
 from matcher.lab.pairs.posed_photos import PosedPhotos
 from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
-from matcher.localization.judgement import judge
+from matcher.localization.judgement import doubt_focal, judge
 from matcher.localization.recording import LocalizationRecording
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
@@ -100,6 +100,64 @@ def test_a_wrong_camera_is_no_pose(made, focal):
         assert pose.status == "wrong_camera" and pose.cam_from_world is None
         assert f"{focal:.0f} pixels" in pose.reason and "correct the camera, or give none" in pose.reason
         assert place.localize(folder / "queries" / QUERIES[0], CAMERA).ok
+
+
+def seen(rng, depths, focal, noise=0.5):
+    """Matches of a camera of this focal length at the origin with points at such depths, a tenth wrong."""
+    count = len(depths)
+    pixels = rng.uniform((0, 0), SIZE, (count, 2))
+    rays = np.column_stack([(pixels - (CAMERA.cx, CAMERA.cy)) / focal, np.ones(count)])
+    pixels += rng.normal(0, noise, pixels.shape)
+    pixels[: count // 10] = rng.uniform((0, 0), SIZE, (count // 10, 2))
+    return Matches3d(pixels, rays * depths[:, None], np.arange(count))
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.95, 1.0, 1.05, 1.1])
+def test_a_focal_length_that_is_a_little_wrong_is_noticed_where_depths_vary(factor):
+    rng = np.random.default_rng(4)
+    for depths, tells in ((rng.uniform(2, 8, 300), True), (rng.uniform(4, 4.5, 300), False)):
+        matches = seen(rng, depths, 528 * factor)
+        estimate = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
+        found = doubt_focal(("ok", "", -200.0), estimate, matches, 4.0)
+        wrong = tells and factor != 1.0
+        assert found[0] == ("wrong_camera" if wrong else "ok"), (factor, tells)
+        if wrong:
+            assert f"{528 * factor:.0f} pixels" in found[1] and "has one of 528 pixels" in found[1]
+
+
+def test_few_images_are_matched_where_the_strongest_keypoints_do_not_match(made, tmp_path):
+    """The time of a photo that nothing agrees with is bounded, and others lose nothing."""
+    folder, truth = made
+    run_of = matcher.Collection.open(tmp_path / "hybrid", workers=0, preset="hybrid", max_keypoints=600)
+    run_of.add_images(folder / "photos")
+    run_of.extract(everything=True)
+
+    pairs, place = [], matcher.Map.open(folder / "model", run_dir=run_of.store.folder)
+    pipeline = replace(place.localizer.pipeline)
+    match = pipeline.match_features_batch
+
+    def counting(batch):
+        pairs.extend(len(photo) for _, photo in batch)
+        return match(batch)
+
+    object.__setattr__(pipeline, "match_features_batch", counting)
+
+    def localized(path, **settings):
+        """The pose, and how many pairs were matched with all keypoints and with few."""
+        pairs.clear()
+        config = LocalizationConfig(batch=1, refine=False, **settings)
+        pose = replace(place.localizer, pipeline=pipeline, config=config).localize(place.query(path, CAMERA))
+        return pose, sum(count > 150 for count in pairs), sum(count <= 150 for count in pairs)
+
+    few = {"preemptive_keypoints": 150}
+    wall = folder / "elsewhere" / "wall.png"
+    pose, whole, small = localized(wall, **few)
+    assert not pose.ok and whole == 1 and small == 4
+    assert localized(wall, preemptive_keypoints=0)[1:] == (5, 0)
+    for settings, expected in (({}, (1, 0)), ({"enough_inliers": 10_000}, (5, 4))):
+        pose, *pairs = localized(folder / "queries" / QUERIES[0], **few, **settings)
+        assert pose.ok and tuple(pairs) == expected
+        assert pose_error(pose, truth[QUERIES[0]])[0] < 0.05
 
 
 def test_a_photo_of_another_place_is_refused(made):

@@ -7,13 +7,23 @@ from collections.abc import Callable
 import numpy as np
 
 from matcher.data.camera import Camera
-from matcher.localization.absolute_pose import Matches3d, PoseEstimate, log10_false_alarms, spread
+from matcher.localization.absolute_pose import (
+    Matches3d,
+    PoseEstimate,
+    log10_false_alarms,
+    refine_pose,
+    reprojection_errors,
+    spread,
+)
 from matcher.localization.pose import PoseStatus
 from matcher.localization.settings import LocalizationConfig
 
 # A camera that is given is doubted where fewer of the keypoints than this share agree, and this many times as
 # many do with a focal length that is so many times longer or shorter.
 _DOUBTED_BELOW, _MORE, _OTHER_FOCAL = 0.6, 1.5, 1.15
+# An accepted pose is doubted where its matches fit a focal length better that is so many times longer or
+# shorter, by this share of their squared errors.
+_NEAR_FOCAL, _LESS_ERROR = 1.04, 0.2
 
 
 def doubt_camera(
@@ -49,6 +59,42 @@ def doubt_camera(
         "wrong_camera",
         f"{agreeing} of {total} matched keypoints agree with the camera that is given, of a focal length of "
         f"{given:.0f} pixels, and {more} with one of {found:.0f}: correct the camera, or give none",
+        verdict[2],
+    )
+
+
+def doubt_focal(
+    verdict: tuple[PoseStatus, str, float],
+    estimate: PoseEstimate,
+    matches: Matches3d,
+    max_error: float,
+) -> tuple[PoseStatus, str, float]:
+    """The verdict, or "wrong_camera" where the matches of an accepted pose fit another focal length better.
+
+    Errors beyond `max_error` count as that. A difference that is only significant would say too little: the
+    points of a map have errors of their own, which a focal length may take up.
+
+    Args:
+        verdict: of `judge`.
+        estimate: the accepted pose, with the given camera.
+        matches: M of them.
+        max_error: of an inlier, stored pixels.
+    """
+    fixed, free = (refine_pose(estimate, matches, max_error, refine_focal=each) for each in (False, True))
+    if fixed is None or free is None:
+        return verdict
+    given, found = estimate.camera, free.camera
+    changes = np.log([found.fx / given.fx, found.fy / given.fy])  # of one sign where the zoom is wrong
+    if max(changes.min(), -changes.max()) < np.log(_NEAR_FOCAL):
+        return verdict
+    errors = [reprojection_errors(matches, each.cam_from_world, each.camera) for each in (fixed, free)]
+    before, after = (float(np.square(np.minimum(each, max_error)).sum()) for each in errors)
+    if after > (1 - _LESS_ERROR) * before:
+        return verdict
+    return (
+        "wrong_camera",
+        f"the matches fit a focal length of {_focal(found):.0f} pixels, and the camera that is given has "
+        f"one of {_focal(given):.0f} pixels: correct the camera, or give none",
         verdict[2],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -17,7 +17,8 @@ from matcher.data.tensors import to_numpy
 from matcher.localization.absolute_pose import Matches3d, PoseEstimate, estimate_pose, refine_pose
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import doubt_camera, judge
+from matcher.localization.judgement import doubt_camera, doubt_focal, judge
+from matcher.localization.likely_images import likely_images
 from matcher.localization.pose import Pose
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
@@ -97,6 +98,12 @@ class Localizer:
         if best.verdict[0] == "ok" and self.config.refine:
             with query.timed("refine"):
                 best = self._refined(query, correspondences, best)
+        if best.verdict[0] == "ok" and query.camera is not None:
+            with query.timed("pose"):
+                verdict = doubt_focal(
+                    best.verdict, best.estimate, best.matches, query.stored_pixels(self.config.max_error)
+                )
+            best = replace(best, verdict=verdict)
         return as_pose(query, correspondences, best)
 
     def similar_clusters(self, query: Query) -> list[list[int]]:
@@ -109,20 +116,39 @@ class Localizer:
             return covisibility_clusters(self.model, rows[: self.config.neighbours])
 
     def correspond(self, query: Query) -> tuple[Correspondences, Attempt] | None:
-        """Match with similar images until a pose is sure; the best attempt of all clusters."""
+        """Match with similar images until a pose is sure; the best attempt of all clusters.
+
+        The first batch of images is matched with all keypoints. Where that is not enough, the others are
+        matched so only if their strongest keypoints match, the best ones first.
+        """
         positions = to_numpy(query.features.keypoints).astype(np.float64)
         best: tuple[Correspondences, Attempt] | None = None
-        for cluster in self.similar_clusters(query):
+        likely: list[int] | None = None  # known after the first batch
+        for cluster in (clusters := self.similar_clusters(query)):
             found = Correspondences(self.model, positions)
-            for start in range(0, len(cluster), self.config.batch):
-                self.match(query, found, cluster[start : start + self.config.batch])
+            left = cluster if likely is None else [image for image in likely if image in cluster]
+            while left:
+                batch, left = left[: self.config.batch], left[self.config.batch :]
+                self.match(query, found, batch)
                 with query.timed("pose"):
                     attempt = self.attempt(query, found)
                 if best is None or attempt.count > best[1].count:
                     best = found, attempt
                 if attempt.verdict[0] == "ok" and attempt.count >= self.config.enough_inliers:
                     return found, attempt
+                if likely is None:
+                    likely = self._likely(query, [i for group in clusters for i in group if i not in batch])
+                    left = [image for image in likely if image in left]
         return best
+
+    def _likely(self, query: Query, images: list[int]) -> list[int]:
+        """Those worth matching with all keypoints, best first; all where there is no network to spare."""
+        config = self.config
+        if not (images and config.preemptive_keypoints and self.pipeline.layers):
+            return images
+        how = dict(keypoints=config.preemptive_keypoints, least=config.preemptive_matches)
+        with query.timed("match"):
+            return likely_images(self.pipeline, self.model, self.features, query.features, images, **how)
 
     def match(self, query: Query, found: Correspondences, images: list[int]) -> None:
         """Match the photo with these images and add what has points."""

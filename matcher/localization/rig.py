@@ -31,7 +31,7 @@ from matcher.localization.absolute_pose import (
 )
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import doubt_camera, judge
+from matcher.localization.judgement import doubt_camera, doubt_focal, judge
 from matcher.localization.localizer import Attempt, Localizer, Query, as_pose
 from matcher.localization.pose import Pose, PoseStatus
 from matcher.localization.settings import LocalizationConfig
@@ -124,6 +124,8 @@ def _doubted(
             estimate_pose, own, any_camera(query.size), focal_known=False, max_error=error, seed=config.seed
         )
         found = doubt_camera(verdict, estimate, own, query.camera, error, config, free)
+        if found[0] == "ok" and judge(estimate, own, error, config, focal_known=True)[0] == "ok":
+            found = doubt_focal(found, estimate, own, error)
         if found is not verdict:
             path = query.path
             name = f"picture {number}" if path is None else f"{path.parent.name}/{path.name}"

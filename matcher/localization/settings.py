@@ -18,6 +18,10 @@ class LocalizationConfig:
     neighbours: int = 10  # most similar images of the map that a photo is matched with, at most
     batch: int = 2  # images matched before the pose is tried
     enough_inliers: int = 150  # after which no more images are matched
+    # Where the first batch is not enough, the other images are matched by so many keypoints at first
+    # (preemptive matching, Wu 2013), and with all only if so many of these match points; 0: all at once.
+    preemptive_keypoints: int = 256
+    preemptive_matches: int = 4
     max_error: float = 4.0  # of an inlier
     # Keypoints that agree with a pose, at least, and log10 of the poses with as many that chance would give.
     # Wrong matches are not independent: in a room with several like tables, up to 27 keypoints (SIFT: 32)
@@ -35,3 +39,6 @@ class LocalizationConfig:
         for name in ("neighbours", "batch", "enough_inliers", "min_inliers", "max_error"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
+        for name in ("preemptive_keypoints", "preemptive_matches"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must not be negative, but it is {getattr(self, name)!r}")
