@@ -18,20 +18,22 @@ from matcher.localization.settings import LocalizationConfig
 
 @dataclass(frozen=True)
 class MapSizeTime:
-    """Medians over the photos, in seconds."""
+    """Medians over the photos, in seconds, unless said otherwise."""
 
     images: int  # of the map
     seconds: float  # of a photo, wall clock
     cpu_seconds: float
     retrieval: float  # of them, for comparing its global descriptors
     all_images: float  # CPU seconds that matching it with every image would take
+    longest: float  # wall clock, of the slowest photo
 
     def line(self) -> str:
         """Ready to print."""
         share = self.cpu_seconds / self.all_images
         return (
-            f"{self.images} images: {self.seconds:.3f} s a photo, {self.cpu_seconds:.3f} s of CPU (retrieval "
-            f"{self.retrieval:.3f} s), {share:.4f} of matching it with all ({self.all_images:.1f} s of CPU)"
+            f"{self.images} images: {self.seconds:.3f} s a photo, at most {self.longest:.3f}; {self.cpu_seconds:.3f} "
+            f"s of CPU (retrieval {self.retrieval:.3f} s), {share:.4f} of matching it with all "
+            f"({self.all_images:.1f} s of CPU)"
         )
 
 
@@ -61,7 +63,8 @@ def time_localization(
             localizer = enlarged(place.localizer, size)
             rows = [_timed(place, localizer, photos, name) for name in (names[0], *names)][1:]
             seconds, cpu, retrieval = np.median(rows, axis=0).tolist()
-            found.append(MapSizeTime(len(localizer.rows), seconds, cpu, retrieval, one * size))
+            longest = max(row[0] for row in rows)
+            found.append(MapSizeTime(len(localizer.rows), seconds, cpu, retrieval, one * size, longest))
         return found
 
 
