@@ -31,9 +31,9 @@ class MapSizeTime:
         """Ready to print."""
         share = self.cpu_seconds / self.all_images
         return (
-            f"{self.images} images: {self.seconds:.3f} s a photo, at most {self.longest:.3f}; {self.cpu_seconds:.3f} "
-            f"s of CPU (retrieval {self.retrieval:.3f} s), {share:.4f} of matching it with all "
-            f"({self.all_images:.1f} s of CPU)"
+            f"{self.images} images: {self.seconds:.3f} s a photo, at most {self.longest:.3f}; "
+            f"{self.cpu_seconds:.3f} s of CPU (retrieval {self.retrieval:.3f} s), {share:.4f} of matching it "
+            f"with all ({self.all_images:.1f} s of CPU)"
         )
 
 
