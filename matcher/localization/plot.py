@@ -23,6 +23,7 @@ _SHOWN_SIZE = 1024  # pixels of the longer side of a drawn image
 _KEPT = (1.0, 99.0)  # percentiles of the points in the plan
 _AHEAD = 0.06  # length of a camera's line of sight, of the plan's size
 _MAP_COLOUR, _MATCHED_COLOUR, _CAMERA_COLOUR = "#666666", "#0072b2", "#c8102e"
+_WIDTH, _SHARE, _TITLES = 16.0, 0.72, 0.9  # inches; the images' share of the width; inches above and below
 _MANY = 10_000  # points, of which each is drawn small
 
 
@@ -41,9 +42,12 @@ def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Pa
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 6.4), dpi=100, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(5, 2))
-    left.imshow(_beside(place, photo, pose))
+    images = _beside(place, photo, pose)
+    shape = images.shape[0] / images.shape[1]
+    height = min(max(_WIDTH * _SHARE * shape, _WIDTH * (1 - _SHARE)) + _TITLES, _WIDTH)
+    figure = Figure(figsize=(_WIDTH, height), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(_SHARE, 1 - _SHARE))
+    left.imshow(images)
     left.set_axis_off()
     _draw_plan(right, place.model, pose)
     title = repr(pose).removeprefix("Pose(").removesuffix(")")

@@ -24,7 +24,6 @@ from matcher.sequence.keyframes import KeptFrame, KeyframeRule
 from matcher.sequence.latency import Latency, StageTimes
 from matcher.sequence.linking import Linker
 from matcher.sequence.local_map import CANDIDATES, LocalMap
-from matcher.sequence.pace import Pace
 from matcher.sequence.pipelines import check_settings, link_estimator, tracking_pipeline
 from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.relocalisation import verify_candidates
@@ -50,8 +49,7 @@ class Tracker(TrackerMaps):
     network's layers, which is enough for views this close; links to the keyframe follow from the tracks and a
     guided search, and linked points are refined against the keyframe's on the images. Blank, dropped and late
     frames are skipped. When tracking is lost, the keyframes still held are tried with all layers; if none
-    fits, new tracks begin and the last motion is extrapolated. With a budget, a frame that is slow from the
-    start keeps fewer points.
+    fits, new tracks begin and the last motion is extrapolated.
     """
 
     def __init__(
@@ -96,14 +94,14 @@ class Tracker(TrackerMaps):
         pipeline = tracking_pipeline(preset, options)
         self._frames = FrameExtractor(pipeline, budget_ms)
         self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
-        self._window, self._pace, self.keyframe_map = epipolar_window, Pace(budget_ms), keyframe_map
+        self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
         estimation = pipeline.config.estimation
         linker = Linker(link_estimator(pipeline.estimator), estimation.max_epipolar_error, guided)
         poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
         self._map = LocalMap(
             linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
         )
-        self._count, self._clock, self._latency, self._watch = 0, Clock(), Latency(), StageTimes()
+        self._count, self._watch, self.keyframe_map = 0, StageTimes(), keyframe_map
 
     @property
     def pipeline(self) -> Pipeline:
@@ -220,9 +218,9 @@ class Tracker(TrackerMaps):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        current, *others = map(self._kept, self._pace.limit(features, self._watch), images)
+        current, *others = map(self._kept, features, images)
         with self._watch.timed("match"):
-            earlier, pair = self._match([current.features, *(other.features for other in others)])
+            earlier, pair = self._match(features)
         with self._watch.timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._map.link(current, earlier, match)
