@@ -8,7 +8,7 @@ extern "C" {
 void matcher_attend_vectors(const void*, const void*, const void*, void*, const long*, int, long, long, long, long,
                             int);
 void matcher_candidates(const float*, const float*, const float*, const float*, long, long, long, long, int32_t*,
-                        float*, int32_t*, float*, float*, float*, int);
+                        float*, int32_t*, float*, float*, float*, uint16_t*, int);
 void matcher_fit(const float*, const float*, const float*, long, float*, float*, float*, int);
 void matcher_score_pixels(const void*, int, long, long, long, const float*, const float*, float*, int);
 void matcher_normalise_gelu(void*, int, long, long, const float*, const float*, const float*, float, int);
@@ -38,8 +38,9 @@ void candidates(long n, long m, long width, long best) {
     Numbers x = read(n * width), y = read(m * width), bin0 = read(n), bin1 = read(m);
     Numbers rows(n * best), columns(m * best), row_sums(n), column_sums(m);
     std::vector<int32_t> row_places(n * best), column_places(m * best);
+    std::vector<uint16_t> weights(n * m);
     matcher_candidates(x.data(), y.data(), bin0.data(), bin1.data(), n, m, width, best, row_places.data(), rows.data(),
-                       column_places.data(), columns.data(), row_sums.data(), column_sums.data(), 1);
+                       column_places.data(), columns.data(), row_sums.data(), column_sums.data(), weights.data(), 1);
     write(rows);
     write(columns);
     write(row_sums);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "numbers.h"
 #include "products.h"
 
 namespace {
@@ -108,7 +109,7 @@ struct Columns {
 
 // A row less the scores of its own dustbin and of the columns'. Returns the sum of its weights, which are added to
 // those of the columns; `tops` are the largest numbers in the columns c, c + 16, c + 32, … of every chunk.
-float compare(float* row, float bin, const float* bins, long columns, float* tops, float* column_sums) {
+float compare(float* row, float bin, const float* bins, long columns, float* tops, float* column_sums, Half* weights) {
   float sums[kStep] = {};
   for (long j = 0; j < columns; j += kChunk, tops += kStep) {
     float top[kStep];
@@ -120,6 +121,7 @@ float compare(float* row, float bin, const float* bins, long columns, float* top
         row[c + lane] = x;
         top[lane] = x > top[lane] ? x : top[lane];
         const float added = weight(x);
+        store(added, weights + c + lane);
         sums[lane] += added;
         column_sums[c + lane] += added;
       }
@@ -168,11 +170,11 @@ void add_to_columns(const float* block, long first, long count, long stride, lon
 // Of left (n, width) times right (m, width) transposed, less the scores bins0 (n) and bins1 (m) of the dustbins, the
 // `most` largest entries of each row and of each column: their columns and values (n, most), their rows and values
 // (m, most), −1 where there are fewer; and the sums of the exponentials of all entries of every row (n) and column (m),
-// none counted as more than e^8.
+// none counted as more than e^8. `weights` (n, m) are the exponentials themselves.
 extern "C" void matcher_candidates(const float* left, const float* right, const float* bins0, const float* bins1,
                                    long n, long m, long width, long most, int32_t* columns, float* row_values,
                                    int32_t* rows, float* column_values, float* row_sums, float* column_sums,
-                                   int threads) {
+                                   Half* weights, int threads) {
   Product product(right, m, width);
   const long padded = (m + kChunk - 1) / kChunk * kChunk, blocks = (n + kBlockRows - 1) / kBlockRows;
   std::vector<float> bins(padded, INFINITY);  // entries beyond the last column are −∞
@@ -187,6 +189,7 @@ extern "C" void matcher_candidates(const float* left, const float* right, const 
 #pragma omp for schedule(static, 1)
     for (int t = 0; t < threads; ++t) {
       std::vector<float> block(kBlockRows * padded), tops(padded / kChunk * kStep);
+      std::vector<Half> row_weights(padded);
       std::vector<int32_t> keys;
       Room room(2 * most);
       const Entries entries = room.from(0);
@@ -197,7 +200,9 @@ extern "C" void matcher_candidates(const float* left, const float* right, const 
         for (long r = 0; r < count; ++r) {
           const long i = first + r;
           float* row = block.data() + r * padded;
-          row_sums[i] = compare(row, bins0[i], bins.data(), padded, tops.data(), sums.data() + b * padded);
+          row_sums[i] = compare(row, bins0[i], bins.data(), padded, tops.data(), sums.data() + b * padded,
+                                row_weights.data());
+          std::copy_n(row_weights.data(), m, weights + i * m);
           const int32_t held = largest_of_row(row, padded, tops, keys, most, entries);
           entries.write(held, most, columns + i * most, row_values + i * most);
         }
@@ -236,12 +241,13 @@ struct Value {
 // The candidates of rows and columns as one set, ordered by row and then by column, and its transpose.
 // Arguments as `matcher_candidates` leaves them, the values of m columns and n rows in the order of the set;
 // `starts` (n + 1) and `turned_starts` (m + 1) are where each row and column begins, `order` gives the place of every
-// entry of the transpose in the set. `row_sums` and `column_sums` lose what the set holds and keep what is left out.
+// entry of the transpose in the set. `row_sums`, `column_sums` and `weights` (n, m) lose what the set holds and keep what
+// is left out.
 // Returns how many there are, at most (n + m) · most.
 extern "C" long matcher_join(long n, long m, long most, const int32_t* columns, const float* row_values,
                              const int32_t* rows, const float* column_values, int32_t* starts, int32_t* others,
                              float* values, int32_t* turned_starts, int32_t* turned_others, int32_t* order,
-                             float* row_sums, float* column_sums) {
+                             float* row_sums, float* column_sums, Half* weights) {
   // By column, from the lists of the rows and then its own; taken column by column, the rows' lists end up in order.
   std::vector<long> begin(m + 1, 0);
   for (long e = 0; e < n * most; ++e)
@@ -264,6 +270,7 @@ extern "C" long matcher_join(long n, long m, long most, const int32_t* columns, 
     for (size_t e = turned_starts[j]; e < joined.size(); ++e) {
       const float held = weight(joined[e].value);
       row_sums[joined[e].other] -= held, column_sums[j] -= held;
+      weights[joined[e].other * m + j] = Half{0};
       ++starts[joined[e].other + 1];
     }
     column_sums[j] = std::max(column_sums[j], 0.0f);

@@ -64,7 +64,7 @@ def try_candidates() -> Trial:
 
 def find_candidates(
     left: Tensor, right: Tensor, bins0: Tensor, bins1: Tensor, most: int
-) -> tuple[CandidateSet, Tensor, Tensor, Tensor]:
+) -> tuple[CandidateSet, Tensor, tuple[Tensor, Tensor], Tensor]:
     """The `most` best of every row and column of left rightᵀ − bins0 − bins1; needs `have_candidates`.
 
     Args:
@@ -73,8 +73,8 @@ def find_candidates(
         most: at least 1.
 
     Returns:
-        The set; its values (E,), to 16 bits or better; and Σ exp of the other values of every row (N,) and
-        column (M,), none counted as more than e⁸.
+        The set; its values (E,), to 16 bits or better; Σ exp of the other values of every row (N,) and
+        column (M,), none counted as more than e⁸; and these exponentials (N, M) bfloat16, 0 for candidates.
     """
     library = kernels()
     left, right, bins0, bins1 = (x.float().contiguous() for x in (left, right, bins0, bins1))
@@ -82,19 +82,19 @@ def find_candidates(
     most = min(most, max(n, m))
     columns, rows = (torch.empty(count, most, dtype=torch.int32) for count in (n, m))
     values, column_values = left.new_empty(n, most), left.new_empty(m, most)
-    rests = left.new_empty(n), left.new_empty(m)
+    rests, weights = (left.new_empty(n), left.new_empty(m)), left.new_empty(n, m, dtype=torch.bfloat16)
     lists = _places(columns, values, rows, column_values)
     given = _places(left, right, bins0, bins1)
-    library.matcher_candidates(*given, n, m, width, most, *lists, *_places(*rests), threads_for(n))
+    library.matcher_candidates(*given, n, m, width, most, *lists, *_places(*rests, weights), threads_for(n))
     room = (n + m) * most
     starts, column_starts, others, turned, order = (
         torch.empty(size, dtype=torch.int32) for size in (n + 1, m + 1, room, room, room)
     )
     joined = left.new_empty(room)
-    made = _places(starts, others, joined, column_starts, turned, order, *rests)
+    made = _places(starts, others, joined, column_starts, turned, order, *rests, weights)
     count = library.matcher_join(n, m, most, *lists, *made)
     found = CandidateSet(starts, others[:count], column_starts, turned[:count], order[:count])
-    return found, joined[:count], *rests
+    return found, joined[:count], rests, weights
 
 
 def transport_candidates(
@@ -102,6 +102,7 @@ def transport_candidates(
     scores: Tensor,
     bins: tuple[Tensor, Tensor, float],
     rests: tuple[Tensor, Tensor],
+    weights: Tensor | None,
     start: tuple[Tensor, Tensor] | None,
     limits: tuple[int, float],
     columns_first: bool,
@@ -111,7 +112,9 @@ def transport_candidates(
     Args:
         where, scores: the candidates and their scores (E,).
         bins: scores of the dustbins (N,), (M,), and of their corner.
-        rests: (N,), (M,); row i weighs exp(rests_i + rests_j) with every column j beside its candidates.
+        rests: (N,), (M,); row i weighs exp(rests_i + rests_j) with every column j beside its candidates,
+            times weights_ij where these are given.
+        weights: (N, M) bfloat16, 0 for candidates; or None.
         start: potentials (N+1,), (M+1,) to begin with.
         limits: most iterations, and the error of the rows at which they end.
         columns_first: update the columns before the rows.
@@ -124,7 +127,8 @@ def transport_candidates(
     u, v = (x.clone() for x in start) if begun else (scores.new_empty(n + 1), scores.new_empty(m + 1))
     weighed = [x.contiguous() for x in (scores, *bins[:2], *rests)]
     iterations = c_long(0)
-    given, potentials = _places(*where, *weighed), _places(u, v)
+    others = 0 if weights is None else weights.data_ptr()
+    given, potentials = (*_places(*where, *weighed), others), _places(u, v)
     threads = threads_for(len(scores) // 32)
     converged = kernels().matcher_transport(
         n, m, *given, bins[2], *potentials, begun, columns_first, *limits, addressof(iterations), threads

@@ -1,8 +1,9 @@
 // Optimal transport between candidates and dustbins: Sinkhorn iterations by stabilised scaling, as in
-// matcher/match/sinkhorn.py, on a sparse matrix and one of rank one for the other entries.
+// matcher/match/sinkhorn.py, on a sparse matrix, and for the other entries one in 16 bits or one of rank one.
 #include <algorithm>
 #include <vector>
 
+#include "numbers.h"
 #include "vectors.h"
 
 namespace {
@@ -14,10 +15,12 @@ struct Side {
   long count;
   const int32_t *starts, *others;
   const float* bins;      // scores of the dustbin
-  const float* rests;     // an entry that is no candidate has as score the sum of those of its row and column
+  const float* rests;     // an entry that is no candidate has as score the sum of those of its row and column,
+                          // and of the logarithm of its weight where these are given
   float* potentials;      // (count + 1,), the dustbin's last
   float mass;             // of the dustbin
-  std::vector<float> scores, kernel, bin_kernel, rest_kernel, scales, following;
+  bool rows;              // of the weights
+  std::vector<float> scores, kernel, bin_kernel, rest_kernel, scales, following, others_rest, gathered;
 };
 
 float dot(const float* x, const float* y, long count) {
@@ -38,8 +41,41 @@ float log_sum(const float* x, const float* y, long count) {
 
 struct Transport {
   Side first, second;  // `first` is updated first
+  const Half* weights;  // of the entries that are no candidates, 0 for those that are; or null, and all are 1
   float corner, corner_kernel;
   int threads;
+
+  // Σ weights · `given` over the other side, for every point of this one.
+  void gather(Side& side, const std::vector<float>& given) {
+    const long width = side.rows ? (long)given.size() : side.count, height = side.rows ? side.count : (long)given.size();
+    float* out = side.gathered.data();
+    if (!weights) {
+      double sum = 0.0;
+      for (float x : given) sum += x;
+      std::fill_n(out, side.count, (float)sum);
+    } else if (side.rows) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+      for (long i = 0; i < height; ++i) {
+        const Half* row = weights + i * width;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (long j = 0; j < width; ++j) sum += wide(row[j]) * given[j];
+        out[i] = sum;
+      }
+    } else {
+#pragma omp parallel for num_threads(threads) schedule(static)
+      for (int t = 0; t < threads; ++t) {
+        const long from = width * t / threads, to = width * (t + 1) / threads;
+        std::fill(out + from, out + to, 0.0f);
+        for (long i = 0; i < height; ++i) {
+          const Half* row = weights + i * width;
+          const float x = given[i];
+#pragma omp simd
+          for (long j = from; j < to; ++j) out[j] += wide(row[j]) * x;
+        }
+      }
+    }
+  }
 
   // `shift` is added to the potentials for the rests, whose product stays the same.
   void absorb(Side& side, const Side& other, float shift) {
@@ -64,11 +100,13 @@ struct Transport {
     std::fill(second.scales.begin(), second.scales.end(), 1.0f);
   }
 
-  void update(const Side& side, const Side& other, const float* scales, float* out) {
-    const float bin = scales[other.count], rest = dot(other.rest_kernel.data(), scales, other.count);
+  void update(Side& side, const Side& other, const float* scales, float* out) {
+    const float bin = scales[other.count];
+    for (long j = 0; j < other.count; ++j) side.others_rest[j] = other.rest_kernel[j] * scales[j];
+    gather(side, side.others_rest);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < side.count; ++i) {
-      float sum = side.bin_kernel[i] * bin + side.rest_kernel[i] * rest;
+      float sum = side.bin_kernel[i] * bin + side.rest_kernel[i] * side.gathered[i];
 #pragma omp simd reduction(+ : sum)
       for (long e = side.starts[i]; e < side.starts[i + 1]; ++e) sum += side.kernel[e] * scales[side.others[e]];
       out[i] = 1.0f / sum;
@@ -84,8 +122,14 @@ struct Transport {
 
   // One update of a side's potentials in the log domain, to those of the other.
   void log_update(Side& side, const Side& other) {
-    const float bin = other.potentials[other.count], rest = log_sum(other.rests, other.potentials, other.count);
+    const float bin = other.potentials[other.count];
+    float most = -INFINITY;
+    for (long j = 0; j < other.count; ++j) most = std::max(most, other.rests[j] + other.potentials[j]);
+    for (long j = 0; j < other.count; ++j)
+      side.others_rest[j] = bounded_exponential(other.rests[j] + other.potentials[j] - most);
+    gather(side, side.others_rest);
     for (long i = 0; i < side.count; ++i) {
+      const float rest = most + std::log(std::max(side.gathered[i], 1e-30f));
       float top = std::max(side.bins[i] + bin, side.rests[i] + rest);
       for (long e = side.starts[i]; e < side.starts[i + 1]; ++e)
         top = std::max(top, side.scores[e] + other.potentials[side.others[e]]);
@@ -164,16 +208,17 @@ struct Transport {
 
 // Dual potentials u (n + 1), v (m + 1) of candidates with dustbins: log P = scores + u + v. Candidates as
 // `matcher_join` orders them, scores in that order; entries that are none have the scores rests0 (n) + rests1 (m),
-// summed over all rows or columns; `begun`: u and v hold potentials to begin with; `turned`: the
+// summed over all rows or columns, and of the logarithm of their weight where `weights` (n, m) are not null; `begun`: u
+// and v hold potentials to begin with; `turned`: the
 // columns are updated first. `iterations` is how many were needed. Returns whether the error fell to `tolerance`.
 extern "C" int matcher_transport(long n, long m, const int32_t* starts, const int32_t* others,
                                  const int32_t* turned_starts, const int32_t* turned_others, const int32_t* order,
                                  const float* scores, const float* bins0, const float* bins1, const float* rests0,
-                                 const float* rests1, float corner, float* u, float* v, int begun, int turned, long most, float tolerance, long* iterations,
-                                 int threads) {
+                                 const float* rests1, const Half* weights, float corner, float* u, float* v, int begun,
+                                 int turned, long most, float tolerance, long* iterations, int threads) {
   const long count = starts[n];
-  Side rows{n, starts, others, bins0, rests0, u, (float)m};
-  Side columns{m, turned_starts, turned_others, bins1, rests1, v, (float)n};
+  Side rows{n, starts, others, bins0, rests0, u, (float)m, true};
+  Side columns{m, turned_starts, turned_others, bins1, rests1, v, (float)n, false};
   rows.scores.assign(scores, scores + count);
   columns.scores.resize(count);
   for (long e = 0; e < count; ++e) columns.scores[e] = scores[order[e]];
@@ -183,9 +228,11 @@ extern "C" int matcher_transport(long n, long m, const int32_t* starts, const in
     side->rest_kernel.resize(side->count);
     side->scales.resize(side->count + 1);
     side->following.resize(side->count + 1);
+    side->others_rest.resize(n + m - side->count);
+    side->gathered.resize(side->count);
   }
   Transport problem{turned ? std::move(columns) : std::move(rows), turned ? std::move(rows) : std::move(columns),
-                    corner, 0.0f, threads};
+                    weights, corner, 0.0f, threads};
   if (!begun) problem.begin();
   return problem.solve(most, tolerance, *iterations);
 }

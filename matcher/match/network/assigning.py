@@ -1,8 +1,7 @@
 """From the states of two images to their assignment, with rounds of consensus where the network has them.
 
-Without gradients on a CPU only the candidates of every point are assigned, by the compiled kernels. Where the
-others weigh much, the matches that consensus begins with are those of all scores; after it they weigh little.
-Without kernels all scores are assigned.
+Without gradients on a CPU only the candidates of every point are assigned, by the compiled kernels; what the
+other scores weigh is counted (`match/candidates.py`). Without kernels all scores are assigned.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from matcher.match.sinkhorn import Potentials, sinkhorn
 
 SETTLED = 0.85  # share of the matches that a round of consensus left unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds of consensus
-OUTSIDE_SHARE = 0.01  # of the expected matches, beyond which the first round takes all scores
 
 
 def assign_all(
@@ -60,25 +58,13 @@ def assign_candidates(network: nn.Module, side0: Side, side1: Side, depth: int) 
     candidates, found, before = first, None, None
     for _ in range(config.consensus):
         found = candidates.sinkhorn(ROUGH_ITERATIONS, config.tolerance, found)
-        if before is None and candidates.outside_share(found) > OUTSIDE_SHARE:
-            found, matches = _matches_of_all(network, side0, side1, depth)
-        else:
-            matches = soft_matches(candidates.mutual_best(found), side1.x.shape[1])
+        matches = soft_matches(candidates.mutual_best(found), side1.x.shape[1])
         if _settled(network, before, matches[0]):
             break
         candidates = network.consensus.on_candidates(first, side0.positions, side1.positions, matches)
         before = matches[0]
     found = candidates.sinkhorn(config.max_iterations, config.tolerance, found)
     return CandidateAssignment(candidates, found)
-
-
-def _matches_of_all(
-    network: nn.Module, side0: Side, side1: Side, depth: int
-) -> tuple[Potentials, tuple[SoftMatches, SoftMatches]]:
-    """Potentials and matches before any consensus, of all scores."""
-    scores = network.scores(side0, side1, depth)
-    found = sinkhorn(scores, max_iterations=ROUGH_ITERATIONS)
-    return found, mutual_soft_matches(plan(scores, found).log_scores)
 
 
 def _by_transport(config: AssignmentConfig) -> bool:
