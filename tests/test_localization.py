@@ -22,7 +22,7 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.lab.evaluate.localization_time import enlarged, time_localization
 from matcher.lab.pairs.posed_photos import PosedPhotos
 from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
-from matcher.localization.judgement import doubt_focal, judge
+from matcher.localization.judgement import doubt_alone, doubt_focal, judge
 from matcher.localization.recording import LocalizationRecording
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
@@ -123,6 +123,26 @@ def test_a_focal_length_that_is_a_little_wrong_is_noticed_where_depths_vary(fact
         assert found[0] == ("wrong_camera" if wrong else "ok"), (factor, tells)
         if wrong:
             assert f"{528 * factor:.0f} pixels" in found[1] and "has one of 528 pixels" in found[1]
+
+
+@pytest.mark.parametrize(("others", "status"), [(10, "ok"), (25, "ok"), (50, "ambiguous")])
+def test_a_pose_that_another_one_rivals_is_refused(others, status):
+    """As in a room with like tables: matches with points of another one agree with each other."""
+    rng = np.random.default_rng(6)
+    right, wrong = (seen(rng, rng.uniform(2, 8, count), 528) for count in (80, others))
+    moved = wrong.points3d @ np.diag([-1.0, 1.0, -1.0]) + (0.5, 0.0, 3.0)  # seen from the other side
+    matches = Matches3d(
+        np.concatenate([right.points2d, wrong.points2d]),
+        np.concatenate([right.points3d, moved]),
+        np.arange(80 + others),
+    )
+    estimate = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
+    found = doubt_alone(("ok", "", -200.0), estimate, matches, 4.0, LocalizationConfig())
+    assert found[0] == status
+    assert status == "ok" or "agree with a pose, and 4" in found[1]
+    near = Matches3d(right.points2d + rng.normal(0, 4, right.points2d.shape), right.points3d, np.arange(80))
+    estimate = estimate_pose(near, CAMERA, max_error=4.0, focal_known=True)
+    assert doubt_alone(("ok", "", -90.0), estimate, near, 4.0, LocalizationConfig())[0] == "ok"
 
 
 def test_few_images_are_matched_where_the_strongest_keypoints_do_not_match(made, tmp_path):

@@ -10,6 +10,7 @@ from matcher.data.camera import Camera
 from matcher.localization.absolute_pose import (
     Matches3d,
     PoseEstimate,
+    estimate_pose,
     log10_false_alarms,
     refine_pose,
     reprojection_errors,
@@ -24,6 +25,10 @@ _DOUBTED_BELOW, _MORE, _OTHER_FOCAL = 0.6, 1.5, 1.15
 # An accepted pose is doubted where its matches fit a focal length better that is so many times longer or
 # shorter, by this share of their squared errors.
 _NEAR_FOCAL, _LESS_ERROR = 1.04, 0.2
+# Another pose rivals the accepted one where this share as many other keypoints agree with it, which are so
+# many times the largest error off by the accepted one. In a kitchen with like tables a wrong pose had .65,
+# right ones at most .43.
+_RIVAL, _ELSEWHERE = 0.55, 5.0
 
 
 def doubt_camera(
@@ -97,6 +102,41 @@ def doubt_focal(
         f"one of {_focal(given):.0f} pixels: correct the camera, or give none",
         verdict[2],
     )
+
+
+def doubt_alone(
+    verdict: tuple[PoseStatus, str, float],
+    estimate: PoseEstimate,
+    matches: Matches3d,
+    max_error: float,
+    config: LocalizationConfig,
+) -> tuple[PoseStatus, str, float]:
+    """The verdict, or "ambiguous" where the other matches agree with another pose nearly as well.
+
+    Where things look alike, such as the tables of a room, wrong matches agree with each other.
+
+    Args:
+        verdict: of `judge`.
+        estimate: the accepted pose.
+        matches: M of them.
+        max_error: of an inlier, stored pixels.
+        config: what is asked of a pose.
+    """
+    agreeing = _agreeing(estimate, matches)
+    if agreeing >= config.enough_inliers:
+        return verdict
+    taken = np.isin(matches.keypoints, matches.keypoints[estimate.inliers])
+    others = matches.select(np.flatnonzero(~taken))
+    how = dict(max_error=max_error, focal_known=True, seed=config.seed)
+    rival = estimate_pose(others, estimate.camera, **how)
+    count = _agreeing(rival, others)
+    if count < _RIVAL * agreeing:
+        return verdict
+    errors = reprojection_errors(others, estimate.cam_from_world, estimate.camera)[rival.inliers]
+    if np.median(errors) < _ELSEWHERE * max_error:
+        return verdict  # it is the same place, seen less exactly
+    reason = f"{agreeing} matched keypoints agree with a pose, and {count} others with another one"
+    return "ambiguous", reason, verdict[2]
 
 
 def _agreeing(estimate: PoseEstimate | None, matches: Matches3d) -> int:

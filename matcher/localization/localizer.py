@@ -17,7 +17,7 @@ from matcher.data.tensors import to_numpy
 from matcher.localization.absolute_pose import Matches3d, PoseEstimate, estimate_pose, refine_pose
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import doubt_camera, doubt_focal, judge
+from matcher.localization.judgement import doubt_alone, doubt_camera, doubt_focal, judge
 from matcher.localization.likely_images import likely_images
 from matcher.localization.pose import Pose
 from matcher.localization.retrieval_index import RetrievalIndex
@@ -98,13 +98,18 @@ class Localizer:
         if best.verdict[0] == "ok" and self.config.refine:
             with query.timed("refine"):
                 best = self._refined(query, correspondences, best)
-        if best.verdict[0] == "ok" and query.camera is not None:
+        if best.verdict[0] == "ok":
             with query.timed("pose"):
-                verdict = doubt_focal(
-                    best.verdict, best.estimate, best.matches, query.stored_pixels(self.config.max_error)
-                )
-            best = replace(best, verdict=verdict)
+                best = self._doubted(query, best)
         return as_pose(query, correspondences, best)
+
+    def _doubted(self, query: Query, accepted: Attempt) -> Attempt:
+        """The same, refused where another pose or another focal length fits the matches too."""
+        what = accepted.estimate, accepted.matches, query.stored_pixels(self.config.max_error)
+        verdict = doubt_alone(accepted.verdict, *what, self.config)
+        if verdict[0] == "ok" and query.camera is not None:
+            verdict = doubt_focal(verdict, *what)
+        return replace(accepted, verdict=verdict)
 
     def similar_clusters(self, query: Query) -> list[list[int]]:
         """Rows of the images to match with, in groups that see the same."""

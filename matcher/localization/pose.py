@@ -17,6 +17,7 @@ PoseStatus = Literal[
     "too_few_matches",  # too few of its keypoints were matched to points of the map
     "no_model",  # no pose agrees with the matches
     "not_significant",  # so few agree that wrong matches could do so by chance
+    "ambiguous",  # nearly as many of the other matches agree with another pose
     "wrong_camera",  # far more matches agree where the focal length is not the given one
     "implausible",  # the pose cannot be: points behind the camera, or inliers in one spot
 ]
