@@ -24,7 +24,7 @@ from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.passes.guided import GUIDED, with_guided
-from matcher.refine.refinement import ImagePyramid, refine_matches
+from matcher.refine.image_pair import refine_image_pair
 from matcher.result import Result, WeightsSource
 from matcher.verify.planes import build_estimator
 from matcher.verify.thresholds import threshold_scale
@@ -271,8 +271,8 @@ class Pipeline:
         """
         config = self.config.refine or RefineConfig()
         reader = self if self.config.refine else replace(self, config=replace(self.config, refine=config))
-        sides = [ImagePyramid.of(reader.read(*side)) for side in ((image0, mask0), (image1, mask1))]
-        return refine_matches(*sides, matches, config)
+        images = [reader.read(*side) for side in ((image0, mask0), (image1, mask1))]
+        return refine_image_pair(*images, matches, config)
 
     def verify(
         self,

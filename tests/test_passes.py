@@ -10,6 +10,7 @@ import torch
 import matcher
 from matcher.config import SecondPassConfig
 from matcher.data.features import Features
+from matcher.data.gradients import gradient_image
 from matcher.data.image import Image
 from matcher.data.images import image_from_array, read_image
 from matcher.data.matches import Matches, TwoViewGeometry
@@ -17,7 +18,6 @@ from matcher.errors import UsageError
 from matcher.passes.crops import PassMatches, crop, image_points, whole
 from matcher.passes.elevation import STRETCH, from_above
 from matcher.passes.evidence import Evidence
-from matcher.passes.gradients import gradient_image
 from matcher.passes.regions import change_of_scale, common_region, crops_of
 from matcher.passes.union import JOINED, joined
 
@@ -170,14 +170,14 @@ def test_a_negative_is_matched(photo):
 
 def test_gradient_images_do_not_depend_on_the_sign_of_contrast(photo):
     image = image_from_array(photo)
-    relative = gradient_image(image)
+    relative = gradient_image(image, 2.0)
     assert relative.pixels.shape == photo.shape[:2] and relative.pixels.dtype == np.uint8
     assert (relative.size, relative.scale) == (image.size, image.scale)
-    negative = gradient_image(replace(image, pixels=255 - photo)).pixels
+    negative = gradient_image(replace(image, pixels=255 - photo), 2.0).pixels
     assert np.abs(relative.pixels.astype(int) - negative).max() <= 1
-    dimmed = gradient_image(replace(image, pixels=photo // 3)).pixels
+    dimmed = gradient_image(replace(image, pixels=photo // 3), 2.0).pixels
     assert np.corrcoef(relative.pixels.ravel(), dimmed.ravel())[0, 1] > 0.9
-    flat = gradient_image(image_from_array(np.full((40, 60), 90, np.uint8)))
+    flat = gradient_image(image_from_array(np.full((40, 60), 90, np.uint8)), 2.0)
     assert not flat.pixels.any()
 
 

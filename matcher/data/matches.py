@@ -30,7 +30,7 @@ class MatchRefinement:
     - `no_map`: the matches around it do not tell how its surroundings are deformed;
     - `flat`: there is no contrast around it;
     - `moved_far`: the windows would fit best where the match cannot be;
-    - `low_correlation`: the images do not look alike there;
+    - `low_correlation`: neither grey values nor gradients look alike there;
     - `not_converged`: there is no clear best place.
     """
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from matcher.config import EstimationConfig, SecondPassConfig
 from matcher.data.features import Features
+from matcher.data.gradients import gradient_image
 from matcher.data.image import Image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.passes.crops import LocalMatcher, PassMatches
 from matcher.passes.elevation import Above
 from matcher.passes.evidence import Evidence
-from matcher.passes.gradients import gradient_image
 from matcher.passes.regions import common_region, crops_of
 from matcher.passes.search import Change, best_change
 from matcher.passes.union import joined
@@ -28,6 +28,8 @@ _RELIABLE_REGION = 60  # inliers with which the common region comes before other
 # Least inliers for a common region: a crop around a few wrong matches would only add to them.
 _MIN_REGION_INLIERS = 20
 _LOW_INLIERS = 0.15  # inliers per keypoint; wrong matches along edges, as of a negative, give .1
+
+_SMOOTHING = 2.0  # pixels, of images of gradient magnitude; among 1.2 and 3
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Pair:
         """Match images of gradient magnitude, if grey values may be what differs."""
         if not self.further.config.gradients or not self.has_few_inliers(geometry):
             return None
-        images = [gradient_image(image) for image in self.images]
+        images = [gradient_image(image, _SMOOTHING) for image in self.images]
         return self.further.own.match_images("gradients", images)
 
     def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
