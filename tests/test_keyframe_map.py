@@ -24,7 +24,7 @@ from matcher.errors import UsageError
 from matcher.sequence import kept_frames
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.keyframe_map import KeyframeMap
-from matcher.sequence.pose_graph import PoseGraph
+from matcher.sequence.pose_graph import PoseGraph, carried
 from matcher.sequence.trajectory import read_poses
 
 pytest.importorskip("pycolmap")
@@ -235,6 +235,19 @@ def moved(step):
     pose = np.eye(4)
     pose[0, 3] = step
     return pose
+
+
+def test_frames_between_keyframes_follow_a_unit_that_has_drifted():
+    """Where a loop makes the path between two keyframes a fifth as long, the steps between them are too."""
+    tracked = {index: moved(index) for index in (0, 2, 4, 6)}
+    adjusted = {0: moved(0), 2: moved(2.1), 4: moved(2.5), 6: moved(2.9)}
+    frames = [(index - index % 2, moved(index)) for index in range(8)]
+    found = carried(frames, tracked, adjusted)[:, 0, 3]
+    np.testing.assert_allclose(found, [0, 1, 2.1, 2.3, 2.5, 2.7, 2.9, 3.1])
+    again = carried(frames, tracked, {**adjusted, 6: moved(4.6)})[:, 0, 3]
+    np.testing.assert_allclose(again, [0, 1, 2.1, 2.3, 2.5, 3.5, 4.6, 5.6])  # the unit is as it was again
+    alone = carried(frames, tracked, {})[:, 0, 3]
+    np.testing.assert_allclose(alone, range(8))
 
 
 def test_images_are_written_beside_tracking_as_they_were(tmp_path, monkeypatch):

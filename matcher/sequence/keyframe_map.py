@@ -37,7 +37,7 @@ from matcher.sequence.kept_frames import (
     write_kept,
 )
 from matcher.sequence.ordered_work import OrderedWork
-from matcher.sequence.pose_graph import FRAMES, GRAPH, MODEL, Closing, Loop, PoseGraph, name_of
+from matcher.sequence.pose_graph import FRAMES, GRAPH, MODEL, Closing, Loop, PoseGraph, carried, name_of
 from matcher.sequence.trajectory import write_tum
 
 LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
@@ -300,14 +300,12 @@ class KeyframeMap:
 
     def _trajectory(self, adjusted: dict[int, np.ndarray], loops: tuple[Loop, ...]) -> ClosedTrajectory:
         """Every frame moves with its keyframe; those of keyframes without an adjusted pose stay."""
-        moved = {
-            index: adjusted.get(index, pose) @ np.linalg.inv(pose) for index, pose in self._tracked().items()
-        }
+        rows = [(placed.keyframe, placed.world_from_cam) for placed in self._placed]
         return ClosedTrajectory(
             frames=np.array([placed.index for placed in self._placed], dtype=np.int64),
             timestamps=np.array([placed.time for placed in self._placed]),
             before=np.array([placed.world_from_cam for placed in self._placed]),
-            after=np.array([moved[placed.keyframe] @ placed.world_from_cam for placed in self._placed]),
+            after=carried(rows, self._tracked(), adjusted),
             loops=loops,
             folder=self.folder / MODEL,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ GRAPH = ".graph"  # folder of the graph's model while the sequence goes on
 _NEXT, _SIMILAR = 4, 4  # keyframes that each is matched with, by time and by their looks
 _LOOP_INLIERS = 40  # of a pair that closes a loop
 _FEWEST = 3  # keyframes that are worth matching
+_DRIFTED = 1.25  # times that a step was shortened or stretched, from which the unit of length has drifted
 
 Loop = tuple[int, int, int]  # two keyframes, by their frames, and the inliers between them
 
@@ -157,3 +159,34 @@ def in_tracked_coordinates(
     given[:, :3, 3] *= scale
     start = wanted[0] @ np.linalg.inv(given[0])
     return {name: np.linalg.inv(start @ pose) for name, pose in zip(names, given, strict=True)}
+
+
+def carried(
+    frames: Sequence[tuple[int, np.ndarray]],
+    tracked: Mapping[int, np.ndarray],
+    adjusted: Mapping[int, np.ndarray],
+) -> np.ndarray:
+    """(F, 4, 4) world_from_cam of frames that move with their keyframes.
+
+    With one camera the unit of length drifts: where the step from a keyframe to the next has become much
+    longer or shorter, those of the frames between them have too.
+
+    Args:
+        frames: the keyframe and world_from_cam (4, 4), as tracked, of each of F frames.
+        tracked: keyframe → world_from_cam (4, 4) as tracked, in order.
+        adjusted: the same, adjusted; keyframes that are absent stay where they are.
+    """
+    scales = dict.fromkeys(tracked, 1.0)
+    for index, following in pairwise(tracked):
+        if index in adjusted and following in adjusted:
+            ends = ((poses[index][:3, 3], poses[following][:3, 3]) for poses in (tracked, adjusted))
+            before, after = (float(np.linalg.norm(second - first)) for first, second in ends)
+            near = before / _DRIFTED <= after <= before * _DRIFTED
+            scales[index] = 1.0 if near or before == 0 else after / before
+            scales[following] = scales[index]  # the last one has no next
+    found = []
+    for index, pose in frames:
+        step = np.linalg.inv(tracked[index]) @ pose
+        step[:3, 3] *= scales[index]
+        found.append(adjusted.get(index, tracked[index]) @ step)
+    return np.array(found)
