@@ -6,10 +6,13 @@ import pytest
 
 import matcher
 from matcher.data.geometry import inside, warp_points
+from matcher.data.gradients import gradient_image
+from matcher.data.images import image_from_array
 from matcher.data.photos import find_images
 from matcher.errors import UsageError
 from matcher.lab.evaluate.metrics import reprojection_errors
 from matcher.lab.pairs.photometric import degrade
+from matcher.lab.pairs.sensors import recoloured, sensor_set
 from matcher.lab.pairs.synthetic import (
     LEVELS,
     draw_homography,
@@ -146,3 +149,30 @@ def test_zoomed_pairs_show_a_part_at_several_times_the_scale(photos):
     assert found.pairs[2].name == zoomed_set(find_images(photos), count=3, seed=3).pairs[2].name
     with pytest.raises(UsageError, match="at least 1"):
         zoomed_set(find_images(photos), count=0)
+
+
+def test_two_sensors_see_the_same_edges_in_other_greys(rng):
+    photo = cv2.resize(
+        rng.integers(0, 256, (12, 16), dtype=np.uint8), (320, 240), interpolation=cv2.INTER_AREA
+    )
+    of_greys, of_edges = [], []
+    for _ in range(12):
+        seen = [recoloured(photo, rng) for _ in range(2)]
+        edges = [gradient_image(image_from_array(each), 2.0).pixels for each in seen]
+        of_greys.append(np.corrcoef(*map(np.ravel, seen))[0, 1])
+        of_edges.append(np.corrcoef(*map(np.ravel, edges))[0, 1])
+    assert np.mean(of_edges) > 0.6 > 0.3 > np.mean(of_greys) and np.min(of_greys) < -0.3
+    assert recoloured(photo, rng).shape == photo.shape and recoloured(photo, rng).dtype == np.uint8
+
+
+def test_pairs_of_two_sensors_are_a_photo_and_a_warp_of_it(photos):
+    found = sensor_set(find_images(photos), count=6, seed=3)
+    again = sensor_set(find_images(photos), count=3, seed=3)
+    assert np.array_equal(found.pairs[2].image1.pixels, again.pairs[2].image1.pixels)
+    for pair in found.pairs:
+        width, height = pair.image0.pixels.shape[::-1]
+        assert pair.image1.pixels.shape == (height, width)
+        middle = warp_points(np.array([[width / 2, height / 2]]), pair.H_1_from_0)
+        assert inside(middle, (width, height)).all()
+    with pytest.raises(UsageError, match="at least 1"):
+        sensor_set(find_images(photos), count=0)

@@ -10,6 +10,7 @@ from matcher.data.photos import DATA_VARIABLE, data_folder, find_images
 from matcher.errors import UsageError
 from matcher.lab.pairs import folders, multiview, published
 from matcher.lab.pairs.protocols import PairSet
+from matcher.lab.pairs.sensors import sensor_set
 from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
 from matcher.lab.pairs.zooms import zoomed_set
 
@@ -29,17 +30,18 @@ _MULTIVIEW = {
     "bookstore": Path("multiview") / "val" / "bookstore_rendered",
 }
 _DRAWN = "kitchen_angles"  # other pairs of the kitchen than the listed ones
-NAMES = ("synthetic", "zoom", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
+NAMES = ("synthetic", "zoom", "sensors", "unrelated", *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
 
 
 @dataclass(frozen=True)
 class SetOptions:
     """Options of the sets."""
 
-    # At most so many; None: 400 synthetic, 100 zoom, 200 unrelated, 240 kitchen_angles, all of other sets.
+    # At most so many; None: 400 synthetic, 100 zoom, 100 sensors, 200 unrelated, 240 kitchen_angles, all of
+    # others.
     pairs: int | None = None
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
-    seed: int = 0  # of synthetic, zoom, unrelated and kitchen_angles pairs
+    seed: int = 0  # of synthetic, zoom, sensors, unrelated and kitchen_angles pairs
     images: Path | None = None  # folder of the images that a list of pairs names
 
 
@@ -122,12 +124,17 @@ def _zoom(photos: list[Path], options: SetOptions) -> PairSet:
     return zoomed_set(photos, count=count, seed=options.seed)
 
 
+def _sensors(photos: list[Path], options: SetOptions) -> PairSet:
+    count = 100 if options.pairs is None else options.pairs
+    return sensor_set(photos, count=count, seed=options.seed)
+
+
 def _unrelated(photos: list[Path], options: SetOptions) -> PairSet:
     count = 200 if options.pairs is None else options.pairs
     return unrelated_set(photos, count=count, seed=options.seed)
 
 
-_MADE = {"synthetic": _synthetic, "zoom": _zoom, "unrelated": _unrelated}  # from photos
+_MADE = {"synthetic": _synthetic, "zoom": _zoom, "sensors": _sensors, "unrelated": _unrelated}  # from photos
 
 
 def _hpatches_root(folder: Path) -> Path | None:
