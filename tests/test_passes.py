@@ -197,6 +197,15 @@ def test_images_of_another_sensor_are_matched_by_their_gradients(photo):
     assert right(result) > 2 * right(result.first) + 100
 
 
+def test_gradients_add_nothing_to_unrelated_images(photo, rng):
+    noise = cv2.resize(
+        rng.integers(0, 256, (48, 64), dtype=np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC
+    )
+    pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512)
+    result = pipeline.match(photo, noise)
+    assert [one.matches for one in result.passes if one.name == "gradients"] == [0]
+
+
 @pytest.mark.parametrize(
     ("size", "enlarged"), [((540, 360), STRETCH**0.5), ((1024, 768), 1.0), ((2048, 1536), 0.5)]
 )

@@ -65,6 +65,10 @@ class PassMatches:
     points1: np.ndarray
     scores: np.ndarray  # (K,) float32 match probabilities
 
+    def first(self, count: int) -> PassMatches:
+        """At most so many of the matches."""
+        return PassMatches(self.name, self.points0[:count], self.points1[:count], self.scores[:count])
+
 
 @dataclass(frozen=True, eq=False)
 class LocalMatcher:

@@ -130,11 +130,16 @@ class _Pair:
             geometry = self.geometry()
 
     def gradients(self, geometry: TwoViewGeometry) -> PassMatches | None:
-        """Match images of gradient magnitude, if grey values may be what differs."""
+        """Match images of gradient magnitude, if grey values may be what differs.
+
+        Edges of unrelated images look more alike than their grey values, so without a geometry of their own
+        none of these matches is kept.
+        """
         if not self.further.config.gradients or not self.has_few_inliers(geometry):
             return None
         images = [gradient_image(image, _SMOOTHING) for image in self.images]
-        return self.further.own.match_images("gradients", images)
+        one = self.further.own.match_images("gradients", images)
+        return one if self.verified(one).status == "ok" else one.first(0)
 
     def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
         """Match the same images by the other front end."""
