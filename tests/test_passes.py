@@ -1,5 +1,6 @@
 """Further passes: when they are run, what they look at, and how their matches are joined."""
 
+import tracemalloc
 from dataclasses import replace
 
 import cv2
@@ -179,6 +180,22 @@ def test_gradient_images_do_not_depend_on_the_sign_of_contrast(photo):
     assert np.corrcoef(relative.pixels.ravel(), dimmed.ravel())[0, 1] > 0.9
     flat = gradient_image(image_from_array(np.full((40, 60), 90, np.uint8)), 2.0)
     assert not flat.pixels.any()
+
+
+def test_gradients_of_large_images_take_little_memory_and_have_no_seams(rng):
+    pixels = cv2.resize(rng.integers(0, 256, (80, 120), np.uint8), (960, 640), interpolation=cv2.INTER_CUBIC)
+    large = image_from_array(pixels)
+    tracemalloc.start()
+    try:
+        found = gradient_image(large, 2.0).pixels
+        assert tracemalloc.get_traced_memory()[1] < 12 * pixels.size
+    finally:
+        tracemalloc.stop()
+    smooth = cv2.GaussianBlur(pixels.astype(np.float32), (0, 0), 2.0)
+    magnitude = np.hypot(*(cv2.Sobel(smooth, cv2.CV_32F, *axes) for axes in ((1, 0), (0, 1))))
+    around = cv2.GaussianBlur(magnitude, (0, 0), 20.0)
+    whole = np.clip(90 * magnitude / (around + 0.1 * around.mean()), 0, 255)
+    assert np.abs(found - whole).max() <= 1
 
 
 def test_images_of_another_sensor_are_matched_by_their_gradients(photo):
