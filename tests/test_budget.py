@@ -8,6 +8,9 @@ import pytest
 import matcher
 from matcher.budget import pairs
 from matcher.budget.pairs import PairCosts, measured_costs, plan
+from matcher.passes import further
+from matcher.passes.evidence import Evidence
+from matcher.passes.search import Change
 
 
 @pytest.fixture
@@ -62,10 +65,22 @@ def test_a_narrow_one_takes_fewer_points_then_smaller_images_and_says_so(network
 def test_further_passes_follow_only_where_they_fit(network, views, measured):
     with_passes = replace(network, passes=matcher.load("hybrid-learned").passes)
     whole = 107.2
-    enough = whole + 4.0 * (whole + 10) + 100
+    enough = whole + 6.0 * (whole + 10) + 100
     assert planned(with_passes, views, enough + 1)[0].passes is with_passes.passes
     chosen, _, choice = planned(with_passes, views, enough - 1)
     assert chosen.passes is None and choice.without == ("further passes",)
+
+
+def test_a_plan_counts_every_further_pass(views, monkeypatch):
+    """Where a pair needs all of them, and none is confident."""
+    monkeypatch.setattr(further, "_LOW_INLIERS", 2.0)
+    monkeypatch.setattr(further, "best_change", lambda *_, **__: Change("negative", negative=True))
+    monkeypatch.setattr(Evidence, "is_confident", lambda *_: False)
+    pipeline = matcher.load("hybrid-learned", max_keypoints=300, device="cpu")
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, other=None))
+    passes = [one.name for one in pipeline.match(*views).passes]
+    assert len(passes) == 6 and "gradients" in passes
+    assert len(passes) - 1 < pairs._MORE
 
 
 def test_refinement_is_left_out_before_keypoints_are_few(network, views, measured):
