@@ -311,3 +311,28 @@ def test_frames_whose_keyframe_is_not_on_a_full_disk_are_left_out(tmp_path, monk
         "000000.png",
         "000003.png",
     ]
+
+
+def test_poses_that_were_not_written_are_written_with_the_next_keyframe(tmp_path, monkeypatch):
+    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest", loops="background")
+    write, picture = kept_frames.write_whole, np.zeros((36, 48), np.uint8)
+
+    def failing(path, data):
+        if path.name == kept_frames.KEPT:
+            raise OSError(28, "the disk is full")
+        write(path, data)
+
+    try:
+        monkeypatch.setattr(kept_frames, "write_whole", failing)
+        with pytest.raises(OSError, match="disk is full"):
+            for index in range(4):  # with the fourth keyframe poses are kept
+                place.add(frame(index, moved(index)), picture)
+            end = perf_counter() + 10
+            while perf_counter() < end:
+                assert place.closed is None
+        monkeypatch.setattr(kept_frames, "write_whole", write)
+        place.add(frame(4, moved(4)), picture)
+        place._work.wait()
+        assert [each.index for each in kept_frames.read_kept(tmp_path / "map").frames] == [0, 1, 2, 3, 4]
+    finally:
+        place.close()

@@ -164,7 +164,7 @@ class KeyframeMap:
 
     @property
     def closed(self) -> ClosedTrajectory | None:
-        """The trajectory with the loops found so far, None before the first."""
+        """The trajectory with the loops found so far, None before the first; `OSError` as of `add`."""
         self._take()
         if self._closing is None:
             return None
@@ -211,7 +211,7 @@ class KeyframeMap:
             yield
         except Exception:
             self._placed = [placed for placed in self._placed if placed.keyframe in self._written]
-            self._kept, self._keyframe = min(self._kept, len(self._placed)), None
+            self._kept, self._keyframe = 0, None  # the next keyframe is due, whatever is on the disk
             raise
 
     def _is_due(self) -> bool:
