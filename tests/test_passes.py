@@ -16,7 +16,7 @@ from matcher.data.image import Image
 from matcher.data.images import image_from_array, read_image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
-from matcher.passes.crops import PassMatches, crop, image_points, whole
+from matcher.passes.crops import LocalMatcher, PassMatches, crop, image_points, whole
 from matcher.passes.elevation import STRETCH, from_above
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import change_of_scale, common_region, crops_of
@@ -214,13 +214,23 @@ def test_images_of_another_sensor_are_matched_by_their_gradients(photo):
     assert right(result) > 2 * right(result.first) + 100
 
 
-def test_gradients_add_nothing_to_unrelated_images(photo, rng):
-    noise = cv2.resize(
-        rng.integers(0, 256, (48, 64), dtype=np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC
-    )
-    pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512)
-    result = pipeline.match(photo, noise)
-    assert [one.matches for one in result.passes if one.name == "gradients"] == [0]
+def test_matches_of_gradients_without_a_geometry_are_not_kept(photo, rng):
+    """Such as those of unrelated images, whose edges look alike."""
+
+    class Random(LocalMatcher):
+        def match_images(self, name, images):
+            points0, points1 = rng.uniform(0, 384, (2, 40, 2)).astype(np.float32)
+            return PassMatches(name, points0, points1, np.full(40, 0.9, np.float32))
+
+    pipeline = matcher.load(max_keypoints=256, device="cpu", resize=512)
+    own = Random(pipeline.passes.own.extractor, pipeline.passes.own.matcher)
+    others = dict.fromkeys(("scale_search", "negative", "from_above", "region"), False)
+    config = replace(pipeline.passes.config, **others)
+    passes = replace(pipeline.passes, own=own, other=None, config=config)
+    noise = cv2.resize(rng.integers(0, 256, (48, 64), np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC)
+    result = replace(pipeline, passes=passes).match(photo, noise)
+    assert [(one.name, one.matches) for one in result.passes[1:]] == [("gradients", 0)]
+    assert len(result.matches) == len(result.first.matches)
 
 
 @pytest.mark.parametrize(
