@@ -21,9 +21,8 @@ from matcher.kernels.candidates import CandidateSet, best_candidates, find_candi
 from matcher.match.mutual import MutualBest
 from matcher.match.sinkhorn import Potentials
 
-MOST = (
-    24  # of a row, and of a column; on fifty real pairs .02 % of the matches are others than with all scores
-)
+# Of a row, and of a column. On fifty real pairs .02 % of the matches are others than with all scores.
+MOST = 24
 _TINY = 1e-30
 
 
