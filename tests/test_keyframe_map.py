@@ -24,6 +24,7 @@ from matcher.errors import UsageError
 from matcher.sequence import kept_frames
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.keyframe_map import KeyframeMap
+from matcher.sequence.ordered_work import OrderedWork
 from matcher.sequence.pose_graph import PoseGraph, carried
 from matcher.sequence.trajectory import read_poses
 
@@ -336,3 +337,21 @@ def test_poses_that_were_not_written_are_written_with_the_next_keyframe(tmp_path
         assert [each.index for each in kept_frames.read_kept(tmp_path / "map").frames] == [0, 1, 2, 3, 4]
     finally:
         place.close()
+
+
+def test_nothing_follows_work_that_failed_until_that_was_said():
+    """Poses that name a keyframe would otherwise be written after its image was not."""
+    work, done, release = OrderedWork(beside=True), [], threading.Event()
+
+    def fail():
+        assert release.wait(10)
+        raise OSError(28, "the disk is full")
+
+    for each in (lambda: done.append("before"), fail, lambda: done.append("after")):
+        work.add(each)
+    release.set()
+    with pytest.raises(OSError, match="disk is full"):
+        work.wait()
+    work.add(lambda: done.append("later"))
+    work.wait()
+    assert done == ["before", "later"]

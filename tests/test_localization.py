@@ -21,7 +21,13 @@ from matcher.data.named_poses import read_named_poses
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.evaluate.localization_time import enlarged, time_localization
 from matcher.lab.pairs.posed_photos import PosedPhotos
-from matcher.localization.absolute_pose import Matches3d, estimate_pose, log10_false_alarms
+from matcher.localization import localizer, rig
+from matcher.localization.absolute_pose import (
+    Matches3d,
+    estimate_pose,
+    log10_false_alarms,
+    reprojection_errors,
+)
 from matcher.localization.judgement import doubt_alone, doubt_focal, judge
 from matcher.localization.recording import LocalizationRecording
 from matcher.localization.retrieval_index import RetrievalIndex
@@ -125,24 +131,47 @@ def test_a_focal_length_that_is_a_little_wrong_is_noticed_where_depths_vary(fact
             assert f"{528 * factor:.0f} pixels" in found[1] and "has one of 528 pixels" in found[1]
 
 
-@pytest.mark.parametrize(("others", "status"), [(10, "ok"), (25, "ok"), (50, "ambiguous")])
-def test_a_pose_that_another_one_rivals_is_refused(others, status):
+@pytest.mark.parametrize(
+    ("agreeing", "others", "status"),
+    [(80, 10, "ok"), (80, 25, "ok"), (80, 50, "ambiguous"), (250, 180, "ok")],
+)
+def test_a_pose_that_another_one_rivals_is_refused(agreeing, others, status):
     """As in a room with like tables: matches with points of another one agree with each other."""
     rng = np.random.default_rng(6)
-    right, wrong = (seen(rng, rng.uniform(2, 8, count), 528) for count in (80, others))
+    right, wrong = (seen(rng, rng.uniform(2, 8, count), 528) for count in (agreeing, others))
     moved = wrong.points3d @ np.diag([-1.0, 1.0, -1.0]) + (0.5, 0.0, 3.0)  # seen from the other side
     matches = Matches3d(
         np.concatenate([right.points2d, wrong.points2d]),
         np.concatenate([right.points3d, moved]),
-        np.arange(80 + others),
+        np.arange(agreeing + others),
     )
     estimate = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
     found = doubt_alone(("ok", "", -200.0), estimate, matches, 4.0, LocalizationConfig())
     assert found[0] == status
     assert status == "ok" or "agree with a pose, and 4" in found[1]
-    near = Matches3d(right.points2d + rng.normal(0, 4, right.points2d.shape), right.points3d, np.arange(80))
+    near = right.points2d + rng.normal(0, 4, right.points2d.shape)
+    near = Matches3d(near, right.points3d, np.arange(agreeing))
     estimate = estimate_pose(near, CAMERA, max_error=4.0, focal_known=True)
     assert doubt_alone(("ok", "", -90.0), estimate, near, 4.0, LocalizationConfig())[0] == "ok"
+
+
+@pytest.mark.parametrize("doubt", ["doubt_alone", "doubt_focal"])
+def test_an_accepted_pose_that_is_doubted_afterwards_is_not_returned(made, monkeypatch, doubt):
+    refused, asked = ("ambiguous", "for a reason", -90.0), []
+    monkeypatch.setattr(localizer, doubt, lambda verdict, *_: asked.append(verdict) or refused)
+    with matcher.Map.open(made[0] / "model") as place:
+        pose = place.localize(made[0] / "queries" / QUERIES[0], CAMERA)
+        assert (pose.status, pose.cam_from_world) == ("ambiguous", None) and "for a reason" in pose.reason
+        assert [verdict[0] for verdict in asked] == ["ok"]
+        place.localize(made[0] / "queries" / QUERIES[0])
+        assert len(asked) == (2 if doubt == "doubt_alone" else 1)  # a focal length that was found is not
+
+
+def test_errors_of_points_behind_the_camera_are_infinite():
+    """A median of the largest number that there is overflows."""
+    ahead = Matches3d(np.zeros((2, 2)), np.array([[0, 0, 1.0], [0, 0, -1.0]]), np.arange(2))
+    errors = reprojection_errors(ahead, np.eye(4), CAMERA)
+    assert 0 < errors[0] < 1000 and errors[1] == np.inf
 
 
 def test_few_images_are_matched_where_the_strongest_keypoints_do_not_match(made, tmp_path):
@@ -487,6 +516,19 @@ def test_a_rig_with_a_wrong_camera_has_no_pose(made, focals):
             wrong = focals.index(next(focal for focal in focals if focal != 528))
             assert f"in queries/{QUERIES[wrong]} " in pose.reason
             assert f"{focals[wrong]:.0f} pixels" in pose.reason and "correct the camera" in pose.reason
+
+
+def test_a_rig_has_no_pose_where_a_focal_length_fits_worse_than_another(made, monkeypatch):
+    folder, truth = made
+    queries = [folder / "queries" / name for name in QUERIES]
+    cam_from_rig = [truth[name] @ np.linalg.inv(truth[QUERIES[0]]) for name in QUERIES]
+    refused, asked = ("wrong_camera", "for a reason", -90.0), []
+    monkeypatch.setattr(rig, "doubt_focal", lambda verdict, *_: asked.append(verdict) or refused)
+    with matcher.Map.open(folder / "model") as place:
+        for pose in place.localize_rig(queries, cam_from_rig, CAMERA):
+            assert pose.status == "wrong_camera" and "for a reason" in pose.reason
+            assert pose.cam_from_world is None
+    assert [verdict[0] for verdict in asked] == ["ok"]  # one picture is enough
 
 
 def test_a_map_of_features_from_a_file_takes_features(made, tmp_path):

@@ -7,6 +7,7 @@ from test_refine import errors, grid, matches_of, shaken
 
 import matcher
 from matcher.config import RefineConfig
+from matcher.data.gradients import gradient_image
 from matcher.refine.image_pair import refine_image_pair
 from matcher.refine.refinement import ImagePyramid, refine_matches
 
@@ -45,6 +46,21 @@ def test_images_that_are_alike_are_refined_on_grey_values_alone(views):
     on_grey = refine_matches(*map(ImagePyramid.of, views), matches, RefineConfig())
     found = refine_image_pair(*views, matches, RefineConfig())
     assert np.array_equal(found.points1, on_grey.points1)
+
+
+def test_gradients_are_not_tried_where_enough_matches_are_refined_on_grey_values(views):
+    """They could move the matches on the left half here."""
+    mixed = views[1].pixels.copy()
+    mixed[:, :90] = CURVE[mixed[:, :90]]
+    points0 = grid()
+    matches = matches_of(points0, shaken(move(points0)))
+    sides = views[0], image(mixed)
+    on_grey = refine_matches(*map(ImagePyramid.of, sides), matches, RefineConfig())
+    assert 0.3 < on_grey.refinement.accepted.mean() < 0.8
+    assert np.array_equal(refine_image_pair(*sides, matches, RefineConfig()).points1, on_grey.points1)
+    edges = (ImagePyramid.of(gradient_image(side, 1.0)) for side in sides)
+    on_edges = refine_matches(*edges, on_grey, RefineConfig()).refinement.accepted
+    assert (on_edges & ~on_grey.refinement.accepted).any()
 
 
 def test_images_of_different_things_leave_matches_where_they_were(views):

@@ -189,26 +189,32 @@ def test_nobody_waits_for_a_process_that_does_not_take_a_large_request():
         beside.close()
 
 
+def tracked(index, status="tracked", pose_status="ok", x=0.0):
+    """A frame `x` to the right."""
+    pose = np.eye(4)
+    pose[0, 3] = x
+    nothing = {"keypoints": np.zeros((0, 2)), "track_ids": np.zeros(0), "track_lengths": np.zeros(0)}
+    known = {"world_from_cam": pose, "camera": CAMERA, "pose_status": pose_status}
+    return FrameResult(index, None, status, (320, 240), **known, **nothing)
+
+
+def test_the_image_of_a_frame_may_be_changed_once_it_was_handed_over(saved, monkeypatch):
+    """It is sent by a thread, perhaps later."""
+    followed, offered = MapTracking(saved[0], measured=True, timing="inline"), []
+    monkeypatch.setattr(followed._lookup, "offer", offered.append)
+    buffer = np.full((240, 320), 7, np.uint8)
+    followed.follow(tracked(0, "first"), buffer)
+    buffer[:] = 0
+    assert (offered[0][1] == 7).all()
+
+
 def test_after_a_loss_the_map_is_found_anew(saved, walls):
     """Where tracking bridges a loss by a guess, frames have no pose in the map until one is localised."""
     folder, _ = saved
     followed = MapTracking(folder, measured=True, timing="inline")
-    nothing = {"keypoints": np.zeros((0, 2)), "track_ids": np.zeros(0), "track_lengths": np.zeros(0)}
 
     def follow(index, status, pose_status, image, x):
-        pose = np.eye(4)
-        pose[0, 3] = x
-        result = FrameResult(
-            index,
-            None,
-            status,
-            (320, 240),
-            world_from_cam=pose,
-            camera=CAMERA,
-            pose_status=pose_status,
-            **nothing,
-        )
-        return followed.follow(result, image)
+        return followed.follow(tracked(index, status, pose_status, x), image)
 
     here = picture(walls, 0.5)
     assert follow(0, "first", "ok", here, 0.0)[0, 3] == pytest.approx(0.5, abs=0.03)

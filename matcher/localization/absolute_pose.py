@@ -169,7 +169,7 @@ def reprojection_errors(matches: Matches3d, cam_from_world: np.ndarray, camera: 
     if ahead.any():
         seen = np.asarray(as_colmap_camera(camera).img_from_cam(local[ahead]), dtype=np.float64)
         errors[ahead] = np.linalg.norm(seen - to_colmap(matches.points2d[ahead]), axis=1)
-    return np.nan_to_num(errors, nan=np.inf)
+    return np.where(np.isnan(errors), np.inf, errors)
 
 
 def undistorted(points: np.ndarray, camera: Camera) -> tuple[np.ndarray, dict[str, Any]]:
