@@ -4,8 +4,9 @@ import errno
 import json
 
 import numpy as np
+import PIL.Image
 import pytest
-from collection_scene import render_photos
+from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
@@ -69,6 +70,36 @@ def test_photos_are_added_in_the_coordinates_of_the_model(made, tmp_path, monkey
         assert len(place.names) == 6
     with pytest.raises(UsageError, match="has all 2 photos"):
         continue_model(tmp_path / "grown", folder / "photos" / "later", tmp_path / "again")
+
+
+def test_a_model_on_earth_stays_there_when_photos_are_added(tmp_path, capfd):
+    """In metres of the same origin, whatever the headers of the new photos say; maps and poses say so too."""
+    poses = render_photos(tmp_path / "photos", count=6)
+    metres = 6 * centres(poses)
+    for number, (east, north, up) in enumerate(metres):
+        degrees = (40 + north / 111_034, 20 + east / 85_394)  # of about that length there
+        exif = PIL.Image.Exif()
+        values = [(value + 0.0005 * (number == 4), 0.0, 0.0) for value in degrees]  # one header is 70 m off
+        exif[0x8825] = {1: "N", 2: values[0], 3: "E", 4: values[1], 5: b"\0", 6: 100 + up}
+        with PIL.Image.open(path := tmp_path / "photos" / f"photo{number}.png") as photo:
+            photo.save(path, exif=exif)
+    (tmp_path / "photos" / "later").mkdir()
+    (tmp_path / "photos" / NEW[1]).rename(later := tmp_path / "photos" / "later" / NEW[1])
+    first, grown = tmp_path / "model", tmp_path / "grown"
+    assert run("sfm", tmp_path / "photos", "--out", first, *FAST, "--exclude", "later/") == 0
+    assert "5 positions agree" in capfd.readouterr().out
+    added = ("sfm", later.parent, "--continue", first, "--out", grown, "--workers", 0, "--threads", 1)
+    assert run(*added) == 0
+    assert "5 positions agree" in capfd.readouterr().out
+    before, after = read_given_poses(first), read_given_poses(grown)
+    assert len(after.cam_from_world) == 6
+    assert after.georegistration["origin"] == before.georegistration["origin"]
+    with matcher.Map.open(grown) as place:
+        assert place.georegistration == after.georegistration
+    photo0 = np.linalg.inv(before.cam_from_world["photo0.png"])[:3, 3]
+    for name, number in (("photo0.png", 0), ("later/photo4.png", 4), ("photo5.png", 5)):
+        centre = np.linalg.inv(after.cam_from_world[name])[:3, 3]
+        np.testing.assert_allclose(centre - photo0, metres[number] - metres[0], atol=1.5)
 
 
 @pytest.mark.parametrize("line", [True, False])

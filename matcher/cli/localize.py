@@ -153,6 +153,7 @@ def _localize(
             continue
         found[name] = pose
         if plot is not None:
+            plot.mkdir(exist_ok=True)  # not before there is something to draw
             try:
                 plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
             except ImageError as error:  # the map needs its images only here, and poses are not lost for it
@@ -222,6 +223,7 @@ def _check(output: Path | None, plot: Path | None, recording: Path | None, overw
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_folder
     from matcher.data.named_poses import SUFFIXES
+    from matcher.drawing.recording_file import import_rerun
     from matcher.files import check_output
 
     import_pycolmap()
@@ -229,9 +231,9 @@ def _check(output: Path | None, plot: Path | None, recording: Path | None, overw
         check_output(output, SUFFIXES, overwrite=overwrite)
     if recording is not None:
         check_output(recording, (".rrd",), overwrite=overwrite)
+        import_rerun()
     if plot is not None:
         check_folder(plot, overwrite=overwrite)
-        plot.mkdir(exist_ok=True)
 
 
 def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:

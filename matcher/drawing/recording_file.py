@@ -24,7 +24,7 @@ class RecordingFile:
         Raises:
             UsageError: rerun is not installed, or there is no display for the viewer.
         """
-        self.rr: Any = _rerun()
+        self.rr: Any = import_rerun()
         self._path = None if path is None else Path(path)
         self._part: Path | None = None
         self.stream = self.rr.RecordingStream("matcher")
@@ -59,7 +59,12 @@ class RecordingFile:
             self.discard()
 
 
-def _rerun() -> ModuleType:
+def import_rerun() -> ModuleType:
+    """The module, so that a command can refuse before it makes anything.
+
+    Raises:
+        UsageError: rerun is not installed.
+    """
     try:
         import rerun
     except ModuleNotFoundError as error:
