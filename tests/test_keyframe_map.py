@@ -165,6 +165,12 @@ def test_the_command_makes_a_map(tmp_path, capfd):
         assert len(place.names) >= 3
     assert main(["track", str(folder), "--map", str(tmp_path / "other")]) == 2
     assert "--map needs poses" in capfd.readouterr().err
+    for wrong in (("--load-map", tmp_path), ("--ground-truth", tmp_path / "none.tum")):
+        again = (*arguments[:-1], tmp_path / "other", *wrong)
+        assert main([str(argument) for argument in again]) == 2
+        assert not (tmp_path / "other").exists()  # nothing is in the way of the corrected command
+    absent = ("track", tmp_path / "none", *arguments[2:-1], tmp_path / "other")
+    assert main([str(argument) for argument in absent]) == 3 and not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("timing", ["inline", "background"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -347,8 +348,13 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
         matcher.Map.open(tmp_path / "none")
     with pytest.raises(UsageError, match="matcher sfm PHOTOS --out"):
         matcher.Map.open(tmp_path, run_dir=folder / "model-run")
-    with pytest.raises(UsageError, match="give run_dir=RUN_DIR"):
+    with pytest.raises(UsageError, match="photos holds no COLMAP model"):
         matcher.Map.open(folder / "photos")
+    (tmp_path / "foreign").mkdir()
+    for file in (folder / "model" / "sparse" / "0").iterdir():  # a model of another program
+        shutil.copy(file, tmp_path / "foreign")
+    with pytest.raises(UsageError, match="give run_dir=RUN_DIR; for a model of another program"):
+        matcher.Map.open(tmp_path / "foreign")
     with pytest.raises(UsageError, match="resize is the run's own"):
         matcher.Map.open(folder / "model", resize=100)
     other = matcher.Collection.open(tmp_path / "run", preset="nearest", max_keypoints=100, workers=0)
@@ -368,7 +374,8 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
         ((folder / "model", tmp_path / "empty"), "no images here"),
         ((folder / "model", folder / "queries", "--output", tmp_path / "a.csv"), "must end in"),
         ((folder / "model", folder / "queries", "--camera", "1,2"), "four numbers"),
-        ((tmp_path / "empty", folder / "queries"), "--run RUN_DIR"),
+        ((tmp_path / "empty", folder / "queries"), "holds no COLMAP model"),
+        ((tmp_path / "foreign", folder / "queries"), "give --run RUN_DIR"),
     ):
         assert run("localize", *arguments, "--plot", tmp_path / "drawn") == 2
         error = capfd.readouterr().err
@@ -532,17 +539,17 @@ def test_a_rig_has_no_pose_where_a_focal_length_fits_worse_than_another(made, mo
     assert [verdict[0] for verdict in asked] == ["ok"]  # one picture is enough
 
 
-def test_a_map_of_features_from_a_file_takes_features(made, tmp_path):
+def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
     pytest.importorskip("h5py")
     folder, truth = made
     first = matcher.Collection.open(folder / "model-run", preset="nearest", max_keypoints=600, workers=0)
     first.export("hloc", tmp_path / "hloc")
-    run = matcher.Collection.open(tmp_path / "model-run", preset="nearest", workers=0)
-    run.add_images(folder / "photos", features=tmp_path / "hloc" / "features.h5")
-    run.add_pairs(exhaustive=True)
-    run.run()
+    again = matcher.Collection.open(tmp_path / "model-run", preset="nearest", workers=0)
+    again.add_images(folder / "photos", features=tmp_path / "hloc" / "features.h5")
+    again.add_pairs(exhaustive=True)
+    again.run()
     given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
-    with run.store as store:
+    with again.store as store:
         reconstruct(store, tmp_path / "model", poses=given, threads=1)
     query = folder / "queries" / QUERIES[0]
     found = matcher.load("nearest", max_keypoints=600).extract(query)
@@ -552,6 +559,30 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path):
         assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.1
         with pytest.raises(UsageError, match="come from a file"):
             place.localize(query, CAMERA)
+    asked = matcher.Collection.open(tmp_path / "asked", preset="nearest", max_keypoints=600, workers=0)
+    asked.add_images(folder / "queries")
+    asked.add_pairs(exhaustive=True)
+    asked.run()
+    asked.export("hloc", tmp_path / "queries")
+    arguments = ("localize", tmp_path / "model", folder / "queries", "--camera", "528,528,239.5,179.5")
+    given = ("--features", tmp_path / "queries" / "features.h5")
+    capfd.readouterr()
+    assert run(*arguments, *given, "--json", "--plot", tmp_path / "drawn") == 0
+    rows = json.loads(capfd.readouterr().out)["poses"]
+    for name in QUERIES:
+        moved = np.array(rows[name]["cam_from_world"]) @ np.linalg.inv(truth[name])
+        assert np.linalg.norm(moved[:3, 3]) < 0.1 and rows[name]["inliers"] > 50
+    assert len(list((tmp_path / "drawn").iterdir())) == 2
+    assert run(*arguments) == 2 and "--features FILE.h5" in capfd.readouterr().err
+    absent = (*arguments[:2], tmp_path / QUERIES[0], *arguments[3:])  # the photo itself is not needed
+    assert run(*absent, *given, "--plot", tmp_path / "none", "--output", tmp_path / "poses.txt") == 4
+    assert "1 of 1 photos have a pose" in (said := capfd.readouterr()).out and "is not drawn" in said.err
+    assert sorted(read_named_poses(tmp_path / "poses.txt")[0]) == [QUERIES[0]]
+    assert run(*arguments[:2], folder / "elsewhere", *given) == 4
+    assert "wall.png cannot be read" in capfd.readouterr().err
+    assert run(*arguments, *given, "--rig", tmp_path / "rig.json") == 2
+    assert run(*arguments, "--features", tmp_path / "none.h5") == 2
+    assert "none.h5" in capfd.readouterr().err
 
 
 def test_times_in_large_maps_are_simulated(made, tmp_path):

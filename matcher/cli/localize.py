@@ -66,6 +66,14 @@ RigFile = Annotated[
         "(a MODEL made with --rig holds one); photos of one moment are localised together.",
     ),
 ]
+FeaturesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--features",
+        metavar="FILE.h5",
+        help="Keypoints and descriptors of the photos in hloc's HDF5 layout, for a MODEL made of such ones.",
+    ),
+]
 Neighbours = Annotated[
     int, typer.Option(metavar="N", min=1, help="Match a photo with at most N images of the map.")
 ]
@@ -90,6 +98,7 @@ def localize(
     run: RunFolder = None,
     camera: CameraText = None,
     rig: RigFile = None,
+    features: FeaturesFile = None,
     neighbours: Neighbours = 10,
     plot: PlotFolder = None,
     recording: RecordingPath = None,
@@ -115,11 +124,14 @@ def localize(
     cameras = _cameras(camera, named)
     fixed = None if rig is None else read_rig_config(rig)
     _check(output, plot, recording, overwrite)
+    if features is not None and rig is not None:
+        raise typer.BadParameter("--rig needs the photos themselves; give it or --features")
     config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
     opened = Map.open(model, run_dir=run, config=config, **chosen)
     with opened as place, _recording(recording, place) as record:
-        found, drawn = _localize(place, named, cameras, fixed, plot, record, quiet=as_json)
+        poses = _poses(place, named, cameras, fixed, features)
+        found, drawn = _localize(place, named, poses, plot, record, quiet=as_json)
     where = {} if place.georegistration is None else {"georegistration": place.georegistration}
     if output is not None:
         _write(output, found, where)
@@ -134,8 +146,7 @@ def localize(
 def _localize(
     place: Map,
     named: dict[str, Path],
-    cameras: dict[str, Camera],
-    rig: RigConfig | None,
+    poses: Iterator[tuple[str, Pose | ImageError]],
     plot: Path | None,
     record: LocalizationRecording | None,
     *,
@@ -147,38 +158,47 @@ def _localize(
 
     found: dict[str, Pose] = {}
     drawn = True
-    for name, pose in _poses(place, named, cameras, rig):
+    for name, pose in poses:
         if isinstance(pose, ImageError):
             complain(str(pose))
             continue
         found[name] = pose
-        if plot is not None:
-            plot.mkdir(exist_ok=True)  # not before there is something to draw
-            try:
+        try:
+            if record is not None:
+                record.add(name, named[name], pose)
+            if plot is not None:
+                plot.mkdir(exist_ok=True)  # not before there is something to draw
                 plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
-            except ImageError as error:  # the map needs its images only here, and poses are not lost for it
-                complain(f"{name} is not drawn: {error}")
-                drawn = False
-        if record is not None:
-            record.add(name, named[name], pose)
+        except ImageError as error:  # images are needed only here, and poses are not lost for them
+            complain(f"{name} is not drawn: {error}")
+            drawn = False
         if not quiet:
             show(_line(name, pose))
     return {name: found[name] for name in named if name in found}, drawn
 
 
 def _poses(
-    place: Map, named: dict[str, Path], cameras: dict[str, Camera], rig: RigConfig | None
+    place: Map,
+    named: dict[str, Path],
+    cameras: dict[str, Camera],
+    rig: RigConfig | None,
+    features: Path | None,
 ) -> Iterator[tuple[str, Pose | ImageError]]:
-    """One by one, or the photos of each moment together."""
+    """One by one, from the photos or from their features in a file, or the photos of each moment together."""
+    from matcher.collection.hloc_features import HlocFeatures
     from matcher.errors import ImageError
     from matcher.localization.rig_frames import localize_frames
 
     if rig is not None:
         yield from localize_frames(place, named, rig, cameras)
         return
+    stored = None if features is None else HlocFeatures(Path(), features)
     for name, path in named.items():
         try:
-            yield name, place.localize(path, cameras.get(name))
+            given = path if stored is None else stored.query(name, place.localizer.pipeline)
+            query = place.query(given, cameras.get(name))
+            query.path = path  # whose header may know the camera
+            yield name, place.localizer.localize(query)
         except ImageError as error:
             yield name, error
 

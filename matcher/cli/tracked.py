@@ -67,6 +67,8 @@ def closing_of(closed: ClosedTrajectory) -> str:
     """What the map of the keyframes says, in a line."""
     moved = closed.moved()
     loops = f"{len(closed.loops)} pairs of keyframes close loops" if closed.loops else "no loop was found"
+    if closed.alike:
+        loops += f", {closed.alike} pairs only look alike and are left out, as the path says"
     loops += "" if closed.problem is None else f" ({closed.problem})"
     return (
         f"map of the keyframes: {closed.folder}; {loops}; poses moved by {moved.mean():.3f} on average, "

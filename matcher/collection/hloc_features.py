@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,11 @@ class HlocFeatures:
             raise ImageError(f"{self.file}: {name}: {error}") from error
         _, scale = resized(size, pipeline.config.extractor.resize)
         return Extracted(features, digest, self.stamp(name), scale)
+
+    def query(self, name: str, pipeline: Pipeline) -> Features:
+        """The features of an image that is to be matched with those of a run; errors as `read`."""
+        found = self.read(name, pipeline)
+        return replace(found.features, scale=found.scale)
 
     def _check(self, features: Features, pipeline: Pipeline) -> None:
         config = pipeline.config.matcher

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from matcher.collection.hloc_features import HlocFeatures
-from matcher.collection.reconstruction.given_poses import is_model, read_georegistration
+from matcher.collection.reconstruction.given_poses import find_model, is_model, read_georegistration
 from matcher.collection.reconstruction.growing import find_run
 from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
@@ -89,6 +89,7 @@ class Map:
             raise UsageError(f"{folder} is not a folder; a map is what `matcher sfm` writes")
         if not is_model(folder) and (folder / _OF_KEYFRAMES).is_dir():
             folder /= _OF_KEYFRAMES
+        find_model(folder)  # or say that there is none, before the run is missed that it would name
         store = Store.open(find_run(folder) if run_dir is None else Path(run_dir))
         try:
             localizer = _localizer(folder, store, config or LocalizationConfig(), options)
@@ -193,8 +194,8 @@ class Map:
             return Query(image, None)
         if not self._own_features:
             raise UsageError(
-                "this map's features come from a file, so those of a photo must be given: "
-                "localize(matcher.Features(…))"
+                "this map's features come from a file, so those of a photo must be given: --features "
+                "FILE.h5 of `matcher localize`, or localize(matcher.Features(…))"
             )
         start = perf_counter()
         pixels = pipeline.read(image, mask)

@@ -58,6 +58,7 @@ class ClosedTrajectory:
     loops: tuple[Loop, ...]
     folder: Path  # of the model, for `Map.open`
     problem: str | None = None  # why the graph of poses was not optimised although there are loops
+    alike: int = 0  # pairs of keyframes that match and cannot show one place, which are left out
 
     def plot(self, path: str | Path) -> Path:
         """Draw both paths from above and how far each pose was moved, as a PNG."""
@@ -108,7 +109,7 @@ class KeyframeMap:
         overwrite: bool = False,
         **options: Unpack[LoadOptions],
     ) -> None:
-        """Set up; the folder is made.
+        """Set up; the folder is made with the first keyframe.
 
         Args:
             folder: of the map; it must not exist, or be empty.
@@ -128,7 +129,6 @@ class KeyframeMap:
         if loops not in LOOP_TIMINGS:
             raise UsageError(f"loops must be {', '.join(LOOP_TIMINGS)}, not {loops!r}")
         check_folder(self.folder, overwrite=overwrite)
-        (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
         (self.folder / KEPT).unlink(missing_ok=True)
         self._graph = PoseGraph(self.folder.absolute(), camera, preset, dict(options), overwrite)
         self._search = None if loops == "end" else background.start(self._graph, loops)
@@ -198,6 +198,7 @@ class KeyframeMap:
 
     def _write(self, index: int, pixels: np.ndarray) -> None:
         def write() -> None:
+            self._make_folder()
             write_image(self.folder / FRAMES / name_of(index), pixels)
             self._written.add(index)
 
@@ -213,6 +214,10 @@ class KeyframeMap:
             self._placed = [placed for placed in self._placed if placed.keyframe in self._written]
             self._kept, self._keyframe = 0, None  # the next keyframe is due, whatever is on the disk
             raise
+
+    def _make_folder(self) -> None:
+        """Not before there is something to keep: what fails before leaves no folder in the way."""
+        (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
 
     def _is_due(self) -> bool:
         since = count_keyframes(self._placed[self._kept :])
@@ -230,6 +235,7 @@ class KeyframeMap:
         Raises:
             OSError: the disk is full.
         """
+        self._make_folder()
         self._write_kept()
         with self._whole():
             self._work.wait()
@@ -257,13 +263,13 @@ class KeyframeMap:
                 f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames, "
                 "or a camera that moves further"
             )
-        keyframes = sorted(tracked)
-        collection = self._graph.match(keyframes)
-        loops = self._graph.loops(collection, keyframes)
+        collection = self._graph.match(sorted(tracked))
+        loops = self._graph.loops(collection, tracked)
         adjusted = self._graph.model(collection, tracked, closing=close_loops and bool(loops))
         for left in self.folder.glob(f"{GRAPH}*"):
             shutil.rmtree(left, ignore_errors=True)
-        closed = replace(self._trajectory(adjusted, loops), problem=self._graph.unclosed)
+        said = dict(problem=self._graph.unclosed, alike=len(self._graph.alike))
+        closed = replace(self._trajectory(adjusted, loops), **said)
         write_tum(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())

@@ -15,6 +15,7 @@ from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.reconstruction.given_poses import GivenPoses
 from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
 from matcher.data.camera import Camera
+from matcher.sequence.loop_check import kind_of_pair, path_lengths
 
 FRAMES, RUN, MODEL = "frames", "model-run", "model"
 GRAPH = ".graph"  # folder of the graph's model while the sequence goes on
@@ -47,15 +48,16 @@ class PoseGraph:
     options: dict[str, Any]  # of `matcher.load`
     overwrite: bool = False
     unclosed: str | None = field(default=None, init=False)  # why the last model was not closed
+    # Verified pairs that cannot show one place, as `loops` has found; no graph and no model has them.
+    alike: frozenset[tuple[str, str]] = field(default=frozenset(), init=False)
     _loops: int = field(default=0, init=False)
 
     def __call__(self, tracked: Mapping[int, np.ndarray]) -> Closing | Literal[False]:
         """The closing of the keyframes (index → world_from_cam); False where no loop is new."""
         if len(tracked) < _FEWEST:
             return False
-        keyframes = sorted(tracked)
-        collection = self.match(keyframes)
-        loops = self.loops(collection, keyframes)
+        collection = self.match(sorted(tracked))
+        loops = self.loops(collection, tracked)
         if len(loops) <= self._loops:
             return False
         self._loops = len(loops)
@@ -76,18 +78,31 @@ class PoseGraph:
         collection.run()
         return collection
 
-    def loops(self, collection: Collection, keyframes: list[int]) -> tuple[Loop, ...]:
-        """Verified pairs of keyframes that are not neighbours in time."""
+    def loops(self, collection: Collection, tracked: Mapping[int, np.ndarray]) -> tuple[Loop, ...]:
+        """Verified pairs of keyframes that are not neighbours in time and may show one place.
+
+        Those that cannot, since tracking would have to be wrong by most of the path, are kept as `alike`.
+        """
+        keyframes = sorted(tracked)
         rank = {name_of(index): place for place, index in enumerate(keyframes)}
-        found = []
+        poses = np.array([tracked[index] for index in keyframes])
+        path = path_lengths(poses)
+        found, alike = [], set()
         for pair in collection:
-            if pair.name0 not in rank or pair.name1 not in rank:
+            if pair.name0 not in rank or pair.name1 not in rank or pair.geometry.status != "ok":
                 continue
-            ends = rank[pair.name0], rank[pair.name1]
-            inliers = int(pair.geometry.inliers.sum())
-            apart = abs(ends[1] - ends[0]) > _NEXT
-            if apart and pair.geometry.status == "ok" and inliers >= _LOOP_INLIERS:
-                found.append((keyframes[ends[0]], keyframes[ends[1]], inliers))
+            first, second = rank[pair.name0], rank[pair.name1]
+            if abs(second - first) <= _NEXT:
+                continue
+            inliers = pair.geometry.inliers
+            ends = pair.matches.points0[inliers], pair.matches.points1[inliers]
+            travelled = float(abs(path[second] - path[first]))
+            kind = kind_of_pair(*ends, self.camera, (poses[first], poses[second]), travelled)
+            if kind == "alike":
+                alike.add((pair.name0, pair.name1))
+            elif kind == "loop" and (count := int(inliers.sum())) >= _LOOP_INLIERS:
+                found.append((keyframes[first], keyframes[second], count))
+        self.alike = frozenset(alike)
         return tuple(sorted(found))
 
     def optimised(
@@ -102,6 +117,7 @@ class PoseGraph:
         with collection.store as store:
             choice = CameraChoice(camera=self.camera)
             how = dict(choice=choice, mapper="global", threads=1, overwrite=True, only=list(start))
+            how["without"] = self.alike
             made = reconstruct(store, out, **how)
         return in_tracked_coordinates(start, made.largest.cam_from_world)
 
@@ -123,7 +139,8 @@ class PoseGraph:
         poses = GivenPoses(start, dict.fromkeys(start, self.camera), fixed=closed)
         with collection.store as store:
             choice = CameraChoice(camera=self.camera)
-            made = reconstruct(store, out, choice=choice, poses=poses, threads=1, overwrite=True)
+            how = dict(choice=choice, poses=poses, without=self.alike, threads=1, overwrite=True)
+            made = reconstruct(store, out, **how)
         found = {name: np.vstack([pose, [0, 0, 0, 1]]) for name, pose in made.largest.cam_from_world.items()}
         return {index_of(name): np.linalg.inv(pose) for name, pose in found.items()}
 

@@ -53,7 +53,11 @@ def _keep_termination() -> None:
 
 
 def write_colmap(
-    store: Store, out: Path, choice: CameraChoice | None = None, only: Collection[str] | None = None
+    store: Store,
+    out: Path,
+    choice: CameraChoice | None = None,
+    only: Collection[str] | None = None,
+    without: Collection[tuple[str, str]] = (),
 ) -> ExportReport:
     """A database for COLMAP: cameras, images, keypoints, matches and verified pairs.
 
@@ -65,6 +69,7 @@ def write_colmap(
         out: the database file; one that exists is replaced (`export` and the command line refuse to).
         choice: the cameras, and the rig that they are fixed to.
         only: names of the images to write; all when absent.
+        without: pairs to leave out, names in order.
 
     Raises:
         UsageError: pycolmap is absent, nothing to write, a name that SQLite cannot hold, or a rig that does
@@ -73,6 +78,7 @@ def write_colmap(
     """
     pycolmap = import_pycolmap()
     report, images = begin_export(store, out, utf8="COLMAP", only=only)
+    report.without = without
     cameras = group_cameras(images, choice)
     rig = None if choice is None else choice.rig
     if rig is not None:

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ class ExportReport:
     given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
     left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
     excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
+    without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:

@@ -74,7 +74,7 @@ def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportRepor
     """The pairs of those images whose every index is valid, with name0 before name1; others are left out."""
     counts = {image.name: image.count for image in images}
     for pair in store.pairs():
-        if report.excluded & {pair.name0, pair.name1}:
+        if report.excluded & {pair.name0, pair.name1} or (pair.name0, pair.name1) in report.without:
             continue
         fault = _pair_fault(pair, counts)
         if fault is not None:

@@ -84,7 +84,7 @@ def find_model(folder: Path) -> Path:
             return folder / place
     raise UsageError(
         f"{folder} holds no COLMAP model (cameras, images and points3D, .bin or .txt, in it or in sparse/0): "
-        f"make one with `matcher sfm PHOTOS --out {folder}`"
+        "make one with `matcher sfm PHOTOS --out NEW_MODEL`"
     )
 
 

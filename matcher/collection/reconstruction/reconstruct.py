@@ -75,6 +75,7 @@ def reconstruct(
     *,
     choice: CameraChoice | None = None,
     only: Collection[str] | None = None,
+    without: Collection[tuple[str, str]] = (),
     poses: GivenPoses | None = None,
     on_incomplete: Callable[[frozenset[str]], bool] | None = None,
     **options: Unpack[MappingOptions],
@@ -90,6 +91,7 @@ def reconstruct(
         choice: the cameras; given ones are kept as they are by the incremental mapper. So is a rig whose
             poses are given; where they are not, they are learnt from a model that is made first without it.
         only: names of the images to use; all when absent.
+        without: pairs of names, in their order, that are not used although they are verified.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
         on_incomplete: called with the names of the images that the largest model lacks, if any; all is
@@ -111,11 +113,12 @@ def reconstruct(
         choice = replace(choice or CameraChoice(), known=poses.cameras, refine_known=not poses.fixed)
     place = None if poses is None else poses.georegistration
     job |= _world(store, only, poses)
+    selection = only, without
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
-        report, models = _mapped(store, out, part, job, choice, only, place)
+        report, models = _mapped(store, out, part, job, choice, selection, place)
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
-            report, models = _mapped(store, out, part, job, choice, only, place)
+            report, models = _mapped(store, out, part, job, choice, selection, place)
         _check_model(report, models)
     return Reconstruction(out, models, report.images, report)
 
@@ -126,7 +129,7 @@ def _mapped(
     part: Path,
     job: dict[str, Any],
     choice: CameraChoice | None,
-    only: Collection[str] | None,
+    selection: tuple[Collection[str] | None, Collection[tuple[str, str]]],
     place: dict[str, Any] | None,
 ) -> tuple[ExportReport, tuple[SparseModel, ...]]:
     """Map once, into the folder `part`; no models where there is no match.
@@ -135,7 +138,7 @@ def _mapped(
         UsageError: fewer than two images.
     """
     unrefined = refine_run(store)
-    report = write_colmap(store, part / DATABASE, choice, only)
+    report = write_colmap(store, part / DATABASE, choice, *selection)
     report.notes.extend([unrefined] * bool(unrefined))
     if report.images < 2:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")

@@ -1,0 +1,103 @@
+"""Pairs of keyframes that match: loops, views along the path, and places that only look alike."""
+
+import shutil
+
+import numpy as np
+import pytest
+from collection_scene import render_photos, synthetic_store
+from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
+
+from matcher.cli.tracked import closing_of
+from matcher.collection.exporting.colmap import write_colmap
+from matcher.sequence import pose_graph
+from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
+from matcher.sequence.loop_check import kind_of_pair, path_lengths
+from matcher.sequence.pose_graph import PoseGraph
+
+pycolmap = pytest.importorskip("pycolmap")
+
+
+def pose(x=0.0, z=0.0, degrees=0.0):
+    """World_from_cam at (x, 0, z), turned about the vertical."""
+    angle = np.deg2rad(degrees)
+    found = np.eye(4)
+    found[0, 0] = found[2, 2] = np.cos(angle)
+    found[0, 2], found[2, 0] = np.sin(angle), -np.sin(angle)
+    found[:3, 3] = x, 0, z
+    return found
+
+
+def seen(first, second, noise=0.5):
+    """Where cameras at two poses see the same points."""
+    rng = np.random.default_rng(2)
+    points = rng.uniform((-6, -3, 14), (6, 3, 40), (60, 3))
+    sides = []
+    for where in (first, second):
+        local = (points - where[:3, 3]) @ where[:3, :3]
+        image = local[:, :2] / local[:, 2:] * CAMERA.fx + (CAMERA.cx, CAMERA.cy)
+        sides.append(image + rng.normal(0, noise, image.shape))
+    return sides
+
+
+def test_a_pair_is_a_loop_where_drift_explains_it():
+    like = seen(pose(), pose(x=4.0))  # images as of two cameras side by side
+    for tracked, travelled, kind in (
+        (pose(x=4.0), 4.0, "along"),  # and so they are
+        (pose(z=10.0), 10.0, "alike"),  # straight on by 10
+        (pose(z=10.0), 60.0, "loop"),  # there and back, with drift
+        (pose(z=10.0, degrees=30), 60.0, "loop"),
+        (pose(z=10.0, degrees=170), 60.0, "alike"),  # the camera looks the other way
+    ):
+        assert kind_of_pair(*like, CAMERA, (pose(), tracked), travelled) == kind, (tracked, travelled)
+    ahead = seen(pose(), pose(z=10.0, degrees=3))  # what is far ahead comes nearer
+    assert kind_of_pair(*ahead, CAMERA, (pose(), pose(z=10.0, degrees=3)), 10.0) == "along"
+    again = seen(pose(), pose())  # the camera stands where it stood, so there is no baseline
+    assert kind_of_pair(*again, CAMERA, (pose(), pose(z=5.0)), 60.0) == "loop"
+    path = np.array([pose(), pose(x=3.0), pose(x=3.0, z=4.0), pose()])
+    np.testing.assert_allclose(path_lengths(path), [0, 3, 7, 12])
+
+
+def test_what_looks_alike_closes_no_loop_and_is_in_no_model(tmp_path, monkeypatch):
+    """The same photos again, of a path out and back, and of one that tracking says went straight on."""
+    world = [np.linalg.inv(pose) for pose in render_photos(tmp_path / "photos", count=10)]
+    (tmp_path / "map" / "frames").mkdir(parents=True)
+    for index, photo in enumerate(OUT_AND_BACK):
+        shutil.copy(
+            tmp_path / "photos" / f"photo{photo}.png", tmp_path / "map" / "frames" / f"{index:06d}.png"
+        )
+    graph = PoseGraph(tmp_path / "map", CAMERA, "nearest", {"max_keypoints": 400})
+    collection = graph.match(list(range(10)))
+    back = dict(enumerate(drifting([world[photo] for photo in OUT_AND_BACK])))
+    loops = graph.loops(collection, back)
+    assert len(loops) > 3 and not graph.alike
+    straight = {index: pose(z=2.0 * index) for index in range(10)}
+    assert graph.loops(collection, straight) == () and len(graph.alike) > 1
+    assert not graph.alike & {(f"{index:06d}.png", f"{index + 1:06d}.png") for index in range(9)}
+    asked = []
+
+    def made(*_, **how):
+        asked.append(how["without"])
+        raise RuntimeError
+
+    monkeypatch.setattr(pose_graph, "reconstruct", made)
+    for closing in (True, False):
+        with pytest.raises(RuntimeError):
+            graph.model(collection, straight, closing=closing)
+    assert asked == [graph.alike, graph.alike]
+    nothing = np.zeros((1, 4, 4))
+    closed = ClosedTrajectory(
+        np.zeros(1), np.zeros(1), nothing, nothing, (), tmp_path, alike=len(graph.alike)
+    )
+    assert f"no loop was found, {len(graph.alike)} pairs only look alike" in closing_of(closed)
+    assert KeyframeMap(tmp_path / "other", CAMERA, "nearest").closed is None
+
+
+def test_pairs_are_left_out_of_a_database(tmp_path):
+    store, _ = synthetic_store(np.random.default_rng(0), count=4)
+    names = sorted(image.name for image in store.images())
+    counts = []
+    for number, without in enumerate(((), {(names[0], names[1]), (names[1], names[3])})):
+        report = write_colmap(store, tmp_path / f"{number}.db", without=without)
+        with pycolmap.Database.open(tmp_path / f"{number}.db") as database:
+            counts.append((report.pairs, database.num_matched_image_pairs()))
+    assert counts == [(6, 6), (4, 4)]
