@@ -2,6 +2,7 @@
 
 import errno
 import json
+from collections import namedtuple
 
 import numpy as np
 import PIL.Image
@@ -10,7 +11,7 @@ from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
-from matcher.collection.reconstruction import growing
+from matcher.collection.reconstruction import growing, reconstruct
 from matcher.collection.reconstruction.given_poses import read_given_poses
 from matcher.collection.reconstruction.growing import continue_model
 from matcher.collection.reconstruction.mapping import similarity
@@ -134,6 +135,30 @@ def test_a_full_disk_leaves_the_model(made, tmp_path, monkeypatch):
         continue_model(folder / "model", folder / "photos" / "later", tmp_path / "grown", **how)
     assert list(tmp_path.iterdir()) == []
     assert len(read_given_poses(folder / "model").cam_from_world) == 4
+
+
+def test_a_disk_that_is_full_while_colmap_maps_is_named(made, tmp_path, monkeypatch, capfd):
+    """COLMAP's own words are "No registered database factory succeeded"."""
+    folder, _ = made
+
+    def fails(part, *_):
+        (part / "database.db").mkdir()  # which cannot be opened, as where there is no room for a database
+        return reconstruct.ExportReport(part, images=6, matches=1)
+
+    def mapped(*free):
+        with monkeypatch.context() as patch:
+            patch.setattr(reconstruct, "write_colmap", lambda _, out, *__: fails(out.parent))
+            if free:
+                usage = namedtuple("usage", "free")(*free)
+                patch.setattr(reconstruct.shutil, "disk_usage", lambda _: usage)
+            code = run("sfm", folder / "model-run", "--out", tmp_path / "out")
+        return code, capfd.readouterr().err
+
+    code, said = mapped()
+    assert code == 4 and "COLMAP's process ended early" in said
+    code, said = mapped(4096)
+    assert code == 6 and "the disk is full" in said and "COLMAP" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_poses_are_kept_and_points_triangulated(made, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, POINTS = "database.db", "points.ply"
 RIG = "rig_config.json"
 _CHILD = "matcher.collection.reconstruction.mapping"
+_ROOM = 1 << 20  # bytes; where fewer are left, that is why COLMAP's process ended, which does not say so
 _SHOWN = 1500  # characters of COLMAP's last words
 
 
@@ -279,7 +281,12 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
 
 
 def _run_child(job: dict[str, Any]) -> None:
-    """Run the mapping in a child process that ends with this one."""
+    """Run the mapping in a child process that ends with this one.
+
+    Raises:
+        ReconstructionError: it ended early.
+        OSError: the disk is full.
+    """
     child = subprocess.Popen(
         child_command(_CHILD),
         env=child_environment(),
@@ -296,6 +303,8 @@ def _run_child(job: dict[str, Any]) -> None:
             child.kill()
             child.wait()
     if child.returncode != 0:
+        if shutil.disk_usage(job["output"]).free < _ROOM:
+            raise OSError(errno.ENOSPC, f"{job['output']}: the disk is full")
         raise ReconstructionError(
             f"COLMAP's process ended early ({_ending(child.returncode)}): {_last(words, child.returncode)}"
         )
