@@ -281,12 +281,7 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
 
 
 def _run_child(job: dict[str, Any]) -> None:
-    """Run the mapping in a child process that ends with this one.
-
-    Raises:
-        ReconstructionError: it ended early.
-        OSError: the disk is full.
-    """
+    """Run the mapping in a child process that ends with this one; `OSError` where the disk is full."""
     child = subprocess.Popen(
         child_command(_CHILD),
         env=child_environment(),
