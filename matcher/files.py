@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -15,6 +16,7 @@ from typing import BinaryIO
 from matcher.errors import UsageError
 
 MARK = b"written by matcher"
+LARGEST_TEXT = 1 << 28  # bytes of a list, of poses or of a description that somebody made
 _SEARCHED = 4096  # bytes at either end of a file in which the mark is searched for
 
 
@@ -91,7 +93,7 @@ def refuse_foreign(path: Path, *, overwrite: bool) -> None:
 def is_ours(path: Path) -> bool:
     """Whether a file carries the mark that `write_output` leaves; False where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_given(path) as file:
             start = file.read(_SEARCHED)
             file.seek(max(0, path.stat().st_size - _SEARCHED))
             return MARK in start or MARK in file.read(_SEARCHED)
@@ -124,6 +126,42 @@ def marked(data: bytes, suffix: str) -> bytes:
     if suffix == ".npz" and data[-22:-18] == b"PK\5\6":  # a zip archive that has no comment yet
         return data[:-2] + struct.pack("<H", len(MARK)) + MARK
     return data
+
+
+def open_given(path: str | Path) -> BinaryIO:
+    """Open a file that anybody may have made, to read: no pipe is waited for, and no device read.
+
+    Raises:
+        OSError: it is absent, cannot be read, or is a folder, pipe or device.
+    """
+    flags = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # what was looked at is what is opened
+    descriptor = os.open(path, sum((getattr(os, name, 0) for name in flags), os.O_RDONLY))
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a file, but a pipe or device", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
+    """The bytes of a file that anybody may have made.
+
+    Args:
+        path: the file.
+        largest: the most bytes that one may have.
+
+    Raises:
+        OSError: as `open_given`, or it is larger.
+    """
+    with open_given(path) as file:
+        if os.fstat(file.fileno()).st_size > largest:
+            raise OSError(errno.EFBIG, f"larger than {largest >> 20} MB", str(path))
+        return file.read()
 
 
 def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:

@@ -15,6 +15,7 @@ from matcher.errors import MatcherError
 
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+_REFUSED = (errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP)
 _DEBUG = "MATCHER_DEBUG"
 _NEAR = 0.6  # similarity of two names, 0 to 1, from which one may be a slip of the other
 
@@ -43,6 +44,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, MatcherError):
         complain(str(error))
         return error.exit_code
+    if isinstance(error, OSError) and error.errno in _REFUSED:  # by the system, wherever it was met
+        complain(f"{error.filename}: {error.strerror}; name another file or folder")
+        return USAGE
     complain(f"internal error: {_one_line(error)}")
     complain(f"Set {_DEBUG}=1 or use -v to see the traceback.")
     return INTERNAL

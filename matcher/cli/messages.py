@@ -99,6 +99,8 @@ class _Console(logging.Handler):
 def _log_file(path: Path) -> logging.Handler:
     """A handler that appends to a log of matcher, or starts a new one with our mark."""
     try:
+        if path.is_fifo():
+            raise UsageError(f"--log {path}: it is a pipe; name a file")
         begun = path.exists() and path.stat().st_size > 0
         if begun and not is_ours(path):
             raise UsageError(

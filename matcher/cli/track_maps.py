@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,7 +184,11 @@ def is_unfinished(source: str, folder: Path | None) -> bool:
     """Whether the source is a map that a run left unfinished, to be finished."""
     from matcher.sequence.kept_frames import KEPT
 
-    return folder is not None and Path(source).resolve() == folder.resolve() and (folder / KEPT).is_file()
+    return (
+        folder is not None
+        and os.path.realpath(source) == os.path.realpath(folder)
+        and (folder / KEPT).is_file()
+    )
 
 
 def finish_map(folder: Path, others: bool) -> int:

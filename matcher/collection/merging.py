@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -40,7 +41,7 @@ def merge(
         UsageError: settings differ, an image's content differs, `into` is one of the runs, or is in use.
         IntegrityError: a store is damaged.
     """
-    if any(run.resolve() == into.resolve() for run in runs):
+    if any(os.path.realpath(run) == os.path.realpath(into) for run in runs):
         raise UsageError(f"{into} is one of the runs to join; join them into another folder")
     with ExitStack() as stack:
         stores = [stack.enter_context(Store.open(run)) for run in runs]

@@ -19,6 +19,7 @@ import numpy as np
 
 from matcher.data.photos import natural_key
 from matcher.errors import UsageError
+from matcher.files import open_given
 
 _CHUNK = 16_384  # lines
 _LONGEST_LINE = 16_384  # bytes
@@ -112,7 +113,7 @@ def read_pairs(
     """
     table = {name: index for index, name in enumerate(dict.fromkeys(names))}
     try:
-        file = Path(path).open("rb")  # noqa: SIM115  (closed by the generator)
+        file = open_given(path)  # closed by the generator
         head = file.peek(3)[:2]
     except OSError as error:
         raise UsageError(f"{path}: the pair list cannot be read ({error.strerror or error})") from error

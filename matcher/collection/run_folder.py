@@ -31,9 +31,12 @@ def delete_store(run_dir: Path) -> None:
     """Delete a store's own files and leave all others.
 
     Raises:
-        UsageError: a run is writing it, or `run.db` is a database of something else.
+        UsageError: a run is writing it, `run.db` is a database of something else, or a file is a folder.
     """
     check_files(run_dir)
+    descriptors = [*run_dir.glob(file_path(run_dir, 0).name.replace("00000", "[0-9]*"))]
+    if folders := [path for path in descriptors if path.is_dir() and not path.is_symlink()]:
+        raise UsageError(f"{folders[0]} is a folder, which no run makes; move it away")
     if not schema.is_store(run_dir / schema.DATABASE):
         raise UsageError(
             f"{run_dir / schema.DATABASE} is no store of a matcher run, so restart=True does not delete it: "
@@ -44,7 +47,7 @@ def delete_store(run_dir: Path) -> None:
         for suffix in ("-wal", "-shm", "-journal", ""):
             (run_dir / f"{schema.DATABASE}{suffix}").unlink(missing_ok=True)
         delete_refined(run_dir)
-        for path in run_dir.glob(file_path(run_dir, 0).name.replace("00000", "[0-9]*")):
+        for path in descriptors:
             path.unlink()
     finally:
         lock.release()

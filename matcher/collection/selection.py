@@ -9,6 +9,7 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 
 from matcher.errors import UsageError
+from matcher.files import read_given
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _expanded(patterns: Sequence[str]) -> tuple[str, ...]:
 def _listed(path: Path) -> list[str]:
     """The names in a file, which mean themselves; blank lines and lines that begin with # are skipped."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_given(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UsageError(f"{path}: the list of images cannot be read ({reason})") from None

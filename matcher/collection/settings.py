@@ -18,6 +18,7 @@ from matcher.options import option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.tiling.shared import by_tiles
+from matcher.weights.manifest import read_bytes
 from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
@@ -174,7 +175,7 @@ def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     if not setup.source.uses_front_end or not _is_trained(config.kind):
         return None
     path = locate_front_end(config) if given is None else Path(given)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path, "check the path")).hexdigest()
 
 
 def _is_trained(kind: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
+from matcher.files import read_given
 
 
 def read_camera_list(path: str | Path) -> dict[str, Camera]:
@@ -16,7 +17,7 @@ def read_camera_list(path: str | Path) -> dict[str, Camera]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_given(path).decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as a list of cameras ({error})") from error
     found = {}

@@ -17,7 +17,7 @@ from matcher.data.camera import Camera
 from matcher.data.rotations import as_quaternion, as_rotation, check_poses
 from matcher.data.trajectory_lines import kitti_lines, numbers, tum_lines
 from matcher.errors import UsageError
-from matcher.files import MARK, write_output, write_whole
+from matcher.files import MARK, read_given, write_output, write_whole
 
 SUFFIXES = (".txt", ".tum", ".json", ".kitti")
 COLMAP_IMAGES = "images.txt"
@@ -35,7 +35,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_given(path).decode("utf-8")
         if path.suffix.lower() == ".json":
             found = _from_json(json.loads(text))
         elif path.name == COLMAP_IMAGES:

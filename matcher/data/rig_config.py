@@ -17,6 +17,7 @@ import numpy as np
 from matcher.data.camera import Camera
 from matcher.data.rotations import as_quaternion, as_rotation
 from matcher.errors import UsageError
+from matcher.files import read_given
 
 _CAMERA = {"image_prefix", "ref_sensor", "camera_model_name", "camera_params"}
 _TURN, _SHIFT = "cam_from_rig_rotation", "cam_from_rig_translation"
@@ -97,11 +98,7 @@ def read_rig_config(path: str | Path) -> RigConfig:
     """
     path = Path(path)
     try:
-        if not path.is_file():
-            raise ValueError("it is not a file")
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ValueError(f"it is larger than {_LARGEST_FILE} bytes")
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(read_given(path, _LARGEST_FILE).decode("utf-8"))
         rigs = tuple(_rig(row) for row in rows if _is_object(row, {"cameras"}, "a rig"))
         if not rigs or not isinstance(rows, list):
             raise ValueError("it lists no rig")

@@ -11,7 +11,7 @@ import numpy as np
 from matcher.data.rotations import as_rotation, check_poses
 from matcher.data.trajectory_lines import kitti_lines, tum_lines
 from matcher.errors import UsageError
-from matcher.files import write_whole
+from matcher.files import read_given, write_whole
 
 _ROUNDING = 1e-6  # metres
 
@@ -70,7 +70,7 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
         UsageError: the file cannot be read or holds something else.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_given(path).decode("utf-8")
         rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
         values = np.array([[float(word) for word in row] for row in rows])
     except (OSError, ValueError) as error:

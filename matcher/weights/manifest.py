@@ -10,11 +10,13 @@ from typing import Any
 
 from matcher.config import from_dict
 from matcher.errors import IntegrityError
+from matcher.files import read_given
 
 _PACKAGE = Path(__file__).parents[1]
 # In a wheel the weights lie inside the package, in a checkout beside it.
 FOLDERS = (_PACKAGE / "weights" / "shipped", _PACKAGE.parent / "weights")
 _FETCH_AGAIN = "fetch or export the file again"
+LARGEST_WEIGHTS = 1 << 32  # bytes; a hundred times what most networks take
 RESTORE = "restore it with `git checkout -- weights` in a checkout, or install the package again"
 
 
@@ -133,7 +135,7 @@ def _find_row(name: str, folder: Path | None, remedy: str) -> WeightsRow:
 def read_bytes(path: Path, remedy: str) -> bytes:
     """A file's bytes; `IntegrityError` with the remedy if it is absent or cannot be read."""
     try:
-        return path.read_bytes()
+        return read_given(path, LARGEST_WEIGHTS)
     except FileNotFoundError as error:
         raise IntegrityError(f"{path} is absent: {remedy}") from error
     except OSError as error:

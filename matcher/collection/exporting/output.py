@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from matcher.errors import UsageError
+from matcher.files import read_given
 
 _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
 
@@ -128,19 +129,30 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
 
 def _move_into(part: Path, path: Path, names: list[str]) -> None:
     """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
+    for name in names:
+        if link := _link_to(path, name):
+            raise UsageError(
+                f"{link} is a link, which leads out of {path}; move it away, or name another folder"
+            )
     for old in _written_before(path):
-        if old not in names and (path / old).is_file():
+        if old not in names and not _link_to(path, old) and (path / old).is_file():
             (path / old).unlink()
     for name in (*names, _WRITTEN):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (part / name).replace(path / name)
 
 
+def _link_to(folder: Path, name: str) -> Path | None:
+    """The folder on the way to a file of `folder` that is a link, if there is one."""
+    ways = [folder / parent for parent in Path(name).parents[:-1]]
+    return next((way for way in ways if way.is_symlink()), None)
+
+
 def _written_before(path: Path) -> list[str]:
     """Names of the files that an earlier export wrote into this folder; none where that is not known."""
     try:
-        names = json.loads((path / _WRITTEN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        names = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return []
     safe = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     return [name for name in safe if not Path(name).is_absolute() and ".." not in Path(name).parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from glob import escape
@@ -155,7 +156,7 @@ def _names(photos: str | Path, folder: Path) -> list[str]:
     if not given.is_dir():
         raise UsageError(f"{photos} is not a folder of photos")
     try:
-        below = given.resolve().relative_to(folder.resolve())
+        below = Path(os.path.realpath(given)).relative_to(os.path.realpath(folder))
     except ValueError:
         raise UsageError(
             f"{photos} does not lie in {folder}, the folder of the run's images, from which they are named: "

@@ -83,8 +83,8 @@ def _write_pairs(
     left_out: list[str] = []
     if not rows:
         return links, left_out
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file; move it away, or name another file for the page")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):  # a link may lead anywhere
+        raise UsageError(f"{folder} is a file or a link; move it away, or name another file for the page")
     folder.mkdir(exist_ok=True)
     wanted = {(row.name0, row.name1): number for number, row in enumerate(rows, 1)}
     images = {image.name: image for image in store.images()}

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from matcher.errors import UsageError
+from matcher.files import open_given
 from matcher.lab.pairs.folders import read_matrix
 from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, PairImage, PairSet, PosePair
 
@@ -28,6 +29,7 @@ _LARGE = (
     "v_astronautis",
     "v_talent",
 )
+_LONGEST_LINE = 1 << 16  # bytes
 _SHORTER_SIDE = 480  # pixels, as in published results
 _KINDS = {"i_": "illumination", "v_": "viewpoint"}
 
@@ -71,8 +73,8 @@ def _wxbs_root(folder: Path) -> Path:
 def is_pair_list(path: Path) -> bool:
     """Whether the first line of a text file is an image pair with intrinsics and pose."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return _parse_line(file.readline().split()) is not None
+        with open_given(path) as file:
+            return _parse_line(file.readline(_LONGEST_LINE).decode("utf-8").split()) is not None
     except (OSError, UnicodeDecodeError):
         return False
 

@@ -66,6 +66,8 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
                 f"{path}: not a list of pairs (a line for each: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
             )
         return list(_limited([published.read_pair_list(path, options.images)], options))
+    if not path.is_dir():
+        raise UsageError(f"{path}: a pipe or device; name a folder or a list of pairs")
     return list(_limited(_of_folder(path, options), options))
 
 

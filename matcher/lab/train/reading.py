@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matcher.config import from_dict
 from matcher.errors import UsageError
+from matcher.files import open_given
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.recipe import Recipe
 from matcher.match.network.validate import check_config
@@ -24,12 +25,14 @@ def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
             names the key.
     """
     try:
+        with open_given(path) as file:
+            data = file.read(_LARGEST + 1)
         # The time that TOML takes grows with the square of its length.
-        if path.stat().st_size > _LARGEST:
+        if len(data) > _LARGEST:
             raise UsageError(
                 f"{path}: a recipe has a few kilobytes, and this file more than {_LARGEST // 1024}"
             )
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(data.decode("utf-8"))
         if "network" in values:
             values["network"] = current_config(values["network"])
         recipe = from_dict(FrontEndRecipe if "trains" in values else Recipe, values, where=path.name)

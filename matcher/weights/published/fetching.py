@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
-from matcher.files import write_whole
-from matcher.weights.manifest import WeightsRow
+from matcher.files import open_given, write_whole
+from matcher.weights.manifest import LARGEST_WEIGHTS, WeightsRow
 from matcher.weights.published.catalogue import Published, PublishedFile, find_published, locate
 from matcher.weights.published.conversion import import_checkpoint
 from matcher.weights.published.download import Report, Wanted, download
@@ -189,7 +189,9 @@ def _convert(row: Published, paths: Sequence[Path], output: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_given(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_WEIGHTS:
+            raise IntegrityError(f"{path} is larger than {LARGEST_WEIGHTS >> 30} GB: it is no checkpoint")
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

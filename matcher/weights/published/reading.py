@@ -15,6 +15,8 @@ from safetensors.torch import load as parse_tensors
 from torch import Tensor
 
 from matcher.errors import IntegrityError, UsageError
+from matcher.files import read_given
+from matcher.weights.manifest import LARGEST_WEIGHTS
 
 SUFFIXES = (".pth", ".ckpt", ".pt", ".bin", ".safetensors")
 PREFIXES = ("matcher.", "module.")
@@ -39,7 +41,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{path}: a checkpoint ends in {', '.join(SUFFIXES)}")
     try:
-        data = path.read_bytes()
+        data = read_given(path, LARGEST_WEIGHTS)
     except FileNotFoundError as error:
         raise IntegrityError(f"{path} is absent: check the path") from error
     except OSError as error:

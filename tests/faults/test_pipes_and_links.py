@@ -1,0 +1,172 @@
+"""Promise 5: a pipe or device in place of a file is not waited for, and nothing is written through a link."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from collection_runs import QUICK, photos
+from hostile_runs import edit, small_run
+
+from matcher.cli import main
+from matcher.collection.exporting.output import whole_folder
+from matcher.errors import UsageError
+
+pytestmark = [
+    pytest.mark.promise(5),
+    pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes"),
+]
+SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def soon():
+    """A test that waits for a pipe ends as a failure instead of never."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("given")
+    photos(folder / "photos", 2)
+    small_run(folder / "run")
+    return folder
+
+
+def said(capfd, code: int, wanted: tuple[int, ...] = (2, 5)) -> str:
+    errors = capfd.readouterr().err
+    assert code in wanted and "Traceback" not in errors and "internal error" not in errors, errors
+    return errors
+
+
+KINDS = {
+    "a pipe": os.mkfifo,
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "sixty gigabytes": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 60 << 30),
+}
+PHOTOS, MADE = "{photos}", "{made}"
+INPUTS = {
+    "weights": ("w.safetensors", ["match", "{a}", "{b}", "--weights"]),
+    "a checkpoint": ("w.pth", ["weights", "import", "--preset", "loftr-outdoor"]),
+    "weights of a front end": ("w.safetensors", ["match", "{a}", "{b}", "--frontend-weights"]),
+    "a pair list": ("pairs.txt", ["collection", PHOTOS, "--run", MADE, *QUICK, "--workers", "0", "--pairs"]),
+    "a list of images": ("names.txt", ["collection", PHOTOS, "--run", MADE, *QUICK, "--include", "@"]),
+    "poses": ("poses.txt", ["sfm", "{run}", "--out", MADE, "--poses"]),
+    "poses as JSON": ("poses.json", ["sfm", "{run}", "--out", MADE, "--poses"]),
+    "a model": ("model", ["sfm", PHOTOS, "--out", MADE, "--continue"]),
+    "a trajectory": ("true.tum", ["track", PHOTOS, "--camera", "99,99,99,80", *QUICK, "--ground-truth"]),
+    "a recipe": ("recipe.toml", ["train", "--photos", PHOTOS, "--recipe"]),
+    "a list for evaluation": ("pairs.txt", ["evaluate"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", INPUTS)
+def test_an_input_that_is_no_file_is_refused(folder, tmp_path, capfd, kind, name):
+    """They were waited for without end, or read until no memory was left."""
+    if (name, kind) == ("a pair list", "sixty gigabytes"):
+        pytest.skip("a list is read piece by piece, however long it is")
+    file, command = INPUTS[name]
+    path, (a, b) = tmp_path / file, sorted((folder / "photos").iterdir())
+    KINDS[kind](path)
+    places = {"photos": folder / "photos", "run": folder / "run", "made": tmp_path / "made", "a": a, "b": b}
+    words, begun = [word.format(**places) for word in command], time.process_time()
+    words += [words.pop() + str(path)] if words[-1] == "@" else [str(path)]
+    assert file in said(capfd, main(words)).replace("\n", "")
+    assert time.process_time() - begun < SECONDS
+
+
+OUTPUTS = {
+    "matches": ("out.npz", ["match", "{a}", "{b}", *QUICK, "--output"]),
+    "a plot": ("out.png", ["match", "{a}", "{b}", *QUICK, "--plot"]),
+    "an export": ("out.npz", ["export", "{run}", "--to", "npz"]),
+    "a report": ("out.html", ["report", "{run}", "--output"]),
+    "a log": ("out.log", ["status", "{run}", "--log"]),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_is_a_pipe_is_not_opened(folder, tmp_path, capfd, name):
+    file, command = OUTPUTS[name]
+    path, (a, b) = tmp_path / file, sorted((folder / "photos").iterdir())
+    os.mkfifo(path)
+    words = [word.format(run=folder / "run", a=a, b=b) for word in command]
+    assert file in said(capfd, main([*words, str(path)])).replace("\n", "")
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize("place", ["report.html", "report_pairs/00001.html"])
+def test_a_report_does_not_wait_for_a_pipe_in_the_run(tmp_path, capfd, place):
+    run = small_run(tmp_path / "run")
+    (run / place).parent.mkdir(exist_ok=True)
+    os.mkfifo(run / place)
+    assert Path(place).name in said(capfd, main(["report", str(run)])).replace("\n", "")
+
+
+@pytest.mark.parametrize("target", [".", "absent", "report_pairs"])
+def test_a_report_writes_no_pages_through_a_link(tmp_path, capfd, target):
+    """The folder of its pages is in the run, which may be anybody's; they went to where the link led."""
+    run, outside = small_run(tmp_path / "run"), tmp_path / "outside"
+    outside.mkdir()
+    (run / "report_pairs").symlink_to("report_pairs" if target == "report_pairs" else outside / target)
+    assert "is a file or a link" in said(capfd, main(["report", str(run)])).replace("\n", "")
+    assert list(outside.iterdir()) == []
+
+
+def test_a_restart_deletes_nothing_where_a_file_is_a_folder(folder, tmp_path, capfd):
+    run = small_run(tmp_path / "run")
+    (run / "descriptors-00001.bin").mkdir()
+    before = sorted(path.name for path in run.iterdir())
+    command = ["collection", str(folder / "photos"), "--run", str(run), *QUICK, "--exhaustive", "--restart"]
+    assert "descriptors-00001.bin is a folder" in said(capfd, main([*command, "--workers", "0"]))
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+@pytest.mark.parametrize("listed", [["old/precious"], "[" * 100_000, {"old/precious": 1}, None])
+def test_an_overwritten_folder_reaches_nothing_through_its_links(tmp_path, listed):
+    """What an earlier export wrote is deleted with it; a stranger's list may name files behind a link."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    folder.mkdir(), outside.mkdir()
+    (outside / "precious").write_text("keep me")
+    (folder / "old").symlink_to(outside)
+    if listed is None:
+        os.mkfifo(folder / ".matcher-files.json")
+    else:
+        text = listed if isinstance(listed, str) else json.dumps(listed)
+        (folder / ".matcher-files.json").write_text(text)
+    with whole_folder(folder, overwrite=True) as part:
+        (part / "new").write_text("new")
+    assert (outside / "precious").read_text() == "keep me" and (folder / "new").exists()
+    with pytest.raises(UsageError, match="is a link"), whole_folder(folder, overwrite=True) as part:
+        (part / "old").mkdir()
+        (part / "old" / "precious").write_text("new")
+    assert [path.read_text() for path in outside.iterdir()] == ["keep me"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["merge", "{run}", "--into"], ["track", "{photos}", *QUICK, "--camera", "99,99,99,80", "--map"]],
+)
+def test_a_folder_that_is_a_link_to_itself_is_a_clear_error(folder, tmp_path, capfd, command):
+    (tmp_path / "made").symlink_to("made")
+    words = [word.format(run=folder / "run", photos=folder / "photos") for word in command]
+    assert "made" in said(capfd, main([*words, str(tmp_path / "made")])).replace("\n", "")
+
+
+@pytest.mark.parametrize("form", ["openmvg", "kapture"])
+def test_names_that_are_too_long_for_an_export_are_a_clear_error(tmp_path, capfd, form):
+    run, long = small_run(tmp_path / "run"), "x" * 251 + ".jpg"
+    edit(run, "UPDATE images SET name = ? WHERE id = 1", values=(long,))
+    code = main(["export", str(run), "--to", form, str(tmp_path / "out")])
+    assert "File name too long; name another" in said(capfd, code)
+    assert not (tmp_path / "out").exists()
