@@ -26,6 +26,7 @@ from matcher.pipeline import Pipeline
 
 _OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}
 _SMALL, _MOST_PACKED = 1 << 20, 1100  # bytes; how much smaller compression makes data at most
+_DEEPEST = 64  # groups in groups; HDF5's own search of them takes a time that grows with the square
 _DATASETS = ("keypoints", "descriptors", "image_size", *_OPTIONAL)
 
 
@@ -48,9 +49,13 @@ class HlocFeatures:
         Raises:
             UsageError: the file is absent, not HDF5, or holds no features, or a selection that fits nothing.
         """
-        names: list[str] = []
         with self._open() as file:
-            file.visititems(lambda name, item: names.append(name) if "keypoints" in _keys(item) else None)
+            try:
+                names = [*_entries(file)]
+            except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, UsageError):
+                    raise
+                raise UsageError(f"{self.file} is damaged ({error}); export it again") from None
         if not names:
             raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
         unusable = [name for name in names if name_fault(name) is not None]
@@ -177,6 +182,31 @@ def _array(group: Any, key: str) -> np.ndarray:
     if found.nbytes > _SMALL + _MOST_PACKED * found.id.get_storage_size():
         raise ValueError(f"{key} would be {found.nbytes} bytes, more than the file can hold")
     return np.asarray(found)
+
+
+def _entries(file: Any) -> Iterator[str]:
+    """Names of the groups with keypoints, each group once, whatever links there are to it.
+
+    Raises:
+        UsageError: groups in groups, too deep for names of images.
+    """
+    import h5py
+
+    seen, waiting = set(), [("", file)]
+    while waiting:
+        above, group = waiting.pop()
+        for key in group:
+            if group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
+                continue
+            name, item = above + key, group[key]
+            if not isinstance(item, h5py.Group) or (place := h5py.h5o.get_info(item.id).addr) in seen:
+                continue
+            seen.add(place)
+            if name.count("/") > _DEEPEST:
+                raise UsageError(f"{file.filename} has groups in groups, more than {_DEEPEST} deep")
+            if "keypoints" in _keys(item):
+                yield name
+            waiting.append((f"{name}/", item))
 
 
 def _keys(item: Any) -> set[str]:

@@ -1,5 +1,7 @@
 """Promises 4 and 5 for features of others: a file reaches nothing else, and takes no more than it holds."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from matcher.collection.store import Store
 
 h5py = pytest.importorskip("h5py")
 pytestmark = pytest.mark.promise(5)
+SECONDS = 5.0
 
 
 def entry(file, name: str, count: int = 30, seed: int = 1):
@@ -90,3 +93,51 @@ def test_names_that_lead_elsewhere_are_not_taken(tmp_path, capfd, tried):
     with Store.open(tmp_path / "run") as store:
         assert sorted(image.name for image in store.images()) == ["good.jpg", "sub/good.jpg"]
     tried(len(names))
+
+
+def command(file, run) -> list[str]:
+    options = ["--features", file, "--preset", "nearest", "--exhaustive", "--workers", "0"]
+    return [*map(str, ("collection", file.parent / "photos", "--run", run, *options))]
+
+
+def test_groups_in_groups_without_end_are_refused_soon(tmp_path, capfd, tried):
+    """A group that holds itself is looked at once; a thousand in each other took HDF5's own search 11 s."""
+    (tmp_path / "photos").mkdir()
+    for name, depth in (("circle.h5", 0), ("deep.h5", 3000)):
+        with h5py.File(tmp_path / name, "w") as file:
+            entry(file, "good.jpg"), entry(file, "sub/other.jpg", seed=2)
+            file["sub/again"], file["good.jpg/self"] = file["/"], file["good.jpg"]
+            group = file.create_group("d")
+            for _ in range(depth):
+                group = group.create_group("d")
+        begun, run = time.process_time(), tmp_path / f"run of {name}"
+        code = main(command(tmp_path / name, run))
+        assert time.process_time() - begun < SECONDS
+        errors = capfd.readouterr().err
+        assert "Traceback" not in errors and "internal error" not in errors, errors
+        if depth:
+            assert code == 2 and "groups in groups" in errors
+        else:
+            assert code == 0
+            with Store.open(run) as store:
+                assert sorted(image.name for image in store.images()) == ["good.jpg", "sub/other.jpg"]
+        tried()
+
+
+def test_features_files_with_bytes_changed(tmp_path, capfd, tried):
+    """Other features, or a clear error: HDF5 has errors of its own for a heap or a type that is damaged."""
+    (tmp_path / "photos").mkdir()
+    with h5py.File(tmp_path / "whole.h5", "w", libver="latest") as file:
+        entry(file, "good.jpg"), entry(file, "other.jpg", seed=2)
+    whole, rng, path = (tmp_path / "whole.h5").read_bytes(), np.random.default_rng(5), tmp_path / "x.h5"
+    codes = set()
+    for number in range(60):
+        changed = bytearray(whole)
+        for place in rng.integers(0, min(len(whole), 6000) if number % 2 else len(whole), 1 + number % 4):
+            changed[place] = rng.integers(256)
+        path.write_bytes(changed[: None if number % 5 else rng.integers(len(whole))])
+        codes.add(main(command(path, tmp_path / f"run{number}")))
+        errors = capfd.readouterr().err
+        assert codes <= {0, 2, 4, 5} and "Traceback" not in errors and "internal error" not in errors, errors
+        tried()
+    assert len(codes) > 1
