@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError, install_command
 
 if TYPE_CHECKING:
-    from matcher.collection.records import StoredImage
+    from matcher.collection.records import StoredImage, StoredPair
     from matcher.collection.store import Store
 
 _ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
@@ -96,17 +96,21 @@ def write_colmap(
             numbers[image.name] = database.write_image(row)
             points = to_colmap(valid_keypoints(store, image))
             database.write_keypoints(numbers[image.name], points)
-        for pair in valid_pairs(store, images, report):
-            ends = numbers[pair.name0], numbers[pair.name1]
-            indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
-            database.write_matches(*ends, indices)
-            verified = two_view_geometry(pycolmap, pair.geometry, indices)
-            if verified is not None:
-                database.write_two_view_geometry(*ends, verified)
+        _write_pairs(pycolmap, database, valid_pairs(store, images, report), numbers)
         if rig is not None:
             pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
             pycolmap.apply_rig_config(colmap_rigs(pycolmap, rig), database)
     return report
+
+
+def _write_pairs(pycolmap: Any, database: Any, pairs: Iterable[StoredPair], numbers: dict[str, int]) -> None:
+    for pair in pairs:
+        ends = numbers[pair.name0], numbers[pair.name1]
+        indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
+        database.write_matches(*ends, indices)
+        verified = two_view_geometry(pycolmap, pair.geometry, indices)
+        if verified is not None:
+            database.write_two_view_geometry(*ends, verified)
 
 
 def _write_cameras(

@@ -92,12 +92,11 @@ def reconstruct(
         out: the folder; it must not exist, or be empty.
         choice: the cameras; given ones are kept as they are by the incremental mapper. So is a rig whose
             poses are given; where they are not, they are learnt from a model that is made first without it.
-        only: names of the images to use; all when absent.
-        without: pairs of names, in their order, that are not used although they are verified.
+        only: names of the images to use; all when absent. `without`: pairs of names, in order, not to use.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
-        on_incomplete: called with the names of the images that the largest model lacks, if any; all is
-            mapped again where it returns True, which says that the run has more matches now.
+        on_incomplete: called with the names of images that the largest model lacks; True says that the run
+            has more matches now, and all is mapped again.
         options: see `MappingOptions`.
 
     Raises:
@@ -115,12 +114,11 @@ def reconstruct(
         choice = replace(choice or CameraChoice(), known=poses.cameras, refine_known=not poses.fixed)
     place = None if poses is None else poses.georegistration
     job |= _world(store, only, poses)
-    selection = only, without
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
-        report, models = _mapped(store, out, part, job, choice, selection, place)
+        report, models = _mapped(store, out, part, job, choice, (only, without), place)
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
-            report, models = _mapped(store, out, part, job, choice, selection, place)
+            report, models = _mapped(store, out, part, job, choice, (only, without), place)
         _check_model(report, models)
     return Reconstruction(out, models, report.images, report)
 
