@@ -12,6 +12,7 @@ constexpr long kQueries = 24;  // a multiple of every `kTileRows`
 constexpr long kKeys = 64;     // a multiple of every panel
 constexpr long kPanel = 2 * kLanes;
 constexpr long kWidest = 128;
+constexpr float kSmall = 60.0f;  // exponentials of such scores, their sums and those of values are ordinary numbers
 
 template <typename Number>
 struct Rows {  // heads of `width` channels: head h of row i begins at first + i * row + h * head
@@ -123,37 +124,72 @@ void pack_values(const Rows<Number>& v, long h, long padded, long width, typenam
 }
 
 struct Running {  // of each query
-  float most[kQueries], sums[kQueries];
+  float most[kQueries];
+  float sums[kQueries][kLanes];  // of the weights, lane by lane: to add up lanes is slow
 };
+
+void add_lanes(const float* row, float* sums) {
+  for (long j = 0; j < kKeys; j += kLanes) store(load(sums) + load(row + j), sums);
+}
 
 // Scores (kQueries, kKeys), of which the last beyond `keys` do not count, become weights relative to the running
 // maximum; what was summed before is brought to it.
 template <typename Arithmetic>
-void weigh(float* scores, long keys, float scale, long width, Running& running, float* message,
-           typename Arithmetic::Element* weights) {
+void weigh(float* scores, long keys, float scale, long width, Running& running, float* message) {
   for (long r = 0; r < kQueries; ++r) {
-    float *row = scores + r * kKeys, most = running.most[r], sum = 0.0f;
+    float *row = scores + r * kKeys, most = running.most[r];
     for (long j = keys; j < kKeys; ++j) row[j] = -INFINITY;
 #pragma omp simd reduction(max : most)
     for (long j = 0; j < kKeys; ++j) {
       row[j] *= scale;
       most = row[j] > most ? row[j] : most;
     }
-#pragma omp simd reduction(+ : sum)
+#pragma omp simd
     for (long j = 0; j < kKeys; ++j) {
       const float x = row[j] - most;
       row[j] = x < -80.0f ? 0.0f : Arithmetic::exponential_of(x < -80.0f ? -80.0f : x);
-      sum += row[j];
     }
     const float before = running.most[r] - most, share = before < -80.0f ? 0.0f : exponential(before);
-    running.sums[r] = running.sums[r] * share + sum;
     running.most[r] = most;
-    if (share != 1.0f)
+    if (share != 1.0f) {
+      store(load(running.sums[r]) * share, running.sums[r]);
 #pragma omp simd
       for (long c = 0; c < width; ++c) message[r * width + c] *= share;
-    for (long j = 0; j < kKeys; j += kPanel)
-      Arithmetic::pack_row(row + j, weights + (r * kKeys + j) / Arithmetic::kEach);
+    }
+    add_lanes(row, running.sums[r]);
   }
+}
+
+// The same of scores that are known to be small: their exponentials are ordinary numbers without a maximum.
+template <typename Arithmetic>
+void weigh_small(float* scores, long keys, float scale, Running& running) {
+  for (long r = 0; r < kQueries; ++r) {
+    float* row = scores + r * kKeys;
+#pragma omp simd
+    for (long j = 0; j < kKeys; ++j) row[j] = Arithmetic::exponential_of(row[j] * scale);
+    for (long j = keys; j < kKeys; ++j) row[j] = 0.0f;
+    add_lanes(row, running.sums[r]);
+  }
+}
+
+// The greatest squared length of the rows of a head; not a number, or infinite, if one is.
+template <typename Number>
+float longest(const Rows<Number>& x, long h, long width) {
+  float most = 0.0f;
+  for (long i = 0; i < x.count; ++i) {
+    const Number* row = x.at(h, i);
+    Floats lanes = {};
+    for (long c = 0; c < width; c += kLanes) {
+      float part[kLanes];
+      for (long l = 0; l < kLanes; ++l) part[l] = wide(row[c + l]);
+      lanes += load(part) * load(part);
+    }
+    float length = 0.0f;
+    for (long l = 0; l < kLanes; ++l) length += lanes[l];
+    if (!(length <= most)) most = length;
+    if (std::isnan(length)) return length;
+  }
+  return most;
 }
 
 template <typename Arithmetic, typename Number>
@@ -164,12 +200,14 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
   const long blocks = (q.count + kQueries - 1) / kQueries, packed = padded * width / each;
   const float scale = 1.0f / std::sqrt((float)width);
   std::vector<Element> keys(heads * packed), values(heads * packed);
+  std::vector<char> small(heads);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (long h = 0; h < heads; ++h) {
       pack_keys<Arithmetic>(k, h, padded, width, keys.data() + h * packed);
       pack_values<Arithmetic>(v, h, padded, width, values.data() + h * packed);
+      small[h] = std::sqrt(longest(q, h, width)) * std::sqrt(longest(k, h, width)) * scale < kSmall;
     }
     alignas(64) Element query[kQueries * kWidest], weights[kQueries * kKeys];
     alignas(64) float scores[kQueries * kKeys], message[kQueries * kWidest];
@@ -183,19 +221,26 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
       }
       Running running;
       std::fill_n(running.most, kQueries, -INFINITY);
-      std::fill_n(running.sums, kQueries, 0.0f);
+      memset(running.sums, 0, sizeof running.sums);
       std::fill_n(message, kQueries * width, 0.0f);
       for (long j = 0; j < padded; j += kKeys) {
         for (long p = 0; p < kKeys; p += kPanel)
           multiply<Arithmetic>(query, width / each, keys.data() + h * packed + (j + p) * width / each, width / each,
                                scores + p, kKeys, false);
-        weigh<Arithmetic>(scores, std::min(kKeys, k.count - j), scale, width, running, message, weights);
+        const long here = std::min(kKeys, k.count - j);
+        if (small[h])
+          weigh_small<Arithmetic>(scores, here, scale, running);
+        else
+          weigh<Arithmetic>(scores, here, scale, width, running, message);
+        for (long x = 0; x < kQueries * kKeys; x += kPanel) Arithmetic::pack_row(scores + x, weights + x / each);
         for (long c = 0; c < width; c += kPanel)
           multiply<Arithmetic>(weights, kKeys / each, values.data() + h * packed + (c * padded + j * kPanel) / each,
                                kKeys / each, message + c, width, true);
       }
       for (long r = 0; r < rows; ++r) {
-        const float share = 1.0f / running.sums[r];
+        float sum = 0.0f;
+        for (float x : running.sums[r]) sum += x;
+        const float share = 1.0f / sum;
         Number* target = out + ((first + r) * heads + h) * width;
         for (long c = 0; c < width; ++c) store(message[r * width + c] * share, target + c);
       }

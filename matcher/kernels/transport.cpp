@@ -39,6 +39,14 @@ float log_sum(const float* x, const float* y, long count) {
   return top + (float)std::log(sum);
 }
 
+// By itself: within a parallel region the compiler leaves such a sum to one lane.
+float weigh(const Half* weights, const float* x, long count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (long j = 0; j < count; ++j) sum += wide(weights[j]) * x[j];
+  return sum;
+}
+
 struct Transport {
   Side first, second;  // `first` is updated first
   const Half* weights;  // of the entries that are no candidates, 0 for those that are; or null, and all are 1
@@ -55,13 +63,7 @@ struct Transport {
       std::fill_n(out, side.count, (float)sum);
     } else if (side.rows) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-      for (long i = 0; i < height; ++i) {
-        const Half* row = weights + i * width;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (long j = 0; j < width; ++j) sum += wide(row[j]) * given[j];
-        out[i] = sum;
-      }
+      for (long i = 0; i < height; ++i) out[i] = weigh(weights + i * width, given.data(), width);
     } else {
 #pragma omp parallel for num_threads(threads) schedule(static)
       for (int t = 0; t < threads; ++t) {
