@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from matcher.config import ContextConfig
+from matcher.kernels import linear
 from matcher.match.network import fused
 from matcher.match.network.context import Layer, build_layer
 from matcher.match.network.fused import FusedSelfBlock, fuse_layer
@@ -58,7 +59,8 @@ def test_fused_layers_are_the_layers(name: str, layout: Layout, monkeypatch) -> 
     inference = fuse_layer(layer, torch.float32)
     stays = name in ("loftr", "additive", "general")  # their form cannot be fused
     assert isinstance(inference.self_block, FusedSelfBlock) != stays
-    for cached in (fused.CACHED_ROWS, 1):  # all rows at once, and the fewest
+    for cached in (linear.CACHED_ROWS, 1):  # all rows at once, and the fewest
+        monkeypatch.setattr(linear, "CACHED_ROWS", cached)
         monkeypatch.setattr(fused, "CACHED_ROWS", cached)
         torch.testing.assert_close(run(inference, layout, rotated), expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(run(layer, layout, rotated), expected, atol=0, rtol=0)
@@ -94,23 +96,3 @@ def test_a_layer_trains_after_it_was_fused() -> None:
     layer(x, None, LAYOUTS[0]).sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
     assert not any(p.requires_grad for p in inference.parameters())
-
-
-@pytest.mark.parametrize("rows", [0, 1, 64, 700])
-def test_rows_are_covered_in_blocks_of_few_lengths(rows: int) -> None:
-    parts = list(fused.rows_at_once(rows, 2**12, torch.device("cpu")))
-    assert sorted({i for part in parts for i in range(rows)[part]}) == list(range(rows))
-    assert all(part.stop <= rows for part in parts)
-    if rows >= fused.ROW_STEP:
-        assert all((part.stop - part.start) % fused.ROW_STEP == 0 for part in parts)
-        assert sum(part.stop - part.start for part in parts) < rows + fused.ROW_STEP
-
-
-@pytest.mark.parametrize("rows", [0, 5, 64, 150])
-def test_a_map_by_blocks_is_the_map(rows: int) -> None:
-    rng = torch.Generator().manual_seed(rows)
-    x, weight, bias = (
-        torch.randn(*shape, generator=rng).bfloat16() for shape in ((rows, 16), (24, 16), (24,))
-    )
-    expected = torch.nn.functional.linear(x, weight, bias)
-    torch.testing.assert_close(fused.linear(x, weight, bias), expected)

@@ -21,6 +21,7 @@ from matcher.config import ExtractorConfig
 from matcher.data.image import Image
 from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
 from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
+from matcher.kernels.linear import linear
 from matcher.kernels.maps import (
     add_enlarged_compiled,
     have_maps,
@@ -131,7 +132,10 @@ class FeatureNetwork(nn.Module):
         else:
             columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
             sampled = torch.cat(columns, dim=-1)
-        return normalize(self.descriptor(sampled).float(), dim=-1)
+        widen, activate, narrow = self.descriptor
+        hidden = activate(linear(sampled.flatten(0, -2), widen.weight, widen.bias))
+        described = linear(hidden, narrow.weight, narrow.bias).unflatten(0, sampled.shape[:-1])
+        return normalize(described.float(), dim=-1)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.kernels.library import kernels, library_in_use
+from matcher.kernels.linear import linear_at_once
 from matcher.kernels.trials import Trial, granted
 
 WIDEST_HEAD = 128  # channels
@@ -134,10 +135,10 @@ def feed_forward_compiled(x: Tensor, joint: Tensor, steps: FeedForwardSteps, out
         joint: in the precision of the weights, D at least C and half of H; `have_kernels(joint)`.
     """
     library, half, threads = kernels(), joint.dtype == torch.bfloat16, threads_for(len(x))
-    hidden = F.linear(joint, steps.widen)
+    hidden = linear_at_once(joint, steps.widen)
     pointers = (y.data_ptr() for y in (steps.bias, steps.gain, steps.shift))
     library.matcher_normalise_gelu(hidden.data_ptr(), half, *hidden.shape, *pointers, steps.epsilon, threads)
-    update = F.linear(hidden, steps.narrow)
+    update = linear_at_once(hidden, steps.narrow)
     pointers = (steps.last_bias.data_ptr(), out.data_ptr(), threads)
     library.matcher_add(x.data_ptr(), update.data_ptr(), half, *update.shape, *pointers)
 

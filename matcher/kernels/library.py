@@ -51,14 +51,25 @@ def supported() -> tuple[str, ...]:
 @cache
 def processor_flags() -> frozenset[str]:
     """What Linux says that the processor can do; nothing elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    flags = (_said_of_processor("flags", "Features") or "").split()
     if "sve" in flags:
         flags.append(f"vectors of {8 * sve_bytes()} bits")
     return frozenset(flags)
+
+
+def processor_maker() -> str | None:
+    """Who made this x86 processor, as Linux says: GenuineIntel, AuthenticAMD, …; None elsewhere."""
+    said = _said_of_processor("vendor_id")
+    return None if said is None else said.split(":", 1)[1].strip()
+
+
+def _said_of_processor(*names: str) -> str | None:
+    """The first line of Linux's description of the processor that begins with one of the names."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((line for line in lines if line.startswith(names)), None)
 
 
 def sve_bytes() -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from matcher.data.features import Features
+from matcher.kernels.linear import linear
 from matcher.match.network.position import CHANNELS, position_inputs
 
 _FREQUENCIES = 32
@@ -66,7 +67,8 @@ class CorrespondenceGuidance(nn.Module):
     def begin(self, x: Tensor, inputs: Tensor) -> Tensor:
         """Tokens (T, dim) and their inputs (T, C) → tokens with an encoding of their own position."""
         with torch.autocast(x.device.type, enabled=False):
-            return x + self.encode_position(torch.cat([self._waves(inputs[:, :2]), inputs[:, 2:]], dim=1))
+            code = torch.cat([self._waves(inputs[:, :2]), inputs[:, 2:]], dim=1)
+            return x + linear(code, self.encode_position.weight)
 
     def forward(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Tokens (T, dim) after layer `depth` → tokens, and the predicted positions (T, 2) of their partners.
@@ -76,7 +78,7 @@ class CorrespondenceGuidance(nn.Module):
         """
         with torch.autocast(x.device.type, enabled=False):
             predicted = self.predict[depth](x)
-            return x + self.encode[depth](self._predicted_waves(predicted)), predicted
+            return x + linear(self._predicted_waves(predicted), self.encode[depth].weight), predicted
 
     def agreement(self, side0: Side, side1: Side, depth: int) -> Tensor:
         """(…, N, M) what scores gain where a predicted position is the other point's own, from both sides.

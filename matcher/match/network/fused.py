@@ -9,7 +9,6 @@ lie side by side, and the feed-forward part goes through the CPU's cache some ro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,45 +22,9 @@ from matcher.kernels.calls import (
     have_turns,
     turn_compiled,
 )
+from matcher.kernels.linear import CACHED_ROWS, linear, linear_at_once, rows_at_once
 from matcher.match.network.context import CrossBlock, FeedForward, Layer, QueriesKeys, SelfBlock
 from matcher.match.network.packed import Layout, attend
-
-# Channels of rows that one thread takes at a time; what goes into and comes out of a map fits its cache.
-CACHED_ROWS = 2**18
-# A CPU's matrix products in half precision are compiled again for every number of rows, which takes as
-# long as a dozen of them: they only see multiples of this.
-ROW_STEP = 64
-
-
-def rows_at_once(rows: int, channels: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `rows` that stay in the caches of all threads; all rows at once on other devices, and where
-    a compiler decides.
-
-    Their lengths are multiples of `ROW_STEP` if there are as many rows; for that the last one reaches back
-    over rows of the one before, which are computed twice.
-    """
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        yield from [slice(0, rows)] if rows else []
-        return
-    step = CACHED_ROWS * torch.get_num_threads() // channels
-    step = max(step // ROW_STEP, 1) * ROW_STEP
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        even = start + (stop - start) // ROW_STEP * ROW_STEP
-        if even > start:
-            yield slice(start, even)
-        if even < stop:
-            yield slice(max(stop - ROW_STEP, 0), stop)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, inputs) weightᵀ + bias → (T, outputs), on a CPU in half precision `rows_at_once`."""
-    if x.device.type != "cpu" or x.dtype == torch.float32 or not len(x) % ROW_STEP:
-        return F.linear(x, weight, bias)
-    out = x.new_empty(len(x), len(weight))
-    for rows in rows_at_once(len(x), max(weight.shape), x.device):
-        out[rows] = F.linear(x[rows], weight, bias)
-    return out
 
 
 class FusedFeedForward(nn.Module):
@@ -103,11 +66,11 @@ class FusedFeedForward(nn.Module):
             if compiled:
                 feed_forward_compiled(x[rows], joint[rows], self._steps(), out[rows])
                 continue
-            hidden = F.linear(joint[rows], self.weight, self.bias)
+            hidden = linear_at_once(joint[rows], self.weight, self.bias)
             if self.epsilon is not None:
                 hidden = F.layer_norm(hidden, hidden.shape[-1:], self.gain, self.shift, self.epsilon)
             hidden = torch.ops.aten.gelu_(hidden) if self.gelu else hidden.relu_()
-            update = F.linear(hidden, self.narrow, self.last_bias)
+            update = linear_at_once(hidden, self.narrow, self.last_bias)
             if update.dtype == x.dtype:
                 torch.add(x[rows], update, out=out[rows])
             else:  # a sum of two precisions takes twice the time of both steps

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from matcher.config import AssignmentConfig
+from matcher.kernels.linear import linear
 
 
 class AssignmentHead(nn.Module):
@@ -58,7 +59,8 @@ class AssignmentHead(nn.Module):
     def _compared(self, x: Tensor) -> Tensor:
         if self.projection is None:
             return x.float()
-        return self.projection(x.to(self.projection.weight.dtype)).float()
+        weight, bias = self.projection.weight, self.projection.bias
+        return linear(x.to(weight.dtype).flatten(0, -2), weight, bias).float().unflatten(0, x.shape[:-1])
 
     def logits(self, x: Tensor) -> Tensor:
         """Matchability logit (…, N) of tokens (…, N, dim), float32."""

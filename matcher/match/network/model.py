@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from matcher.config import MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
+from matcher.kernels.linear import linear
 from matcher.match.features import check_features
 from matcher.match.network.assigning import assign_all, assign_candidates
 from matcher.match.network.backbone import Backbone
 from matcher.match.network.consensus import Consensus
 from matcher.match.network.context import build_layer
 from matcher.match.network.correspondence import CorrespondenceGuidance, Side
-from matcher.match.network.fused import linear
 from matcher.match.network.head import build_head
 from matcher.match.network.packed import Layout, interleave
 from matcher.match.network.position import build_position, normalise_positions
