@@ -65,9 +65,9 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether such rows on a CPU are multiplied by oneDNN."""
     if x.dtype != torch.float32:
         return True
-    if not mkl_is_slow() or len(x) < ROW_STEP or weight.numel() < _LEAST_WEIGHTS or x.dim() != 2:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+    return len(x) >= ROW_STEP and weight.numel() >= _LEAST_WEIGHTS and x.dim() == 2 and mkl_is_slow()
 
 
 @cache

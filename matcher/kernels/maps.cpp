@@ -1,43 +1,21 @@
 // The front end's maps, channels side by side: the sum of a map and an enlarged coarser one, scores of pixels, their
 // peaks, and samples at points.
-#include <algorithm>
-#include <vector>
-
-#include "numbers.h"
-#include "vectors.h"
+#include "map_rows.h"
 
 namespace {
 
-// fine + coarse enlarged twice, bilinear between pixel centres; coarse is (height, width, channels).
+// fine + coarse enlarged twice; coarse is (height, width, channels).
 template <typename Number>
 void add_enlarged(const Number* fine, const Number* coarse, long height, long width, long channels, Number* out,
                   int threads) {
-  const long row = width * channels;
+  const long row = 2 * width * channels;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> mixed(row);
+    std::vector<float> mixed(width * channels);
 #pragma omp for schedule(static)
-    for (long y = 0; y < 2 * height; ++y) {
-      const long near = y / 2, far = std::min(std::max(near + (y % 2 ? 1 : -1), 0L), height - 1);
-      const Number *a = coarse + near * row, *b = coarse + far * row;
-#pragma omp simd
-      for (long c = 0; c < row; ++c) mixed[c] = 0.75f * wide(a[c]) + 0.25f * wide(b[c]);
-      for (long x = 0; x < 2 * width; ++x) {
-        const long beside = std::min(std::max(x / 2 + (x % 2 ? 1 : -1), 0L), width - 1);
-        const float *own = mixed.data() + x / 2 * channels, *other = mixed.data() + beside * channels;
-        const long at = (y * 2 * width + x) * channels;
-#pragma omp simd
-        for (long c = 0; c < channels; ++c) store(wide(fine[at + c]) + 0.75f * own[c] + 0.25f * other[c], out + at + c);
-      }
-    }
+    for (long y = 0; y < 2 * height; ++y)
+      add_enlarged_row(fine + y * row, coarse, y, height, width, channels, mixed.data(), out + y * row);
   }
-}
-
-// A row of maps (width, channels) as one row a channel, which begins with the edge.
-template <typename Number>
-void spread_channels(const Number* row, long width, long channels, long stride, float* plane) {
-  for (long x = 0; x < width; ++x)
-    for (long c = 0; c < channels; ++c) plane[c * stride + x + 1] = wide(row[x * channels + c]);
 }
 
 // A convolution by 3 × 3 of maps (height, width, channels) to 4 numbers, which are the 2 × 2 pixels of twice the
@@ -45,43 +23,23 @@ void spread_channels(const Number* row, long width, long channels, long stride, 
 template <typename Number>
 void score_pixels(const Number* maps, long height, long width, long channels, const float* weights, const float* bias,
                   float* out, int threads) {
-  constexpr long kStep = 2 * kLanes;  // pixels at a time: two sums of each number hide the latency of one
-  const long stride = (width + 2 + kStep) / kLanes * kLanes + kLanes;  // of a channel's row, with its edges
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> planes(3 * channels * stride);
+    Planes planes(width, channels);
     long held[3] = {-2, -2, -2};  // which row each of the three is
 #pragma omp for schedule(static)
     for (long y = 0; y < height; ++y) {
-      const float* lines[3];
+      long slots[3];
       for (long k = 0; k < 3; ++k) {
-        const long from = y + k - 1, slot = (from + 3) % 3;
-        float* plane = planes.data() + slot * channels * stride;
-        lines[k] = plane;
+        const long from = y + k - 1, slot = slots[k] = (from + 3) % 3;
         if (held[slot] == from) continue;
         if (from < 0 || from >= height)
-          std::fill_n(plane, channels * stride, 0.0f);
+          planes.clear(slot);
         else
-          spread_channels(maps + from * width * channels, width, channels, stride, plane);
+          planes.spread(maps + from * width * channels, slot);
         held[slot] = from;
       }
-      for (long x = 0; x < width; x += kStep) {
-        Floats sums[4][2];
-        for (long o = 0; o < 4; ++o) sums[o][0] = sums[o][1] = Floats{} + bias[o];
-        for (long k = 0; k < 9; ++k)
-          for (long c = 0; c < channels; ++c) {
-            const float* from = lines[k / 3] + c * stride + x + k % 3;
-            const Floats first = load(from), second = load(from + kLanes);
-            for (long o = 0; o < 4; ++o) {
-              const float weight = weights[(o * 9 + k) * channels + c];
-              sums[o][0] += weight * first;
-              sums[o][1] += weight * second;
-            }
-          }
-        for (long o = 0; o < 4; ++o)
-          for (long pixel = 0; pixel < std::min(kStep, width - x); ++pixel)
-            out[(2 * y + o / 2) * 2 * width + 2 * (x + pixel) + o % 2] = sums[o][pixel / kLanes][pixel % kLanes];
-      }
+      planes.score(slots, weights, bias, out + 4 * y * width);
     }
   }
 }

@@ -19,13 +19,13 @@ _PIXELS_A_PEAK = 8
 def have_maps(*maps: Tensor) -> bool:
     """Whether maps (B, C, h, w) can be enlarged and their pixels scored here."""
     dtypes = {x.dtype for x in maps}
-    return _suit(maps) and all(granted(f"maps {x}", try_half_maps if _half(x) else try_maps) for x in dtypes)
+    return suit(maps) and all(granted(f"maps {x}", try_half_maps if _half(x) else try_maps) for x in dtypes)
 
 
 def have_samples(*maps: Tensor) -> bool:
     """Whether `sample_compiled` takes such maps (B, C, h, w) here."""
     dtypes = {x.dtype for x in maps}
-    return _suit(maps) and all(
+    return suit(maps) and all(
         granted(f"samples {x}", try_half_samples if _half(x) else try_samples) for x in dtypes
     )
 
@@ -34,7 +34,8 @@ def _half(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-def _suit(maps: Sequence[Tensor]) -> bool:
+def suit(maps: Sequence[Tensor]) -> bool:
+    """Whether kernels take such maps (B, C, h, w), without gradients, if there are any."""
     suit = all(
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
