@@ -295,8 +295,32 @@ class SimulatedGraph:
                     old.copy_(new)
 
 
+class SimulatedStream:
+    """A stream, of which only the device is known."""
+
+    def __init__(self, device=None) -> None:
+        self.device = device
+
+
+captures: list[tuple[object, object, str]] = []  # current device, device of the stream, mode of each capture
+_current: list[object] = []
+
+
 @contextmanager
-def _captured(graph: SimulatedGraph, pool: object = None) -> Iterator[None]:
+def _current_device(device) -> Iterator[None]:
+    _current.append(device)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+@contextmanager
+def _captured(
+    graph: SimulatedGraph, pool: object = None, stream=None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    on = None if stream is None else stream.device
+    captures.append((_current[-1] if _current else None, on, capture_error_mode))
     SimulatedGraph.capturing = graph
     try:
         yield
@@ -344,6 +368,8 @@ def simulated_gpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "Event", SimulatedEvent)
         patch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
         patch.setattr(torch.cuda, "graph", _captured)
+        patch.setattr(torch.cuda, "Stream", SimulatedStream)
+        patch.setattr(torch.cuda, "device", _current_device)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
         for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):

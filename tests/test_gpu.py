@@ -11,7 +11,7 @@ import pytest
 import random_matcher
 import torch
 from random_matcher import WITH_MATCH_PROBABILITY, pair, random_model
-from simulated_gpu import SimulatedEvent, on_cpu, waits
+from simulated_gpu import SimulatedEvent, captures, on_cpu, simulated_gpu, waits
 from training_data import TINY, random_batch
 
 import matcher
@@ -303,6 +303,33 @@ def test_captured_graphs_have_the_matches_of_queued_stages(gpu):
     for _ in range(3):
         found = graphs(*other)
         assert indices(found[0]) == indices(found[1]) == indices(queued(*other)[0])
+
+
+def test_graphs_are_captured_on_their_own_device_whatever_other_threads_do():
+    """torch's own stream for captures is of the device that was captured on first."""
+    with simulated_gpu():
+        graphs = AttentionMatcher(random_model(), device="cuda:0", precision="float32", cuda_graphs=True)
+        captures.clear()
+        for _ in range(2):
+            graphs(*together([pair(50, 50, 0)]))
+    own = torch.device("cuda:0")
+    assert captures and set(captures) == {(own, own, "thread_local")}
+
+
+def test_graphs_are_not_refilled_with_features_that_say_more(gpu):
+    """Orientations that only the second pair of images has were not looked at, those of the first kept."""
+    model = random_model(config=GUIDED)
+    queued, graphs = (
+        AttentionMatcher(model, device="cuda", precision="float32", cuda_graphs=by_graph)
+        for by_graph in (False, True)
+    )
+    plain = together([pair(60, 50, 0)])
+    turned = tuple(f.with_valid(view_orientation=torch.full_like(f.exif_orientation, 6)) for f in plain)
+    expected = [indices(queued(*batch)[0]) for batch in (plain, turned)]
+    for _ in range(3):
+        for batch, wanted in zip((plain, turned), expected, strict=True):
+            assert indices(graphs(*batch)[0]) == wanted
+    assert len(graphs._padded._captured) == 2
 
 
 def test_graphs_are_kept_for_a_few_sizes(gpu, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from threading import Lock
 from typing import NamedTuple
 
@@ -70,7 +70,8 @@ class PaddedNetwork:
         """
         length = padded_length(max(len(features0), len(features1)))
         packed = []
-        with self._lock:
+        # Where this is another device than the program's current one, streams and graphs are of this one.
+        with self._lock, torch.cuda.device(self.device):
             for part in _groups(len(features0.mask), length):
                 both = paired(features0.entries(part), features1.entries(part), length)
                 full = both.mask.device.type == "cpu" and bool(both.mask.all())
@@ -81,7 +82,8 @@ class PaddedNetwork:
 
     def _queue(self, both: Features, turns: Tensor | None, full: bool) -> Tensor:
         """Queue the run of a group; what is to be read, as `PairRun.read_off` makes it."""
-        key = (tuple(both.mask.shape), full, turns is None, both.descriptors.dtype)
+        given = tuple(f.name for f in fields(both) if getattr(both, f.name) is not None)
+        key = (tuple(both.mask.shape), full, turns is None, both.descriptors.dtype, given)
         if not self.graphs:
             run, stages = PairRun(self.network, self.heads, uploaded(both, self.device), full=full), Queued()
         elif key in self._captured:
@@ -90,7 +92,7 @@ class PaddedNetwork:
             run.refill(uploaded(both, self.device))
         else:
             run = PairRun(self.network, self.heads, uploaded(both, self.device), full=full)
-            stages = Captured()
+            stages = Captured(self.device)
             self._captured[key] = run, stages
             if len(self._captured) > GRAPHS_KEPT:
                 self._captured.popitem(last=False)

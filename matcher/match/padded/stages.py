@@ -32,7 +32,9 @@ class Captured:
         RuntimeError: from a stage that waits for the device; such a stage cannot be captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """Capture on a stream of that device: torch's own is of the device that was captured on first."""
+        self._stream = torch.cuda.Stream(device)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._pool: object | None = None
         self._warm = False
@@ -44,7 +46,9 @@ class Captured:
             return
         if name not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may extract features meanwhile, which allocates memory.
+            kept = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **kept):
                 stage()
             self._graphs[name] = graph
             self._pool = graph.pool()
