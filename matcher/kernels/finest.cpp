@@ -28,7 +28,7 @@ std::vector<Pair> pack(const Half* weights, long taps, long numbers) {
 template <long kCount, long kStride, long kPairs>
 void convolve(const Pair* const* lines, long count, const Pair* weights, const float* bias, Half* out) {
   __m512 sums[kCount];
-  for (long p = 0; p < kCount; ++p) sums[p] = _mm512_loadu_ps(bias);
+  for (long p = 0; p < kCount; ++p) sums[p] = _mm512_setzero_ps();
   for (long k = 0; k < count; ++k)
 #pragma GCC unroll 4
     for (long c = 0; c < kPairs; ++c, weights += kChannels) {
@@ -38,7 +38,8 @@ void convolve(const Pair* const* lines, long count, const Pair* weights, const f
         sums[p] = _mm512_dpbf16_ps(sums[p], (__m512bh)_mm512_set1_epi32((int)lines[k][p * kStride + c]), weight);
     }
   for (long p = 0; p < kCount; ++p) {
-    const __m256bh pixel = _mm512_cvtneps_pbh(_mm512_max_ps(sums[p], _mm512_setzero_ps()));
+    const __m512 sum = _mm512_add_ps(sums[p], _mm512_loadu_ps(bias));
+    const __m256bh pixel = _mm512_cvtneps_pbh(_mm512_max_ps(sum, _mm512_setzero_ps()));
     _mm256_storeu_si256((__m256i*)(out + p * kChannels), (__m256i)pixel);
   }
 }
