@@ -3,6 +3,7 @@
 import shutil
 
 import numpy as np
+import PIL.Image
 import pytest
 from collection_scene import render_photos, synthetic_store
 from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
@@ -10,6 +11,7 @@ from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
 from matcher.cli.tracked import closing_of
 from matcher.collection.exporting.colmap import write_colmap
 from matcher.sequence import pose_graph
+from matcher.sequence.closing_plot import plot_closing
 from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
 from matcher.sequence.loop_check import kind_of_pair, path_lengths
 from matcher.sequence.pose_graph import PoseGraph
@@ -101,3 +103,12 @@ def test_pairs_are_left_out_of_a_database(tmp_path):
         with pycolmap.Database.open(tmp_path / f"{number}.db") as database:
             counts.append((report.pairs, database.num_matched_image_pairs()))
     assert counts == [(6, 6), (4, 4)]
+
+
+def test_both_paths_are_seen_where_they_agree(tmp_path):
+    path = np.array([pose(z=float(step)) for step in range(20)])
+    with PIL.Image.open(plot_closing(tmp_path / "path.png", path, path, [])) as drawing:
+        pixels = np.asarray(drawing.convert("RGB"))
+    for colour in ((153, 153, 153), (0, 114, 178)):
+        rows, _ = np.nonzero((pixels == colour).all(axis=2))
+        assert len(np.unique(rows)) > 0.6 * pixels.shape[0], colour  # not in the legend alone

@@ -29,8 +29,10 @@ def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Seque
     figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     above, beside = figure.subplots(1, 2)
-    for poses, colour, label in ((before, _BEFORE, "tracked"), (after, _AFTER, "adjusted")):
-        above.plot(poses[:, 0, 3], poses[:, 2, 3], color=colour, label=label, linewidth=1.5)
+    # Tracked ones are wider, so that both are seen where they agree.
+    paths = ((before, _BEFORE, "tracked", 4.0), (after, _AFTER, "adjusted", 1.5))
+    for poses, colour, label, width in paths:
+        above.plot(poses[:, 0, 3], poses[:, 2, 3], color=colour, label=label, linewidth=width)
     for number, rows in enumerate(loops):  # where they were before, as they lie together afterwards
         ends = before[list(rows), :3, 3]
         label = None if number else "loops"
