@@ -19,7 +19,7 @@ import typer
 
 import matcher
 from matcher.cli.exits import exit_code_of
-from matcher.cli.messages import complain, detail, messages, survive_odd_names
+from matcher.cli.messages import complain, detail, messages, open_standard_streams, survive_odd_names
 from matcher.cli.running import runnable
 from matcher.threads import bound_primitives
 
@@ -91,6 +91,7 @@ def _typed(arguments: Sequence[str] | None) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
+    open_standard_streams()
     survive_odd_names()
     bound_primitives()
     with_signals = threading.current_thread() is threading.main_thread()

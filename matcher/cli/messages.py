@@ -6,9 +6,10 @@ Everything goes through Python's logger `matcher`, so `-q`, `-v` and `--log` are
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -93,7 +94,8 @@ class _Console(logging.Handler):
         elif getattr(record, "is_result", False):
             typer.echo(text)
         else:
-            typer.echo(f"matcher: {text}", err=True)
+            with suppress(OSError):  # nobody can be told, and the work goes on
+                typer.echo(f"matcher: {text}", err=True)
 
 
 def _log_file(path: Path) -> logging.Handler:
@@ -113,6 +115,16 @@ def _log_file(path: Path) -> logging.Handler:
         handler.stream.write(f"# {MARK.decode()}\n")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     return handler
+
+
+def open_standard_streams() -> None:
+    """Open what the caller has closed (`>&-`): files must not get the numbers that libraries print to."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def survive_odd_names() -> None:

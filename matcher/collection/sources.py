@@ -21,6 +21,7 @@ from matcher.errors import ImageError, UsageError
 from matcher.pipeline import Pipeline
 
 _BLOCK = 1 << 20  # bytes read at once
+_SHOWN = 5  # names in a message
 _LONGEST_NAME = 1024  # characters
 
 
@@ -127,7 +128,13 @@ def check_masks(source: FeatureSource) -> int | None:
     Raises:
         UsageError: there are no images, or masks were given and none of them belongs to an image.
     """
-    names, _ = source.names()
+    names, unusable = source.names()
+    if unusable and not names:
+        some = ", ".join(unusable[:_SHOWN])
+        raise UsageError(
+            f"{source.folder}: none of the names of its {len(unusable)} images can be stored ({some}); "
+            "rename them, or set PYTHONUTF8=1 where they are UTF-8 and the locale is not"
+        )
     if not names:
         raise UsageError(f"{source.folder} holds no images")
     if not isinstance(source, Photos) or source.masks is None:

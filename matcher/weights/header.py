@@ -47,7 +47,7 @@ def network_config(data: bytes) -> NetworkConfig:
         raise IntegrityError("carries no configuration in its header, so it is not one of our weights files")
     try:
         return replace(from_dict(NetworkConfig, current_config(json.loads(text))), policy=ALL_LAYERS)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise IntegrityError(f"carries a configuration that cannot be used ({error})") from error
 
 

@@ -203,6 +203,23 @@ def test_weights_files_of_any_bytes(small_model, tmp_path, tried, examples):
     check()
 
 
+@pytest.mark.parametrize("fault", ["nested", "nan", "inf", "-1", "0", "10**400"])
+def test_configurations_of_weights_that_no_network_has(small_model, tmp_path, capfd, fault):
+    save_model(small_model, tmp_path / "small.safetensors")
+    whole = (tmp_path / "small.safetensors").read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = json.loads(whole[8 : 8 + length])
+    config = json.loads(header["__metadata__"]["config"])
+    if fault != "nested":
+        config["position"]["extent"] = 10**400 if fault == "10**400" else float(fault)
+    header["__metadata__"]["config"] = "[" * 100_000 if fault == "nested" else json.dumps(config)
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
+    assert main(["match", "a.png", "b.png", "--weights", str(tmp_path / "x.safetensors")]) == 5
+    errors = capfd.readouterr().err
+    assert "configuration that" in errors and "internal error" not in errors, errors
+
+
 WORDS = st.sampled_from(
     [
         *("match", "status", "export", "presets", "weights", "report", "merge", "find", "align", "track"),

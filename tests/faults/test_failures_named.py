@@ -56,6 +56,15 @@ def test_one_image_that_cannot_be_used(folder, capfd, tried):
         tried()
 
 
+def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
+    """It said that the folder holds no images, in a locale that is not UTF-8 for example."""
+    (name,) = photos(tmp_path / "photos", 1)
+    (tmp_path / "photos" / name).rename(tmp_path / "photos" / "a\nb.png")
+    command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", *QUICK, "--exhaustive"]
+    assert main([*map(str, command)]) == 2
+    assert "can be stored ('a\\nb.png')" in capfd.readouterr().err
+
+
 def test_lines_of_a_pair_list_are_named(folder, tmp_path, capfd):
     lines = ["view 00.png\tview 01.png", "view 00.png\tabsent.png", "view 01.png\tview 01.png"]
     (tmp_path / "pairs.txt").write_text("\n".join([*lines, "/etc/passwd\tview 01.png", lines[0], "alone"]))

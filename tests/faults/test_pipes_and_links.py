@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -14,25 +15,26 @@ from matcher.cli import main
 from matcher.collection.exporting.output import whole_folder
 from matcher.errors import UsageError
 
-pytestmark = [
-    pytest.mark.promise(5),
-    pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes"),
-]
+pytestmark = pytest.mark.promise(5)
 SECONDS = 5.0
 
 
 @pytest.fixture(autouse=True)
-def soon():
-    """A test that waits for a pipe ends as a failure instead of never."""
+def bounded():
+    """A test that waits for a pipe, or reads without end, ends as a failure instead of never."""
 
     def late(*_: object) -> None:
         raise AssertionError("it waits")
 
-    before = signal.signal(signal.SIGALRM, late)
+    signals, limits = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+    if (held := Path("/proc/self/statm")).exists():
+        pages = int(held.read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (5 << 30), limits[1]))
     signal.alarm(20)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, signals)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from matcher.config import NetworkConfig
 from matcher.errors import UsageError
 
@@ -30,6 +32,7 @@ def _inputs(config: NetworkConfig) -> Rules:
             config.position.inputs[:1] == ("xy",) or not config.guided,
             "guided tokens need position.inputs that begin with 'xy'",
         ),
+        (0 < config.position.extent < inf, "position.extent must be a number above 0"),
     ]
 
 
