@@ -78,5 +78,6 @@ def test_a_hundred_thousand_pairs_killed_again_and_again(tmp_path, capsys, tried
     assert len(kills) > 5
     sizes, files = zip(*held[1:], strict=True)  # the first was extracting images
     half = len(sizes) // 2
-    assert max(sizes[half:]) < max(sizes[:half]) + 60 and max(files) - min(files) <= 2
+    assert max(sizes[half:]) < max(sizes[:half]) + 60
+    assert max(files[half:]) <= max(files[:half]) + 2  # fewer where it was killed before it had begun
     tried(len(before))
