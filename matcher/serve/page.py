@@ -12,6 +12,7 @@ from matcher.errors import MatcherError
 from matcher.files import write_whole
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.serve.matching import Choices, Matching, geometry_rows
+from matcher.serve.uploads import UploadsOnly
 
 if TYPE_CHECKING:
     from gradio.themes import Base
@@ -54,7 +55,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
             _frame(answer.report),
         )
 
-    with gr.Blocks(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+    with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
         files = _files()
         inputs = _inputs()

@@ -114,6 +114,32 @@ def test_files_elsewhere_are_not_served(host, folder, wanted):
             assert ask(host, "GET", path + quote(name, safe="/%"))[0] >= 400, path + name
 
 
+def press(host: str, session: str, *values: object) -> bytes:
+    """What the page answers when its button is pressed with such values, and the rest as it stands."""
+    rest = [None, None, None, None, "nearest", "fundamental", 0, 0, 64, 0, False]
+    body = {"data": [*values, *rest[len(values) :]], "fn_index": 0, "session_hash": session}
+    kind = {"Content_Type": "application/json"}
+    assert ask(host, "POST", "/gradio_api/queue/join", json.dumps(body).encode(), **kind)[0] == 200
+    return ask(host, "GET", f"/gradio_api/queue/data?session_hash={session}")[1]
+
+
+def test_only_uploads_are_read(host, folder, views, tmp_path):
+    """Of a mounted page gradio copied any file of this machine that a request named, and served the copy."""
+    (tmp_path / "secret.txt").write_text("a secret")
+    before, meta = held(folder), {"meta": {"_type": "gradio.FileData"}}
+    named = (*map(str, views), str(tmp_path / "secret.txt"), "/etc/passwd", f"{folder}/../secret.txt", "", 7)
+    for number, path in enumerate((*named, "http://93.184.216.34/a.png", "https://elsewhere.example/a.png")):
+        file = {"path": path, "url": path, **meta}
+        for place in range(3):  # both photos, a mask, and what is no file at all
+            values = [[file, file], [None, None, file], [None, None, None, None, {"deep": [file]}]][place]
+            said = press(host, f"s{number}{place}", *values)
+            assert b"process_completed" in said and b'"success":true' not in said, (path, said)
+    assert held(folder) == before
+    status, body = upload(host, form(*(view.read_bytes() for view in views)))
+    uploads = [{"path": path, **meta} for path in json.loads(body)]
+    assert status == 200 and b'"success":true' in press(host, "uploaded", *uploads)
+
+
 def test_no_more_files_than_its_folder_may_hold(host, folder):
     def numbered(count: int, start: int) -> bytes:
         return form(*(str(number).encode() for number in range(start, start + count)))
