@@ -98,6 +98,28 @@ class _Console(logging.Handler):
                 typer.echo(f"matcher: {text}", err=True)
 
 
+class _LogFile(logging.FileHandler):
+    """A log whose disk may be full: that is said once, and the work goes on."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say that a message is missing."""
+        self._say(sys.exc_info()[1])
+
+    def close(self) -> None:
+        """Close the file, as far as it can be written."""
+        try:
+            super().close()
+        except OSError as error:
+            self._say(error)
+
+    def _say(self, error: BaseException | None) -> None:
+        if not self.said:
+            self.said = True
+            typer.echo(f"matcher: --log {self.baseFilename} is incomplete: {error}", err=True)
+
+
 def _log_file(path: Path) -> logging.Handler:
     """A handler that appends to a log of matcher, or starts a new one with our mark."""
     try:
@@ -108,7 +130,7 @@ def _log_file(path: Path) -> logging.Handler:
             raise UsageError(
                 f"--log {path}: the file exists and is not a log of matcher; choose another file"
             )
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--log {path}: the file cannot be written ({error.strerror})") from error
     if not begun:

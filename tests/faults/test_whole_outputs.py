@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,35 @@ def test_a_result_is_whole_or_the_old_one(result, tmp_path, monkeypatch, step, s
         write(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_log_on_a_full_disk_ends_nothing(tmp_path, capfd):
+    assert main(["status", str(small_run(tmp_path / "run")), "--log", "/dev/full"]) == 4
+    said = capfd.readouterr()
+    assert said.err.count("--log /dev/full is incomplete") == 1 and "Traceback" not in said.err, said.err
+    assert "1 failed" in said.out
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("form", ["npz", "hloc", "kapture", "openmvg", "colmap"])
+def test_an_export_to_a_full_disk(tmp_path, capfd, form):
+    pytest.importorskip({"hloc": "h5py", "colmap": "pycolmap"}.get(form, "numpy"))
+    run, disk = small_run(tmp_path / "run"), tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this process may not mount")
+    try:
+        with suppress(OSError), (disk / "others").open("wb", buffering=0) as others:
+            while True:  # until nothing is left
+                others.write(bytes(4096))
+        out = disk / {"npz": "m.npz", "colmap": "m.db"}.get(form, "folder")
+        assert main(["export", str(run), "--to", form, str(out)]) == 6
+        assert "Traceback" not in capfd.readouterr().err
+        assert [path.name for path in disk.iterdir()] == ["others"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("form", ["npz", "hloc", "kapture", "openmvg", "colmap"])

@@ -7,6 +7,7 @@ does not check indices and crashes on one out of range, so all are checked here.
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from matcher.collection.records import StoredImage, StoredPair
     from matcher.collection.store import Store
 
+_ROOM = 1 << 16  # bytes; what COLMAP says where less is left does not name the disk
 _ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
 
 
@@ -169,6 +171,6 @@ def _translated_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "full" in str(error):
+        if "full" in str(error) or shutil.disk_usage(out.absolute().parent).free < _ROOM:
             raise OSError(errno.ENOSPC, f"{out}: the disk is full") from error
         raise OSError(errno.EIO, f"{out}: COLMAP could not write its database ({error})") from error
