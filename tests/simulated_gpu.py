@@ -375,6 +375,7 @@ def simulated_gpu() -> Iterator[None]:
         for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
             patch.setattr(torch.cuda, name, lambda device=None: 0)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "simulated")
         yield
 

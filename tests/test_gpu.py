@@ -20,6 +20,7 @@ from matcher.data.features import Features
 from matcher.data.images import read_image
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
+from matcher.lab.benchmark import device_rows
 from matcher.lab.benchmark.report import run_benchmark
 from matcher.lab.benchmark.timing import Stopwatch
 from matcher.lab.train.trainer import Trainer
@@ -386,6 +387,19 @@ def test_rows_of_the_benchmark_are_measured_on_a_gpu(gpu, only, views, shipped_w
     assert all(row.ours.minimum > 0 for row in report.rows if row.unit == "ms")
     if only == "device":
         assert any("CUDA graphs" in row.work for row in report.rows)
+
+
+def test_a_row_that_does_not_fit_the_memory_leaves_the_others(gpu, views, shipped_weights, monkeypatch):
+    def too_large(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_rows, "batch_rows", too_large)
+    monkeypatch.setattr(device_rows, "match_rows", lambda *_: iter([]))
+    lines = []
+    watch = Stopwatch(torch.device("cuda"), repeats=1)
+    report = run_benchmark(watch, views, quick=True, only="device", progress=lines.append)
+    assert "| device: batches | | the memory of this device is too small for it | | | |" in lines
+    assert [row.work.split(",")[0] for row in report.rows] == ["front end learned"]
 
 
 @pytest.mark.slow

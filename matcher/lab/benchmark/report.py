@@ -83,10 +83,15 @@ def run_benchmark(
     for line in heading(report):
         report_line(line)
     for name, make in _plan(watch, peaks, images, photos, quick):
-        if _wanted(name, only, watch.device):
+        if not _wanted(name, only, watch.device):
+            continue
+        try:
             for row in make():
                 report.rows.append(row)
                 report_line(format_row(row))
+        except torch.OutOfMemoryError:  # of a GPU; the other rows may fit
+            report_line(f"| {name} | | the memory of this device is too small for it | | | |")
+            torch.cuda.empty_cache()
     if watch.device.type == "cpu" and (only is None or only in "stages"):
         report.stages = preset_rows.stages(load(max_keypoints=_limit(quick)), images, watch.repeats)
         report_line(format_stages(report.stages))
