@@ -26,6 +26,7 @@ from matcher.match.network.model import MatchingNetwork
 from matcher.match.steering import quarter_turns
 from matcher.match.turns import TURNS, best_turn, turned
 from matcher.onnx import engine, runtime
+from matcher.onnx.builder import Builder
 from matcher.onnx.export import export_preset
 from matcher.onnx.extractor import OnnxExtractor
 from matcher.onnx.matching import OnnxMatcher
@@ -169,7 +170,6 @@ def steerable(count: int, turn: int, rng: np.random.Generator) -> tuple[np.ndarr
 @pytest.mark.parametrize("turn", range(TURNS))
 @pytest.mark.parametrize("count", [30, 500])
 def test_quarter_turns_are_found_alike_by_torch_numpy_and_onnx(turn, count, rng):
-    from matcher.onnx.builder import Builder
     from matcher.onnx.steering import quarter_turns as write
 
     first, second = steerable(count, turn, rng)
@@ -185,6 +185,14 @@ def test_quarter_turns_are_found_alike_by_torch_numpy_and_onnx(turn, count, rng)
     assert best_turn(first, second) == wanted
     assert quarter_turns(*(features.to("cpu") for features in batch)).tolist() == [wanted]
     assert Model(graph.encode({}))(a=first, b=second)["turns"] == wanted
+
+
+def test_a_model_names_what_goes_in_and_comes_out():
+    graph = Builder("two")
+    for name in ("first", "second"):
+        graph.output(f"{name} again", graph.Identity(graph.input(name, "float32", "count")), "float32")
+    model = Model(graph.encode({}))
+    assert (model.inputs, model.outputs) == (["first", "second"], ["first again", "second again"])
 
 
 def test_nearest_neighbours_are_the_same_in_numpy_and_torch(rng):

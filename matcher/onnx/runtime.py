@@ -52,6 +52,11 @@ class Model:
         self._created = _threads(os.getpid()).creating.submit(create or session, data)
 
     @cached_property
+    def inputs(self) -> list[str]:
+        """The names of the inputs."""
+        return [each.name for each in self._created.result().get_inputs()]
+
+    @cached_property
     def outputs(self) -> list[str]:
         """The names of the outputs."""
         return [each.name for each in self._created.result().get_outputs()]
