@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from matcher.kernels.calls import threads_for
 from matcher.kernels.library import kernels
-from matcher.kernels.maps import suit
+from matcher.kernels.maps import add_enlarged_compiled, have_maps, score_pixels_compiled, suit
 from matcher.kernels.trials import Trial, granted
 
 _CHANNELS = 16
@@ -86,19 +86,23 @@ def _channels_last(maps: Tensor) -> Tensor:
 
 
 def try_finest() -> Trial:
-    """The finest map and the scores of a small image."""
+    """The finest map and the scores of an image of 640 × 480."""
     rng = torch.Generator().manual_seed(0)
     first, second, mix, last = (
         _convolution(rng, *sizes) for sizes in ((1, 16, 5, 2), (16, 16, 3), (16, 16, 3), (16, 4, 3))
     )
     last = last.float()
-    pixels, deviation = torch.randn(1, 1, 240, 320, generator=rng), torch.ones(1, 1, 1, 1)
-    coarse = _channels_last(torch.randn(1, _CHANNELS, 60, 80, generator=rng).bfloat16())
+    pixels, deviation = torch.randn(1, 1, 480, 640, generator=rng), torch.ones(1, 1, 1, 1)
+    coarse = _channels_last(torch.randn(1, _CHANNELS, 120, 160, generator=rng).bfloat16())
 
-    def stock() -> Tensor:
-        finest = second(first(_channels_last(pixels.bfloat16())).relu_()).relu_()
-        enlarged = finest + F.interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
-        scores = F.pixel_shuffle(last(mix(enlarged).relu_().float()), 2)
+    def stock() -> Tensor:  # with the kernels that there would be otherwise
+        finest = _ended_by_relu(second, _ended_by_relu(first, _channels_last(pixels.bfloat16())))
+        if have_maps(finest):
+            mixed = _ended_by_relu(mix, add_enlarged_compiled(finest, coarse))
+            scores = score_pixels_compiled(mixed, last.weight, last.bias)
+        else:
+            enlarged = F.interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
+            scores = F.pixel_shuffle(last(_ended_by_relu(mix, finest + enlarged).float()), 2)
         return torch.cat([finest.flatten().float(), scores.flatten()])
 
     def kernel() -> Tensor | None:
@@ -107,6 +111,14 @@ def try_finest() -> Trial:
         return None if scores is None else torch.cat([finest.flatten().float(), scores.flatten()])
 
     return Trial(kernel, stock, 0.1)
+
+
+def _ended_by_relu(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    fused = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+    if fused is None:
+        return convolution(x).relu_()
+    sizes = (convolution.padding, convolution.stride, convolution.dilation, convolution.groups)
+    return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")
 
 
 def _convolution(rng: torch.Generator, inputs: int, outputs: int, side: int, stride: int = 1) -> nn.Conv2d:
