@@ -1,4 +1,4 @@
-"""CPU threads, and how much torch keeps in memory: environment variables and numbers; no torch."""
+"""CPU threads, and how much memory is kept for later: environment variables and numbers; no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ _GIVEN = "OMP_NUM_THREADS"  # set by the user: so many threads are wanted
 _VARIABLES = (_GIVEN, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 _PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _KEPT = "128"  # of torch's 1024; a pair of images takes some 40, and each is up to half a megabyte
+_ALLOCATION = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")  # set by the user
+# glibc's names and what it may raise them to by itself, in bytes: allocations from this size on come from the
+# system and go back to it at once; of the others, so much is kept when it is free.
+_FROM_SYSTEM, _FREE_KEPT = (-3, 32 << 20), (-1, 64 << 20)
 
 
 def thread_environment(count: int) -> dict[str, str]:
@@ -70,6 +74,23 @@ def bound_primitives() -> None:
     nothing was computed before in this process.
     """
     os.environ.setdefault(_PRIMITIVES, _KEPT)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let the process keep up to 64 MiB that it has freed, unless the user has set how glibc allocates.
+
+    By default glibc gives the maps of each image back to the system, which clears them page by page when the
+    next image needs them: a tenth of the processor time of a match. No result depends on it. Nothing happens
+    where the allocator is not glibc's.
+    """
+    if sys.platform != "linux" or any(os.environ.get(name) for name in _ALLOCATION):
+        return
+    import ctypes  # here, because `matcher --help` reads this file
+
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for name, size in (_FROM_SYSTEM, _FREE_KEPT):
+            mallopt(name, size)
 
 
 @cache

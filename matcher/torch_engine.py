@@ -22,6 +22,7 @@ from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_pr
 from matcher.match.network.model import MatchingNetwork
 from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.result import WeightsSource
+from matcher.threads import keep_freed_memory
 from matcher.weights.published.networks import fill_extractor, load_weights
 
 
@@ -32,6 +33,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
         UsageError: a device, front end or option that does not fit.
         IntegrityError: weights that are absent or damaged.
     """
+    keep_freed_memory()
     device = resolve_device(given.get("device", "auto"))
     on_grid = config.extractor.kind == GRID_KIND
     if on_grid:

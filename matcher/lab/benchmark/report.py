@@ -83,19 +83,27 @@ def run_benchmark(
     for line in heading(report):
         report_line(line)
     for name, make in _plan(watch, peaks, images, photos, quick):
-        if not _wanted(name, only, watch.device):
-            continue
-        try:
-            for row in make():
-                report.rows.append(row)
-                report_line(format_row(row))
-        except torch.OutOfMemoryError:  # of a GPU; the other rows may fit
-            report_line(f"| {name} | | the memory of this device is too small for it | | | |")
-            torch.cuda.empty_cache()
+        if _wanted(name, only, watch.device):
+            _measure(name, make, report, report_line)
     if watch.device.type == "cpu" and (only is None or only in "stages"):
         report.stages = preset_rows.stages(load(max_keypoints=_limit(quick)), images, watch.repeats)
         report_line(format_stages(report.stages))
     return report
+
+
+def _measure(
+    name: str,
+    make: Callable[[], Iterator[BenchmarkRow]],
+    report: BenchmarkReport,
+    report_line: Callable[[str], object],
+) -> None:
+    try:
+        for row in make():
+            report.rows.append(row)
+            report_line(format_row(row))
+    except torch.OutOfMemoryError:  # of a GPU; the other rows may fit
+        report_line(f"| {name} | | the memory of this device is too small for it | | | |")
+        torch.cuda.empty_cache()
 
 
 def _wanted(name: str, only: str | None, device: torch.device) -> bool:
