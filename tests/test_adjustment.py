@@ -208,7 +208,7 @@ def test_a_fundamental_matrix_can_be_left_as_it_was_sampled(monkeypatch):
     points1 = points1 + rng.normal(scale=0.5, size=points1.shape)
     config = EstimationConfig(kind="fundamental")
     adjusted = RobustEstimator(config)(points0, points1)
-    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
+    monkeypatch.setattr("matcher.verify.epipolar.adjusted_fundamental", None)
     left = RobustEstimator(config, adjusted=False)(points0, points1)
     assert left.status == adjusted.status == "ok"
     assert np.abs(left.matrix - adjusted.matrix).max() > 1e-6
@@ -222,7 +222,7 @@ def test_links_of_frames_are_not_adjusted(monkeypatch):
     tracker = Tracker("nearest", max_keypoints=200)
     pipeline = tracker.pipeline
     assert pipeline.estimator.adjusted and not tracker._map.linker.estimator.adjusted
-    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
+    monkeypatch.setattr("matcher.verify.epipolar.adjusted_fundamental", None)
     for shift in (0, 4, 8):
         found = tracker.push(texture[:, shift : shift + 320])
     assert found.status == "tracked"

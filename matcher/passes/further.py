@@ -175,7 +175,7 @@ class _Pair:
         """The fundamental matrix estimated from the matches of one pass."""
         estimate = RobustEstimator(replace(self.further.estimation, kind="fundamental"))
         scale = threshold_scale(*(f.scale.tolist() for f in self.features), "fundamental")
-        return estimate(one.points0, one.points1, thresholds_scale=scale)
+        return estimate(one.points0, one.points1, scores=one.scores, thresholds_scale=scale)
 
     def is_confident(self, geometry: TwoViewGeometry) -> bool:
         """Whether the matches that `geometry` was estimated from need no further pass."""

@@ -17,6 +17,7 @@ _ROUNDS, _ATTEMPTS = 15, 8
 _ENOUGH = 1e-6  # share by which a step must lower the loss for another one to follow
 _TINY = 1e-300
 _VAST = 1e8  # pixels²
+_LEAST_REFINED = 8  # inliers below which there is nothing to refine from
 _TURNS = np.array(  # derivatives of a rotation about x, y and z
     [
         [[0.0, 0.0, 0.0], [0.0, 0.0, -1.0], [0.0, 1.0, 0.0]],
@@ -48,6 +49,22 @@ class Spread(NamedTuple):
         bound = np.sqrt(xx * yy)
         xy = np.clip(known[:, 0, 1], -bound, bound)  # also where somebody's own are no covariances
         return Spread(xx + _KNOWN**2, xy, yy + _KNOWN**2, _KNOWN**2)
+
+
+def refined(
+    refine: Callable[..., np.ndarray],
+    points0: np.ndarray,
+    points1: np.ndarray,
+    model: np.ndarray,
+    inliers: np.ndarray,
+    covariances: np.ndarray | None,
+) -> np.ndarray:
+    """What `refine` makes of a model by its inliers; the model itself if they are few or that fails."""
+    if np.count_nonzero(inliers) <= _LEAST_REFINED:
+        return model
+    covariances = None if covariances is None else covariances[inliers]
+    found = refine(model, points0[inliers], points1[inliers], covariances)
+    return found if np.isfinite(found).all() and found.any() else model
 
 
 def adjusted_homography(

@@ -6,52 +6,44 @@ non-finite points; here every such case has its own status and no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import cv2
 import numpy as np
-import poselib
 
 from matcher.config import EstimationConfig, GeometryStatus
 from matcher.data.camera import Camera
-from matcher.data.geometry import warp_points
 from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError
-from matcher.verify.adjustment import adjusted_fundamental, adjusted_homography, adjusted_pose
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line, only_rotates
-from matcher.verify.distances import fundamental_from_pose, in_front, sampson
+from matcher.verify.epipolar import (
+    MatchedPoints,
+    TwoViewModel,
+    estimated_essential,
+    estimated_fundamental,
+    sampled_fundamental,
+)
+from matcher.verify.homography import estimated_homography
+from matcher.verify.likelihood import probabilities
 from matcher.verify.undistortion import undistort
 
 _MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points that fix the model
 _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
-_MAX_ITERATIONS = 10_000
-_MAX_ITERATIONS_ESSENTIAL = 30_000  # enough for four outliers in five
-_CONFIDENCE = 0.9999
-_LOSS_SCALE = 0.5  # pixels; errors well above it no longer pull a refined model
-_LEAST_REFINED = 8  # inliers below which there is nothing to refine from
-
-
-@dataclass(frozen=True, eq=False)
-class _Model:
-    matrix: np.ndarray  # (3, 3)
-    inliers: np.ndarray  # (N,) bool
-    cam1_from_cam0: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
-    Each model is then refined over its inliers under a Cauchy loss: where covariances are known weighed by
-    them, and a fundamental matrix always (unless `adjusted` is False), by `adjustment.py`; else by PoseLib.
+    Fundamental and essential are the likeliest of several hypotheses (`epipolar.py`). Each model is refined
+    over its inliers under a Cauchy loss: where covariances are known weighed by them, and a fundamental
+    matrix always, by `adjustment.py`; else by PoseLib.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
     """
 
     config: EstimationConfig
-    adjusted: bool = True  # False: fundamental matrices stay as MAGSAC++ leaves them
+    adjusted: bool = True  # False: fundamental matrices are a single hypothesis, as MAGSAC++ leaves it
     takes_covariances = True  # see `matcher.data.protocols.Estimator`
 
     def __call__(
@@ -75,7 +67,7 @@ class RobustEstimator:
         Args:
             points0, points1: (K, 2) stored pixels; non-finite rows are never inliers.
             cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
-            scores: accepted for the protocol and not used; all matches are sampled uniformly.
+            scores: (K,) match probabilities, all the same if left out; not used by homography.
             thresholds_scale: stored pixels per resized pixel; one factor for both images.
             covariances: (K, 2, 2) of points1, stored pixels², as `MatchRefinement` has them.
 
@@ -94,25 +86,19 @@ class RobustEstimator:
         if kind == "essential":
             pairs, cameras = _pinhole(pairs, cameras, scale)
         usable, inliers = np.all(np.abs(pairs) < _LIMIT, axis=1), np.zeros(len(pairs), dtype=bool)
-        # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
-        resized = pairs[usable] / scale
-        distinct, index, inverse = np.unique(resized, axis=0, return_index=True, return_inverse=True)
-        known = _resized(covariances, len(pairs), scale, np.flatnonzero(usable)[index])
-        status, model = self._estimate(distinct[:, :2], distinct[:, 2:], cameras, known)
+        matched, place = _distinct(pairs, usable, scale, scores, covariances)
+        status, model = self._estimate(matched, cameras)
         if model is None:
             return TwoViewGeometry(kind, status, inliers)
-        inliers[usable] = model.inliers[inverse.reshape(-1)]
+        inliers[usable] = model.inliers[place]
         matrix = _stored(kind, model.matrix, scale)
         return TwoViewGeometry(kind, status, inliers, matrix, model.cam1_from_cam0)
 
     def _estimate(
-        self,
-        points0: np.ndarray,
-        points1: np.ndarray,
-        cameras: tuple[Camera, Camera] | None,
-        covariances: np.ndarray | None,
-    ) -> tuple[GeometryStatus, _Model | None]:
+        self, matched: MatchedPoints, cameras: tuple[Camera, Camera] | None
+    ) -> tuple[GeometryStatus, TwoViewModel | None]:
         """Status and model of distinct, finite points in resized pixels."""
+        points0, points1 = matched.points0, matched.points1
         kind, minimum = self.config.kind, _MINIMUM[self.config.kind]
         homography = kind == "homography"
         threshold = self.config.max_reprojection_error if homography else self.config.max_epipolar_error
@@ -123,11 +109,12 @@ class RobustEstimator:
         if any(on_a_line(side, every, threshold, minimum, chance) for side in (points0, points1)):
             return "degenerate", None
         if kind == "essential":
-            model = _essential(points0, points1, cameras, threshold, self.config.seed, covariances)
+            model = estimated_essential(matched, cameras, threshold, self.config.seed)
         elif homography:
-            model = _homography(points0, points1, threshold, covariances)
+            model = estimated_homography(matched, threshold)
         else:
-            model = _fundamental(points0, points1, threshold, covariances, self.adjusted)
+            fundamental = estimated_fundamental if self.adjusted else sampled_fundamental
+            model = fundamental(matched, threshold)
         if model is None or not model.inliers.any():
             return "no_model", None
         count = int(np.count_nonzero(model.inliers))
@@ -157,6 +144,30 @@ def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     if any(side.dtype.kind not in "fiu" for side in sides):
         raise UsageError(f"points must be real numbers, not {sides[0].dtype} and {sides[1].dtype}")
     return np.concatenate(sides, axis=1).astype(np.float64)
+
+
+def _distinct(
+    pairs: np.ndarray,
+    usable: np.ndarray,
+    scale: float,
+    scores: np.ndarray | None,
+    covariances: np.ndarray | None,
+) -> tuple[MatchedPoints, np.ndarray]:
+    """The distinct ones among the usable matches, and which of them each usable match is."""
+    # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
+    resized = pairs[usable] / scale
+    distinct, index, inverse = np.unique(resized, axis=0, return_index=True, return_inverse=True)
+    known = _resized(covariances, len(pairs), scale, np.flatnonzero(usable)[index])
+    probable, place = np.zeros(len(distinct)), inverse.reshape(-1)
+    np.maximum.at(probable, place, _probable(scores, len(pairs))[usable])
+    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, known), place
+
+
+def _probable(scores: np.ndarray | None, count: int) -> np.ndarray:
+    """(count,) probabilities of the matches."""
+    if scores is not None and np.shape(scores) != (count,):
+        raise UsageError(f"scores of {count} matches must be ({count},), not {np.shape(scores)}")
+    return probabilities(scores, count)
 
 
 def _resized(
@@ -204,115 +215,3 @@ def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
     if kind == "fundamental":
         matrix = shrink @ matrix @ shrink
     return matrix / np.linalg.norm(matrix)
-
-
-def _homography(
-    points0: np.ndarray, points1: np.ndarray, threshold: float, covariances: np.ndarray | None
-) -> _Model | None:
-    try:
-        matrix, _ = cv2.findHomography(
-            points0, points1, cv2.USAC_MAGSAC, threshold, maxIters=_MAX_ITERATIONS, confidence=_CONFIDENCE
-        )
-    except cv2.error:  # raised for some inputs that no minimal sample fits
-        return None
-    if matrix is None or not np.isfinite(matrix).all():
-        return None
-    # OpenCV gives H[2, 2] = 1: where the first pixel lies beyond the horizon, all points would lie behind it.
-    matrix = _facing(matrix, points0)
-    for refine in (_refine_homography, adjusted_homography)[: 1 if covariances is None else 2]:
-        found = _transfer(points0, points1, matrix) <= threshold
-        matrix = _facing(_refined(refine, points0, points1, matrix, found, covariances), points0)
-    return _Model(matrix, _transfer(points0, points1, matrix) <= threshold)
-
-
-def _facing(homography: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """The homography with the sign that puts most of the points before its horizon."""
-    return -homography if np.median(points @ homography[2, :2] + homography[2, 2]) < 0 else homography
-
-
-def _transfer(points0: np.ndarray, points1: np.ndarray, homography: np.ndarray) -> np.ndarray:
-    """(N,) distances in image 1, pixels; infinite behind the horizon."""
-    with np.errstate(over="ignore"):
-        error = np.linalg.norm(warp_points(points0, homography) - points1, axis=1)
-    return np.nan_to_num(error, nan=np.inf)
-
-
-def _refine_homography(
-    matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, _: np.ndarray | None
-) -> np.ndarray:
-    options = {"loss_type": "CAUCHY", "loss_scale": _LOSS_SCALE, "max_iterations": 50}
-    return poselib.refine_homography(points0, points1, matrix, options)[0]
-
-
-def _refined(
-    refine: Callable[..., np.ndarray],
-    points0: np.ndarray,
-    points1: np.ndarray,
-    matrix: np.ndarray,
-    inliers: np.ndarray,
-    covariances: np.ndarray | None,
-) -> np.ndarray:
-    """The model of least Cauchy loss near `matrix`, over its inliers: coarse ones pull MAGSAC's own."""
-    if np.count_nonzero(inliers) <= _LEAST_REFINED:
-        return matrix
-    covariances = None if covariances is None else covariances[inliers]
-    found = refine(matrix, points0[inliers], points1[inliers], covariances)
-    return found if np.isfinite(found).all() and found.any() else matrix
-
-
-def _fundamental(
-    points0: np.ndarray, points1: np.ndarray, threshold: float, covariances: np.ndarray | None, adjusted: bool
-) -> _Model | None:
-    try:
-        matrix, _ = cv2.findFundamentalMat(
-            points0, points1, cv2.USAC_MAGSAC, threshold, _CONFIDENCE, _MAX_ITERATIONS
-        )
-    except cv2.error:
-        return None
-    if matrix is None or matrix.shape != (3, 3) or not np.isfinite(matrix).all() or not matrix.any():
-        return None
-    found = sampson(points0, points1, matrix) <= threshold
-    if adjusted:
-        matrix = _refined(adjusted_fundamental, points0, points1, matrix, found, covariances)
-    return _Model(matrix, sampson(points0, points1, matrix) <= threshold)
-
-
-def _essential(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    cameras: tuple[Camera, Camera],
-    threshold: float,
-    seed: int,
-    covariances: np.ndarray | None,
-) -> _Model | None:
-    """PoseLib refines the pose on its inliers and drops points behind a camera."""
-    dicts = [
-        {"model": "PINHOLE", "width": 0, "height": 0, "params": [c.fx, c.fy, c.cx, c.cy]} for c in cameras
-    ]
-    options = {
-        "max_epipolar_error": threshold,
-        "max_iterations": _MAX_ITERATIONS_ESSENTIAL,
-        "success_prob": _CONFIDENCE,
-        "seed": seed,
-    }
-    loss = {"loss_type": "CAUCHY", "loss_scale": _LOSS_SCALE}
-    pose, report = poselib.estimate_relative_pose(points0, points1, *dicts, options, loss)
-    length = np.linalg.norm(pose.t)
-    cam1_from_cam0 = np.eye(4)
-    cam1_from_cam0[:3, :3] = pose.R
-    if not np.isfinite(length) or length < 1e-12 or not np.isfinite(cam1_from_cam0).all():
-        return None
-    cam1_from_cam0[:3, 3] = pose.t / length
-    inliers = np.asarray(report["inliers"], dtype=bool)
-    if covariances is not None:
-        known = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
-
-        def refine(pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
-            return adjusted_pose(pose, known, *matches)
-
-        cam1_from_cam0 = _refined(refine, points0, points1, cam1_from_cam0, inliers, covariances)
-        fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, cam1_from_cam0)
-        inliers = sampson(points0, points1, fundamental) <= threshold
-        inliers &= in_front(points0, points1, known, cam1_from_cam0)
-    essential = fundamental_from_pose(np.eye(3), np.eye(3), cam1_from_cam0)
-    return _Model(essential, inliers, cam1_from_cam0)

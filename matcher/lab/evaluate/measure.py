@@ -170,6 +170,7 @@ def _estimate(
         matches.points0,
         matches.points1,
         cameras=cameras,
+        scores=matches.scores,
         thresholds_scale=scale,
         covariances=matches.covariances,
     )

@@ -1,0 +1,164 @@
+"""Which of several hypotheses of a two-view geometry is kept, and what match probabilities do to it."""
+
+import numpy as np
+import poselib
+import pytest
+
+from matcher.config import EstimationConfig
+from matcher.data.camera import Camera
+from matcher.errors import UsageError
+from matcher.verify import epipolar
+from matcher.verify.adjustment import Spread
+from matcher.verify.distances import fundamental_from_pose, sampson
+from matcher.verify.estimation import RobustEstimator
+from matcher.verify.likelihood import log_likelihood, probabilities
+
+CAMERA = Camera(800.0, 800.0, 512.0, 384.0)
+SIZE = (1024, 768)
+
+
+def pose(turn=0.0):
+    """A step to the right and ahead, with the second camera turned about its vertical axis."""
+    cam1_from_cam0, angle = np.eye(4), np.radians(8 + turn)
+    cam1_from_cam0[:3, :3] = [
+        [np.cos(angle), 0, np.sin(angle)],
+        [0, 1, 0],
+        [-np.sin(angle), 0, np.cos(angle)],
+    ]
+    cam1_from_cam0[:3, 3] = np.array([0.9, 0.1, 0.4]) / np.linalg.norm([0.9, 0.1, 0.4])
+    return cam1_from_cam0
+
+
+def views(rng, true, wrong, noise, depth=(3.0, 8.0)):
+    """Matches of a scene, the right ones first."""
+    points0 = rng.uniform(0, SIZE, (true + wrong, 2))
+    rays = np.column_stack([points0, np.ones(true + wrong)]) @ np.linalg.inv(CAMERA.K).T
+    scene = rays * rng.uniform(*depth, (true + wrong, 1)) @ pose()[:3, :3].T + pose()[:3, 3]
+    projected = scene @ CAMERA.K.T
+    points1 = projected[:, :2] / projected[:, 2:] + rng.normal(0, noise, (true + wrong, 2))
+    points1[true:] = rng.uniform(0, SIZE, (wrong, 2))
+    return points0, points1
+
+
+def estimate(kind, points0, points1, **options):
+    cameras = (CAMERA, CAMERA) if kind == "essential" else None
+    return RobustEstimator(EstimationConfig(kind=kind))(points0, points1, cameras=cameras, **options)
+
+
+def degrees_off(found):
+    """The larger of the errors of rotation and direction."""
+    cosines = (
+        (np.trace(found[:3, :3].T @ pose()[:3, :3]) - 1) / 2,
+        found[:3, 3] @ pose()[:3, 3],
+    )
+    return float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).max())
+
+
+def test_the_exact_one_of_two_models_is_likelier_though_fewer_matches_are_near_it(rng):
+    """Numbers of inliers would choose the other one."""
+    points0, points1 = views(rng, 300, 100, 0.05)
+    exact, other = (fundamental_from_pose(CAMERA.K, CAMERA.K, pose(turn)) for turn in (0.0, 0.12))
+    # Wrong matches lie 1.8 pixels from the lines of the other model, beyond those of the exact one.
+    lines, beside = (np.column_stack([points0[300:], np.ones(100)]) @ model.T for model in (other, exact))
+    lines /= np.linalg.norm(lines[:, :2], axis=1, keepdims=True)
+    normals = lines[:, :2]
+    offsets = np.sum(points1[300:] * normals, axis=1) + lines[:, 2]
+    on_line = points1[300:] - offsets[:, None] * normals
+    away = np.sign(np.sum(on_line * beside[:, :2], axis=1) + beside[:, 2])
+    away *= np.sign(np.sum(normals * beside[:, :2], axis=1))
+    points1[300:] = on_line + 1.8 * away[:, None] * normals
+    near = [np.count_nonzero(sampson(points0, points1, model) < 1.5) for model in (exact, other)]
+    assert near[1] > near[0]
+    covariances = np.tile(0.05**2 * np.eye(2), (400, 1, 1))
+    spread, probable = Spread.of(covariances, 400), np.full(400, 0.5)
+    likely = [log_likelihood(model, points0, points1, spread, probable) for model in (exact, other)]
+    assert likely[0] > likely[1] + 20
+
+
+def test_a_match_counts_as_much_as_it_is_probable_exact_and_possible(rng):
+    points0, points1 = views(rng, 50, 0, 0.0)
+    model, spread = fundamental_from_pose(CAMERA.K, CAMERA.K, pose()), Spread.of(None, 50)
+
+    def likely(probability, spread=spread, possible=None, shift=0.0):
+        probable = np.full(50, probability)
+        return log_likelihood(model, points0, points1 + np.array([0.0, shift]), spread, probable, possible)
+
+    assert likely(0.9) > likely(0.5) > likely(0.1) > 0
+    assert likely(0.5, Spread.of(np.tile(0.01 * np.eye(2), (50, 1, 1)), 50)) > likely(0.5)
+    assert likely(0.9, possible=np.zeros(50, bool)) == pytest.approx(50 * np.log(0.1))
+    assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))  # all far from their lines
+
+
+def test_several_thresholds_are_tried_unless_most_matches_agree_with_the_first(rng, monkeypatch):
+    tried = []
+
+    def spy(*arguments):
+        tried.append(arguments[4]["max_epipolar_error"])
+        return original(*arguments)
+
+    original = poselib.estimate_relative_pose
+    monkeypatch.setattr(epipolar.poselib, "estimate_relative_pose", spy)
+    assert estimate("essential", *views(rng, 190, 10, 0.1)).status == "ok"
+    assert tried == pytest.approx([1.0])
+    assert estimate("essential", *views(rng, 100, 100, 0.1)).status == "ok"
+    assert tried == pytest.approx([1.0, 1.0, 0.5, 2.5])
+
+
+def test_exact_matches_give_an_exact_pose_and_coarse_ones_a_pose(rng):
+    points0, points1 = views(rng, 60, 140, 0.03)
+    covariances = np.tile(0.03**2 * np.eye(2), (200, 1, 1))
+    found = estimate("essential", points0, points1, covariances=covariances)
+    assert degrees_off(found.cam1_from_cam0) < 0.1
+    points0, points1 = views(rng, 150, 100, 1.5)
+    assert degrees_off(estimate("essential", points0, points1).cam1_from_cam0) < 3
+
+
+def test_probable_matches_are_enough_among_many_improbable_ones(rng):
+    """One in seventeen is right: no sample of five of them is drawn by chance."""
+    points0, points1 = views(rng, 70, 1130, 0.2)
+    scores = np.where(np.arange(1200) < 70, 0.9, 0.05)
+    order = rng.permutation(1200)
+    points0, points1, scores = points0[order], points1[order], scores[order]
+    right = scores > 0.5
+    without = estimate("essential", points0, points1)
+    assert without.status != "ok" or without.inliers[right].mean() < 0.5
+    found = estimate("essential", points0, points1, scores=scores)
+    assert found.status == "ok" and found.inliers[right].mean() > 0.9
+    assert degrees_off(found.cam1_from_cam0) < 1
+
+
+def test_the_order_of_the_matches_does_not_matter(rng):
+    points0, points1 = views(rng, 80, 120, 0.3)
+    scores = rng.uniform(0, 1, 200)
+    order = rng.permutation(200)
+    for kind in ("essential", "fundamental"):
+        one = estimate(kind, points0, points1, scores=scores)
+        other = estimate(kind, points0[order], points1[order], scores=scores[order])
+        assert np.array_equal(one.inliers[order], other.inliers)
+        assert np.array_equal(one.matrix, other.matrix)
+
+
+def test_equal_matches_are_one_with_the_largest_probability(rng):
+    points0, points1 = views(rng, 60, 60, 0.3)
+    scores = rng.uniform(0.1, 0.9, 120)
+    one = estimate("essential", points0, points1, scores=scores)
+    twice = estimate(
+        "essential",
+        np.concatenate([points0, points0]),
+        np.concatenate([points1, points1]),
+        scores=np.concatenate([scores / 10, scores]),
+    )
+    assert np.array_equal(one.matrix, twice.matrix)
+    assert np.array_equal(twice.inliers, np.tile(one.inliers, 2))
+
+
+def test_probabilities_are_never_certain():
+    scores = np.array([0.0, 0.5, 1.0, np.nan], np.float32)
+    assert probabilities(scores, 4) == pytest.approx([0.02, 0.5, 0.95, 0.02])
+    assert probabilities(None, 3) == pytest.approx([0.5] * 3)
+
+
+def test_scores_of_other_matches_are_refused(rng):
+    points0, points1 = views(rng, 20, 0, 0.1)
+    with pytest.raises(UsageError, match=r"scores of 20 matches must be \(20,\), not \(19,\)"):
+        estimate("fundamental", points0, points1, scores=np.ones(19))
