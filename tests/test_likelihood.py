@@ -6,12 +6,14 @@ import pytest
 
 from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
+from matcher.data.geometry import warp_points
 from matcher.errors import UsageError
 from matcher.verify import epipolar
 from matcher.verify.adjustment import Spread
 from matcher.verify.distances import fundamental_from_pose, sampson
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.likelihood import log_likelihood, probabilities
+from matcher.verify.hypotheses import MatchedPoints
+from matcher.verify.likelihood import epipolar_likelihood, homography_likelihood, probabilities
 
 CAMERA = Camera(800.0, 800.0, 512.0, 384.0)
 SIZE = (1024, 768)
@@ -71,7 +73,10 @@ def test_the_exact_one_of_two_models_is_likelier_though_fewer_matches_are_near_i
     assert near[1] > near[0]
     covariances = np.tile(0.05**2 * np.eye(2), (400, 1, 1))
     spread, probable = Spread.of(covariances, 400), np.full(400, 0.5)
-    likely = [log_likelihood(model, points0, points1, spread, probable) for model in (exact, other)]
+    likely = [
+        epipolar_likelihood(model, MatchedPoints(points0, points1, probable), spread)
+        for model in (exact, other)
+    ]
     assert likely[0] > likely[1] + 20
 
 
@@ -81,12 +86,41 @@ def test_a_match_counts_as_much_as_it_is_probable_exact_and_possible(rng):
 
     def likely(probability, spread=spread, possible=None, shift=0.0):
         probable = np.full(50, probability)
-        return log_likelihood(model, points0, points1 + np.array([0.0, shift]), spread, probable, possible)
+        matched = MatchedPoints(points0, points1 + np.array([0.0, shift]), probable)
+        return epipolar_likelihood(model, matched, spread, possible)
 
     assert likely(0.9) > likely(0.5) > likely(0.1) > 0
     assert likely(0.5, Spread.of(np.tile(0.01 * np.eye(2), (50, 1, 1)), 50)) > likely(0.5)
     assert likely(0.9, possible=np.zeros(50, bool)) == pytest.approx(50 * np.log(0.1))
     assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))  # all far from their lines
+
+
+def test_likelihood_of_a_homography(rng):
+    """A match counts as much as it is probable and near; one behind the horizon is wrong."""
+    H = np.array([[0.9, 0.1, 30.0], [-0.1, 1.0, 20.0], [1e-4, 0.0, 1.0]])
+    points0 = rng.uniform(0, SIZE, (50, 2))
+    points1, spread = warp_points(points0, H), Spread.of(None, 50)
+
+    def likely(probability, homography=H, shift=0.0):
+        matched = MatchedPoints(points0, points1 + np.array([shift, 0.0]), np.full(50, probability))
+        return homography_likelihood(homography, matched, spread)
+
+    assert likely(0.9) > likely(0.5) > likely(0.1) > 0
+    assert likely(0.9) > likely(0.9, shift=0.5) > likely(0.9, shift=1.0) > likely(0.9, shift=100.0)
+    assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))
+    assert likely(0.9, homography=-H) == pytest.approx(50 * np.log(0.1))
+
+
+def test_a_homography_of_few_probable_matches_is_found(rng):
+    """Two in a hundred are right; MAGSAC++, which draws matches at random, does not find them."""
+    H = np.array([[0.9, 0.1, 30.0], [-0.1, 1.0, 20.0], [1e-4, 0.0, 1.0]])
+    points0, points1 = rng.uniform(0, SIZE, (2, 2000, 2))
+    points1[:40] = warp_points(points0[:40], H) + rng.normal(0, 0.3, (40, 2))
+    assert estimate("homography", points0, points1).status != "ok"
+    found = estimate("homography", points0, points1, scores=np.where(np.arange(2000) < 40, 0.9, 0.05))
+    assert found.status == "ok" and found.inliers[:40].mean() > 0.95
+    corners = np.array([[0.0, 0.0], [1023.0, 0.0], [0.0, 767.0], [1023.0, 767.0]])
+    assert np.linalg.norm(warp_points(corners, found.matrix) - warp_points(corners, H), axis=1).max() < 3
 
 
 def test_several_thresholds_are_tried_unless_most_matches_agree_with_the_first(rng, monkeypatch):

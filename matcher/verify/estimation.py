@@ -15,14 +15,9 @@ from matcher.data.camera import Camera
 from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line, only_rotates
-from matcher.verify.epipolar import (
-    MatchedPoints,
-    TwoViewModel,
-    estimated_essential,
-    estimated_fundamental,
-    sampled_fundamental,
-)
+from matcher.verify.epipolar import estimated_essential, estimated_fundamental, sampled_fundamental
 from matcher.verify.homography import estimated_homography
+from matcher.verify.hypotheses import MatchedPoints, TwoViewModel
 from matcher.verify.likelihood import probabilities
 from matcher.verify.undistortion import undistort
 
@@ -67,7 +62,7 @@ class RobustEstimator:
         Args:
             points0, points1: (K, 2) stored pixels; non-finite rows are never inliers.
             cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
-            scores: (K,) match probabilities, all the same if left out; not used by homography.
+            scores: (K,) match probabilities, all the same if left out.
             thresholds_scale: stored pixels per resized pixel; one factor for both images.
             covariances: (K, 2, 2) of points1, stored pixels², as `MatchRefinement` has them.
 

@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import cv2
 import numpy as np
 import poselib
 
 from matcher.data.geometry import warp_points
-from matcher.verify.adjustment import adjusted_homography, refined
-from matcher.verify.epipolar import CONFIDENCE, LOSS_SCALE, MAX_ITERATIONS, MatchedPoints, TwoViewModel
+from matcher.verify.adjustment import Spread, adjusted_homography, refined
+from matcher.verify.hypotheses import (
+    CONFIDENCE,
+    LOSS_SCALE,
+    MAX_ITERATIONS,
+    Hypothesis,
+    MatchedPoints,
+    TwoViewModel,
+    likeliest,
+)
+from matcher.verify.likelihood import homography_likelihood
 
 
 def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
-    """The homography by MAGSAC++ (Barath et al. 2020), refined over its inliers."""
-    points0, points1, covariances = matched.points0, matched.points1, matched.covariances
+    """The likelier one of two homographies, each refined over its inliers.
+
+    One by MAGSAC++ (Barath et al. 2020); another, if few matches agree with that, by PoseLib's LO-RANSAC,
+    whose samples begin with the most probable matches.
+    """
+    spread, covariances = Spread.of(matched.covariances, len(matched)), matched.covariances
+
+    def hypotheses() -> Iterator[Hypothesis | None]:
+        for sampled in (_magsac, _lo_ransac):
+            if (matrix := sampled(matched, threshold)) is None:
+                continue
+            # Of H[2, 2] = 1: if the first pixel lies beyond the horizon, all points would be behind it.
+            matrix = _facing(matrix, matched.points0)
+            for refine in (_refine_homography, adjusted_homography)[: 1 if covariances is None else 2]:
+                found = _transfer(*matched.sides, matrix) <= threshold
+                matrix = refined(refine, *matched.sides, matrix, found, covariances)
+                matrix = _facing(matrix, matched.points0)
+            inliers = _transfer(*matched.sides, matrix) <= threshold
+            likelihood = homography_likelihood(matrix, matched, spread)
+            yield Hypothesis(TwoViewModel(matrix, inliers), likelihood, float(np.mean(inliers)))
+
+    return likeliest(hypotheses())
+
+
+def _magsac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
     try:
         matrix, _ = cv2.findHomography(
-            points0, points1, cv2.USAC_MAGSAC, threshold, maxIters=MAX_ITERATIONS, confidence=CONFIDENCE
+            *matched.sides, cv2.USAC_MAGSAC, threshold, maxIters=MAX_ITERATIONS, confidence=CONFIDENCE
         )
     except cv2.error:  # raised for some inputs that no minimal sample fits
         return None
-    if matrix is None or not np.isfinite(matrix).all():
-        return None
-    # OpenCV gives H[2, 2] = 1: where the first pixel lies beyond the horizon, all points would lie behind it.
-    matrix = _facing(matrix, points0)
-    for refine in (_refine_homography, adjusted_homography)[: 1 if covariances is None else 2]:
-        found = _transfer(points0, points1, matrix) <= threshold
-        matrix = _facing(refined(refine, points0, points1, matrix, found, covariances), points0)
-    return TwoViewModel(matrix, _transfer(points0, points1, matrix) <= threshold)
+    return matrix if matrix is not None and np.isfinite(matrix).all() else None
+
+
+def _lo_ransac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
+    order, progressive = matched.best_first()
+    options = {
+        "max_reproj_error": threshold,
+        "max_iterations": MAX_ITERATIONS,
+        "success_prob": CONFIDENCE,
+        "progressive_sampling": progressive,
+    }
+    loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
+    sides = (points[order] for points in matched.sides)
+    matrix, _ = poselib.estimate_homography(*sides, options, loss)
+    return matrix if np.isfinite(matrix).all() and matrix.any() else None
 
 
 def _facing(homography: np.ndarray, points: np.ndarray) -> np.ndarray:

@@ -14,11 +14,12 @@ import numpy as np
 
 from matcher.verify.adjustment import Spread
 from matcher.verify.distances import sampson
+from matcher.verify.hypotheses import MatchedPoints
 
 _PROBABLE = (0.02, 0.95)  # match probabilities are not taken for smaller or larger: none is certain
 _UNKNOWN = 0.5  # of a match without one
 _TINY = 1e-300
-_REACH = 500.0  # pixels of the resized image: how far from its epipolar line a wrong match may lie
+_REACH = 500.0  # pixels of the resized image: how far from its place a wrong match may lie
 
 
 def probabilities(scores: np.ndarray | None, count: int) -> np.ndarray:
@@ -28,30 +29,40 @@ def probabilities(scores: np.ndarray | None, count: int) -> np.ndarray:
     return np.nan_to_num(np.asarray(scores, dtype=np.float64)).clip(*_PROBABLE)
 
 
-def log_likelihood(
-    fundamental: np.ndarray,
-    points0: np.ndarray,
-    points1: np.ndarray,
-    spread: Spread,
-    probable: np.ndarray,
-    possible: np.ndarray | None = None,
+def epipolar_likelihood(
+    fundamental: np.ndarray, matched: MatchedPoints, spread: Spread, possible: np.ndarray | None = None
 ) -> float:
     """Logarithm of how much likelier the matches are with this epipolar geometry than if all were wrong.
 
     Args:
-        fundamental: (3, 3), pixels of the resized images, as all that follow.
-        points0, points1: (N, 2).
-        spread: of these points.
-        probable: (N,) match probabilities below 1.
+        fundamental: (3, 3), resized pixels.
+        matched: the N matches.
+        spread: of their points.
         possible: (N,) bool, False for a match that this geometry excludes, as one behind a camera.
     """
-    distance = sampson(points0, points1, fundamental)
-    deviation = _deviations(fundamental, points0, points1, spread)
+    distance = sampson(*matched.sides, fundamental)
+    deviation = _deviations(fundamental, *matched.sides, spread)
     with np.errstate(over="ignore", under="ignore"):
         density = 2 / sqrt(2 * pi) / deviation * np.exp(-0.5 * (distance / deviation) ** 2)
-    if possible is not None:
-        density = density * possible
-    return float(np.log1p(probable * (density * _REACH - 1)).sum())
+    density = density if possible is None else density * possible
+    return _of_mixture(density * _REACH, matched.probable)
+
+
+def homography_likelihood(homography: np.ndarray, matched: MatchedPoints, spread: Spread) -> float:
+    """The same with a homography (3, 3) that has the points of image 0 before its horizon."""
+    moved = matched.points0 @ homography[:, :2].T + homography[:, 2]
+    before = moved[:, 2] > 0
+    dx, dy = (moved[:, :2] / np.where(before, moved[:, 2], 1.0)[:, None] - matched.points1).T
+    determinant = np.maximum(spread.xx * spread.yy - spread.xy**2, _TINY)
+    with np.errstate(over="ignore", under="ignore"):
+        exponent = (spread.yy * dx**2 - 2 * spread.xy * dx * dy + spread.xx * dy**2) / determinant
+        density = np.exp(-0.5 * exponent) / (2 * pi * np.sqrt(determinant)) * before
+    return _of_mixture(density * _REACH**2, matched.probable)
+
+
+def _of_mixture(relative_density: np.ndarray, probable: np.ndarray) -> float:
+    """From each match's density if it is right, divided by that of wrong ones."""
+    return float(np.log1p(probable * (relative_density - 1)).sum())
 
 
 def _deviations(
