@@ -96,12 +96,14 @@ def test_parts_cover_every_pair_once(tmp_path, parts):
 
 
 @pytest.mark.slow
-def test_a_local_ray_of_two_workers(tmp_path, capfd):
+def test_a_local_ray_of_two_workers(tmp_path, monkeypatch, capfd):
+    """Also with relative paths, which are from the folder of the command."""
     pytest.importorskip("ray")
     photos(tmp_path / "photos", 8)
-    common = ["collection", tmp_path / "photos", *QUICK, "--exhaustive", "--workers"]
-    assert main([*map(str, [*common, 0, "--run", tmp_path / "here"])]) == 0
-    assert main([*map(str, [*common, 2, "--run", tmp_path / "ray", "--engine", "ray"])]) == 0
+    monkeypatch.chdir(tmp_path)
+    common = ["collection", "photos", *QUICK, "--exhaustive", "--workers"]
+    assert main([*map(str, [*common, 0, "--run", "here"])]) == 0
+    assert main([*map(str, [*common, 2, "--run", "ray", "--engine", "ray"])]) == 0
     out, err = capfd.readouterr()
     print(err)
     assert "pairs: 28 done, 0 failed, 0 waiting" in out

@@ -9,6 +9,7 @@ Anyone who can reach a Ray cluster can run code on it unless it requires a token
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,10 @@ _HELD = 256  # images whose features the object store keeps
 class Actor:
     """The code of an actor: a job runner that receives features with its jobs."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, folder: str) -> None:
+        # Relative paths are from the driver's working folder, where this machine has it.
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         self._runner = JobRunner(setup, self._fetch)
         self._references: Mapping[int, Any] = {}
 
@@ -75,7 +79,7 @@ class RayWorkers:
             max_task_retries=1,
             runtime_env={"env_vars": thread_environment(threads or 1)},
         )
-        self._actors = [actor.remote(setup) for _ in range(count or gpus or cores)]
+        self._actors = [actor.remote(setup, os.getcwd()) for _ in range(count or gpus or cores)]
         self._processes: dict[int, int] = {}  # of the actors, to see when one was replaced
         self._tainted: dict[int, bool] = {}  # actors that have a suspect
 
@@ -157,12 +161,15 @@ def _import_ray() -> Any:
 
 
 def _connect(ray: Any, count: int | None, threads: int) -> None:
-    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"log_to_driver": False}
+    if address := os.environ.get("RAY_ADDRESS"):
+        options["address"] = address
+    else:
+        cpus = None if count is None else count * threads
+        options |= {"num_cpus": cpus, "include_dashboard": False, "configure_logging": False}
     try:
-        if address:
-            ray.init(address=address, log_to_driver=False)
-        else:
-            cpus = None if count is None else count * threads
-            ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        # Ray has its workers import from the folder in which it is called: let that be this package's own.
+        with contextlib.chdir(Path(__file__).parents[2]):
+            ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UsageError(f"Ray cannot be reached or started ({error})") from None
