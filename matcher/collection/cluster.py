@@ -2,7 +2,8 @@
 
 Actors are sent the features of the tile of images that their pairs come from, once per node, through
 Ray's object store; only extracting needs the photos where the actors are. Ray restarts an actor that died and
-tries its job once more; where that fails too, the items are tried one by one, and the culprit fails.
+tries its job once more; where that fails too, the items are tried one by one, three times each, and the
+culprit fails.
 
 Anyone who can reach a Ray cluster can run code on it unless it requires a token: use a trusted network.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +27,15 @@ from matcher.threads import thread_environment
 
 _QUEUED = 2  # jobs that an actor has before it
 _TICK = 0.5  # seconds after which the caller may do something else
+# Tries of an item alone before it is blamed: one may fail because the actor is still being restarted.
+_DEATHS = 3
 _HELD = 256  # images whose features the object store keeps
 
 
 class Actor:
     """The code of an actor: a job runner that receives features with its jobs."""
 
-    def __init__(self, setup: Setup, folder: str) -> None:
+    def __init__(self, setup: Setup, folder: Path) -> None:
         # Relative paths are from the driver's working folder, where this machine has it.
         with contextlib.suppress(OSError):
             os.chdir(folder)
@@ -79,9 +82,10 @@ class RayWorkers:
             max_task_retries=1,
             runtime_env={"env_vars": thread_environment(threads or 1)},
         )
-        self._actors = [actor.remote(setup, os.getcwd()) for _ in range(count or gpus or cores)]
+        self._actors = [actor.remote(setup, Path.cwd()) for _ in range(count or gpus or cores)]
         self._processes: dict[int, int] = {}  # of the actors, to see when one was replaced
         self._tainted: dict[int, bool] = {}  # actors that have a suspect
+        self._deaths: Counter[Any] = Counter()  # of actors, by the item that they had alone
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
         """Outcomes in the order in which they come; None at least twice a second.
@@ -121,9 +125,13 @@ class RayWorkers:
             self.crashes += 1
             if len(job.items) > 1:
                 suspects += [replace(job, items=(item,), batch=1) for item in job.items]
+                return
+            [item] = job.items
+            self._deaths[item] += 1
+            if self._deaths[item] < _DEATHS:
+                suspects.append(job)
             else:
-                reason = f"its Ray actor died repeatedly ({type(error).__name__})"
-                yield job.failure(job.items[0], reason)
+                yield job.failure(item, f"its Ray actor died repeatedly ({type(error).__name__})")
             return
         self.crashes += self._processes.get(number, process) != process
         self._processes[number] = process
