@@ -66,8 +66,8 @@ def estimated_essential(
         return adjusted_pose(pose, known, *matches)
 
     def hypotheses() -> Iterator[Hypothesis | None]:
-        for factor in _THRESHOLDS:
-            pose, found = _sampled_pose(matched, cameras, factor * threshold, seed)
+        for number, factor in enumerate(_THRESHOLDS):
+            pose, found = _sampled_pose(matched, cameras, factor * threshold, seed, progressive=number > 0)
             if pose is None:
                 continue
             if matched.covariances is not None:
@@ -83,10 +83,14 @@ def estimated_essential(
 
 
 def _sampled_pose(
-    matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float, seed: int
+    matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float, seed: int, *, progressive: bool
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """cam1_from_cam0 (4, 4), None if there is none, and its inliers (N,); PoseLib refines on these."""
-    order, progressive = matched.best_first()
+    """cam1_from_cam0 (4, 4), None if there is none, and its inliers (N,); PoseLib refines on these.
+
+    `progressive`: samples begin with the most probable matches, which helps where few are right, but not
+    where these lie close together, as nearest neighbours' often do.
+    """
+    order, differ = matched.best_first()
     dicts = [
         {"model": "PINHOLE", "width": 0, "height": 0, "params": [c.fx, c.fy, c.cx, c.cy]} for c in cameras
     ]
@@ -96,7 +100,7 @@ def _sampled_pose(
         "max_iterations": MAX_ITERATIONS,
         "success_prob": CONFIDENCE,
         "seed": seed,
-        "progressive_sampling": progressive,
+        "progressive_sampling": progressive and differ,
     }
     loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
     sides = (points[order] for points in matched.sides)

@@ -32,7 +32,7 @@ class MatchedPoints:
         return self.points0, self.points1
 
     def best_first(self) -> tuple[np.ndarray, bool]:
-        """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), and whether it helps."""
+        """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), and whether there is one."""
         return np.argsort(-self.probable, kind="stable"), bool(np.ptp(self.probable) > 0)
 
 
