@@ -160,7 +160,7 @@ def test_a_file_that_is_no_rig_is_refused(tmp_path, text):
     (tmp_path / "rig.json").write_text(text)
     with pytest.raises(UsageError, match=r"rig.json: cannot be read"):
         read_rig_config(tmp_path / "rig.json")
-    with pytest.raises(UsageError, match="not a file"):
+    with pytest.raises(UsageError, match="Is a directory"):
         read_rig_config(tmp_path)
 
 

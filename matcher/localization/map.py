@@ -194,8 +194,8 @@ class Map:
             return Query(image, None)
         if not self._own_features:
             raise UsageError(
-                "this map's features come from a file, so those of a photo must be given: --features "
-                "FILE.h5 of `matcher localize`, or localize(matcher.Features(…))"
+                "this map's features come from a file, so those of a photo must be given: "
+                "`matcher localize --features FILE.h5`, or localize(matcher.Features(…))"
             )
         start = perf_counter()
         pixels = pipeline.read(image, mask)

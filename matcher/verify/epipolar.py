@@ -90,7 +90,7 @@ def _sampled_pose(
     `progressive`: samples begin with the most probable matches, which helps where few are right, but not
     where these lie close together, as nearest neighbours' often do.
     """
-    order, differ = matched.best_first()
+    order = matched.best_first() if progressive else None
     dicts = [
         {"model": "PINHOLE", "width": 0, "height": 0, "params": [c.fx, c.fy, c.cx, c.cy]} for c in cameras
     ]
@@ -100,9 +100,10 @@ def _sampled_pose(
         "max_iterations": MAX_ITERATIONS,
         "success_prob": CONFIDENCE,
         "seed": seed,
-        "progressive_sampling": progressive and differ,
+        "progressive_sampling": order is not None,
     }
     loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
+    order = np.arange(len(matched)) if order is None else order
     sides = (points[order] for points in matched.sides)
     pose, report = poselib.estimate_relative_pose(*sides, *dicts, options, loss)
     inliers, length = np.zeros(len(matched), dtype=bool), np.linalg.norm(pose.t)

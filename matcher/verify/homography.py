@@ -25,8 +25,8 @@ from matcher.verify.likelihood import homography_likelihood
 def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
     """The likelier one of two homographies, each refined over its inliers.
 
-    One by MAGSAC++ (Barath et al. 2020); another, if few matches agree with that, by PoseLib's LO-RANSAC,
-    whose samples begin with the most probable matches.
+    One by MAGSAC++ (Barath et al. 2020); another, if few matches agree with that and some are more probable
+    than others, by PoseLib's LO-RANSAC, whose samples begin with these.
     """
     spread, covariances = Spread.of(matched.covariances, len(matched)), matched.covariances
 
@@ -58,12 +58,14 @@ def _magsac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
 
 
 def _lo_ransac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
-    order, progressive = matched.best_first()
+    order = matched.best_first()
+    if order is None:
+        return None
     options = {
         "max_reproj_error": threshold,
         "max_iterations": MAX_ITERATIONS,
         "success_prob": CONFIDENCE,
-        "progressive_sampling": progressive,
+        "progressive_sampling": True,
     }
     loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
     sides = (points[order] for points in matched.sides)

@@ -31,9 +31,9 @@ class MatchedPoints:
         """The points of both images."""
         return self.points0, self.points1
 
-    def best_first(self) -> tuple[np.ndarray, bool]:
-        """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), and whether there is one."""
-        return np.argsort(-self.probable, kind="stable"), bool(np.ptp(self.probable) > 0)
+    def best_first(self) -> np.ndarray | None:
+        """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), if there is one."""
+        return np.argsort(-self.probable, kind="stable") if np.ptp(self.probable) > 0 else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from matcher.verify.hypotheses import MatchedPoints
 
 _PROBABLE = (0.02, 0.95)  # match probabilities are not taken for smaller or larger: none is certain
 _UNKNOWN = 0.5  # of a match without one
+_STEPS = 65535  # as exactly as a run keeps scores, so that its pairs verify again as they did
 _TINY = 1e-300
 _REACH = 500.0  # pixels of the resized image: how far from its place a wrong match may lie
 
@@ -26,7 +27,8 @@ def probabilities(scores: np.ndarray | None, count: int) -> np.ndarray:
     """(count,) match probabilities from scores; the same for all where there are none."""
     if scores is None:
         return np.full(count, _UNKNOWN)
-    return np.nan_to_num(np.asarray(scores, dtype=np.float64)).clip(*_PROBABLE)
+    known = np.nan_to_num(np.asarray(scores, dtype=np.float32)).clip(0, 1)
+    return (np.rint(known * np.float32(_STEPS)).astype(np.float64) / _STEPS).clip(*_PROBABLE)
 
 
 def epipolar_likelihood(
