@@ -621,6 +621,22 @@ def test_the_file_of_a_trajectory_is_that_of_its_format(made, tmp_path):
         np.testing.assert_allclose(2 * (x * y + z * w), row[1, 0], atol=1e-6)
 
 
+def test_poses_are_kept_where_a_photo_without_one_makes_no_kitti_file(made, tmp_path, capfd):
+    """KITTI's lines have no names; the other poses are not lost, and no file is replaced for them."""
+    folder, _ = made
+    (tmp_path / "photos").mkdir()
+    shutil.copy(folder / "queries" / QUERIES[0], tmp_path / "photos")
+    noise = np.random.default_rng(0).integers(0, 255, (360, 480), np.uint8)
+    PIL.Image.fromarray(noise).save(tmp_path / "photos" / "noise.png")
+    camera = ("--camera", "528,528,239.5,179.5", "--output", tmp_path / "poses.kitti")
+    command = ("localize", folder / "model", tmp_path / "photos", *camera)
+    assert run(*command) == 2
+    assert f"the poses are in {tmp_path / 'poses.json'}" in " ".join(capfd.readouterr().err.split())
+    assert QUERIES[0] in json.loads((tmp_path / "poses.json").read_text())["poses"]
+    assert not (tmp_path / "poses.kitti").exists()
+    assert run(*command) == 2 and "poses.json" in capfd.readouterr().err  # before any work
+
+
 def test_a_large_index_finds_what_comparing_all_finds():
     """Similar images are 0.25 alike at least; the others are as unlike as chance makes them."""
     rng = np.random.default_rng(0)

@@ -249,6 +249,8 @@ def _check(output: Path | None, plot: Path | None, recording: Path | None, overw
     import_pycolmap()
     if output is not None:
         check_output(output, SUFFIXES, overwrite=overwrite)
+        if output.suffix.lower() == ".kitti":  # if a photo has no pose, the others are kept there
+            check_output(output.with_suffix(".json"), SUFFIXES, overwrite=overwrite)
     if recording is not None:
         check_output(recording, (".rrd",), overwrite=overwrite)
         import_rerun()
@@ -262,12 +264,15 @@ def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:
     from matcher.errors import UsageError
 
     poses = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
+    details = {name: pose.to_dict() for name, pose in found.items()}
     if output.suffix.lower() == ".kitti" and len(poses) < len(found):
+        kept = output.with_suffix(".json")
+        write_named_poses(kept, poses, details, **where)
         raise UsageError(
-            f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; use "
-            ".tum, .txt or .json"
+            f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; the "
+            f"poses are in {kept}, or use .tum or .txt"
         )
-    write_named_poses(output, poses, {name: pose.to_dict() for name, pose in found.items()}, **where)
+    write_named_poses(output, poses, details, **where)
     show(f"wrote {output}")
 
 
