@@ -208,7 +208,8 @@ def open_own(path: Path) -> BinaryIO:
         NotOursError: they are not so.
         OSError: there is no such file, or it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+    flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # no pipe is waited for
+    descriptor = os.open(path, sum((getattr(os, name, 0) for name in flags), os.O_RDONLY))
     try:
         check_own(path.parent, path.parent.lstat(), stat.S_ISDIR)
         check_own(path, os.fstat(descriptor), stat.S_ISREG)
@@ -227,10 +228,11 @@ def check_own(path: Path, status: os.stat_result, kind: Callable[[int], bool]) -
         kind: of `stat`, whether a mode is that of a file or of a folder.
 
     Raises:
-        NotOursError: another kind, as a link, of another user, or writable by others.
+        NotOursError: another kind, as a link or a pipe, of another user, or writable by others.
     """
     if not kind(status.st_mode):
-        raise NotOursError(f"{path} is a link")
+        what = "a link" if stat.S_ISLNK(status.st_mode) else "a pipe, a device or a folder"
+        raise NotOursError(f"{path} is {what}")
     if not hasattr(os, "geteuid"):
         return  # without POSIX rights
     if status.st_uid not in (os.geteuid(), 0):

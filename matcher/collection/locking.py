@@ -10,6 +10,7 @@ from pathlib import Path
 
 from matcher.collection.run_files import HOLDER, LOCK, check_files
 from matcher.errors import UsageError
+from matcher.files import read_given
 
 
 class StoreLock:
@@ -52,6 +53,7 @@ class StoreLock:
 
 def _holder(folder: Path) -> str:
     try:
-        return f" ({(folder / HOLDER).read_text(encoding='utf-8')[:200]})"
+        said = read_given(folder / HOLDER).decode("utf-8", "replace")[:200]
     except OSError:
         return ""
+    return f" ({''.join(each if each.isprintable() else '?' for each in said)})"

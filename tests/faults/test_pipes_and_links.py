@@ -13,7 +13,11 @@ from hostile_runs import edit, small_run
 
 from matcher.cli import main
 from matcher.collection.exporting.output import whole_folder
+from matcher.collection.locking import StoreLock
+from matcher.collection.run_files import HOLDER
 from matcher.errors import UsageError
+from matcher.kernels import trials, trusted
+from matcher.onnx import kept
 
 pytestmark = pytest.mark.promise(5)
 SECONDS = 5.0
@@ -105,6 +109,39 @@ def test_an_output_that_is_a_pipe_is_not_opened(folder, tmp_path, capfd, name):
     words = [word.format(run=folder / "run", a=a, b=b) for word in command]
     assert file in said(capfd, main([*words, str(path)])).replace("\n", "")
     assert path.is_fifo()
+
+
+@pytest.mark.parametrize("load", [trusted.load, kept._read], ids=["kernels", "a model"])
+def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path, load):
+    """Who may write there could stop every command."""
+    tmp_path.chmod(0o777)
+    os.mkfifo(tmp_path / "kept.bin")
+    with pytest.warns(UserWarning, match="not used: .*others"):
+        assert load(tmp_path / "kept.bin") is None
+    tmp_path.chmod(0o755)
+    with pytest.warns(UserWarning, match="not used: .*is a pipe"):
+        assert load(tmp_path / "kept.bin") is None
+
+
+@pytest.mark.parametrize("fault", ["a pipe", "others may write it", "nested", "none"])
+def test_a_record_of_kernels_that_is_not_ours(tmp_path, fault):
+    """It says which kernels are used."""
+    record = tmp_path / "trials.json"
+    if fault == "a pipe":
+        os.mkfifo(record)
+    else:
+        record.write_text("[" * 100_000 if fault == "nested" else '{"a": true}')
+    record.chmod(0o666 if fault.startswith("others") else 0o644)
+    assert trials._read(record) == ({"a": True} if fault == "none" else {})
+
+
+def test_who_holds_a_run_is_said_in_one_line(tmp_path):
+    """The note is a file of the run, which may be anybody's; other bytes were an internal error."""
+    lock = StoreLock(tmp_path)
+    (tmp_path / HOLDER).write_bytes(b"\xff\x1b[2J\n" + b"x" * 500)
+    with pytest.raises(UsageError, match=r"another run \(.\?\[2J\?x{100,200}\);"):
+        StoreLock(tmp_path)
+    lock.release()
 
 
 @pytest.mark.parametrize("place", ["report.html", "report_pairs/00001.html"])
