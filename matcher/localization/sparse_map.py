@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.collection.reconstruction.given_poses import as_our_camera, check_finite, find_model, read_model
+from matcher.collection.reconstruction.given_poses import (
+    camera_of_model,
+    check_finite,
+    check_model_poses,
+    find_model,
+    read_model,
+)
 from matcher.data.camera import Camera
 from matcher.errors import IntegrityError, UsageError
 
@@ -69,12 +75,12 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
     poses = np.tile(np.eye(4), (len(images), 1, 1))
     poses[:, :3] = [image.cam_from_world().matrix() for image in images]
     xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
-    check_finite(place, "a pose", poses)
+    check_model_poses(place, "a pose", poses)
     check_finite(place, "a point", xyz)
     return SparseMap(
         names=tuple(image.name for image in images),
         cam_from_world=poses,
-        cameras=tuple(as_our_camera(model.camera(image.camera_id)) for image in images),
+        cameras=tuple(camera_of_model(place, model.camera(image.camera_id)) for image in images),
         keypoints=tuple(points for points, _ in columns),
         points=tuple(partners for _, partners in columns),
         xyz=xyz,

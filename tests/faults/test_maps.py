@@ -89,6 +89,35 @@ def test_a_pose_that_is_not_finite(model):
         read_given_poses(model)
 
 
+@pytest.mark.parametrize("value", [1e308, -1e13])
+def test_a_pose_that_is_too_far_away(model, value):
+    data = bytearray((model / "frames.bin").read_bytes())
+    struct.pack_into("<d", data, 8 + 8 + 32, value)
+    (model / "frames.bin").write_bytes(data)
+    with pytest.raises(IntegrityError, match="too far away"):
+        read_given_poses(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e308])
+def test_a_camera_that_is_none_is_named_with_its_model(model, value):
+    """The message did not say in which file it is."""
+    data = bytearray((model / "cameras.bin").read_bytes())
+    struct.pack_into("<d", data, 8 + 24, value)  # after count, id, model and size
+    (model / "cameras.bin").write_bytes(data)
+    finite = np.isfinite(value)
+    with pytest.raises(UsageError if finite else IntegrityError, match=rf"{model}.*camera 1"):
+        read_given_poses(model)
+
+
+def test_two_images_of_one_name(model):
+    data = (model / "images.bin").read_bytes()
+    first, second = b"frame000000", b"frame000001"
+    assert first in data and second in data
+    (model / "images.bin").write_bytes(data.replace(second, first))
+    with pytest.raises(IntegrityError, match="two images are named"):
+        read_model(model)
+
+
 @pytest.mark.parametrize("kind", ["bin", "txt"])
 @examples(25, 2_500)
 def test_models_with_pieces_changed(sound, tmp_path, tried, kind, examples):

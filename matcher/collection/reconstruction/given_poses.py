@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.sources import name_fault
 from matcher.data.camera import Camera
 from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
+from matcher.data.rotations import check_poses
 from matcher.errors import IntegrityError, UsageError
 
 _FILES = ("cameras", "images", "points3D")
@@ -48,8 +50,8 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
     for number in model.reg_image_ids():
         image = model.image(number)
         poses[image.name] = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
-        cameras[image.name] = as_our_camera(model.camera(image.camera_id))
-        check_finite(source, f"the pose of {image.name}", poses[image.name])
+        cameras[image.name] = camera_of_model(source, model.camera(image.camera_id))
+        check_model_poses(source, f"the pose of {image.name}", poses[image.name][None])
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
     return GivenPoses(poses, cameras, fixed, read_georegistration(source))
@@ -111,6 +113,9 @@ def read_model(folder: Path) -> Any:
             raise IntegrityError(
                 f"{folder}: the COLMAP model is damaged (the name of image {image.image_id} {fault})"
             )
+    names = Counter(image.name for image in model.images.values())
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise IntegrityError(f"{folder}: the COLMAP model is damaged (two images are named {twice[0]})")
     return model
 
 
@@ -122,6 +127,32 @@ def check_finite(model: Path, what: str, values: np.ndarray) -> None:
     """
     if not np.isfinite(values).all():
         raise IntegrityError(f"{model}: the COLMAP model is damaged ({what} is not finite)")
+
+
+def check_model_poses(model: Path, what: str, poses: np.ndarray) -> None:
+    """Refuse matrices (N, 4, 4) of a model that are no poses (see `check_poses`).
+
+    Raises:
+        IntegrityError: one is none; the message names the model and `what`.
+    """
+    try:
+        check_poses(poses)
+    except ValueError as error:
+        raise IntegrityError(f"{model}: the COLMAP model is damaged ({what}: {error})") from error
+
+
+def camera_of_model(model: Path, camera: Any) -> Camera:
+    """A camera of a model that anybody may have made; arguments as of `as_our_camera`.
+
+    Raises:
+        IntegrityError: its numbers are not finite.
+        UsageError: they are none of a camera, or its model is not supported; the message names both.
+    """
+    check_finite(model, f"a number of camera {camera.camera_id}", np.array(camera.params))
+    try:
+        return as_our_camera(camera)
+    except UsageError as error:
+        raise UsageError(f"{model}, camera {camera.camera_id}: {error}") from error
 
 
 def as_our_camera(camera: Any) -> Camera:
