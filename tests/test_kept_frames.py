@@ -1,5 +1,6 @@
 """A map whose making was interrupted: what was tracked is kept whole, and the map is finished later."""
 
+import json
 import signal
 
 import numpy as np
@@ -142,3 +143,47 @@ def test_a_run_that_is_ended_keeps_its_poses(tmp_path, capfd, number):
     capfd.readouterr()
     assert main(["track", str(out), "--map", str(out)]) == 0
     assert "map of the keyframes" in " ".join(capfd.readouterr().err.split())
+
+
+LENS = {"fx": 9, "fy": 9, "cx": 4, "cy": 4, "distortion": []}
+FACTS = json.dumps({"camera": LENS, "preset": "nearest", "options": {}})
+STRANGE = {
+    "nested": {"facts": np.array("[" * 100_000)},
+    "a camera of any size": {"facts": np.array(FACTS.replace("9", "9" * 400, 1))},
+    "no camera": {"facts": np.array('{"camera": 1}')},
+    "distortion of nothing": {"facts": np.array(FACTS.replace("[]", "null"))},
+    "a hundred megabytes of zeros": {"index": np.zeros(10**8, np.int8)},
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_poses_that_a_stranger_wrote(tmp_path, name):
+    """Some of it was an internal error, and what unpacks to more than the file filled the memory."""
+    rows = {
+        "index": np.arange(2),
+        "time": np.zeros(2),
+        "keyframe": np.zeros(2, int),
+        "facts": np.array(FACTS),
+    }
+    rows["world_from_cam"] = np.tile(np.eye(4), (2, 1, 1))
+    np.savez(tmp_path / KEPT, **rows)
+    assert len(read_kept(tmp_path).frames) == 2
+    save = np.savez_compressed if "megabytes" in name else np.savez
+    save(tmp_path / KEPT, **{**rows, **STRANGE[name]})
+    message = "unpacks to more" if "megabytes" in name else "are damaged"
+    with pytest.raises(IntegrityError, match=message):
+        read_kept(tmp_path)
+
+
+def test_poses_with_bytes_changed(tracked, tmp_path):
+    path, rng = tmp_path / "map" / KEPT, np.random.default_rng(4)
+    data = path.read_bytes()
+    for _ in range(400):
+        changed = bytearray(data)
+        for place in rng.integers(0, len(data), 2):
+            changed[place] = rng.integers(256)
+        path.write_bytes(changed)
+        try:
+            assert len(read_kept(tmp_path / "map").frames) == 7
+        except IntegrityError as error:
+            assert "tracked.npz" in str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,6 +78,9 @@ def read_kept(folder: Path) -> KeptFrames:
         if path.stat().st_size > _LARGEST:
             raise ValueError("it is too large")
         with np.load(path) as rows:
+            # We write without compression, so what unpacks to more than the file is not ours.
+            if sum(each.file_size for each in rows.zip.infolist()) > path.stat().st_size:
+                raise ValueError("it unpacks to more than it may")
             index, time, poses, keyframe = (rows[n] for n in ("index", "time", "world_from_cam", "keyframe"))
             facts = json.loads(str(rows["facts"]))
         if poses.shape != (len(index), 4, 4) or not len(index) == len(time) == len(keyframe):
@@ -85,7 +89,18 @@ def read_kept(folder: Path) -> KeptFrames:
         camera = facts["camera"]
         camera = Camera(**{**camera, "distortion": tuple(camera["distortion"])})
         preset, options = str(facts["preset"]), dict(facts["options"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        RuntimeError,  # also nested too deeply, encrypted, or of a compression that zipfile has not
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise IntegrityError(f"{path}: the poses of the unfinished map are damaged ({error})") from error
     rows = zip(index.tolist(), time.tolist(), poses, keyframe.tolist(), strict=True)
     return KeptFrames([PlacedFrame(*row) for row in rows], camera, preset, options)
