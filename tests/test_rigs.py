@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from time import process_time
 
 import cv2
 import numpy as np
@@ -139,6 +140,7 @@ def test_pictures_of_no_rig_are_mapped_beside_it(stereo, tmp_path):
         ([LEFT_ROW, RIGHT_ROW | {"cam_from_rig_rotation": [2, 0, 0, 0]}], "length 1, not 2"),
         ([LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1, 2]}], "four finite numbers"),
         ([LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1, 2, float("nan")]}], "four finite numbers"),
+        ([LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1e308, 0, 0]}], "too far away"),
         ([LEFT_ROW, {"image_prefix": "right/", "cam_from_rig_rotation": [1, 0, 0, 0]}], "go together"),
         ([LEFT_ROW, RIGHT_ROW | {"camera_model_name": "PINHOLE"}], "go together"),
         ([LEFT_ROW, RIGHT_ROW | {"camera_model_name": "PINHOLE", "camera_params": [1]}], "4 parameters"),
@@ -153,6 +155,16 @@ def test_a_file_that_says_something_else_is_refused(tmp_path, cameras, message):
     with pytest.raises(UsageError, match=message) as raised:
         read_rig_config(path)
     assert str(path) in str(raised.value)
+
+
+def test_a_megabyte_of_cameras_is_read_soon(tmp_path):
+    """Every two prefixes were compared, which took minutes."""
+    rows = [LEFT_ROW, *({"image_prefix": f"{number:05}/"} for number in range(30_000))]
+    path, begun = written(tmp_path / "rig.json", *rows), process_time()
+    assert path.stat().st_size < 1 << 20
+    assert len(read_rig_config(path).rigs[0]) == 30_001 and process_time() - begun < 5
+    with pytest.raises(UsageError, match="'00007/' and '00007/x/' cannot be told apart"):
+        read_rig_config(written(path, *rows, {"image_prefix": "00007/x/"}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[1]", '[{"rigs": []}]', '[{"cameras": 1}]', "[" * 9999])

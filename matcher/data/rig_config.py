@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from matcher.data.camera import Camera
-from matcher.data.rotations import as_quaternion, as_rotation
+from matcher.data.rotations import as_quaternion, as_rotation, check_poses
 from matcher.errors import UsageError
 from matcher.files import read_given
 
@@ -142,6 +143,7 @@ def _camera(row: Mapping[str, Any], *, reference: bool) -> RigCamera:
             raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
         pose = np.eye(4)
         pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
+        check_poses(pose[None])
     camera = None
     if "camera_params" in row:
         camera = Camera.from_colmap(row["camera_model_name"], row["camera_params"])
@@ -158,12 +160,12 @@ def _is_object(row: Any, known: set[str], what: str) -> bool:
 
 
 def _check_prefixes(prefixes: list[str]) -> None:
-    for index, first in enumerate(prefixes):
-        for second in prefixes[index + 1 :]:
-            if first.startswith(second) or second.startswith(first):
-                raise ValueError(
-                    f"the image_prefix {first!r} and {second!r} cannot be told apart; end them with / or _"
-                )
+    # In order, a prefix stands right before one that begins with it.
+    for first, second in pairwise(sorted(prefixes)):
+        if second.startswith(first):
+            raise ValueError(
+                f"the image_prefix {first!r} and {second!r} cannot be told apart; end them with / or _"
+            )
 
 
 def _row(each: RigCamera, reference: bool) -> dict[str, Any]:
