@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from matcher.errors import UsageError, install_command
 from matcher.serve.admission import admitting
@@ -15,6 +19,7 @@ from matcher.serve.matching import Matching
 HOST = "127.0.0.1"
 MAX_MEGABYTES = 50  # of an upload
 _UPLOADS = 40  # of the largest size, that a page keeps until it ends
+_PATIENCE = 2  # seconds for what is under way when the terminal is closed
 _PORTS = 20  # tried, from the wanted one on
 # Whatever the page's own code may want, the browser asks nobody but this server.
 _POLICY = (
@@ -44,7 +49,8 @@ def serve(
         UsageError: gradio is not installed, or no port is free.
     """
     listening = _listen(port)
-    with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
+    running: list[Any] = []
+    with _ended_by_hangup(running), tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
         # gradio reads these when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
         app = build_app(Path(scratch), device, max_megabytes)
@@ -52,7 +58,30 @@ def serve(
 
         on_address(f"http://{HOST}:{listening.getsockname()[1]}")
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        running.append(server)
         server.run(sockets=[listening])
+
+
+@contextmanager
+def _ended_by_hangup(running: list[Any]) -> Iterator[None]:
+    """A terminal that is closed ends the server in the list, not the process: its files go with it."""
+    number = getattr(signal, "SIGHUP", None)  # which Windows has not
+    main = threading.current_thread() is threading.main_thread()
+    if number is None or not main or signal.getsignal(number) != signal.SIG_DFL:  # nohup ignores it
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        if not running:
+            raise SystemExit(128 + number)
+        running[0].config.timeout_graceful_shutdown = _PATIENCE  # a page that is open would keep it
+        running[0].should_exit = True
+
+    signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL)
 
 
 # Nothing that gradio adds by itself: no server of its own, no monitoring, no history, no installable page.

@@ -24,7 +24,7 @@ OFFLINE = (
 
 
 @contextmanager
-def served(temporary: Path) -> Iterator[str]:
+def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
     """Its address; it may make temporary files in that folder only, and leaves none there."""
     process = subprocess.Popen(
         [sys.executable, "-c", OFFLINE],
@@ -37,7 +37,7 @@ def served(temporary: Path) -> Iterator[str]:
     found = re.search(r"http://127\.0\.0\.1:\d+", first)
     assert found, first + process.stdout.read()
     yield found[0]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     rest = process.communicate(timeout=60)[0]
     assert "WENT OUT" not in first + rest
     assert "Traceback" not in rest, rest

@@ -4,6 +4,7 @@ import builtins
 import io
 import json
 import re
+import signal
 import socket
 import sys
 import urllib.request
@@ -103,6 +104,15 @@ def test_the_page_answers_this_machine_only(address):
     if not own.startswith("127."):
         with pytest.raises(OSError, match=r"."):
             socket.create_connection((own, port), timeout=2).close()
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP"])
+def test_nothing_is_kept_when_the_terminal_is_closed(tmp_path, end):
+    """SIGHUP ended the process at once, and the uploaded photos stayed in the temporary folder."""
+    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
+    with served(tmp_path, getattr(signal, end)) as address:
+        urllib.request.urlopen(address).close()
+        assert list(tmp_path.iterdir())
 
 
 def masked(page, folder, photo, matches):
