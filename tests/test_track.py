@@ -67,6 +67,17 @@ def test_only_files_of_our_own_are_replaced(folders, tmp_path, capfd, name):
     assert track(left, *pairs) == 0 and file.read_bytes() != b"my own notes"
 
 
+@pytest.mark.parametrize("line", ["0 0 0 0 0 0 0 1", "1 0 0 1e-300 0 1 0 0 0 0 1 0"])
+def test_true_poses_that_stand_still_have_no_errors_per_length(folders, tmp_path, capfd, line):
+    """They were divided by a length of 0, and what came of it cannot be written as JSON."""
+    left, right, _ = folders
+    lines = [line.replace("0", str(0.05 * frame), 1) if line[0] == "0" else line for frame in range(6)]
+    (tmp_path / "truth.txt").write_text("\n".join(lines))
+    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--frames", 3, "--fps", 20]
+    assert track(left, *pairs, "--ground-truth", tmp_path / "truth.txt", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["segments"] == []
+
+
 def test_json_is_one_object(folders, capfd):
     left, right, truth = folders
     pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]

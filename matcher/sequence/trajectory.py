@@ -104,10 +104,11 @@ def segment_errors(
     Args:
         ground_truth: (N, 4, 4) camera to world, metres.
         found: (N, 4, 4) of the same frames, in any world frame.
-        lengths: of the segments in metres of the true path; those longer than the path are left out.
+        lengths: of the segments in metres of the true path; those longer than the path are left out, as are
+            those of a path that stands still, whose errors have no length to be divided by.
     """
     travelled, errors = path_length(ground_truth), []
-    for length in lengths:
+    for length in (each for each in lengths if each > _ROUNDING):
         rows = []
         for start in range(len(ground_truth)):
             end = int(np.searchsorted(travelled, travelled[start] + length - _ROUNDING))
