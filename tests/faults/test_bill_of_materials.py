@@ -95,6 +95,36 @@ def test_a_wheel_holds_the_bill_and_lists_it(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a-1-py3-none-any.whl", "no.whl"]
 
 
+def test_a_release_is_its_files_and_their_checksums(tmp_path, monkeypatch):
+    """With scripts and pip that only write a file each."""
+    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+    release = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(release)
+    commands = []
+
+    def written(command, **_):
+        commands.append(command)
+        if "wheel" in command:
+            tiny_wheel(Path(command[command.index("--wheel-dir") + 1]), "tiny", "x = 1\n")
+        else:
+            Path(command[2]).write_text(Path(command[1]).name)
+
+    monkeypatch.setattr(release.subprocess, "run", written)
+    monkeypatch.setattr(sys, "argv", ["release.py", str(tmp_path / "dist"), "--extra", "sfm"])
+    assert release.main() == 0
+    lock, bill, wheel = commands
+    assert lock[3:] == ["--extra", "sfm"] and bill[3:] == ["--extra", "sfm", "--lock", lock[2]]
+    assert "--no-deps" in wheel
+    found = {path.name: path.read_bytes() for path in (tmp_path / "dist").iterdir()}
+    sums = dict(reversed(line.split("  ")) for line in found.pop("SHA256SUMS").decode().splitlines())
+    assert sums == {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+    assert sums.keys() == {"matcher.lock", "matcher.cdx.json", "tiny-1.0-py3-none-any.whl"}
+    with zipfile.ZipFile(tmp_path / "dist" / "tiny-1.0-py3-none-any.whl") as file:
+        assert file.read("tiny-1.0.dist-info/sboms/matcher.cdx.json") == found["matcher.cdx.json"]
+    with pytest.raises(SystemExit):
+        release.main()
+
+
 def test_optional_packages_are_not_imported_unasked(views, tried):
     command = ["match", *map(str, views), "--preset", "nearest", "--max-keypoints", "50"]
     code = (
