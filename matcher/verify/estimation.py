@@ -29,8 +29,8 @@ _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
 class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
-    Each is the likeliest of several hypotheses (`epipolar.py`, `homography.py`), refined over its inliers under
-    a Cauchy loss: where covariances are known weighed by them, and a fundamental matrix always, by
+    Each is the likeliest of several hypotheses (`epipolar.py`, `homography.py`), refined over its inliers
+    under a Cauchy loss: where covariances are known weighed by them, and a fundamental matrix always, by
     `adjustment.py`; else by PoseLib.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
