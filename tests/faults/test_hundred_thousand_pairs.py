@@ -45,7 +45,7 @@ def stop(process: int, held: list) -> None:
     ("preset", "seconds"),
     [
         pytest.param("nearest", (3, 20), id="every-few-seconds"),  # three minutes of work
-        pytest.param("hybrid-learned", (30, 90), id="every-minute"),  # a quarter of an hour and more
+        pytest.param("hybrid-learned", (10, 40), id="every-half-minute"),  # five minutes of work and more
     ],
 )
 def test_a_hundred_thousand_pairs_killed_again_and_again(tmp_path, capsys, tried, preset, seconds):
