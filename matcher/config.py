@@ -12,6 +12,7 @@ Engine = Literal["torch", "onnx"]  # the library that runs front ends and networ
 GeometryKind = Literal["fundamental", "homography", "essential", "none", "homographies"]
 GeometryStatus = Literal["ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated"]
 PlanarModel = Literal["homography", "affine", "similarity"]  # maps of a plane, from 8, 6 and 4 numbers
+_RENAMED = {"opposite_turn_below": "other_turns_below"}  # keys of former versions, in runs and recipes
 T = TypeVar("T")
 GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid
 
@@ -94,9 +95,7 @@ class MatchingPolicy:
     prune_matchability: float = 0.01  # points below it are pruned
     prune_confident_only: bool = True  # if they are confident
     min_pruned_share: float = 0.0  # of a pair's points; dropping fewer costs more time than it saves
-    # Share of the smaller image's points; with fewer matches a network whose descriptors turn also tries
-    # image 1 upside down. 0 switches that off.
-    opposite_turn_below: float = 0.04
+    other_turns_below: float = 0.04  # matches per point below which other quarter turns are tried
     # Of the scores of those matches that count; None: they are what the network gives.
     calibration: CalibrationConfig | None = None
 
@@ -258,7 +257,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """A configuration from plain dictionaries.
+    """A configuration from plain dictionaries; keys of former versions are understood.
 
     Raises:
         ValueError: an unknown key (the known ones are listed), a value of the wrong type or a missing one.
@@ -268,8 +267,9 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
         raise ValueError(f"{name}: expected a table, got {values!r}")
     hints = typing.get_type_hints(cls)
     known = [f.name for f in fields(cls)]
-    unknown = sorted(str(key) for key in set(values) - set(known))
-    if unknown:
+    now = {old: new for old, new in _RENAMED.items() if new in known and new not in values}
+    values = {now.get(key, key): value for key, value in values.items()}
+    if unknown := sorted(str(key) for key in set(values) - set(known)):
         raise ValueError(f"{name}: unknown key {', '.join(unknown)}; known keys: {', '.join(known)}")
     required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(required - set(values)):

@@ -129,25 +129,37 @@ def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
     assert quarter_turns(first, first).tolist() == [0]
 
 
-def test_a_view_from_the_other_side_is_tried(views, monkeypatch):
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_every_turn_is_tried(views, monkeypatch, turns):
     """Descriptors say nothing of the turn; the network finds matches only after the right one."""
     monkeypatch.setattr(steering, "quarter_turns", lambda own, _: own.mask.new_zeros(len(own.mask)).long())
     pipeline = matcher.load("hybrid-learned", device="cpu", max_keypoints=300)
     pictures = [read_image(path, resize=480).pixels for path in views]
-    opposite = np.ascontiguousarray(np.rot90(pictures[1], 2))
-    features0, features1 = (pipeline.extract(picture) for picture in (pictures[0], opposite))
+    rotated = np.ascontiguousarray(np.rot90(pictures[1], turns))
+    features0, features1 = (pipeline.extract(picture) for picture in (pictures[0], rotated))
 
-    def matcher_below(share):
-        policy = replace(pipeline.config.matcher.policy, opposite_turn_below=share)
-        network = load_model("hybrid-learned")[0].with_policy(policy)
-        return AttentionMatcher(network, precision="float32")
+    def network_below(share):
+        policy = replace(pipeline.config.matcher.policy, other_turns_below=share)
+        return load_model("hybrid-learned")[0].with_policy(policy)
 
-    eager, never = matcher_below(0.5), matcher_below(0.0)
+    eager, never = (AttentionMatcher(network_below(share), precision="float32") for share in (0.5, 0.0))
     pairs = [Features.stack(side) for side in ([features0, features0], [features1, features0])]
     found, alone = eager(*pairs)
     without = never(*pairs)[0]
     assert len(found) > 80 and len(found) > 1.5 * len(without)
     assert (alone.indices[:, 0] == alone.indices[:, 1]).all()
-    assert eager.matched_view(*pairs).matched_orientation.tolist() == [3, 1]
+    orientation = {1: 6, 2: 3, 3: 8}[turns]
+    assert eager.matched_view(*pairs).matched_orientation.tolist() == [orientation, 1]
     assert never.matched_view(*pairs).matched_orientation.tolist() == [1, 1]
     assert np.array_equal(explain(eager, features0, features1).matches, found.indices)
+    pytest.importorskip("onnxruntime")
+    from onnx_models import trained_of
+
+    from matcher.onnx import pairs as graphs
+    from matcher.onnx.matching import OnnxMatcher
+
+    monkeypatch.setattr(graphs, "quarter_turns", lambda graph, *_: graph.value(0))
+    same, alone = OnnxMatcher(trained_of(network_below(0.5)))(*pairs)
+    agreeing = set(map(tuple, found.indices.tolist())) & set(map(tuple, same.indices.tolist()))
+    assert len(agreeing) >= 0.98 * max(len(found), len(same))
+    assert (alone.indices[:, 0] == alone.indices[:, 1]).all()

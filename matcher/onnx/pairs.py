@@ -10,17 +10,13 @@ import numpy as np
 
 from matcher.config import NetworkConfig, to_dict
 from matcher.errors import UsageError
-from matcher.match.turns import STEERABLE, TURNS
+from matcher.match.turns import ACCEPTED_GAIN, ACCEPTED_PART, OTHER_TURNS, STEERABLE, TURNS
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.interface import EXTRA
 from matcher.onnx.linear import Linear, Numbers
 from matcher.onnx.network import FoundValues, NetworkGraph, no_matches
 from matcher.onnx.steering import quarter_turns, steered, turned_view
 from matcher.onnx.tokens import Points
-
-# The opposite turn is accepted if it gives this part of the matches below which it was tried, and this many
-# times the matches of the first turn.
-_MIN_PART, _MIN_GAIN = 0.5, 1.25
 
 
 def matcher_model(
@@ -143,12 +139,13 @@ class PairsGraph:
 
     def _best_view(self, points0: Points, points1: Points) -> list[Value]:
         """The matches of a pair, and the turn of image 1 that gave them."""
-        g, least = self.graph, self.config.policy.opposite_turn_below
+        g, least = self.graph, self.config.policy.other_turns_below
         if self.config.kind != STEERABLE:
             return [*self.network(points0, points1), g.value(0)]
         counts = [g.size(points.keypoints, 0) for points in (points0, points1)]
         enough = g.scalar(g.real(g.Min(*counts))) * least
         first = quarter_turns(g, points0.descriptors, points1.descriptors)
+        steps = np.diff([0, *OTHER_TURNS, OTHER_TURNS[-1]]) % TURNS  # from each turn to the next
 
         def step(number: Value, turns: Value, *before: Value):
             *found, found_turns = before
@@ -156,11 +153,11 @@ class PairsGraph:
             seen = Points(points1.keypoints, descriptors, points1.size, view, points1.extra)
             other = self.network(points0, seen)
             count, old = (g.scalar(g.real(g.size(each, 0))) for each in (other.scores, found[1]))
-            better = g.Equal(number, 0) | (count > g.Max(enough * _MIN_PART, old * _MIN_GAIN))
+            better = g.Equal(number, 0) | (count > g.Max(enough * ACCEPTED_PART, old * ACCEPTED_GAIN))
             kept = g.either(better, lambda: [*other, turns], lambda: [*found, found_turns])
-            # Seen from the other side of a table an image is upside down.
-            again = g.Equal(number, 0) & (count < enough)
-            return again, [g.Mod(turns + TURNS // 2, TURNS), *kept], []
+            again = g.scalar(g.real(g.size(kept[1], 0))) < enough
+            further = g.Gather(g.value(steps), number)
+            return again, [g.Mod(turns + further, TURNS), *kept], []
 
         start = [*no_matches(g), 0, g.Concat(*counts, axis=0), 0]
-        return list(g.loop(2, [first, *start], step)[1:])
+        return list(g.loop(TURNS, [first, *start], step)[1:])

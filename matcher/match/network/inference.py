@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +21,11 @@ from matcher.match.network.fused import fuse_layer
 from matcher.match.network.model import MatchingNetwork, check_paired
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import aligned, turned_by
-from matcher.match.turns import STEERABLE, TURNS
+from matcher.match.turns import ACCEPTED_GAIN, ACCEPTED_PART, OTHER_TURNS, STEERABLE, TURNS
 
 if TYPE_CHECKING:  # the module is for GPUs: elsewhere it is not imported
     from matcher.match.padded.matching import PairBest
 
-# The opposite turn is accepted if it gives this part of the matches below which it was tried, and this many
-# times the matches of the first turn.
-MIN_PART, MIN_GAIN = 0.5, 1.25
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -167,21 +165,16 @@ class AttentionMatcher:
         features1 = aligned(features0, features1, STEERABLE)
         found = self._matches(features0, features1)
         counts = zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
-        enough = [self.model.config.policy.opposite_turn_below * min(pair) for pair in counts]
-        few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
-        if not few:
-            return features1, found
-        # Seen from the other side of a table an image is upside down, and the descriptors alone show it less
-        # clearly than the network's matches do.
-        opposite = turned_by(features1.entries(few), TURNS // 2)
-        turned = torch.zeros(len(found), dtype=torch.int64, device=self.device)
-        for b, other in zip(few, self._matches(features0.entries(few), opposite), strict=True):
-            if len(other) > max(MIN_PART * enough[b], MIN_GAIN * len(found[b])):
-                found[b], turned[b] = other, TURNS // 2
-        return turned_by(features1, turned) if bool(turned.any()) else features1, found
+        enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
+
+        def again(few: list[int], turn: int) -> list[Matches]:
+            return self._matches(features0.entries(few), turned_by(features1.entries(few), turn))
+
+        turns = torch.tensor(_try_other_turns(found, enough, again), device=self.device)
+        return turned_by(features1, turns) if bool(turns.any()) else features1, found
 
     def _best_view_on_gpu(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
-        """As `_best_view`; a pair with few matches is the only one whose device is waited for again."""
+        """As `_best_view`; only for pairs with few matches the device is waited for again, once a turn."""
         for features in (features0, features1):
             self.model.check(features, norms=features.mask.device.type == "cpu")
         check_paired(features0, features1)
@@ -189,15 +182,14 @@ class AttentionMatcher:
         for features in (features0, features1) if any(pair.unlike for pair in pairs) else ():
             self.model.check(features)
         found, turns = [self._read_off(pair) for pair in pairs], torch.tensor([pair.turns for pair in pairs])
-        share = self.model.config.policy.opposite_turn_below if self.model.config.kind == STEERABLE else 0.0
+        share = self.model.config.policy.other_turns_below if self.model.config.kind == STEERABLE else 0.0
         enough = [share * min(pair.points0, pair.points1) for pair in pairs]
-        if few := [b for b, matches in enumerate(found) if len(matches) < enough[b]]:
-            opposite = (turns[few] + TURNS // 2) % TURNS
-            again = self._padded(features0.entries(few), features1.entries(few), opposite)
-            for b, turn, pair in zip(few, opposite, again, strict=True):
-                other = self._read_off(pair)
-                if len(other) > max(MIN_PART * enough[b], MIN_GAIN * len(found[b])):
-                    found[b], turns[b] = other, turn
+
+        def again(few: list[int], turn: int) -> list[Matches]:
+            others = self._padded(features0.entries(few), features1.entries(few), (turns[few] + turn) % TURNS)
+            return [self._read_off(pair) for pair in others]
+
+        turns = (turns + torch.tensor(_try_other_turns(found, enough, again))) % TURNS
         return turned_by(features1, turns.to(features1.mask.device)) if turns.any() else features1, found
 
     def _read_off(self, pair: PairBest) -> Matches:
@@ -250,3 +242,26 @@ def off_border(features: Features, border: int) -> Tensor:
     """(…, N) bool: points that lie at least `border` cells within the grid of their front end."""
     far = features.grid.unsqueeze(-2) - border
     return ((features.cells >= border) & (features.cells < far)).all(dim=-1)
+
+
+def _try_other_turns(
+    found: list[Matches], enough: list[float], again: Callable[[list[int], int], list[Matches]]
+) -> list[int]:
+    """Replace the matches of pairs that have few by those at a turn that has more, and return the turns.
+
+    Descriptors alone show the turn of hard pairs less clearly than the network's matches do.
+
+    Args:
+        found: the matches of B pairs.
+        enough: how many of each are not few.
+        again: matches some of the pairs, by number, with image 1 turned further by so many quarter turns.
+    """
+    turns = [0] * len(found)
+    for turn in OTHER_TURNS:
+        few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
+        if not few:
+            break
+        for b, other in zip(few, again(few, turn), strict=True):
+            if len(other) > max(ACCEPTED_PART * enough[b], ACCEPTED_GAIN * len(found[b])):
+                found[b], turns[b] = other, turn
+    return turns
