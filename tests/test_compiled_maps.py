@@ -7,7 +7,7 @@ import torch
 
 from matcher import kernels as compiled
 from matcher.extract.learned import FeatureNetwork, candidates, peaks, sample, try_peaks
-from matcher.kernels import finest, library
+from matcher.kernels import library
 from matcher.kernels import maps as maps_of
 
 pytestmark = pytest.mark.skipif(
@@ -89,30 +89,3 @@ def test_other_maps_are_left_to_stock_operators(monkeypatch) -> None:
         assert not maps_of.have_maps(maps) and maps_of.peaks_compiled(maps[0, 0], 1, 0, try_peaks) is None
     monkeypatch.setenv(compiled.SWITCH, "0")
     assert not maps_of.have_maps(maps)
-
-
-def test_the_finest_maps_do_not_depend_on_threads_and_are_declined_where_they_do_not_fit() -> None:
-    rng, network = torch.Generator().manual_seed(5), random_network(torch.bfloat16)
-    pixels, deviation = torch.randn(1, 1, 64, 96, generator=rng), torch.ones(1, 1, 1, 1)
-    first, second = (part[0] for part in network.encoder[0])
-    network.float()
-    assert finest.begin_maps_compiled(pixels, deviation, first, second) is None
-    network.prepare(torch.bfloat16)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            begun = finest.begin_maps_compiled(pixels, deviation, first, second)
-            if begun is None:
-                assert library.instructions() not in ("amx", "avx512_bf16")
-                pytest.skip("this processor multiplies no pairs in bfloat16")
-            coarse = begun[:, :, :16, :24].contiguous(memory_format=torch.channels_last)
-            mix = network.mix[0]
-            found.append((begun, finest.end_maps_compiled(begun, coarse, mix, network.points)))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    stock = network.encoder[0](pixels.bfloat16().contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(found[0][0], stock, atol=2e-3, rtol=2e-2)
-    assert float(found[0][1].std()) > 0.001

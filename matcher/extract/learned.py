@@ -21,7 +21,6 @@ from matcher.config import ExtractorConfig
 from matcher.data.image import Image
 from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
 from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
-from matcher.kernels.finest import begin_maps_compiled, end_maps_compiled
 from matcher.kernels.linear import linear
 from matcher.kernels.maps import (
     add_enlarged_compiled,
@@ -85,7 +84,6 @@ class FeatureNetwork(nn.Module):
 
     def __init__(self, *, normalised: bool = False) -> None:
         super().__init__()
-        self.normalised = normalised
         self.encoder = nn.ModuleList()
         before = 1
         for width, depth in zip(WIDTHS, DEPTHS, strict=True):
@@ -112,36 +110,20 @@ class FeatureNetwork(nn.Module):
         centred = pixels - pixels.mean((2, 3), keepdim=True)
         # A standard deviation; torch's own takes eight times as long.
         deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
-        maps = [self._begin(centred, deviation + _LEAST_CONTRAST)]
-        for stage in self.encoder[1:]:
-            maps.append(stage(maps[-1]))
-        x = maps[-1]
-        for lower, lift in zip(maps[-2:0:-1], list(self.lift)[:0:-1], strict=True):
+        x = (centred / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        maps = []
+        for stage in self.encoder:
+            x = stage(x)
+            maps.append(x)
+        for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
             x = _add_enlarged(lower, lift(x))
-        return self._end(maps[0], self.lift[0](x)), maps
-
-    def _begin(self, centred: Tensor, deviation: Tensor) -> Tensor:
-        """The finest map of pixels (B, 1, H, W) less their mean, divided by (B, 1, 1, 1)."""
-        stage = self.encoder[0]
-        if not self.normalised:
-            found = begin_maps_compiled(centred, deviation, stage[0][0], stage[1][0])
-            if found is not None:
-                return found
-        x = (centred / deviation).to(self.mix[0].weight.dtype)
-        return stage(x.contiguous(memory_format=torch.channels_last))
-
-    def _end(self, finest: Tensor, coarse: Tensor) -> Tensor:
-        """Logits (B, H, W) float32 of the finest map (B, C, H/2, W/2) and of what is enlarged and added."""
-        if not self.normalised and finest.dtype == coarse.dtype:
-            found = end_maps_compiled(finest, coarse, self.mix[0], self.points)
-            if found is not None:
-                return found
-        x = self.mix(_add_enlarged(finest, coarse))
+        x = self.mix(x)
         if have_maps(x):
-            return score_pixels_compiled(x, self.points.weight, self.points.bias)
+            return score_pixels_compiled(x, self.points.weight, self.points.bias), maps
         # Half precision would make neighbouring pixels equal.
         with torch.autocast(x.device.type, enabled=False):
-            return pixel_shuffle(self.points(x.float()), 2)[:, 0]
+            return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""

@@ -19,13 +19,13 @@ _PIXELS_A_PEAK = 8
 def have_maps(*maps: Tensor) -> bool:
     """Whether maps (B, C, h, w) can be enlarged and their pixels scored here."""
     dtypes = {x.dtype for x in maps}
-    return suit(maps) and all(granted(f"maps {x}", try_half_maps if _half(x) else try_maps) for x in dtypes)
+    return _suit(maps) and all(granted(f"maps {x}", try_half_maps if _half(x) else try_maps) for x in dtypes)
 
 
 def have_samples(*maps: Tensor) -> bool:
     """Whether `sample_compiled` takes such maps (B, C, h, w) here."""
     dtypes = {x.dtype for x in maps}
-    return suit(maps) and all(
+    return _suit(maps) and all(
         granted(f"samples {x}", try_half_samples if _half(x) else try_samples) for x in dtypes
     )
 
@@ -34,8 +34,7 @@ def _half(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-def suit(maps: Sequence[Tensor]) -> bool:
-    """Whether kernels take such maps (B, C, h, w), without gradients, if there are any."""
+def _suit(maps: Sequence[Tensor]) -> bool:
     suit = all(
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
@@ -162,5 +161,5 @@ def peaks_compiled(scores: Tensor, radius: int, border: int, trial: Callable[[],
     room = max(_LEAST_PEAKS, scores.numel() // _PIXELS_A_PEAK)
     points = torch.empty(room, 2, dtype=torch.int64)
     given = (scores.data_ptr(), *scores.shape, scores.stride(0), radius, border)
-    count = kernels().matcher_peaks(*given, points.data_ptr(), room)
+    count = kernels().matcher_peaks(*given, points.data_ptr(), room, threads_for(len(scores)))
     return points[:count] if count <= room else None

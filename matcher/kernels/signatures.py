@@ -29,8 +29,6 @@ SIGNATURES = {
     "fit_windows": [*[c_void_p] * 5, c_long, c_void_p, c_int],
     "add_enlarged": [c_void_p, c_void_p, c_int, *[c_long] * 3, c_void_p, c_int],
     "score_pixels": [c_void_p, c_int, *[c_long] * 3, *[c_void_p] * 3, c_int],
-    "begin_maps": [c_void_p, c_float, c_long, c_long, *[c_void_p] * 5, c_int],
-    "end_maps": [c_void_p, c_void_p, c_long, c_long, *[c_void_p] * 5, c_int],
     "sample": [c_void_p, c_int, *[c_long] * 3, c_void_p, c_long, c_float, c_void_p, c_long, c_int],
-    "peaks": [c_void_p, *[c_long] * 5, c_void_p, c_long],
+    "peaks": [c_void_p, *[c_long] * 5, c_void_p, c_long, c_int],
 }

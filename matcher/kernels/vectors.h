@@ -7,8 +7,6 @@
 #include <immintrin.h>
 #endif
 
-#include "numbers.h"
-
 namespace {
 
 #if defined(__AVX512F__)
@@ -26,17 +24,6 @@ typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 
 inline Floats load(const float* x) { return *(const Floats*)x; }
 inline void store(Floats x, float* to) { *(Floats*)to = x; }
-
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t HalfBits __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
-
-inline Floats load(const Half* x) { return (Floats)(__builtin_convertvector(*(const HalfBits*)x, Bits) << 16); }
-
-// Rounded to the nearest, ties to even.
-inline void store(Floats x, Half* to) {
-  const Bits bits = (Bits)x;
-  *(HalfBits*)to = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, HalfBits);
-}
 
 // e^x for |x| ≤ 87, to a relative error of 3e-7.
 inline float exponential(float x) {

@@ -8,6 +8,7 @@ import numpy as np
 _SCALES = (0.5, 0.2, 0.1)  # of the robust loss, one per iteration, as a share of the neighbourhood's radius
 _MIN_NEIGHBOURS = 3  # that determine a map
 _RIDGE = 1e-3
+_LEAST_RADIUS = 1e-3  # pixels, of matches that coincide
 _KD_TREE = {"algorithm": 4}  # FLANN's exact search in one tree
 _MAX_ANISOTROPY, _MAX_SCALE = 6.0, 10.0
 
@@ -28,11 +29,13 @@ def fit_affine_maps(
     count = len(points0)
     if count <= _MIN_NEIGHBOURS:
         return np.tile(np.eye(2), (count, 1, 1)), np.zeros(count, dtype=bool)
-    nearest = _nearest(points0, min(neighbours, count - 1))
-    offsets0 = points0[nearest] - points0[:, None]  # (K, n, 2)
-    offsets1 = points1[nearest] - points1[:, None]
-    square = (offsets0**2).sum(axis=2)
-    radius = np.sqrt(square.max(axis=1, keepdims=True)) + 1e-9
+    # Neighbours come first, (n, K), so that sums over them run along the matches.
+    nearest = np.ascontiguousarray(_nearest(points0, min(neighbours, count - 1)).T)
+    offsets0, offsets1 = (
+        [(side[nearest] - side).astype(np.float32) for side in points.T] for points in (points0, points1)
+    )
+    square = offsets0[0] ** 2 + offsets0[1] ** 2
+    radius = np.sqrt(square.max(axis=0)).clip(_LEAST_RADIUS)
     base = np.exp(-0.5 * (1.5 / radius) ** 2 * square)
     weights = base
     for scale in (*_SCALES, None):
@@ -54,23 +57,31 @@ def _nearest(points: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def _fit(
-    offsets0: np.ndarray, offsets1: np.ndarray, weights: np.ndarray, radius: np.ndarray
+    offsets0: list[np.ndarray], offsets1: list[np.ndarray], weights: np.ndarray, radius: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Maps (K, 2, 2) by weighted least squares with a translation, and squared residuals (K, n)."""
-    share = weights / weights.sum(axis=1, keepdims=True)
-    x, y = (offsets0[..., k] - (share * offsets0[..., k]).sum(axis=1, keepdims=True) for k in (0, 1))
-    xx, xy, yy = ((share * product).sum(axis=1) for product in (x * x, x * y, y * y))
-    ridge = _RIDGE * radius[:, 0] ** 2
-    xx, yy = xx + ridge, yy + ridge
+    """Maps (K, 2, 2) by weighted least squares with a translation, and squared residuals (n, K).
+
+    Args:
+        offsets0, offsets1: x and y (n, K) of the neighbours of each match, in image 0 and in image 1.
+        weights: (n, K).
+        radius: (K,) of the neighbourhood.
+    """
+    share = weights / weights.sum(axis=0)
+    x, y = (offset - (share * offset).sum(axis=0) for offset in offsets0)
+    share_x, share_y, ridge = share * x, share * y, _RIDGE * radius**2
+    xx, xy, yy = (
+        (share_x * x).sum(axis=0) + ridge,
+        (share_x * y).sum(axis=0),
+        (share_y * y).sum(axis=0) + ridge,
+    )
     determinant = xx * yy - xy * xy
-    maps = np.empty((len(offsets0), 2, 2))
-    residual = 0.0
-    for k in (0, 1):
-        t = offsets1[..., k] - (share * offsets1[..., k]).sum(axis=1, keepdims=True)
-        xt, yt = (share * x * t).sum(axis=1), (share * y * t).sum(axis=1)
-        maps[:, k, 0] = (xt * yy - yt * xy) / determinant
-        maps[:, k, 1] = (yt * xx - xt * xy) / determinant
-        residual = residual + (t - maps[:, k, :1] * x - maps[:, k, 1:] * y) ** 2
+    maps, residual = np.empty((len(radius), 2, 2)), 0.0
+    for k, offset in enumerate(offsets1):
+        t = offset - (share * offset).sum(axis=0)
+        xt, yt = (share_x * t).sum(axis=0), (share_y * t).sum(axis=0)
+        along_x, along_y = (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
+        residual = residual + (t - along_x * x - along_y * y) ** 2
+        maps[:, k, 0], maps[:, k, 1] = along_x, along_y
     return maps, residual
 
 

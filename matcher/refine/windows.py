@@ -39,11 +39,17 @@ def middle_frames(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Half of the deformation lies on either side, and a pixel of the frame is one of the image that shows the
     surface at the lower resolution. Swapping the images rotates the frame and changes nothing else.
     """
-    left, values, right = np.linalg.svd(maps)
-    area = values.prod(axis=1)
+    half = _square_root(_square_root(np.swapaxes(maps, 1, 2) @ maps))  # V √S Vᵀ of maps U S Vᵀ
+    inverse, area = np.linalg.inv(half), zoom_of(maps) ** 2
     zoom = np.maximum(area, 1 / area)[:, None, None] ** 0.25
-    root = np.sqrt(values)[:, :, None]
-    return zoom * np.swapaxes(right, 1, 2) @ (right / root), zoom * left @ (right * root)
+    return zoom * inverse, zoom * maps @ inverse
+
+
+def _square_root(matrices: np.ndarray) -> np.ndarray:
+    """Of symmetric positive definite matrices (K, 2, 2), in closed form."""
+    product = zoom_of(matrices)  # of the two roots of its eigenvalues
+    both = np.sqrt(matrices[:, 0, 0] + matrices[:, 1, 1] + 2 * product)  # their sum
+    return (matrices + product[:, None, None] * np.eye(2)) / both[:, None, None]
 
 
 def zoom_of(maps: np.ndarray) -> np.ndarray:

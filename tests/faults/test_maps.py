@@ -13,7 +13,7 @@ from fuzzing import examples, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matcher.collection.reconstruction.given_poses import read_given_poses, read_model
+from matcher.collection.reconstruction.given_poses import check_points, read_given_poses, read_model
 from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
 from matcher.localization.retrieval_index import RetrievalIndex, open_index
@@ -96,6 +96,13 @@ def test_a_pose_that_is_too_far_away(model, value):
     (model / "frames.bin").write_bytes(data)
     with pytest.raises(IntegrityError, match="too far away"):
         read_given_poses(model)
+
+
+@pytest.mark.parametrize(("value", "message"), [(1e308, "too far away"), (float("nan"), "not finite")])
+def test_points_with_which_nothing_can_be_computed(model, value, message):
+    check_points(model, np.array([[1e12, 0.0, -1e12]]))
+    with pytest.raises(IntegrityError, match=message):
+        check_points(model, np.array([[0.0, 0.0, 1.0], [0.0, value, 1.0]]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e308])

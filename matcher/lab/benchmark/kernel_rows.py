@@ -20,7 +20,6 @@ from matcher.kernels.calls import (
     try_turns,
 )
 from matcher.kernels.candidates import try_candidates
-from matcher.kernels.finest import try_finest
 from matcher.kernels.library import kernels, supported
 from matcher.kernels.maps import try_half_maps, try_half_samples, try_maps, try_samples
 from matcher.kernels.trials import SLOWER
@@ -36,7 +35,6 @@ TRIALS = {
     "candidates": try_candidates,
     "maps, bfloat16": try_half_maps,
     "maps, float32": try_maps,
-    "finest maps, bfloat16": try_finest,
     "samples, bfloat16": try_half_samples,
     "samples, float32": try_samples,
     "peaks": try_peaks,
