@@ -1,6 +1,7 @@
 """Count wrong verdicts on pairs that the verdict was not fitted on: unrelated photos, lookalikes, warps.
 
 python scripts/measure_verdict.py ../shared --unrelated 3000 --lookalikes 300 --related 300
+python scripts/measure_verdict.py ../shared --findings trial.jsonl   # can be stopped, and continued so
 """
 
 import argparse
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 from matcher.lab.evaluate.verdict_trial import (
+    Findings,
     KindResult,
     TrialSize,
     as_markdown,
@@ -27,6 +29,11 @@ parser.add_argument(
 )
 parser.add_argument("--preset", default="hybrid-learned", help="preset that matches them")
 parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (0)")
+parser.add_argument(
+    "--findings",
+    type=Path,
+    help="file that keeps the evidence of each pair; those in it are not matched again",
+)
 arguments = parser.parse_args()
 
 
@@ -38,4 +45,4 @@ def show(kind: KindResult) -> None:
 
 counts = TrialSize(arguments.unrelated, arguments.lookalikes, arguments.related)
 pairs = trial_pairs(arguments.data, counts, arguments.seed)
-print(as_markdown(try_verdicts(load(arguments.preset), pairs, show)), end="")
+print(as_markdown(try_verdicts(load(arguments.preset), pairs, show, Findings(arguments.findings))), end="")

@@ -124,18 +124,22 @@ def test_a_homography_of_few_probable_matches_is_found(rng):
 
 
 def test_several_thresholds_are_tried_unless_most_matches_agree_with_the_first(rng, monkeypatch):
+    """With probabilities also of the more probable half."""
     tried = []
 
     def spy(*arguments):
-        tried.append(arguments[4]["max_epipolar_error"])
+        tried.append((arguments[4]["max_epipolar_error"], len(arguments[0])))
         return original(*arguments)
 
     original = poselib.estimate_relative_pose
     monkeypatch.setattr(epipolar.poselib, "estimate_relative_pose", spy)
     assert estimate("essential", *views(rng, 190, 10, 0.1)).status == "ok"
-    assert tried == pytest.approx([1.0])
+    assert tried == [(1.0, 200)]
     assert estimate("essential", *views(rng, 100, 100, 0.1)).status == "ok"
-    assert tried == pytest.approx([1.0, 1.0, 0.5, 2.5])
+    assert tried[1:] == [(1.0, 200), (0.5, 200), (2.5, 200)]
+    scores = np.linspace(0.9, 0.1, 200)
+    assert estimate("essential", *views(rng, 100, 100, 0.1), scores=scores).status == "ok"
+    assert tried[4:] == [(1.0, 200), (0.5, 100), (1.0, 100), (2.5, 200), (2.5, 100)]
 
 
 def test_exact_matches_give_an_exact_pose_and_coarse_ones_a_pose(rng):
@@ -196,3 +200,35 @@ def test_scores_of_other_matches_are_refused(rng):
     points0, points1 = views(rng, 20, 0, 0.1)
     with pytest.raises(UsageError, match=r"scores of 20 matches must be \(20,\), not \(19,\)"):
         estimate("fundamental", points0, points1, scores=np.ones(19))
+
+
+def test_matches_close_together_say_less(rng):
+    """A hundred on one poster, all off their lines in the same way, do not outvote thirty others."""
+    points0, points1 = views(rng, 130, 0, 0.05)
+    points0[30:] = rng.uniform((500, 300), (530, 330), (100, 2))
+    rays = np.column_stack([points0[30:], np.ones(100)]) @ np.linalg.inv(CAMERA.K).T
+    projected = (5 * rays @ pose()[:3, :3].T + pose()[:3, 3]) @ CAMERA.K.T
+    points1[30:] = projected[:, :2] / projected[:, 2:]
+    right, other = (fundamental_from_pose(CAMERA.K, CAMERA.K, pose(turn)) for turn in (0.0, 0.3))
+    lines = np.column_stack([points0[30:], np.ones(100)]) @ other.T
+    lines /= np.linalg.norm(lines[:, :2], axis=1, keepdims=True)
+    points1[30:] -= (np.sum(points1[30:] * lines[:, :2], axis=1) + lines[:, 2])[:, None] * lines[:, :2]
+    matched = MatchedPoints(points0, points1, np.full(130, 0.9))
+    assert matched.weights.mean() == pytest.approx(1)
+    assert np.median(matched.weights[:30]) > 10 * np.median(matched.weights[30:])
+    spread = Spread.of(np.tile(0.05**2 * np.eye(2), (130, 1, 1)), 130)
+    assert epipolar_likelihood(right, matched, spread) > epipolar_likelihood(other, matched, spread)
+    matched.__dict__["weights"] = np.ones(130)
+    assert epipolar_likelihood(right, matched, spread) < epipolar_likelihood(other, matched, spread)
+
+
+def test_the_most_probable_matches(rng):
+    points, probable = rng.uniform(0, 100, (10, 2)), np.tile([0.2, 0.8], 5)
+    covariances = np.arange(10.0)[:, None, None] * np.eye(2)
+    part = MatchedPoints(points, points + 1, probable, covariances).most_probable(0.5)
+    assert np.array_equal(part.points0, points[1::2]) and np.array_equal(part.points1, points[1::2] + 1)
+    assert np.array_equal(part.covariances, covariances[1::2]) and (part.probable == 0.8).all()
+    equal = MatchedPoints(points, points, np.full(10, 0.5))
+    assert equal.most_probable(0.5) is equal
+    nearly = MatchedPoints(points, points, np.append(np.full(9, 0.95), 0.1))
+    assert len(nearly.most_probable(0.5)) == 9  # all that are alike, not those on the left

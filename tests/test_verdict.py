@@ -1,6 +1,7 @@
 """Verdicts on pairs, how well match probabilities hold, and the fit and the diagrams of both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -42,9 +43,19 @@ def test_the_verdict_follows_the_evidence():
     assert spread[0] < spread[1] - 0.1
 
 
+def test_inliers_that_are_improbable_count_little():
+    matches, *rest = pair_of(110, 60)
+    doubtful = replace(matches, scores=np.full(len(matches), 0.05, np.float32))
+    assert verdict_of(matches, *rest).probability > 0.9
+    assert verdict_of(doubtful, *rest).probability < 0.5
+    assert verdict_of(replace(matches, scores=np.full(len(matches), np.nan)), *rest).word == "not"
+
+
 def test_the_evidence_in_numbers():
     values = dict(zip(EVIDENCE, evidence(*pair_of(30, 10)), strict=True))
-    assert values["inliers"] == pytest.approx(np.log(31)) and values["inlier ratio"] == 0.75
+    assert (
+        values["probable inliers"] == pytest.approx(np.log(1 + 0.7 * 30)) and values["inlier ratio"] == 0.75
+    )
     assert 0.7 < values["coverage"] < 0.95
     assert evidence(*pair_of(0, 4)).tolist() == [0, 0, 0]
 

@@ -1,5 +1,6 @@
 """The trial of verdicts: which pairs it draws, that kept features change nothing, and how it counts."""
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from matcher.lab.evaluate.verdict_trial import (
     LOOKALIKES,
     SCENES,
     UNRELATED,
+    Findings,
     KeptFeatures,
     KindResult,
     TrialPair,
@@ -87,6 +89,11 @@ def test_without_scenes_there_is_no_trial(tmp_path, data):
         list(trial_pairs(tmp_path, TrialSize(1, 1, 1)))
 
 
+def test_kinds_can_be_left_out(data):
+    drawn = trial_pairs(data, TrialSize(unrelated=3, lookalikes=0, related=0))
+    assert [each.kind for each in islice(drawn, 3)] == [UNRELATED] * 3
+
+
 def test_kept_features_give_the_same_verdicts(views):
     pipeline = matcher.load(max_keypoints=200, resize=320, device="cpu")
     pictures = [read_image(view, resize=320).pixels for view in views]
@@ -97,6 +104,29 @@ def test_kept_features_give_the_same_verdicts(views):
     expected = [pipeline.match(pictures[0], pictures[i]).verdict.probability for i in (1, 2, 1)]
     assert found.probabilities == pytest.approx(expected, abs=1e-6)
     assert found.wrong == ["1", "1"]
+
+
+def test_a_trial_is_continued(views, tmp_path):
+    pipeline = matcher.load("nearest", max_keypoints=200, resize=320)
+    sides = [PairImage(view) for view in views]
+    pairs = [TrialPair(UNRELATED, UnrelatedPair(f"{i}", "", sides[0], sides[i % 2])) for i in range(3)]
+    path = tmp_path / "trial.jsonl"
+    first = try_verdicts(pipeline, pairs[:2], known=Findings(path))[0]
+    assert len(path.read_text().splitlines()) == 2
+    path.write_text(path.read_text() + '{"kind": "photos of')  # stopped while it wrote
+
+    class Asked:
+        def __call__(self, images):
+            asked.extend(images)
+            return pipeline.extractor(images)
+
+    asked: list = []
+    again = try_verdicts(replace(pipeline, extractor=Asked()), pairs, known=Findings(path))[0]
+    assert len(asked) == 1 and again.probabilities[:2] == pytest.approx(first.probabilities)
+    assert len(path.read_text().splitlines()) == 3 and Findings(path).get(pairs[2]) is not None
+    path.write_text('{"kind": 1}\n')
+    with pytest.raises(UsageError, match="line 1 holds no evidence"):
+        Findings(path)
 
 
 def test_features_are_computed_once_and_forgotten_in_turn(views):

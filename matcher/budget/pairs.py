@@ -107,11 +107,11 @@ def plan(
     whole = (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers)
     further = _MORE * (choice.predicted_ms + reading_ms) + costs.other
     if pipeline.passes is None:
-        return without_opposite_turn(limited(pipeline, choice)), smaller, choice
+        return without_other_turns(limited(pipeline, choice)), smaller, choice
     if whole and not choice.without and choice.predicted_ms + further <= budget_ms:
         return pipeline, smaller, choice
     choice = replace(choice, without=(*choice.without, "further passes"))
-    return replace(without_opposite_turn(limited(pipeline, choice)), passes=None), smaller, choice
+    return replace(without_other_turns(limited(pipeline, choice)), passes=None), smaller, choice
 
 
 def largest_that_fits(
@@ -151,11 +151,11 @@ def _at_most(image: Image, longer_side: int) -> Image:
     return image if factor >= 1 else image.resized(factor)
 
 
-def without_opposite_turn(pipeline: Q) -> Q:
-    """The pipeline without the second attempt at the opposite turn, which would double the time."""
+def without_other_turns(pipeline: Q) -> Q:
+    """The pipeline without attempts at other turns, which would take up to four times as long."""
     if not can_be_cut(pipeline.matcher):
         return pipeline
-    policy = replace(pipeline.matcher.model.config.policy, opposite_turn_below=0.0)
+    policy = replace(pipeline.matcher.model.config.policy, other_turns_below=0.0)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
@@ -168,7 +168,7 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         times.append(milliseconds(lambda image=image: pipeline.extractor([image])))
     extract = line(sizes, times)
     features = pipeline.extractor([images[0]])[0]
-    single = without_opposite_turn(pipeline)
+    single = without_other_turns(pipeline)
     easy, hard = (
         matching_cost(single, features, other) for other in (None, _with_random_descriptors(features))
     )

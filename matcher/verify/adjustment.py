@@ -14,7 +14,11 @@ import numpy as np
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
 _ROUNDS, _ATTEMPTS = 15, 8
-_ENOUGH = 1e-6  # share by which a step must lower the loss for another one to follow
+# A step must lower the loss by this for another one to follow. As the loss is the negative logarithm of a
+# likelihood, what is left to gain is a small part of the model's own uncertainty. Of a loss below 1, as of
+# points without noise, it is a share.
+_ENOUGH = 0.001
+_DAMPING = 1e-5  # at first: where the matches nearly lie on a plane, one direction is that much weaker
 _TINY = 1e-300
 _VAST = 1e8  # pixels²
 _LEAST_REFINED = 8  # inliers below which there is nothing to refine from
@@ -112,7 +116,7 @@ def adjusted_fundamental(
     if not values[0] > 0:
         return fundamental
     spread = Spread.of(covariances, len(points0))
-    sides = _lifted(points0), _lifted(points1)
+    sides = _lifted(points0).T.copy(), _lifted(points1).T.copy()
 
     def residuals(model: tuple[np.ndarray, float, np.ndarray]) -> Residuals:
         u, ratio, v = model
@@ -133,7 +137,7 @@ def adjusted_pose(
     inverse_calibrations: tuple[np.ndarray, np.ndarray],
     points0: np.ndarray,
     points1: np.ndarray,
-    covariances: np.ndarray,
+    covariances: np.ndarray | None,
 ) -> np.ndarray:
     """The pose of least loss near one; its translation keeps length 1.
 
@@ -141,10 +145,11 @@ def adjusted_pose(
         cam1_from_cam0: (4, 4), |t| = 1.
         inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1, for resized pixels.
         points0, points1: (N, 2) its inliers, resized pixels.
-        covariances: (N, 2, 2) of points1.
+        covariances: (N, 2, 2) of points1, if they are known.
     """
     right, left = inverse_calibrations[0], inverse_calibrations[1].T
-    sides, spread = (_lifted(points0), _lifted(points1)), Spread.of(covariances, len(points0))
+    sides = _lifted(points0).T.copy(), _lifted(points1).T.copy()
+    spread = Spread.of(covariances, len(points0))
 
     def residuals(model: tuple[np.ndarray, np.ndarray]) -> Residuals:
         rotation, across = model[0], _cross(model[1])
@@ -170,23 +175,22 @@ def _across(
     Args:
         fundamental: (3, 3) pixels.
         slopes: (P, 3, 3) its derivatives.
-        x0, x1: (N, 3) homogeneous points.
+        x0, x1: (3, N) homogeneous points.
         spread: of the points.
     """
-    lines1, lines0 = x0 @ fundamental.T, x1 @ fundamental
-    a, b = lines1[:, 0], lines1[:, 1]
-    along_a, along_b = spread.xx * a + spread.xy * b, spread.xy * a + spread.yy * b
-    variance = a * along_a + b * along_b + spread.first * np.sum(lines0[:, :2] ** 2, axis=1)
+    lines1, lines0 = fundamental @ x0, fundamental.T @ x1
+    a, b = lines1[:2]
+    along = np.stack([spread.xx * a + spread.xy * b, spread.xy * a + spread.yy * b])
+    variance = a * along[0] + b * along[1] + spread.first * np.sum(lines0[:2] ** 2, axis=0)
     inverse = 1 / np.sqrt(np.maximum(variance, _TINY))
-    residual = np.sum(x1 * lines1, axis=1) * inverse
-    weights = np.stack([along_a, along_b, np.zeros_like(a)], 1)  # of a change of lines1 in half the variance
-    lines0 = lines0 * [spread.first, spread.first, 0.0]
-    share = (residual * inverse**2)[:, None]
-    total, other = x1 * inverse[:, None] - weights * share, lines0 * share
+    residual = np.sum(x1 * lines1, axis=0) * inverse
+    share = residual * inverse**2  # of a change of half the variance in one of the residual
     # By the entries of F', which takes x0 to lines1 and x1 to lines0.
-    entries = total[:, :, None] * x0[:, None] - x1[:, :, None] * other[:, None]
-    columns = entries.reshape(-1, 9) @ slopes.reshape(-1, 9).T
-    return residual[:, None], columns[:, None]
+    entries = (x1 * inverse)[:, None] * x0
+    entries[:2] -= (along * share)[:, None] * x0
+    entries[:, :2] -= x1[:, None] * (spread.first * share * lines0[:2])
+    columns = slopes.reshape(-1, 9) @ entries.reshape(9, -1)
+    return residual[:, None], columns.T[:, None]
 
 
 def _minimised(
@@ -196,7 +200,7 @@ def _minimised(
 ) -> Model:
     """The model of least Cauchy loss, one standard deviation wide, that steps downhill lead to."""
     found, slopes = residuals(model)
-    loss, damping = _loss(found), 1e-3
+    loss, damping = _loss(found), _DAMPING
     for _ in range(_ROUNDS):
         weight = 1 / (1 + np.sum(found**2, axis=1))
         flat, rows = slopes.reshape(-1, slopes.shape[2]), np.repeat(weight, found.shape[1])
@@ -210,17 +214,18 @@ def _minimised(
             other = moved(model, step)
             values, derivatives = residuals(other)
             if (lower := _loss(values)) < loss:
-                model, found, slopes, loss, damping = other, values, derivatives, lower, damping / 5
+                model, found, slopes, loss, damping = other, values, derivatives, lower, damping / 10
                 break
             damping *= 10
-        if not before - loss > _ENOUGH * before:
+        if not before - loss > _ENOUGH * min(before, 1.0):
             return model
     return model
 
 
 def _loss(found: np.ndarray) -> float:
     with np.errstate(over="ignore"):
-        return float(np.nan_to_num(np.log1p(np.sum(found**2, axis=1)), nan=np.inf).sum())
+        loss = float(np.log1p(np.sum(found**2, axis=1)).sum())
+    return np.inf if np.isnan(loss) else loss
 
 
 def _lifted(points: np.ndarray) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 How far right matches lie from their epipolar lines differs from pair to pair: a tenth of a pixel where they
 are refined on sharp images of a rigid scene, some pixels in weak texture. A narrow threshold finds an exact
-model in the first case and too few inliers in the second, so several are tried, unless most matches agree
-with the first.
+model in the first case and too few inliers in the second, so several are tried, of all matches and of the
+more probable ones, unless most matches agree with the first. Of poses also those that a plane allows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from matcher.verify.hypotheses import (
     MatchedPoints,
     TwoViewModel,
     likeliest,
+    trials,
 )
 from matcher.verify.likelihood import epipolar_likelihood
+from matcher.verify.plane_poses import poses_of_plane
 
 _MIN_ITERATIONS = 100  # enough where most matches are right; PoseLib's own 1,000 take longer than all else
-_THRESHOLDS = (2 / 3, 1 / 3, 5 / 3)  # of the threshold for inliers; the first may be enough
+# Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
+_FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
+_ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
+_OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
 
 def sampled_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
@@ -42,15 +47,15 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewMo
     """The likeliest fundamental matrix, each hypothesis refined over its inliers."""
     spread = Spread.of(matched.covariances, len(matched))
 
-    def hypotheses() -> Iterator[Hypothesis | None]:
-        for factor in _THRESHOLDS:
-            if (matrix := _magsac(matched, factor * threshold)) is None:
+    def hypotheses() -> Iterator[Hypothesis]:
+        for factor, part in trials(matched, _FUNDAMENTAL):
+            if (matrix := _magsac(part, factor * threshold)) is None:
                 continue
-            found = sampson(*matched.sides, matrix) <= factor * threshold
-            matrix = refined(adjusted_fundamental, *matched.sides, matrix, found, matched.covariances)
+            found = sampson(*part.sides, matrix) <= factor * threshold
+            matrix = refined(adjusted_fundamental, *part.sides, matrix, found, part.covariances)
             likelihood = epipolar_likelihood(matrix, matched, spread)
             model = TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
-            yield Hypothesis(model, likelihood, float(np.mean(found)))
+            yield Hypothesis(model, likelihood, np.count_nonzero(found) / len(matched))
 
     return likeliest(hypotheses())
 
@@ -65,19 +70,28 @@ def estimated_essential(
     def refine(pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
         return adjusted_pose(pose, known, *matches)
 
-    def hypotheses() -> Iterator[Hypothesis | None]:
-        for number, factor in enumerate(_THRESHOLDS):
-            pose, found = _sampled_pose(matched, cameras, factor * threshold, seed, progressive=number > 0)
-            if pose is None:
-                continue
-            if matched.covariances is not None:
-                pose = refined(refine, *matched.sides, pose, found, matched.covariances)
-            fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, pose)
-            possible = in_front(*matched.sides, known, pose)
-            likelihood = epipolar_likelihood(fundamental, matched, spread, possible)
-            inliers = (sampson(*matched.sides, fundamental) <= threshold) & possible
-            essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
-            yield Hypothesis(TwoViewModel(essential, inliers, pose), likelihood, float(np.mean(found)))
+    def judged(pose: np.ndarray, agreeing: float) -> Hypothesis:
+        fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, pose)
+        possible = in_front(*matched.sides, known, pose)
+        likelihood = epipolar_likelihood(fundamental, matched, spread, possible)
+        inliers = (sampson(*matched.sides, fundamental) <= threshold) & possible
+        essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
+        return Hypothesis(TwoViewModel(essential, inliers, pose), likelihood, agreeing)
+
+    def hypotheses() -> Iterator[Hypothesis]:
+        for number, (factor, part) in enumerate(trials(matched, _ESSENTIAL)):
+            pose, found = _sampled_pose(part, cameras, factor * threshold, seed, progressive=number > 0)
+            if pose is not None:
+                if part.covariances is not None:
+                    pose = refined(refine, *part.sides, pose, found, part.covariances)
+                yield judged(pose, np.count_nonzero(found) / len(matched))
+            if number == 0:
+                yield from of_plane()
+
+    def of_plane() -> Iterator[Hypothesis]:
+        for pose in poses_of_plane(matched, cameras, _OFF_PLANE * threshold):
+            inliers = judged(pose, 0.0).model.inliers
+            yield judged(refined(refine, *matched.sides, pose, inliers, matched.covariances), 0.0)
 
     return likeliest(hypotheses())
 

@@ -30,24 +30,25 @@ def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewMod
     """
     spread, covariances = Spread.of(matched.covariances, len(matched)), matched.covariances
 
-    def hypotheses() -> Iterator[Hypothesis | None]:
-        for sampled in (_magsac, _lo_ransac):
+    def hypotheses() -> Iterator[Hypothesis]:
+        for sampled in (sampled_homography, _lo_ransac):
             if (matrix := sampled(matched, threshold)) is None:
                 continue
             # Of H[2, 2] = 1: if the first pixel lies beyond the horizon, all points would be behind it.
-            matrix = _facing(matrix, matched.points0)
+            matrix = facing(matrix, matched.points0)
             for refine in (_refine_homography, adjusted_homography)[: 1 if covariances is None else 2]:
-                found = _transfer(*matched.sides, matrix) <= threshold
+                found = transfer_error(*matched.sides, matrix) <= threshold
                 matrix = refined(refine, *matched.sides, matrix, found, covariances)
-                matrix = _facing(matrix, matched.points0)
-            inliers = _transfer(*matched.sides, matrix) <= threshold
+                matrix = facing(matrix, matched.points0)
+            inliers = transfer_error(*matched.sides, matrix) <= threshold
             likelihood = homography_likelihood(matrix, matched, spread)
             yield Hypothesis(TwoViewModel(matrix, inliers), likelihood, float(np.mean(inliers)))
 
     return likeliest(hypotheses())
 
 
-def _magsac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
+def sampled_homography(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
+    """The homography (3, 3) as MAGSAC++ leaves it, if there is one."""
     try:
         matrix, _ = cv2.findHomography(
             *matched.sides, cv2.USAC_MAGSAC, threshold, maxIters=MAX_ITERATIONS, confidence=CONFIDENCE
@@ -73,12 +74,12 @@ def _lo_ransac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
     return matrix if np.isfinite(matrix).all() and matrix.any() else None
 
 
-def _facing(homography: np.ndarray, points: np.ndarray) -> np.ndarray:
+def facing(homography: np.ndarray, points: np.ndarray) -> np.ndarray:
     """The homography with the sign that puts most of the points before its horizon."""
     return -homography if np.median(points @ homography[2, :2] + homography[2, 2]) < 0 else homography
 
 
-def _transfer(points0: np.ndarray, points1: np.ndarray, homography: np.ndarray) -> np.ndarray:
+def transfer_error(points0: np.ndarray, points1: np.ndarray, homography: np.ndarray) -> np.ndarray:
     """(N,) distances in image 1, pixels; infinite behind the horizon."""
     with np.errstate(over="ignore"):
         error = np.linalg.norm(warp_points(points0, homography) - points1, axis=1)

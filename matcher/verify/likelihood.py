@@ -2,8 +2,9 @@
 
 A match is right with its match probability, and then lies off its epipolar line by a normal distribution as
 wide as its position is uncertain; else it is wrong, and lies anywhere (MLESAC, Torr and Zisserman 2000, with
-each match's own probability and variance). Numbers of inliers of different thresholds cannot be compared,
-likelihoods can.
+each match's own probability and variance). Matches close together count less than others, as their errors are
+alike (`MatchedPoints.weights`). Likelihoods can be compared where numbers of inliers of different thresholds
+cannot.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def epipolar_likelihood(
     with np.errstate(over="ignore", under="ignore"):
         density = 2 / sqrt(2 * pi) / deviation * np.exp(-0.5 * (distance / deviation) ** 2)
     density = density if possible is None else density * possible
-    return _of_mixture(density * _REACH, matched.probable)
+    return _of_mixture(density * _REACH, matched)
 
 
 def homography_likelihood(homography: np.ndarray, matched: MatchedPoints, spread: Spread) -> float:
@@ -59,12 +60,12 @@ def homography_likelihood(homography: np.ndarray, matched: MatchedPoints, spread
     with np.errstate(over="ignore", under="ignore"):
         exponent = (spread.yy * dx**2 - 2 * spread.xy * dx * dy + spread.xx * dy**2) / determinant
         density = np.exp(-0.5 * exponent) / (2 * pi * np.sqrt(determinant)) * before
-    return _of_mixture(density * _REACH**2, matched.probable)
+    return _of_mixture(density * _REACH**2, matched)
 
 
-def _of_mixture(relative_density: np.ndarray, probable: np.ndarray) -> float:
+def _of_mixture(relative_density: np.ndarray, matched: MatchedPoints) -> float:
     """From each match's density if it is right, divided by that of wrong ones."""
-    return float(np.log1p(probable * (relative_density - 1)).sum())
+    return float(matched.weights @ np.log1p(matched.probable * (relative_density - 1)))
 
 
 def _deviations(

@@ -1,4 +1,8 @@
-"""Whether two images show the same place, as a probability: logistic regression on the inliers of a pair."""
+"""Whether two images show the same place, as a probability: logistic regression on the inliers of a pair.
+
+Numbers of inliers alone cannot tell: dozens of matches along like edges agree on some geometry. So each
+inlier counts with its match probability.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from matcher.data.matches import Matches, TwoViewGeometry
 VerdictWord = Literal["same", "unsure", "not"]
 
 # Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see scripts/README.md.
-COEFFICIENTS = (-12.585, 1.292, 7.122, 5.551)
-EVIDENCE = ("inliers", "inlier ratio", "coverage")
+COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388)
+EVIDENCE = ("probable inliers", "inlier ratio", "coverage")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 _TAIL = 5.0  # percent of the inliers on each side that are ignored in the coverage
 _SENTENCES: dict[VerdictWord, str] = {
@@ -59,9 +63,13 @@ def verdict_of(
     """
     if geometry.status == "not_estimated":
         return None
-    values = evidence(matches, geometry, size0, size1)
+    return Verdict(probability(evidence(matches, geometry, size0, size1)))
+
+
+def probability(values: np.ndarray) -> float:
+    """That two images show the same place, from the `evidence`."""
     logit = COEFFICIENTS[0] + float(np.dot(COEFFICIENTS[1:], values))
-    return Verdict(float(1 / (1 + np.exp(-np.clip(logit, -50, 50)))))
+    return float(1 / (1 + np.exp(-np.clip(logit, -50, 50))))
 
 
 def reject_improbable(
@@ -86,19 +94,17 @@ def evidence(
 ) -> np.ndarray:
     """What the verdict depends on, in the order of `EVIDENCE`.
 
-    Match probabilities are left out: their calibration depends on the matcher, and they add nothing here.
-
     Returns:
-        (3,) log(1 + inliers); the inlier ratio; the square root of the share of the image area that the
-        inliers span, the smaller one of both images.
+        (3,) log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the
+        share of the image area that the inliers span, the smaller one of both images.
     """
     inliers = geometry.inliers
-    count = int(np.count_nonzero(inliers))
-    if not count:
-        return np.zeros(3)
+    if not inliers.any():
+        return np.zeros(len(EVIDENCE))
+    scores = np.nan_to_num(np.asarray(matches.scores[inliers], dtype=np.float64)).clip(0, 1)
     sides = ((matches.points0, size0), (matches.points1, size1))
     coverage = min(_span(points[inliers], size) for points, size in sides)
-    return np.array([np.log1p(count), count / len(inliers), coverage])
+    return np.array([np.log1p(scores.sum()), inliers.mean(), coverage])
 
 
 def _span(points: np.ndarray, size: tuple[float, float]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import combinations
@@ -15,13 +16,13 @@ from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.data.protocols import Extractor
 from matcher.errors import UsageError
-from matcher.lab.evaluate.calibration import as_inputs
+from matcher.lab.evaluate.verdicts import pair_evidence
 from matcher.lab.pairs.folders import FRAME_GAPS, distant_frames, read_kitti
 from matcher.lab.pairs.protocols import Pair, PairImage, UnrelatedPair
 from matcher.lab.pairs.synthetic import synthetic_set
 from matcher.passes.crops import LocalMatcher
 from matcher.pipeline import Pipeline
-from matcher.verify.verdict import NOT, SAME
+from matcher.verify.verdict import EVIDENCE, NOT, SAME, probability
 
 UNRELATED, LOOKALIKES, SCENES = "photos of different sources", "photos of one source", "scenes"
 DISTANT, NEIGHBOURS = "distant frames of a street", "neighbouring frames"
@@ -118,12 +119,16 @@ def trial_pairs(data: Path, counts: TrialSize, seed: int = 0) -> Iterator[TrialP
     frames = read_kitti(street)
     nearest = [pair for pair in frames.pairs if pair.group == f"gap {FRAME_GAPS[0]}"]
     yield from (TrialPair(NEIGHBOURS, pair) for pair in nearest[: counts.related])
-    warps = synthetic_set(photos, count=counts.related, levels=(1, 2, 3), seed=seed)
-    yield from (TrialPair(WARPS, pair) for pair in warps.pairs)
+    if counts.related:
+        warps = synthetic_set(photos, count=counts.related, levels=(1, 2, 3), seed=seed)
+        yield from (TrialPair(WARPS, pair) for pair in warps.pairs)
 
 
 def try_verdicts(
-    pipeline: Pipeline, pairs: Iterator[TrialPair], progress: Callable[[KindResult], None] | None = None
+    pipeline: Pipeline,
+    pairs: Iterable[TrialPair],
+    progress: Callable[[KindResult], None] | None = None,
+    known: Findings | None = None,
 ) -> list[KindResult]:
     """The verdicts of a pipeline on the pairs, by kind.
 
@@ -133,16 +138,61 @@ def try_verdicts(
         pipeline: estimates a geometry, without which there is no verdict.
         pairs: those of a kind follow each other.
         progress: called with the kind's results so far after each pair.
+        known: evidence of earlier pairs, which are not matched again; that of the others is added.
     """
     pipeline, found = with_kept_features(pipeline), {}
+    known = Findings() if known is None else known
     for each in pairs:
-        result = pipeline.match(*as_inputs(each.pair))
+        values = known.get(each)
+        if values is None:
+            values = pair_evidence(pipeline, each.pair)
+            known.add(each, values)
         kind = found.setdefault(each.kind, KindResult(each.kind))
-        kind.probabilities.append(result.verdict.probability)
+        kind.probabilities.append(probability(values))
         kind.names.append(each.pair.name)
         if progress is not None:
             progress(kind)
     return list(found.values())
+
+
+class Findings:
+    """Evidence of pairs, kept in a file of JSON lines, so that a long trial can be continued.
+
+    The verdict takes no part in matching, so the same evidence serves other coefficients.
+
+    Args:
+        path: of the file, which need not exist; None keeps nothing.
+
+    Raises:
+        UsageError: the file holds something else.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._known = path, {}
+        if path is None or not path.exists():
+            return
+        lines = path.read_text().split("\n")
+        if lines[-1]:  # the line that was being written
+            path.write_text("".join(f"{line}\n" for line in lines[:-1]))
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                row = json.loads(line)
+                values = np.array(row["evidence"], dtype=np.float64)
+                self._known[row["kind"], row["name"]] = values.reshape(len(EVIDENCE))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{path}: line {number} holds no evidence of a pair") from error
+
+    def get(self, one: TrialPair) -> np.ndarray | None:
+        """The evidence of a pair, if it is known."""
+        return self._known.get((one.kind, one.pair.name))
+
+    def add(self, one: TrialPair, values: np.ndarray) -> None:
+        """Keep the evidence of a pair."""
+        self._known[one.kind, one.pair.name] = values
+        if self._path is not None:
+            row = {"kind": one.kind, "name": one.pair.name, "evidence": values.tolist()}
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 @dataclass(eq=False)
