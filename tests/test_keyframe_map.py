@@ -1,6 +1,7 @@
 """Keyframes become a map: loops undo the drift of tracking, and later photos are localised in it."""
 
 import json
+import os
 import shutil
 import signal
 import threading
@@ -343,6 +344,24 @@ def test_poses_that_were_not_written_are_written_with_the_next_keyframe(tmp_path
         assert [each.index for each in kept_frames.read_kept(tmp_path / "map").frames] == [0, 1, 2, 3, 4]
     finally:
         place.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent(tmp_path):
+    work, held = OrderedWork(beside=True), threading.Event()
+    work.add(held.wait)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)  # ends the child if it waits
+        try:
+            work.add(lambda: (tmp_path / "done").touch())
+            work.wait()
+        finally:
+            os._exit(0)
+    try:
+        assert os.waitpid(child, 0)[1] == 0 and (tmp_path / "done").exists()
+    finally:
+        held.set()
+    work.wait()
 
 
 def test_nothing_follows_work_that_failed_until_that_was_said():

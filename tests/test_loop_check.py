@@ -1,6 +1,8 @@
 """Pairs of keyframes that match: loops, views along the path, and places that only look alike."""
 
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -14,7 +16,7 @@ from matcher.sequence import pose_graph
 from matcher.sequence.closing_plot import plot_closing
 from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
 from matcher.sequence.loop_check import kind_of_pair, path_lengths
-from matcher.sequence.pose_graph import PoseGraph
+from matcher.sequence.pose_graph import PoseGraph, torn_at
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -112,3 +114,52 @@ def test_both_paths_are_seen_where_they_agree(tmp_path):
     for colour in ((153, 153, 153), (0, 114, 178)):
         rows, _ = np.nonzero((pixels == colour).all(axis=2))
         assert len(np.unique(rows)) > 0.6 * pixels.shape[0], colour  # not in the legend alone
+
+
+@pytest.mark.parametrize(
+    ("last", "torn"),
+    [
+        (pose(x=1.5, z=6.0, degrees=20), False),  # it has drifted
+        (pose(x=0.0, z=14.0), True),  # a step of nine instead of one
+        (pose(x=0.0, z=5.2), True),
+        (pose(x=0.0, z=4.0), True),  # back
+    ],
+)
+def test_a_step_that_drift_cannot_explain(last, torn):
+    tracked = {f"{i}.png": np.linalg.inv(pose(z=float(i))) for i in range(7)}
+    found = dict(tracked) | {"6.png": np.linalg.inv(last)}
+    assert torn_at(tracked, found) == (("5.png", "6.png") if torn else None)
+    assert torn_at(tracked, tracked) is None
+
+
+def test_noise_of_a_camera_that_stands_or_turns_in_its_place_tears_nothing(rng):
+    places = [0.0, 1.0, 2.0, 2.0, 2.0, 3.0, 4.0]
+    path = {f"{i}.png": np.linalg.inv(pose(z=z, degrees=30.0 * i)) for i, z in enumerate(places)}
+    assert torn_at(path, path) is None
+    moved = {name: T.copy() for name, T in path.items()}
+    for T in moved.values():
+        T[:3, 3] += rng.normal(0, 0.02, 3)
+    assert torn_at(path, moved) is None
+    moved["5.png"][0, 3] = np.nan
+    assert torn_at(path, moved) == ("4.png", "5.png")
+
+
+def test_where_the_global_mapper_tears_the_path_the_incremental_one_is_asked(tmp_path, monkeypatch):
+    tracked = {index: pose(z=float(index)) for index in range(5)}
+    right = {pose_graph.name_of(i): np.linalg.inv(each)[:3] for i, each in tracked.items()}
+    bad = right | {pose_graph.name_of(4): np.linalg.inv(pose(z=20.0))[:3]}
+    answers = {"global": bad, "incremental": right}
+
+    class Run:
+        store = nullcontext()
+
+    def made(store, out, *, mapper, **how):
+        return SimpleNamespace(largest=SimpleNamespace(cam_from_world=answers[mapper]))
+
+    monkeypatch.setattr(pose_graph, "reconstruct", made)
+    graph = PoseGraph(tmp_path, CAMERA, "nearest", {})
+    found = graph.optimised(Run(), tracked, tmp_path / "graph")
+    np.testing.assert_allclose(found[pose_graph.name_of(4)][:3], right[pose_graph.name_of(4)], atol=1e-9)
+    answers["incremental"] = bad
+    with pytest.raises(pose_graph.ReconstructionError, match=r"000003\.png to 000004\.png does not agree"):
+        graph.optimised(Run(), tracked, tmp_path / "graph")

@@ -36,6 +36,21 @@ class RecordingFile:
             self.stream.save(self._part)
         self.stream.log("world", self.rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
 
+    def lay_out(self, scene: str, *beside: Any) -> None:
+        """Open with the scene large, under this name, and the other views beside it.
+
+        Otherwise the viewer gives every curve as much room as the scene.
+        """
+        views = self.views
+        shown = views.Spatial3DView(origin="world", name=scene)
+        columns = views.Horizontal(shown, views.Vertical(*beside), column_shares=[3, 2])
+        self.stream.send_blueprint(views.Blueprint(columns, collapse_panels=True))
+
+    @property
+    def views(self) -> Any:
+        """The kinds of views that there are: `rerun.blueprint`."""
+        return self.rr.blueprint
+
     def close(self) -> None:
         """Finish the file."""
         self.stream.flush()

@@ -27,6 +27,7 @@ def record_closing(
     """
     with RecordingFile(path) as file:
         rr, stream = file.rr, file.stream
+        file.lay_out("path and loops", file.views.TimeSeriesView(origin="moved_by", name="moved by"))
         for name, poses, colour in (("tracked", before, _BEFORE), ("adjusted", after, _AFTER)):
             line = rr.LineStrips3D([poses[:, :3, 3]], colors=colour)
             stream.log(f"world/{name}", line, static=True)

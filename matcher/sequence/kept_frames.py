@@ -16,7 +16,7 @@ import numpy as np
 
 from matcher.data.camera import Camera
 from matcher.data.rotations import check_poses
-from matcher.errors import IntegrityError, UsageError
+from matcher.errors import MALFORMED, IntegrityError, UsageError
 from matcher.files import write_whole
 
 KEPT = "tracked.npz"  # in the folder of a map that is not finished
@@ -89,18 +89,7 @@ def read_kept(folder: Path) -> KeptFrames:
         camera = facts["camera"]
         camera = Camera(**{**camera, "distortion": tuple(camera["distortion"])})
         preset, options = str(facts["preset"]), dict(facts["options"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        OverflowError,
-        RuntimeError,  # also nested too deeply, encrypted, or of a compression that zipfile has not
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except (*MALFORMED, zipfile.BadZipFile, zlib.error) as error:
         raise IntegrityError(f"{path}: the poses of the unfinished map are damaged ({error})") from error
     rows = zip(index.tolist(), time.tolist(), poses, keyframe.tolist(), strict=True)
     return KeptFrames([PlacedFrame(*row) for row in rows], camera, preset, options)

@@ -3,7 +3,8 @@
 While a sequence is tracked, keyframes are written to a folder. There, or afterwards, each is matched with its
 neighbours in time and with those that look most like it. Verified pairs far apart in time are loops. With
 loops, COLMAP's global mapper optimises the graph of relative poses, by rotation averaging and global
-positioning (GLOMAP, Pan et al. 2024); without, bundle adjustment starts from the tracked poses.
+positioning (GLOMAP, Pan et al. 2024), or where that tears the path the incremental one does; without, bundle
+adjustment starts from the tracked poses.
 """
 
 from __future__ import annotations

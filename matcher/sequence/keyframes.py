@@ -33,6 +33,7 @@ class KeptFrame:
     descriptors: np.ndarray  # (N, D) float32
     track_ids: np.ndarray  # (N,) int64
     depths: np.ndarray  # (N,) float64, NaN where unknown
+    inverse_errors: np.ndarray  # (N,) of inverse depths that one camera knows; NaN for others
     world_from_cam: np.ndarray | None = None  # (4, 4)
     most_links: int = 0  # that a later frame had to it
     most_close_links: int = 0  # the same, of points that are close
@@ -47,7 +48,7 @@ class KeptFrame:
             np.array(to_numpy(values), np.float32)  # copied: refinement moves the points of the frame only
             for values in (features.keypoints, features.descriptors)
         )
-        unknown = np.full(len(points), -1, np.int64), np.full(len(points), np.nan)
+        unknown = np.full(len(points), -1, np.int64), *np.full((2, len(points)), np.nan)
         return cls(index, features, points, descriptors, *unknown, pyramid=pyramid)
 
     @property

@@ -107,6 +107,8 @@ class LocalMap:
         wanted = self._rule.wants(kept, parallax, current.size)
         if wanted and (pose_status in ("ok", "no_camera") or kept < self._rule.kept / 2):
             self.poses.promote(keyframe, current, links, T)
+            if pose_status in ("too_few", "starting"):  # later frames could not go on without a pose
+                pose_status = self.poses.bridge(current)
             self._keep(current)
         return {
             "is_keyframe": self._keyframe is current,

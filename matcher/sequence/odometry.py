@@ -107,11 +107,3 @@ def triangulate(
         error = np.linalg.norm(project(middle, camera) - points1, axis=1)
         good = (depths > 0) & (depths1 > 0) & (angles >= _MIN_ANGLE) & (error <= 2 * _MAX_ERROR * scale)
     return np.where(good, depths, np.nan), angles
-
-
-def carry_depths(
-    points0: np.ndarray, depths0: np.ndarray, cam1_from_cam0: np.ndarray, camera: Camera
-) -> np.ndarray:
-    """(K,) depths in frame 1 of points (K, 2) with depths (K,) in frame 0; NaN stays, and behind is NaN."""
-    z = move(rays(points0, camera) * depths0[:, None], cam1_from_cam0)[:, 2]
-    return np.where(z > 0, z, np.nan)

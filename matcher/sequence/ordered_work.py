@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ class OrderedWork:
     def __init__(self, *, beside: bool) -> None:
         """`beside`: in a thread; otherwise at once. The thread ends what it has when the program ends."""
         self._thread = ThreadPoolExecutor(1, "keyframes") if beside else None
+        self._process = os.getpid()
         self._waiting: deque[Future[None]] = deque()
         self._failed = False
 
@@ -24,6 +26,7 @@ class OrderedWork:
         Raises:
             Exception: what made this work fail, or in a thread some work before it.
         """
+        self._stay_at_home()
         if self._thread is None:
             work()
             return
@@ -39,6 +42,7 @@ class OrderedWork:
         Raises:
             Exception: what made some work fail; what came after it is not done.
         """
+        self._stay_at_home()
         while self._waiting and self._waiting[0].done():
             problem = self._waiting.popleft().exception()
             if problem is not None:
@@ -57,6 +61,12 @@ class OrderedWork:
         """
         while not self.is_done():
             self._waiting[0].exception()
+
+    def _stay_at_home(self) -> None:
+        """A forked child has no thread: what waits is its parent's, and what is new is done at once."""
+        if os.getpid() != self._process:
+            self._process, self._thread = os.getpid(), None
+            self._waiting.clear()
 
     def _do(self, work: Callable[[], None]) -> None:
         if self._failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +12,24 @@ from matcher.data.camera import Camera
 from matcher.sequence.calibration import Calibration
 from matcher.sequence.disparity_offset import DisparityOffset
 from matcher.sequence.frames import FrameLinks, PoseStatus
+from matcher.sequence.joint_pose import adjust, carry, errors_seen
 from matcher.sequence.keyframes import KeptFrame, MeasuredDisparities
-from matcher.sequence.odometry import MIN_POINTS, carry_depths, solve_pose, triangulate
+from matcher.sequence.odometry import MIN_POINTS, solve_pose, triangulate
 from matcher.sequence.stereo import depths_of
 from matcher.verify.estimation import RobustEstimator
 
 _START_ANGLE = 1.0  # degrees of parallax with which one camera may start
 _START_SHARE = 0.3  # of the points that must have it
+_SURE = 0.2  # relative error up to which one camera knows a depth
+_MOST = 0.5  # of the known depths: where fewer agree with a pose, another one is tried
 
 
 class PoseTracker:
     """Follows the pose from keyframe to frame and fills in the depths of keyframes.
 
     With two cameras depths are measured. With one, the first keyframe's are triangulated once enough parallax
-    shows; that first baseline is the unit of length. Later keyframes inherit depths and triangulate more.
+    shows; that first baseline is the unit of length. Frames make depths surer, and later keyframes inherit
+    them.
     """
 
     def __init__(
@@ -88,32 +93,75 @@ class PoseTracker:
         if any(pixels is None for pixels in sides):
             return "other_size", None
         indices = links.indices[links.consistent]
-        points0, points1 = (pixels[indices[:, side]] for side, pixels in enumerate(sides))
-        depths = keyframe.depths[indices[:, 0]]
-        scale = self._coarseness(frame)
-        if np.count_nonzero(np.isfinite(depths)) >= MIN_POINTS:
-            T, agree = solve_pose(points0, depths, points1, self.camera, scale)
-            status: PoseStatus = "ok" if T is not None else "too_few"
-            if T is not None and keyframe.measured is not None:
-                disparities, used, product = keyframe.measured
-                given = disparities[indices[:, 0]]
-                rows = agree & np.isfinite(given)
-                self.offset.observe(
-                    points0[rows], given[rows], used, points1[rows], T, self.camera, product, scale
-                )
-        elif self._measured:
-            return "too_few", None
-        else:
-            T = self._start(keyframe, frame, points0, points1)
-            status = "ok" if T is not None else "starting"
-        if T is None:
-            return status, None
-        unknown = ~np.isfinite(depths)
-        new, _ = triangulate(points0[unknown], points1[unknown], T, self.camera, scale)
-        keyframe.depths[indices[unknown, 0]] = new
-        if keyframe.world_from_cam is not None:
+        points = sides[0][indices[:, 0]], sides[1][indices[:, 1]]
+        find = self._with_measured if self._measured else self._with_one
+        status, T = find(keyframe, frame, indices[:, 0], points)
+        if T is not None and keyframe.world_from_cam is not None:
             self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T))
         return status, T
+
+    def _with_measured(
+        self, keyframe: KeptFrame, frame: KeptFrame, rows: np.ndarray, points: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[PoseStatus, np.ndarray | None]:
+        """The pose from depths that pairs have measured; others are triangulated."""
+        (points0, points1), depths, scale = points, keyframe.depths[rows], self._coarseness(frame)
+        T, agree = solve_pose(points0, depths, points1, self.camera, scale)
+        if T is None:
+            return "too_few", None
+        if keyframe.measured is not None:
+            disparities, used, product = keyframe.measured
+            given = disparities[rows]
+            kept = agree & np.isfinite(given)
+            self.offset.observe(
+                points0[kept], given[kept], used, points1[kept], T, self.camera, product, scale
+            )
+        unknown = ~np.isfinite(depths)
+        new, _ = triangulate(points0[unknown], points1[unknown], T, self.camera, scale)
+        keyframe.depths[rows[unknown]] = new
+        return "ok", T
+
+    def _with_one(
+        self, keyframe: KeptFrame, frame: KeptFrame, rows: np.ndarray, points: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[PoseStatus, np.ndarray | None]:
+        """The pose together with the depths, which each frame makes surer."""
+        (points0, points1), scale = points, self._coarseness(frame)
+        depths, errors = keyframe.depths[rows], keyframe.inverse_errors[rows]
+        if np.count_nonzero(np.isfinite(depths)) < MIN_POINTS:
+            T = self._start(keyframe, frame, points0, points1)
+            if T is None:
+                return "starting", None
+            depths, _ = triangulate(points0, points1, T, self.camera, scale)
+            keyframe.depths[rows] = depths
+            keyframe.inverse_errors[rows] = errors_seen(points0, 1 / depths, points1, T, self.camera, scale)
+            return "ok", T
+        found = None
+        for start in self._starts(points0, depths, points1, scale):
+            trial = adjust(points0, 1 / depths, errors, points1, start, self.camera, scale)
+            if trial is not None and (found is None or trial.agreeing.sum() > found.agreeing.sum()):
+                found = trial
+        if found is None:
+            return "too_few", None
+        sure = found.errors < _SURE * found.inverse_depths
+        keyframe.depths[rows] = np.where(sure, 1 / found.inverse_depths, np.nan)
+        keyframe.inverse_errors[rows] = np.where(sure, found.errors, np.nan)
+        return "ok", found.cam1_from_cam0
+
+    def _starts(
+        self, points0: np.ndarray, depths: np.ndarray, points1: np.ndarray, scale: float
+    ) -> Iterator[np.ndarray]:
+        """Poses to adjust: from the depths, and where few agree, from all links, with the depths' scale."""
+        T, agree = solve_pose(points0, depths, points1, self.camera, scale)
+        if T is not None:
+            yield T
+        if agree.sum() >= _MOST * np.count_nonzero(np.isfinite(depths)):
+            return
+        T, _ = self._essential(points0, points1, scale)
+        if T is None:
+            return
+        ratios = depths / triangulate(points0, points1, T, self.camera, scale)[0]
+        if np.isfinite(ratios).any():
+            T[:3, 3] *= np.nanmedian(ratios)
+            yield T
 
     def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks, T: np.ndarray | None) -> None:
         """Give a frame that becomes a keyframe the depths that the keyframe before it knows."""
@@ -121,10 +169,12 @@ class PoseTracker:
             return
         sides = [self._pixels(f) for f in (keyframe, frame)]
         indices = links.indices[links.consistent]
-        depths = keyframe.depths[indices[:, 0]]
-        carried = carry_depths(sides[0][indices[:, 0]], depths, T, self.camera)
+        rows = indices[:, 0]
+        known = 1 / keyframe.depths[rows], keyframe.inverse_errors[rows]
+        inverse, errors = carry(sides[0][rows], *known, T, self.camera)
         unknown = ~np.isfinite(frame.depths[indices[:, 1]])
-        frame.depths[indices[unknown, 1]] = carried[unknown]
+        frame.depths[indices[unknown, 1]] = 1 / inverse[unknown]
+        frame.inverse_errors[indices[unknown, 1]] = errors[unknown]
 
     def relative(
         self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks

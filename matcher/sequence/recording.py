@@ -12,6 +12,7 @@ from matcher.sequence.frames import FrameResult
 from matcher.sequence.odometry import rays
 
 _QUALITY = 75  # of the images' JPEG
+_POINT_SIZE = 1.5  # radius on the screen
 _POINTS = 200_000  # in space, of which the oldest go
 
 
@@ -31,6 +32,9 @@ class Recording(RecordingFile):
             UsageError: rerun is not installed, or there is no display for the viewer.
         """
         super().__init__(path)
+        image = self.views.Spatial2DView(origin="world/camera/image", name="frame")
+        times = self.views.TimeSeriesView(origin="milliseconds", name="milliseconds")
+        self.lay_out("route and points", image, times)
         self._route: list[np.ndarray] = []
         self._cloud: dict[int, np.ndarray] = {}  # track → position in the world
 
@@ -80,7 +84,8 @@ class Recording(RecordingFile):
             del self._cloud[track]
         colours = track_colours(np.array(list(self._cloud)))
         positions = np.array(list(self._cloud.values()))
-        self.stream.log("world/points", self.rr.Points3D(positions, colors=colours, radii=0.03))
+        size = self.rr.Radius.ui_points(_POINT_SIZE)  # of the screen: the unit of one camera is any length
+        self.stream.log("world/points", self.rr.Points3D(positions, colors=colours, radii=size))
 
 
 def track_colours(track_ids: np.ndarray) -> np.ndarray:
