@@ -10,6 +10,20 @@ from numbers import Real
 DISTRIBUTION = "matcher-vision"
 
 
+# What reading a file that anybody may have made can raise, beside what its own library has.
+MALFORMED = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    EOFError,
+    OverflowError,
+    RuntimeError,  # also nested too deeply
+)
+
+
 class MatcherError(Exception):
     """A failure whose message is for the user; `exit_code` is what the command line returns."""
 

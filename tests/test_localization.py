@@ -132,6 +132,16 @@ def test_a_focal_length_that_is_a_little_wrong_is_noticed_where_depths_vary(fact
             assert f"{528 * factor:.0f} pixels" in found[1] and "has one of 528 pixels" in found[1]
 
 
+def doubted(matches):
+    """What `doubt_alone` says of the pose of these matches."""
+
+    def estimate(each):
+        return [estimate_pose(each[0], CAMERA, max_error=4.0, focal_known=True)]
+
+    what = estimate([matches]), [matches], [4.0], LocalizationConfig(), estimate
+    return doubt_alone(("ok", "", -200.0), *what)
+
+
 @pytest.mark.parametrize(
     ("agreeing", "others", "status"),
     [(80, 10, "ok"), (80, 25, "ok"), (80, 50, "ambiguous"), (250, 180, "ok")],
@@ -146,14 +156,12 @@ def test_a_pose_that_another_one_rivals_is_refused(agreeing, others, status):
         np.concatenate([right.points3d, moved]),
         np.arange(agreeing + others),
     )
-    estimate = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
-    found = doubt_alone(("ok", "", -200.0), estimate, matches, 4.0, LocalizationConfig())
+    found = doubted(matches)
     assert found[0] == status
     assert status == "ok" or "agree with a pose, and 4" in found[1]
     near = right.points2d + rng.normal(0, 4, right.points2d.shape)
     near = Matches3d(near, right.points3d, np.arange(agreeing))
-    estimate = estimate_pose(near, CAMERA, max_error=4.0, focal_known=True)
-    assert doubt_alone(("ok", "", -90.0), estimate, near, 4.0, LocalizationConfig())[0] == "ok"
+    assert doubted(near)[0] == "ok"
 
 
 @pytest.mark.parametrize("doubt", ["doubt_alone", "doubt_focal"])

@@ -15,12 +15,19 @@ from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
 from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
 from matcher.collection.reconstruction.reconstruct import RIG, reconstruct
+from matcher.data.camera import Camera
 from matcher.data.rig_config import RigCamera, RigConfig, read_rig_config
 from matcher.errors import UsageError
+from matcher.localization import rig as rig_localisation
+from matcher.localization.absolute_pose import Matches3d
+from matcher.localization.judgement import doubt_alone
+from matcher.localization.rig import estimate_rig
 from matcher.localization.rig_frames import localize_frames
+from matcher.localization.settings import LocalizationConfig
 
 pycolmap = pytest.importorskip("pycolmap")
 BASELINE = 0.5
+PHOTOGRAPHED = Camera(528.0, 528.0, 239.5, 179.5)  # of `render_photos`
 RIGHT = np.eye(4)
 RIGHT[0, 3] = -BASELINE
 LEFT_ROW = {"image_prefix": "left/", "ref_sensor": True}
@@ -270,3 +277,40 @@ def test_the_command_names_what_does_not_fit(photographed, tmp_path, capfd):
         nameless = RigConfig((tuple(RigCamera(p, np.eye(4), None) for p in ("left/photo1", "right/photo1")),))
         photos = {f"{side}/photo1.png": later / side / "photo1.png" for side in ("left", "right")}
         list(localize_frames(place, photos, nameless, {}))
+
+
+@pytest.mark.parametrize(("others", "status"), [(5, "ok"), (30, "ambiguous")])
+def test_a_pose_of_a_rig_that_another_one_rivals_is_refused(rng, others, status):
+    """As in a room with like tables: in both pictures matches with another one agree with each other."""
+    fixed = np.tile(np.eye(4), (2, 1, 1))
+    fixed[1, 0, 3] = -0.5
+    elsewhere = np.diag([-1.0, 1.0, -1.0, 1.0])  # the rig, as these other matches have it
+    elsewhere[:3, 3] = 0.5, 0.0, 3.0
+    matches = []
+    for pose in fixed:
+        sides = []
+        for count, rig_from_world in ((50, np.eye(4)), (others, elsewhere)):
+            cam = rng.uniform((-1.5, -1, 3), (1.5, 1, 8), (count, 3))
+            pixels = cam[:, :2] / cam[:, 2:] * CAMERA.fx + (CAMERA.cx, CAMERA.cy)
+            back = np.linalg.inv(pose @ rig_from_world)
+            sides.append((pixels, cam @ back[:3, :3].T + back[:3, 3]))
+        points2d, points3d = (np.concatenate(each) for each in zip(*sides, strict=True))
+        points2d = points2d + rng.normal(0, 0.5, points2d.shape)
+        matches.append(Matches3d(points2d, points3d, np.arange(len(points2d))))
+    how = dict(cameras=[CAMERA, CAMERA], cam_from_rig=fixed, max_errors=[4.0, 4.0])
+    estimates = estimate_rig(matches, **how)
+    assert np.linalg.norm(estimates[0].cam_from_world - np.eye(4)) < 0.1
+    what = estimates, matches, how["max_errors"], LocalizationConfig()
+    found = doubt_alone(("ok", "", -200.0), *what, lambda rest: estimate_rig(rest, **how))
+    assert found[0] == status
+
+
+def test_a_rig_is_asked_whether_its_pose_is_the_only_one(photographed, monkeypatch):
+    refused, asked = ("ambiguous", "for a reason", -90.0), []
+    monkeypatch.setattr(rig_localisation, "doubt_alone", lambda verdict, *_: asked.append(verdict) or refused)
+    folder, _ = photographed
+    queries = [folder / "later" / side / "photo1.png" for side in ("left", "right")]
+    with matcher.Map.open(folder / "model") as place:
+        poses = place.localize_rig(queries, [np.eye(4), RIGHT], PHOTOGRAPHED)
+    assert [verdict[0] for verdict in asked] == ["ok"]
+    assert {pose.status for pose in poses} == {"ambiguous"} and poses[0].cam_from_world is None

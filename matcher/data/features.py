@@ -294,10 +294,11 @@ class Features:
         kinds = sorted({f"{item.kind} ({item.descriptors.shape[-1]}-d)" for item in items})
         if len(kinds) != 1:
             raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
-        columns = {}
+        columns, convert = {}, as_array if loaded_torch() is None else as_tensor
         for name in (f.name for f in fields(Features) if f.name != "kind"):
             values = [getattr(item, name) for item in items]
             if name == "view_orientation" and any(value is not None for value in values):
                 values = [item.matched_orientation for item in items]
-            columns[name] = None if any(value is None for value in values) else stack_padded(values)
-        return Features(**columns, kind=items[0].kind)
+            absent = any(value is None for value in values)
+            columns[name] = None if absent else convert(stack_padded(values), name)
+        return items[0].with_valid(**columns)

@@ -16,7 +16,7 @@ import numpy as np
 from matcher.data.camera import Camera
 from matcher.data.rotations import as_quaternion, as_rotation, check_poses
 from matcher.data.trajectory_lines import kitti_lines, numbers, tum_lines
-from matcher.errors import UsageError
+from matcher.errors import MALFORMED, UsageError
 from matcher.files import MARK, read_given, write_output, write_whole
 
 SUFFIXES = (".txt", ".tum", ".json", ".kitti")
@@ -45,16 +45,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
         else:
             rows = [line.rsplit(maxsplit=7) for line in _lines(text)]
             found = _from_rows([(row[0], row[1:]) for row in rows]), {}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except MALFORMED as error:
         raise UsageError(
             f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
             "COLMAP's images.txt, or JSON with cam_from_world by name are needed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_FARTHEST = 1e12  # units of a translation
+FARTHEST = 1e12  # units of a translation
 _SKEWED = 0.01  # by which a rotation written with few digits may differ from one
 
 
@@ -47,7 +47,7 @@ def check_poses(poses: np.ndarray) -> None:
         ValueError: a value that is not finite, a translation of more than 10¹² units, or a matrix that is
             no rotation.
     """
-    if not (np.abs(poses) <= _FARTHEST).all():
+    if not (np.abs(poses) <= FARTHEST).all():
         raise ValueError("a pose is not finite, or too far away")
     turns = poses[:, :3, :3]
     if (np.abs(turns) > 2).any() or not np.allclose(

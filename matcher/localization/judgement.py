@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from matcher.data.camera import Camera
 from matcher.localization.absolute_pose import (
     Matches3d,
     PoseEstimate,
-    estimate_pose,
     log10_false_alarms,
     refine_pose,
     reprojection_errors,
@@ -106,10 +105,11 @@ def doubt_focal(
 
 def doubt_alone(
     verdict: tuple[PoseStatus, str, float],
-    estimate: PoseEstimate,
-    matches: Matches3d,
-    max_error: float,
+    estimates: Sequence[PoseEstimate],
+    matches: Sequence[Matches3d],
+    max_errors: Sequence[float],
     config: LocalizationConfig,
+    estimate_others: Callable[[list[Matches3d]], Sequence[PoseEstimate | None] | None],
 ) -> tuple[PoseStatus, str, float]:
     """The verdict, or "ambiguous" where the other matches agree with another pose nearly as well.
 
@@ -117,23 +117,28 @@ def doubt_alone(
 
     Args:
         verdict: of `judge`.
-        estimate: the accepted pose.
-        matches: M of them.
-        max_error: of an inlier, stored pixels.
+        estimates: the accepted pose of each picture: of one, or of those of a rig.
+        matches: of each.
+        max_errors: of an inlier in each, stored pixels.
         config: what is asked of a pose.
+        estimate_others: poses from other matches of the same pictures.
     """
-    agreeing = _agreeing(estimate, matches)
+    agreeing = sum(map(_agreeing, estimates, matches))
     if agreeing >= config.enough_inliers:
         return verdict
-    taken = np.isin(matches.keypoints, matches.keypoints[estimate.inliers])
-    others = matches.select(np.flatnonzero(~taken))
-    how = dict(max_error=max_error, focal_known=True, seed=config.seed)
-    rival = estimate_pose(others, estimate.camera, **how)
-    count = _agreeing(rival, others)
+    others = [
+        each.select(np.flatnonzero(~np.isin(each.keypoints, each.keypoints[estimate.inliers])))
+        for estimate, each in zip(estimates, matches, strict=True)
+    ]
+    rivals = estimate_others(others)
+    count = 0 if rivals is None else sum(map(_agreeing, rivals, others))
     if count < _RIVAL * agreeing:
         return verdict
-    errors = reprojection_errors(others, estimate.cam_from_world, estimate.camera)[rival.inliers]
-    if np.median(errors) < _ELSEWHERE * max_error:
+    off = [
+        reprojection_errors(rest, estimate.cam_from_world, estimate.camera)[rival.inliers] / limit
+        for rest, estimate, rival, limit in zip(others, estimates, rivals, max_errors, strict=True)
+    ]
+    if np.median(np.concatenate(off)) < _ELSEWHERE:
         return verdict  # it is the same place, seen less exactly
     reason = f"{agreeing} matched keypoints agree with a pose, and {count} others with another one"
     return "ambiguous", reason, verdict[2]

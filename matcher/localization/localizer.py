@@ -105,10 +105,17 @@ class Localizer:
 
     def _doubted(self, query: Query, accepted: Attempt) -> Attempt:
         """The same, refused where another pose or another focal length fits the matches too."""
-        what = accepted.estimate, accepted.matches, query.stored_pixels(self.config.max_error)
-        verdict = doubt_alone(accepted.verdict, *what, self.config)
+        estimate, matches = accepted.estimate, accepted.matches
+        max_error = query.stored_pixels(self.config.max_error)
+
+        def estimate_others(others: list[Matches3d]) -> list[PoseEstimate | None]:
+            how = dict(max_error=max_error, focal_known=True, seed=self.config.seed)
+            return [estimate_pose(others[0], estimate.camera, **how)]
+
+        what = [estimate], [matches], [max_error], self.config, estimate_others
+        verdict = doubt_alone(accepted.verdict, *what)
         if verdict[0] == "ok" and query.camera is not None:
-            verdict = doubt_focal(verdict, *what)
+            verdict = doubt_focal(verdict, estimate, matches, max_error)
         return replace(accepted, verdict=verdict)
 
     def similar_clusters(self, query: Query) -> list[list[int]]:

@@ -36,6 +36,7 @@ class LocalizationRecording(RecordingFile):
             UsageError: rerun is not installed.
         """
         super().__init__(path)
+        self.lay_out("map and photos", self.views.TextLogView(origin="photos", name="photos"))
         self._number = 0
         model = place.model
         back = np.linalg.inv(model.cam_from_world)

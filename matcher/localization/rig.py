@@ -31,7 +31,7 @@ from matcher.localization.absolute_pose import (
 )
 from matcher.localization.correspondences import Correspondences
 from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import doubt_camera, doubt_focal, judge
+from matcher.localization.judgement import doubt_alone, doubt_camera, doubt_focal, judge
 from matcher.localization.localizer import Attempt, Localizer, Query, as_pose
 from matcher.localization.pose import Pose, PoseStatus
 from matcher.localization.settings import LocalizationConfig
@@ -104,6 +104,11 @@ def _attempts(
         verdict = judge(together, joined, max(errors), config, focal_known=True)
     if verdict[0] != "too_few_matches":
         verdict = _doubted(verdict, queries, matches, estimates, errors, config)
+    if verdict[0] == "ok":
+        how = dict(cameras=cameras, cam_from_rig=cam_from_rig, max_errors=errors, seed=config.seed)
+        verdict = doubt_alone(
+            verdict, estimates, matches, errors, config, lambda others: estimate_rig(others, **how)
+        )
     rows = zip(tables, matches, estimates, strict=True)
     return [Attempt(table, each, estimate, verdict) for table, each, estimate in rows]
 

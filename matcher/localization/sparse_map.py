@@ -12,6 +12,7 @@ from matcher.collection.reconstruction.given_poses import (
     camera_of_model,
     check_finite,
     check_model_poses,
+    check_points,
     find_model,
     read_model,
 )
@@ -76,7 +77,7 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
     poses[:, :3] = [image.cam_from_world().matrix() for image in images]
     xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
     check_model_poses(place, "a pose", poses)
-    check_finite(place, "a point", xyz)
+    check_points(place, xyz)
     return SparseMap(
         names=tuple(image.name for image in images),
         cam_from_world=poses,

@@ -16,7 +16,7 @@ from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.sources import name_fault
 from matcher.data.camera import Camera
 from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
-from matcher.data.rotations import check_poses
+from matcher.data.rotations import FARTHEST, check_poses
 from matcher.errors import IntegrityError, UsageError
 
 _FILES = ("cameras", "images", "points3D")
@@ -127,6 +127,17 @@ def check_finite(model: Path, what: str, values: np.ndarray) -> None:
     """
     if not np.isfinite(values).all():
         raise IntegrityError(f"{model}: the COLMAP model is damaged ({what} is not finite)")
+
+
+def check_points(model: Path, points: np.ndarray) -> None:
+    """Refuse points (P, 3) of a model with which nothing can be computed.
+
+    Raises:
+        IntegrityError: a coordinate is not finite, or farther away than a pose may be.
+    """
+    check_finite(model, "a point", points)
+    if (np.abs(points) > FARTHEST).any():
+        raise IntegrityError(f"{model}: the COLMAP model is damaged (a point is too far away)")
 
 
 def check_model_poses(model: Path, what: str, poses: np.ndarray) -> None:

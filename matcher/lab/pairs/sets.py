@@ -80,8 +80,9 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
         folder = root / _MULTIVIEW.get("kitchen" if each == _DRAWN else each, below)
         if not folder.is_dir():
             raise UsageError(
-                f"the set {each!r} is looked for in {folder}, which is absent; set {DATA_VARIABLE} to the "
-                "folder that holds photos/, bench/ and multiview/, or give a folder of your own"
+                f"the set {each!r} is absent ({folder}); the benchmark folders are not part of the package: "
+                f"set {DATA_VARIABLE} to the folder that holds photos/, bench/ and multiview/ (its layout: "
+                "scripts/README.md, Repeating the measurements), or give a folder of your own"
             )
         if each in _MADE:
             found.append(_MADE[each](find_images(folder), options))
