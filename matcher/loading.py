@@ -55,6 +55,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
             off for the other presets.
         refine: move every match to where the images look most alike; by default where there are keypoints.
         upright: apply the EXIF orientation of images; True by default.
+        alpha_mask: find no keypoints where an image's alpha is 0; True by default. False ignores alpha, for
+            images in which it says something else.
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own. The environment variable
@@ -149,6 +151,7 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
         weights=parts.weights,
         passes=_further_passes(config, LocalMatcher(parts.extractor, parts.matcher), given),
         upright=given.get("upright", True),
+        alpha_mask=given.get("alpha_mask", True),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
 

@@ -46,6 +46,7 @@ class LoadOptions(TypedDict, total=False):
     second_pass: bool | None  # look again, in other ways, at a pair whose first pass was not confident
     refine: bool | None  # refine every match on the images; presets with keypoints do
     upright: bool | None  # apply the EXIF orientation of images
+    alpha_mask: bool | None  # no keypoints where alpha is 0; False: alpha is ignored
     max_pixels: int | None  # larger images are refused before they are decoded
 
 
@@ -153,7 +154,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
     if given.get("engine", "torch") not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {given['engine']!r}")
-    for name in ("upright", "second_pass", "refine", "cuda_graphs"):
+    for name in ("upright", "alpha_mask", "second_pass", "refine", "cuda_graphs"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given

@@ -65,6 +65,7 @@ class Pipeline:
     preset: str = "custom"
     weights: WeightsSource | None = None
     upright: bool = True
+    alpha_mask: bool = True
     max_pixels: int = MAX_PIXELS
     package: str | None = None  # name and version of the package that added the preset
 
@@ -216,7 +217,8 @@ class Pipeline:
         return self._read(image, mask, **sizes, keep_stored=stored)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
-        return read_input(image, max_pixels=self.max_pixels, upright=self.upright, mask=mask, **options)
+        own = dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
+        return read_input(image, mask=mask, **own, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""

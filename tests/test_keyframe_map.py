@@ -107,6 +107,30 @@ def test_loops_undo_drift(made):
     assert [tuple(row["frames"]) for row in rows] == [loop[:2] for loop in closed.loops]
 
 
+def test_masks_of_frames_are_those_of_keyframes(made, tmp_path):
+    """A mask that is given, or one by alpha unless that is ignored."""
+    folder, truth, *_ = made
+    photo = folder / "photos" / "photo0.png"
+    keep = np.zeros((360, 480), np.uint8)
+    keep[:, :200] = 255
+    clear = tmp_path / "clear.png"
+    PIL.Image.fromarray(np.dstack([np.asarray(PIL.Image.open(photo).convert("RGB")), keep])).save(clear)
+    for number, (image, mask, options, masked) in enumerate((
+        (photo, keep, {}, True),
+        (clear, None, {}, True),
+        (clear, None, {"alpha_mask": False}, False),
+        (clear, keep, {"alpha_mask": False}, True),
+        (photo, None, {}, False),
+    )):  # fmt: skip
+        place = KeyframeMap(tmp_path / str(number), CAMERA, "nearest", max_keypoints=200, **options)
+        for index in range(2):
+            place.add(frame(index, truth[index]), image, mask=mask)
+        collection = place._graph.match([0, 1])
+        with collection.store as store:
+            found = store.features("000000.png").keypoints
+        assert (found[:, 0].max() < 200) == masked and len(found) > 50
+
+
 def test_a_second_run_is_localised_in_the_map_of_the_first(made):
     folder, _, _, closed = made
     with matcher.Map.open(folder / "map") as place:  # the model in it

@@ -718,3 +718,53 @@ def test_a_recording_agrees_with_the_poses(made, tmp_path):
         projected = (points - pose.centre) @ turn @ K.T
         np.testing.assert_allclose(projected[:, :2] / projected[:, 2:], seen, atol=4.5)
     assert not rows["/world/inliers", 2]["positions"]  # not those of the photo before
+
+
+@pytest.fixture
+def masked(made, tmp_path):
+    """Masks that keep the left 300 columns of the queries."""
+    folder, _ = made
+    mask = np.zeros(SIZE[::-1], np.uint8)
+    mask[:, :300] = 255
+    for name in QUERIES:
+        PIL.Image.fromarray(mask).save(tmp_path / name)
+    return folder, tmp_path
+
+
+def test_photos_are_localised_by_what_their_masks_keep(masked, made, tmp_path):
+    folder, truth = made
+    with matcher.Map.open(folder / "model") as place:
+        path = folder / "queries" / QUERIES[0]
+        pose = place.localize(path, CAMERA, mask=tmp_path / QUERIES[0])
+        assert pose.ok and pose.points2d[:, 0].max() < 300 < place.localize(path, CAMERA).points2d[:, 0].max()
+        assert pose_error(pose, truth[QUERIES[0]])[0] < 0.05
+        with pytest.raises(UsageError, match="leave it away with features"):
+            features = place.localizer.pipeline.extract(path)
+            place.localize(features, CAMERA, mask=tmp_path / QUERIES[0])
+        images = [folder / "queries" / name for name in QUERIES]
+        step = truth[QUERIES[1]] @ np.linalg.inv(truth[QUERIES[0]])
+        both = place.localize_rig(images, [np.eye(4), step], CAMERA, masks=[tmp_path / QUERIES[0], None])
+        assert both[0].points2d[:, 0].max() < 300 < both[1].points2d[:, 0].max()
+        with pytest.raises(UsageError, match="one for each of the 2 pictures, not 1"):
+            place.localize_rig(images, [np.eye(4), step], CAMERA, masks=[None])
+
+
+def test_the_command_takes_a_folder_of_masks(masked, made, tmp_path, capfd):
+    folder, _ = made
+    given = ("localize", folder / "model", folder / "queries", "--camera", "528,528,239.5,179.5", "--json")
+    assert run(*given, "--masks", tmp_path) == 0
+    masked_poses = json.loads(capfd.readouterr().out)["poses"]
+    assert run(*given) == 0
+    poses = json.loads(capfd.readouterr().out)["poses"]
+    assert all(masked_poses[name]["matches"] < poses[name]["matches"] for name in QUERIES)
+    for wrong, reason in (
+        (folder / "absent", "is not a folder of masks"),
+        (folder, "holds no mask of any of the 2 images of the photos"),
+    ):
+        assert run(*given, "--masks", wrong) == 2
+        assert reason in capfd.readouterr().err
+    assert run(*given, "--masks", tmp_path, "--features", folder / "f.h5") == 2
+    assert "masks only affect the extraction" in capfd.readouterr().err
+    PIL.Image.new("L", (20, 20), 255).save(tmp_path / QUERIES[0])
+    assert run(*given, "--masks", tmp_path) == 2
+    assert f"{QUERIES[0]} is 20 x 20 pixels" in capfd.readouterr().err

@@ -8,6 +8,10 @@ import pytest
 
 import matcher
 from matcher.cli import main
+from matcher.collection.settings import stored_pipeline
+from matcher.collection.sources import Photos
+from matcher.collection.store import Store
+from matcher.data.images import image_from_array
 from matcher.explain.report.report import write_report
 from matcher.sequence.capture import open_frames
 from matcher.serve.matching import Choices, Matching
@@ -106,12 +110,18 @@ def test_masks_of_a_folder_belong_to_images_of_their_name(files, capfd):
     assert "the mask of 0.png is called" in capfd.readouterr().err
 
 
-def test_transparent_pixels_are_a_mask_wherever_images_are_read(files):
+@pytest.fixture
+def transparent(files):
+    """The images, with the masks as their alpha."""
     for path in images_of(files):
         opaque = PIL.Image.open(path).convert("RGBA")
         opaque.putalpha(PIL.Image.open(files / "masks" / path.name))
         opaque.save(path)
-    images = images_of(files)
+    return images_of(files)
+
+
+def test_transparent_pixels_are_a_mask_wherever_images_are_read(files, transparent):
+    images = transparent
     found = matcher.match_set(images, "nearest", max_keypoints=200)
     assert all(is_kept(features.keypoints) for features in found.features)
     tracker = matcher.Tracker("nearest", max_keypoints=200)
@@ -122,3 +132,39 @@ def test_transparent_pixels_are_a_mask_wherever_images_are_read(files):
     collection.run()
     (pair,) = collection
     assert is_kept(pair.matches.points0) and is_kept(pair.matches.points1)
+
+
+def test_transparency_is_ignored_where_asked_for(files, transparent, capfd):
+    pipeline = matcher.load("nearest", max_keypoints=200, alpha_mask=False)
+    features = pipeline.extract(transparent[0])
+    assert features.keypoints[:, 0].max() > HALF
+    assert is_kept(pipeline.extract(transparent[0], files / "masks" / "0.png").keypoints)
+    given = ("match", *transparent, *QUICK, "--overwrite", "--output", files / "found.npz")
+    assert run(*given) == 0
+    assert is_kept(np.load(files / "found.npz")["keypoints0"])
+    assert run(*given, "--no-alpha-mask") == 0
+    assert np.load(files / "found.npz")["keypoints0"][:, 0].max() > HALF
+    with pytest.raises(matcher.UsageError, match="alpha_mask must be True or False"):
+        matcher.load("nearest", alpha_mask="no")
+
+
+def test_a_run_keeps_whether_transparency_is_ignored(files, transparent, capfd):
+    given = ("collection", files / "images", "--run", files / "run", *QUICK, "--exhaustive", "--workers", 0)
+    assert run(*given, "--no-alpha-mask") == 0
+    assert run(*given) == 2
+    assert "--no-alpha-mask: False in the run, nothing now" in capfd.readouterr().err
+    assert run(*given, "--no-alpha-mask") == 0  # it continues
+    with Store.open(files / "run") as store:
+        assert store.features("0.png").keypoints[:, 0].max() > HALF
+        pipeline = stored_pipeline(store.settings, Photos(store.image_folder), {})
+    assert pipeline.extract(transparent[0]).keypoints[:, 0].max() > HALF
+
+
+def test_an_image_that_is_transparent_everywhere_is_said(files):
+    path = files / "clear.png"
+    PIL.Image.new("RGBA", (40, 30), (200, 100, 0, 0)).save(path)
+    with pytest.warns(matcher.ImageWarning, match=r"clear\.png: alpha is 0 everywhere.*alpha_mask=False"):
+        matcher.read_image(path)
+    assert matcher.read_image(path, alpha_mask=False).mask is None
+    with pytest.warns(matcher.ImageWarning, match="the image: alpha is 0 everywhere"):
+        image_from_array(np.zeros((30, 40, 4), np.uint8))

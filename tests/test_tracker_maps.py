@@ -208,6 +208,14 @@ def test_the_image_of_a_frame_may_be_changed_once_it_was_handed_over(saved, monk
     assert (offered[0][1] == 7).all()
 
 
+def test_frames_are_localised_by_what_their_masks_keep(saved, walls):
+    followed = MapTracking(saved[0], measured=True, timing="inline")
+    here, keep = picture(walls, 0.5), np.ones((240, 320), bool)
+    assert followed.follow(tracked(0), here, mask=keep) is not None
+    followed = MapTracking(saved[0], measured=True, timing="inline")
+    assert followed.follow(tracked(0), here, mask=np.zeros_like(keep)) is None
+
+
 def test_after_a_loss_the_map_is_found_anew(saved, walls):
     """Where tracking bridges a loss by a guess, frames have no pose in the map until one is localised."""
     folder, _ = saved

@@ -97,17 +97,12 @@ def _expand(images: list[Path]) -> list[Path]:
 
 def _find_masks(images: list[Path], folder: Path | None) -> dict[Path, Path]:
     """The mask of each image that has one."""
-    from matcher.data.masks import find_mask, no_mask
-    from matcher.errors import UsageError
+    from matcher.data.masks import find_masks
 
     if folder is None:
         return {}
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder of masks")
-    found = {path: mask for path in images if (mask := find_mask(folder, path.name)) is not None}
-    if not found:
-        raise no_mask(folder, [path.name for path in images], str(images[0].parent))
-    return found
+    found = find_masks(folder, [path.name for path in images], str(images[0].parent))
+    return {path: found[path.name] for path in images if path.name in found}
 
 
 def _check(

@@ -34,6 +34,7 @@ _DECLARED = {
     "device": (options.Device, "auto"),
     "no_refine": (options.NoRefine, False),
     "no_upright": (options.NoUpright, False),
+    "no_alpha_mask": (options.NoAlphaMask, False),
     "max_pixels": (options.MaxPixels, None),
 }
 
@@ -43,6 +44,7 @@ LIBRARY_NAMES = {
     "threshold": "match_threshold",
     "no_refine": "refine",
     "no_upright": "upright",
+    "no_alpha_mask": "alpha_mask",
     "run": "run_dir",
 }
 
@@ -110,6 +112,8 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     found = {LIBRARY_NAMES.get(name, name): value for name, value in given.items()}
     if "no_upright" in given:
         found["upright"] = not given["no_upright"]
+    if "no_alpha_mask" in given:
+        found["alpha_mask"] = False if given["no_alpha_mask"] else None
     if "no_refine" in given:
         found["refine"] = False if given["no_refine"] else None
     return {name: value for name, value in found.items() if value is not None}

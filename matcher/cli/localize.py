@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from matcher.cli import options
+from matcher.cli.collecting import Masks
 from matcher.cli.exits import PARTIAL
 from matcher.cli.messages import complain, show
 
@@ -98,6 +99,7 @@ def localize(
     run: RunFolder = None,
     camera: CameraText = None,
     rig: RigFile = None,
+    masks: Masks = None,
     features: FeaturesFile = None,
     neighbours: Neighbours = 10,
     plot: PlotFolder = None,
@@ -122,6 +124,7 @@ def localize(
 
     named = _expand(photos)
     cameras = _cameras(camera, named)
+    masked = _masks(masks, named, features)
     fixed = None if rig is None else read_rig_config(rig)
     _check(output, plot, recording, overwrite)
     if features is not None and rig is not None:
@@ -130,7 +133,7 @@ def localize(
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
     opened = Map.open(model, run_dir=run, config=config, **chosen)
     with opened as place, _recording(recording, place) as record:
-        poses = _poses(place, named, cameras, fixed, features)
+        poses = _poses(place, named, cameras, fixed, features, masked)
         found, drawn = _localize(place, named, poses, plot, record, quiet=as_json)
     where = {} if place.georegistration is None else {"georegistration": place.georegistration}
     if output is not None:
@@ -183,6 +186,7 @@ def _poses(
     cameras: dict[str, Camera],
     rig: RigConfig | None,
     features: Path | None,
+    masks: dict[str, Path],
 ) -> Iterator[tuple[str, Pose | ImageError]]:
     """One by one, from the photos or from their features in a file, or the photos of each moment together."""
     from matcher.collection.hloc_features import HlocFeatures
@@ -190,13 +194,13 @@ def _poses(
     from matcher.localization.rig_frames import localize_frames
 
     if rig is not None:
-        yield from localize_frames(place, named, rig, cameras)
+        yield from localize_frames(place, named, rig, cameras, masks)
         return
     stored = None if features is None else HlocFeatures(Path(), features)
     for name, path in named.items():
         try:
             given = path if stored is None else stored.query(name, place.localizer.pipeline)
-            query = place.query(given, cameras.get(name))
+            query = place.query(given, cameras.get(name), mask=masks.get(name))
             query.path = path  # whose header may know the camera
             yield name, place.localizer.localize(query)
         except ImageError as error:
@@ -230,6 +234,20 @@ def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
     if not found.keys() & named.keys():
         raise UsageError(f"{text} has the camera of none of the photos, such as {next(iter(named))}")
     return found
+
+
+def _masks(folder: Path | None, named: dict[str, Path], features: Path | None) -> dict[str, Path]:
+    """The masks by name of photo."""
+    from matcher.data.masks import find_masks
+    from matcher.errors import UsageError
+
+    if folder is None:
+        return {}
+    if features is not None:
+        raise UsageError(
+            "masks and features cannot be combined: masks only affect the extraction of keypoints"
+        )
+    return find_masks(folder, named, "the photos")
 
 
 def _recording(path: Path | None, place: Map) -> AbstractContextManager[LocalizationRecording | None]:

@@ -123,6 +123,13 @@ NoUpright = Annotated[
     bool,
     typer.Option("--no-upright", help="Match images as stored, without applying their EXIF orientation."),
 ]
+NoAlphaMask = Annotated[
+    bool,
+    typer.Option(
+        "--no-alpha-mask",
+        help="Ignore transparency. Without this, transparent pixels (alpha 0) yield no keypoints.",
+    ),
+]
 MaxPixels = Annotated[
     int | None,
     typer.Option(

@@ -94,7 +94,9 @@ def stored_setup(
     Raises:
         IntegrityError: settings of another version of this program.
     """
-    preset, options = settings["preset"], {"upright": settings["upright"], **(options or {})}
+    # Runs made before alpha could be ignored are without that setting.
+    ignored = {} if settings.get("alpha_mask", True) else {"alpha_mask": False}
+    preset, options = settings["preset"], {"upright": settings["upright"], **ignored, **(options or {})}
     camera = None if settings["camera"] is None else decode_camera(settings["camera"])
     tiles = settings["config"].get("extractor", {}).get("tiles")
     if preset not in PRESETS:
@@ -151,6 +153,7 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
             {name: value for name, value in to_dict(pipeline.config).items() if name != "second_pass"}
         ),
         "upright": pipeline.upright,
+        **({} if pipeline.alpha_mask else {"alpha_mask": False}),
         "source": setup.source.settings(),
         "camera": None if setup.camera is None else encode_camera(setup.camera),
         "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
@@ -164,7 +167,7 @@ def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Runs in which it is the same have the same features, so a map of one can be used with the other.
     """
     own = ("preset", "package") if settings.get("preset") not in PRESETS else ()
-    names = ("frontend_weights", "upright", "source", *own)
+    names = ("frontend_weights", "upright", "alpha_mask", "source", *own)
     found = {name: settings[name] for name in names if name in settings}
     return {**found, "config": {"extractor": settings.get("config", {}).get("extractor")}}
 

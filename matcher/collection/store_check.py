@@ -196,6 +196,7 @@ _SETTING_TYPES: dict[str, tuple[type, ...]] = {
     "shard": _TEXT_OR_NONE,
     "config": (dict,),
     "upright": (bool,),
+    "alpha_mask": (bool,),
     "source": (dict,),
 }
 _PART_TYPES: dict[str, tuple[type, ...]] = {

@@ -32,13 +32,14 @@ def read_image(
     upright: bool = True,
     max_pixels: int = MAX_PIXELS,
     mask: PathLike | np.ndarray | None = None,
+    alpha_mask: bool = True,
     keep_stored: bool = False,
 ) -> Image:
     """Read an image file.
 
     Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, PFM, GIF, JPEG 2000, AVIF and (with the `heif`
     extra) HEIC; of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by
-    their full range, those of a PFM must lie in [0, 1]; alpha 0 becomes mask False.
+    their full range, those of a PFM must lie in [0, 1].
 
     >>> import matcher, PIL.Image
     >>> PIL.Image.new("L", (1600, 1200)).save("grey.png")
@@ -54,6 +55,7 @@ def read_image(
         upright: apply the EXIF orientation; False keeps the stored pixels.
         max_pixels: width · height above which the file is refused from its header, undecoded.
         mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
+        alpha_mask: where alpha is 0, the mask is False too; with an `ImageWarning` if it is 0 everywhere.
         keep_stored: also keep the image without colour at the file's resolution and depth, as
             `Image.stored`; `Pipeline.refine` reads it.
 
@@ -68,7 +70,8 @@ def read_image(
         pixels = to_uint8(decoded.samples)
     except ValueError as error:
         raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
-    keep = combined(decoded.opaque, mask, pixels.shape[:2], max_pixels)
+    opaque = _opaque(decoded, alpha_mask, str(path))
+    keep = combined(opaque, mask, pixels.shape[:2], max_pixels)
     image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), path, upright=upright)
     return _with_stored(image, decoded.samples, keep) if keep_stored else image
 
@@ -80,6 +83,7 @@ def image_from_array(
     soft_resize: int | None = None,
     upright: bool = True,
     mask: PathLike | np.ndarray | None = None,
+    alpha_mask: bool = True,
     keep_stored: bool = False,
 ) -> Image:
     """An image in memory: a NumPy array, a torch tensor or a PIL image.
@@ -87,7 +91,7 @@ def image_from_array(
     Args:
         array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
             tensor may have its channels first. A PIL image may be of any mode.
-        resize, soft_resize, mask, keep_stored: as in `read_image`.
+        resize, soft_resize, mask, alpha_mask, keep_stored: as in `read_image`.
         upright: apply the EXIF orientation of a PIL image.
 
     Raises:
@@ -103,7 +107,8 @@ def image_from_array(
         pixels = to_uint8(decoded.samples)
     except ValueError as error:
         raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
-    keep = combined(decoded.opaque, mask, pixels.shape[:2], MAX_PIXELS)
+    opaque = _opaque(decoded, alpha_mask, "the image")
+    keep = combined(opaque, mask, pixels.shape[:2], MAX_PIXELS)
     image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), None, upright=upright)
     return _with_stored(image, decoded.samples, keep) if keep_stored else image
 
@@ -130,6 +135,18 @@ def read_input(
     if isinstance(image, (str, Path)):
         return read_image(image, max_pixels=max_pixels, mask=mask, **options)
     return image_from_array(image, mask=mask, **options)
+
+
+def _opaque(decoded: Decoded, alpha_mask: bool, name: str) -> np.ndarray | None:
+    """(H, W) bool where alpha is not 0, if it is a mask; None: everywhere."""
+    opaque = decoded.opaque if alpha_mask else None
+    if opaque is not None and not opaque.any():
+        warnings.warn(
+            f"{name}: alpha is 0 everywhere, so there are no keypoints; alpha_mask=False ignores it",
+            ImageWarning,
+            stacklevel=4,
+        )
+    return opaque
 
 
 def _with_stored(image: Image, samples: np.ndarray, keep: np.ndarray | None) -> Image:

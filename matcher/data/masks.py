@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,26 @@ def find_mask(folder: Path, name: str) -> Path | None:
     path = folder / name
     choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
     return next((mask for mask in choices if os.path.lexists(mask) and not mask.is_dir()), None)
+
+
+def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path]:
+    """The masks by name of image, of those that have one.
+
+    Args:
+        folder: of masks.
+        names: of the images, relative to their own folder.
+        where: the images are, for the message.
+
+    Raises:
+        UsageError: no folder, or one without a mask of any of the images.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder of masks")
+    names = list(names)
+    found = {name: mask for name in names if (mask := find_mask(folder, name)) is not None}
+    if not found:
+        raise no_mask(folder, names, where)
+    return found
 
 
 def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:

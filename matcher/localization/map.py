@@ -141,7 +141,8 @@ class Map:
 
         Raises:
             ImageError: the image cannot be read.
-            UsageError: a camera of another size, or features of another front end.
+            UsageError: a camera or a mask of another size, a mask beside features, or features of another
+                front end.
         """
         return self.localizer.localize(self.query(image, camera, mask=mask))
 
@@ -150,6 +151,8 @@ class Map:
         images: Sequence[ImageInput | Features],
         cam_from_rig: Sequence[np.ndarray],
         cameras: Camera | Sequence[Camera],
+        *,
+        masks: Sequence[Mask | None] | None = None,
     ) -> list[Pose]:
         """Where pictures with known relative poses were taken: a rig, a stereo pair, the last frames.
 
@@ -159,17 +162,21 @@ class Map:
             images: R of them, each as in `localize`.
             cam_from_rig: R poses (4, 4) in the map's units; one of them may be the identity.
             cameras: one for all, or one for each.
+            masks: one for each, as in `localize`; None for pictures without one.
 
         Returns:
             The pose of each picture.
 
         Raises:
-            ImageError, UsageError: as in `localize`, and for another number of poses or cameras.
+            ImageError, UsageError: as in `localize`, and for another number of poses, cameras or masks.
         """
         each = [cameras] * len(images) if isinstance(cameras, Camera) else list(cameras)
         if len(each) != len(images):
             raise UsageError(f"{len(images)} pictures of a rig need as many cameras, not {len(each)}")
-        queries = [self.query(image, camera) for image, camera in zip(images, each, strict=True)]
+        if masks is not None and len(masks) != len(images):
+            raise UsageError(f"masks must be one for each of the {len(images)} pictures, not {len(masks)}")
+        given = zip(images, each, masks or [None] * len(images), strict=True)
+        queries = [self.query(image, camera, mask=mask) for image, camera, mask in given]
         return localize_rig(self.localizer, queries, check_rig(queries, cam_from_rig))
 
     def query(
@@ -191,6 +198,8 @@ class Map:
         """The photo's features, and its pixels where keypoints are to be refined."""
         pipeline = self.localizer.pipeline
         if isinstance(image, Features):
+            if mask is not None:
+                raise UsageError("a mask only affects the extraction of keypoints; leave it away with features")
             return Query(image, None)
         if not self._own_features:
             raise UsageError(

@@ -16,7 +16,11 @@ from matcher.localization.rig import check_rig, localize_rig
 
 
 def localize_frames(
-    place: Map, photos: Mapping[str, Path], rig: RigConfig, cameras: Mapping[str, Camera]
+    place: Map,
+    photos: Mapping[str, Path],
+    rig: RigConfig,
+    cameras: Mapping[str, Camera],
+    masks: Mapping[str, Path] | None = None,
 ) -> Iterator[tuple[str, Pose | ImageError]]:
     """The pose of each photo, those of one moment together, those of no rig alone.
 
@@ -25,6 +29,7 @@ def localize_frames(
         photos: path by name; the names of those of one moment differ in the prefix of their camera only.
         rig: see `read_rig_config`.
         cameras: by name; others are those of the rig's file, or of a picture of the map with their prefix.
+        masks: by name, of photos that have one.
 
     Returns:
         Names with a pose, or with why a photo cannot be read.
@@ -45,20 +50,24 @@ def localize_frames(
                 f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"
             )
     for frame in frames:
-        yield from _together(place, photos, frame, known)
+        yield from _together(place, photos, frame, known, masks or {})
     together = {name for frame in frames for name in frame}
     for name, path in photos.items():
         if name not in together:
-            yield name, _alone(place, path, known.get(name))
+            yield name, _alone(place, path, known.get(name), (masks or {}).get(name))
 
 
 def _together(
-    place: Map, photos: Mapping[str, Path], frame: Mapping[str, RigCamera], cameras: Mapping[str, Camera]
+    place: Map,
+    photos: Mapping[str, Path],
+    frame: Mapping[str, RigCamera],
+    cameras: Mapping[str, Camera],
+    masks: Mapping[str, Path],
 ) -> Iterator[tuple[str, Pose | ImageError]]:
     queries: dict[str, Query] = {}
     for name in frame:
         try:
-            queries[name] = place.query(photos[name], cameras[name])
+            queries[name] = place.query(photos[name], cameras[name], mask=masks.get(name))
         except ImageError as error:
             yield name, error
     if len(queries) == 1:
@@ -69,9 +78,9 @@ def _together(
         yield from zip(queries, localize_rig(place.localizer, list(queries.values()), fixed), strict=True)
 
 
-def _alone(place: Map, path: Path, camera: Camera | None) -> Pose | ImageError:
+def _alone(place: Map, path: Path, camera: Camera | None, mask: Path | None) -> Pose | ImageError:
     try:
-        return place.localize(path, camera)
+        return place.localize(path, camera, mask=mask)
     except ImageError as error:
         return error
 

@@ -95,13 +95,16 @@ def read_kept(folder: Path) -> KeptFrames:
     return KeptFrames([PlacedFrame(*row) for row in rows], camera, preset, options)
 
 
-def write_image(path: Path, pixels: np.ndarray) -> None:
-    """Write a keyframe (H, W[, 3]) as a PNG that appears whole.
+def write_image(path: Path, pixels: np.ndarray, mask: np.ndarray | None = None) -> None:
+    """Write a keyframe (H, W[, 3]) as a PNG that appears whole; its alpha is 0 where the mask (H, W) is.
 
     Raises:
         OSError: the disk is full.
     """
     colour = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
+    if mask is not None:
+        colour = cv2.cvtColor(colour, cv2.COLOR_GRAY2BGRA if pixels.ndim == 2 else cv2.COLOR_BGR2BGRA)
+        colour[..., 3] = np.where(mask, 255, 0)
     write_whole(path, cv2.imencode(".png", colour, _QUICK)[1].tobytes())
 
 

@@ -25,6 +25,7 @@ from matcher.data.images import ImageInput, read_input
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
 from matcher.options import LoadOptions
+from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET
 from matcher.sequence import background
 from matcher.sequence.frames import FrameResult
@@ -89,7 +90,7 @@ class ClosedTrajectory:
 class KeyframeMap:
     """Collects keyframes in a folder; `finish` makes the map.
 
-    Memory holds poses only, and every few keyframes they are written beside the frames: of a program that was
+    Masks of frames are kept as transparency of their keyframes. Memory holds poses only, and every few keyframes they are written beside the frames: of a program that was
     killed `resume` finishes the map. Where loops are looked for in the background, images are written there
     too, by a thread, so that a keyframe takes no longer than another frame.
 
@@ -129,6 +130,8 @@ class KeyframeMap:
         self.folder, self.camera = Path(folder), camera
         if loops not in LOOP_TIMINGS:
             raise UsageError(f"loops must be {', '.join(LOOP_TIMINGS)}, not {loops!r}")
+        # What alpha of a frame is a mask, is that of its keyframe on the disk, and nothing else is.
+        self._alpha_mask = options.pop("alpha_mask", None) is not False
         check_folder(self.folder, overwrite=overwrite)
         (self.folder / KEPT).unlink(missing_ok=True)
         self._graph = PoseGraph(self.folder.absolute(), camera, preset, dict(options), overwrite)
@@ -155,7 +158,7 @@ class KeyframeMap:
         made._graph = PoseGraph(made.folder.absolute(), kept.camera, kept.preset, kept.options)
         made._search, made._closing, made._placed = None, None, kept.frames
         made._work, made._written = OrderedWork(beside=False), {p.keyframe for p in kept.frames}
-        made._keyframe, made._kept = None, len(kept.frames)
+        made._keyframe, made._kept, made._alpha_mask = None, len(kept.frames), True
         return made
 
     @property
@@ -171,10 +174,11 @@ class KeyframeMap:
             return None
         return self._trajectory(self._closing.world_from_cam, self._closing.loops)
 
-    def add(self, result: FrameResult, image: ImageInput | None) -> None:
+    def add(self, result: FrameResult, image: ImageInput | None, *, mask: Mask | None = None) -> None:
         """Take in the next frame that a `Tracker` has seen; the image of a keyframe is written.
 
-        Frames without a measured pose, which follow a loss of tracking, are left out.
+        Frames without a measured pose, which follow a loss of tracking, are left out. The mask is that of
+        `Tracker.push`.
 
         Raises:
             ImageError: the image cannot be read.
@@ -184,7 +188,9 @@ class KeyframeMap:
         if result.pose_status != "ok" or result.world_from_cam is None or image is None:
             return
         if result.is_keyframe or self._keyframe is None:
-            self._write(result.index, np.array(read_input(image, resize=None, upright=False).pixels))
+            how = dict(resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
+            shown = read_input(image, **how)
+            self._write(result.index, np.array(shown.pixels), shown.mask)
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
@@ -197,10 +203,10 @@ class KeyframeMap:
         if self._due is not None or self._keyframe == result.index:
             self._take()
 
-    def _write(self, index: int, pixels: np.ndarray) -> None:
+    def _write(self, index: int, pixels: np.ndarray, mask: np.ndarray | None) -> None:
         def write() -> None:
             self._make_folder()
-            write_image(self.folder / FRAMES / name_of(index), pixels)
+            write_image(self.folder / FRAMES / name_of(index), pixels, mask)
             self._written.add(index)
 
         with self._whole():

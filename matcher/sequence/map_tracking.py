@@ -15,6 +15,7 @@ from matcher.data.images import ImageInput, read_input
 from matcher.errors import MatcherError
 from matcher.localization.map import Map
 from matcher.options import LoadOptions
+from matcher.pipeline import Mask
 from matcher.sequence import background
 from matcher.sequence.background import Timing
 from matcher.sequence.frames import FrameResult
@@ -41,12 +42,14 @@ class FrameLookup:
     options: dict[str, Any]
     _map: Map | None = field(default=None, init=False)
 
-    def __call__(self, request: tuple[int, np.ndarray, np.ndarray, Camera]) -> LocalizedFrame | bool:
-        """A frame's index, pixels, pose world_from_cam and camera; False where it is not in the map."""
-        index, pixels, world_from_cam, camera = request
+    def __call__(
+        self, request: tuple[int, np.ndarray, np.ndarray | None, np.ndarray, Camera]
+    ) -> LocalizedFrame | bool:
+        """A frame's index, pixels, mask, pose world_from_cam and camera; False where it is not in the map."""
+        index, pixels, mask, world_from_cam, camera = request
         if self._map is None:
             self._map = Map.open(self.model, **self.options)
-        pose = self._map.localize(pixels, camera)
+        pose = self._map.localize(pixels, camera, mask=mask)
         if not pose.ok:
             return False
         deviation = (
@@ -86,7 +89,9 @@ class MapTracking:
         self.found = 0  # frames that were localised
         self.problem: str | None = None  # why no more frames are localised
 
-    def follow(self, result: FrameResult, image: ImageInput) -> np.ndarray | None:
+    def follow(
+        self, result: FrameResult, image: ImageInput, *, mask: Mask | None = None, alpha_mask: bool = True
+    ) -> np.ndarray | None:
         """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known."""
         if result.status == "lost":
             self._since = result.index
@@ -94,8 +99,10 @@ class MapTracking:
         posed = result.pose_status == "ok" and result.world_from_cam is not None
         try:
             if posed and (result.is_keyframe or not self._localized):
-                pixels = np.array(read_input(image, resize=None, upright=False).pixels)  # stays as it is
-                self._lookup.offer((result.index, pixels, result.world_from_cam, result.camera))
+                how = dict(resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
+                shown = read_input(image, **how)
+                pixels = np.array(shown.pixels)  # stays as it is
+                self._lookup.offer((result.index, pixels, shown.mask, result.world_from_cam, result.camera))
             for answer in self._lookup.answers():
                 self._take(answer)
         except MatcherError as error:

@@ -248,7 +248,7 @@ class Tracker(TrackerMaps):
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
-        self._latency.add((result := self._mapped(result, frame)).milliseconds)
+        self._latency.add((result := self._mapped(result, frame, mask)).milliseconds)
         return result
 
     def _kept(self, features: Features, image: Image) -> KeptFrame:

@@ -12,6 +12,7 @@ from matcher.data.images import ImageInput
 from matcher.errors import UsageError
 from matcher.options import LoadOptions
 from matcher.sequence.frames import FrameResult
+from matcher.pipeline import Mask, Pipeline
 from matcher.sequence.latency import StageTimes
 from matcher.threads import one_core_free
 
@@ -25,6 +26,7 @@ class TrackerMaps:
     """The part of `Tracker` that is about maps."""
 
     camera: Camera | None
+    pipeline: Pipeline
     baseline: float | None
     keyframe_map: KeyframeMap | None = None  # takes in the frames
     _in_map: MapTracking | None = None  # the map that was loaded
@@ -85,12 +87,13 @@ class TrackerMaps:
         maps = (self._in_map, self.keyframe_map)
         return one_core_free() if any(each is not None and each.beside for each in maps) else nullcontext()
 
-    def _mapped(self, result: FrameResult, frame: ImageInput) -> FrameResult:
+    def _mapped(self, result: FrameResult, frame: ImageInput, mask: Mask | None) -> FrameResult:
         """The result with its pose in the loaded map; the map that is made takes it in."""
         if self.keyframe_map is not None:
             with self._watch.timed("map"):
-                self.keyframe_map.add(result, frame)
+                self.keyframe_map.add(result, frame, mask=mask)
         if self._in_map is not None:
             with self._watch.timed("map"):
-                result = replace(result, map_from_cam=self._in_map.follow(result, frame))
+                how = dict(mask=mask, alpha_mask=self.pipeline.alpha_mask)
+                result = replace(result, map_from_cam=self._in_map.follow(result, frame, **how))
         return replace(result, milliseconds=self._watch.milliseconds())
