@@ -73,9 +73,8 @@ class Pipeline:
         if self.extractor is None:
             object.__setattr__(self, "extractor", SiftExtractor(self.config.extractor))
         if self.matcher is None:
-            config = self.config.matcher
-            own = NearestMatcher(config if isinstance(config, NearestConfig) else NearestConfig())
-            object.__setattr__(self, "matcher", own)
+            own = self.config.matcher if isinstance(self.config.matcher, NearestConfig) else NearestConfig()
+            object.__setattr__(self, "matcher", NearestMatcher(own))
         if self.estimator is None:
             object.__setattr__(self, "estimator", build_estimator(self.config.estimation))
 
@@ -85,9 +84,8 @@ class Pipeline:
             parts = [f"{name}={type(getattr(self, name)).__name__}" for name in ("extractor", "matcher")]
         if self.layers:
             parts.append(f"{self.layers} layers")
-        for name in ("device", "precision"):
-            if hasattr(self.matcher, name):
-                parts.append(str(getattr(self.matcher, name)))
+        own = [name for name in ("device", "precision") if hasattr(self.matcher, name)]
+        parts += [str(getattr(self.matcher, name)) for name in own]
         resize = self.config.extractor.resize
         size = "any size" if resize is None else f"up to {resize} pixels"
         return f"Pipeline({', '.join([*parts, size, self.config.estimation.kind])})"
@@ -217,8 +215,8 @@ class Pipeline:
         return self._read(image, mask, **sizes, keep_stored=stored)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
-        own = dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
-        return read_input(image, mask=mask, **own, **options)
+        options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
+        return read_input(image, mask=mask, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""

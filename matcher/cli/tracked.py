@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matcher.sequence.keyframe_map import ClosedTrajectory
+    from matcher.sequence.closed_trajectory import ClosedTrajectory
     from matcher.sequence.log import TrackingLog
     from matcher.sequence.tracker import Tracker
 

@@ -199,7 +199,7 @@ class Map:
         pipeline = self.localizer.pipeline
         if isinstance(image, Features):
             if mask is not None:
-                raise UsageError("a mask only affects the extraction of keypoints; leave it away with features")
+                raise UsageError("masks only affect the extraction of keypoints; leave it away with features")
             return Query(image, None)
         if not self._own_features:
             raise UsageError(

@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -28,6 +28,7 @@ from matcher.options import LoadOptions
 from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET
 from matcher.sequence import background
+from matcher.sequence.closed_trajectory import ClosedTrajectory
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.kept_frames import (
     KEPT,
@@ -49,50 +50,12 @@ _EVERY = 5  # keyframes, after which loops are looked for
 _KEPT_EVERY, _GROWN = 4, 1.05  # keyframes, and times as many frames, after which poses are kept
 
 
-@dataclass(frozen=True, eq=False)
-class ClosedTrajectory:
-    """The poses of all frames that had one, before and after their keyframes were adjusted."""
-
-    frames: np.ndarray  # (F,) int64 indices of the frames
-    timestamps: np.ndarray  # (F,) seconds; a frame's index where it has none
-    before: np.ndarray  # (F, 4, 4) world_from_cam as tracked
-    after: np.ndarray  # (F, 4, 4) the same, adjusted
-    loops: tuple[Loop, ...]
-    folder: Path  # of the model, for `Map.open`
-    problem: str | None = None  # why the graph of poses was not optimised although there are loops
-    alike: int = 0  # pairs of keyframes that match and cannot show one place, which are left out
-
-    def plot(self, path: str | Path) -> Path:
-        """Draw both paths from above and how far each pose was moved, as a PNG."""
-        from matcher.sequence.closing_plot import plot_closing
-
-        return plot_closing(Path(path), self.before, self.after, self._joined())
-
-    def record(self, path: str | Path) -> Path:
-        """Write the same as a recording (.rrd) for the rerun viewer.
-
-        Raises:
-            UsageError: rerun is not installed.
-        """
-        from matcher.sequence.closing_recording import record_closing
-
-        return record_closing(Path(path), self.before, self.after, self._joined())
-
-    def _joined(self) -> list[tuple[int, int]]:
-        rows = {index: row for row, index in enumerate(self.frames.tolist())}
-        return [(rows[first], rows[second]) for first, second, _ in self.loops]
-
-    def moved(self) -> np.ndarray:
-        """(F,) how far each pose was moved."""
-        return np.linalg.norm(self.after[:, :3, 3] - self.before[:, :3, 3], axis=1)
-
-
 class KeyframeMap:
     """Collects keyframes in a folder; `finish` makes the map.
 
-    Masks of frames are kept as transparency of their keyframes. Memory holds poses only, and every few keyframes they are written beside the frames: of a program that was
+    Memory holds poses only, and every few keyframes they are written beside the frames: of a program that was
     killed `resume` finishes the map. Where loops are looked for in the background, images are written there
-    too, by a thread, so that a keyframe takes no longer than another frame.
+    too, by a thread, so that a keyframe takes no longer than another frame. A mask is kept as transparency.
 
         >>> import matcher
         >>> camera = matcher.Camera(700, 700, 320, 240, size=(640, 480))
@@ -188,8 +151,7 @@ class KeyframeMap:
         if result.pose_status != "ok" or result.world_from_cam is None or image is None:
             return
         if result.is_keyframe or self._keyframe is None:
-            how = dict(resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
-            shown = read_input(image, **how)
+            shown = read_input(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
             self._write(result.index, np.array(shown.pixels), shown.mask)
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp

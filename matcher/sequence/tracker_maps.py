@@ -11,14 +11,15 @@ from matcher.data.camera import Camera
 from matcher.data.images import ImageInput
 from matcher.errors import UsageError
 from matcher.options import LoadOptions
-from matcher.sequence.frames import FrameResult
 from matcher.pipeline import Mask, Pipeline
+from matcher.sequence.frames import FrameResult
 from matcher.sequence.latency import StageTimes
 from matcher.threads import one_core_free
 
 if TYPE_CHECKING:
     from matcher.sequence.background import Timing
-    from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
+    from matcher.sequence.closed_trajectory import ClosedTrajectory
+    from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.map_tracking import MapTracking
 
 
