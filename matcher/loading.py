@@ -55,8 +55,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
             off for the other presets.
         refine: move every match to where the images look most alike; by default where there are keypoints.
         upright: apply the EXIF orientation of images; True by default.
-        alpha_mask: find no keypoints where an image's alpha is 0; True by default. False ignores alpha, for
-            images in which it says something else.
+        alpha_mask: find no keypoints where an image's alpha is 0; True by default.
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own. The environment variable

@@ -13,8 +13,8 @@ from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
 from matcher.cli.tracked import closing_of
 from matcher.collection.exporting.colmap import write_colmap
 from matcher.sequence import pose_graph
-from matcher.sequence.closing_plot import plot_closing
 from matcher.sequence.closed_trajectory import ClosedTrajectory
+from matcher.sequence.closing_plot import plot_closing
 from matcher.sequence.keyframe_map import KeyframeMap
 from matcher.sequence.loop_check import kind_of_pair, path_lengths
 from matcher.sequence.pose_graph import PoseGraph, torn_at

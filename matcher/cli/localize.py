@@ -118,17 +118,13 @@ def localize(
     """
     import json
 
-    from matcher.data.rig_config import read_rig_config
     from matcher.localization.map import Map
     from matcher.localization.settings import LocalizationConfig
 
     named = _expand(photos)
-    cameras = _cameras(camera, named)
-    masked = _masks(masks, named, features)
-    fixed = None if rig is None else read_rig_config(rig)
+    cameras, masked = _cameras(camera, named), _masks(masks, named, features)
+    fixed = _rig(rig, features)
     _check(output, plot, recording, overwrite)
-    if features is not None and rig is not None:
-        raise typer.BadParameter("--rig needs the photos themselves; give it or --features")
     config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
     opened = Map.open(model, run_dir=run, config=config, **chosen)
@@ -248,6 +244,15 @@ def _masks(folder: Path | None, named: dict[str, Path], features: Path | None) -
             "masks and features cannot be combined: masks only affect the extraction of keypoints"
         )
     return find_masks(folder, named, "the photos")
+
+
+def _rig(path: Path | None, features: Path | None) -> RigConfig | None:
+    """The rig that is given, if any."""
+    from matcher.data.rig_config import read_rig_config
+
+    if path is not None and features is not None:
+        raise typer.BadParameter("--rig needs the photos themselves; give it or --features")
+    return None if path is None else read_rig_config(path)
 
 
 def _recording(path: Path | None, place: Map) -> AbstractContextManager[LocalizationRecording | None]:
