@@ -208,7 +208,7 @@ def test_a_preset_is_exported_and_replaced_only_if_it_is_ours(tmp_path, capsys):
     assert main(["weights", "export", "hybrid-learned", "--onnx", str(tmp_path / "models")]) == 0
     assert "hybrid-learned.onnx" in capsys.readouterr().out
     files = sorted((tmp_path / "models").iterdir())
-    assert [file.name for file in files] == ["hybrid-learned.onnx", "learned.onnx"]
+    assert [file.name for file in files] == ["hybrid-learned.onnx", "learned.onnx", "refine.onnx"]
     assert Model(files[1].read_bytes()).outputs == ["keypoints", "scores", "descriptors"]
     assert main(["weights", "export", "hybrid-learned", "--onnx", str(tmp_path / "models")]) == 0
     files[1].write_bytes(b"something else")

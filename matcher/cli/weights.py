@@ -169,7 +169,7 @@ def export_weights(
     frontend_weights: options.FrontEndWeights = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Write the front end and the matcher of a preset as ONNX files, for other programs and languages."""
+    """Write front end, matcher and refinement of a preset as ONNX files, for other programs and languages."""
     from matcher.onnx.export import export_for_colmap, export_for_opencv, export_preset
     from matcher.presets import find_preset
 

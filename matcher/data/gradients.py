@@ -17,10 +17,10 @@ from matcher.data.image import Image
 
 # Chosen on photos whose colours went through random non-monotonic curves; magnitudes matched better than
 # their logarithms and their square roots.
-_NEIGHBOURHOOD = 20.0  # pixels, of the Gaussian that averages the magnitudes around a pixel; among 10 and 40
-_FLOOR = 0.1  # of the mean magnitude, so that noise in flat areas stays dark
-_LEAST = 0.1  # of an average; smaller ones are rounding errors
-_GREY = 90  # grey value of a magnitude equal to the average around it
+NEIGHBOURHOOD = 20.0  # pixels, of the Gaussian that averages the magnitudes around a pixel; among 10 and 40
+FLOOR = 0.1  # of the mean magnitude, so that noise in flat areas stays dark
+LEAST = 0.1  # of an average; smaller ones are rounding errors
+GREY = 90  # grey value of a magnitude equal to the average around it
 _ROWS = 256  # whose derivatives are computed at a time
 
 
@@ -34,10 +34,10 @@ def gradient_image(image: Image, smoothing: float) -> Image:
         smoothing: standard deviation in pixels of the Gaussian before the derivatives.
     """
     magnitude = _magnitudes(image.grey(), smoothing)
-    around = cv2.GaussianBlur(magnitude, (0, 0), _NEIGHBOURHOOD)
-    around += _FLOOR * around.mean()
-    magnitude /= np.maximum(around, _LEAST, out=around)
-    magnitude *= _GREY
+    around = cv2.GaussianBlur(magnitude, (0, 0), NEIGHBOURHOOD)
+    around += FLOOR * around.mean()
+    magnitude /= np.maximum(around, LEAST, out=around)
+    magnitude *= GREY
     pixels = np.minimum(magnitude, 255, out=magnitude).astype(np.uint8)
     return replace(image, pixels=pixels, stored=None, stored_mask=None)
 

@@ -19,6 +19,8 @@ from matcher.onnx.models import (
 )
 from matcher.onnx.opencv import opencv_matcher
 from matcher.onnx.pairs import check_exportable
+from matcher.onnx.refinement import KIND as REFINEMENT
+from matcher.onnx.refinement import refinement_model
 from matcher.onnx.trained import trained_front_end, trained_network
 
 
@@ -39,10 +41,11 @@ def export_preset(
     frontend_weights: str | Path | None = None,
     overwrite: bool = False,
 ) -> list[Exported]:
-    """Write a preset's front end, if it is ours, and its matcher, if it is a network, as ONNX files.
+    """Write a preset's front end, if it is ours, its matcher, if it is a network, and its refinement.
 
     Args:
-        preset: its name, which the matcher's file gets; the front end's is called as the front end.
+        preset: its name, which the matcher's file gets; the front end's is called as the front end, that of
+            the refinement `refine.onnx`.
         config: the preset's configuration, with its policy of exit, pruning and thresholds.
         folder: is made if need be.
         numbers: "float32"; "float16" or "int8" for smaller files.
@@ -67,6 +70,8 @@ def export_preset(
         raise UsageError(
             f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"
         )
+    if config.refine is not None:
+        models.append((REFINEMENT, refinement_model(config.refine)))
     return _write(folder, models, overwrite=overwrite)
 
 

@@ -12,8 +12,8 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches, MatchRefinement
 from matcher.refine.refinement import ImagePyramid, refine_matches
 
-_FEW = 0.3  # share of the matches; with half, rooms seen from far apart lose a little
-_SMOOTHING = 1.0  # pixels; chosen like that of the pass on gradients, .7 and 1.4 being level
+FEW = 0.3  # share of the matches; with half, rooms seen from far apart lose a little
+SMOOTHING = 1.0  # pixels; chosen like that of the pass on gradients, .7 and 1.4 being level
 
 
 def refine_image_pair(image0: Image, image1: Image, matches: Matches, config: RefineConfig) -> Matches:
@@ -29,9 +29,9 @@ def refine_image_pair(image0: Image, image1: Image, matches: Matches, config: Re
     """
     refined = refine_matches(ImagePyramid.of(image0), ImagePyramid.of(image1), matches, config)
     before = refined.refinement
-    if not len(refined) or before.accepted.mean() >= _FEW:
+    if not len(refined) or before.accepted.mean() >= FEW:
         return refined
-    sides = (ImagePyramid.of(gradient_image(image, _SMOOTHING)) for image in (image0, image1))
+    sides = (ImagePyramid.of(gradient_image(image, SMOOTHING)) for image in (image0, image1))
     again = refine_matches(*sides, refined, config)
     moved = np.flatnonzero(~before.accepted & again.refinement.accepted)
     points1 = refined.points1.copy()

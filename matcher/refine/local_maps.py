@@ -5,12 +5,12 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
-_SCALES = (0.5, 0.2, 0.1)  # of the robust loss, one per iteration, as a share of the neighbourhood's radius
-_MIN_NEIGHBOURS = 3  # that determine a map
-_RIDGE = 1e-3
-_LEAST_RADIUS = 1e-3  # pixels, of matches that coincide
+SCALES = (0.5, 0.2, 0.1)  # of the robust loss, one per iteration, as a share of the neighbourhood's radius
+MIN_NEIGHBOURS = 3  # that determine a map
+RIDGE = 1e-3
+LEAST_RADIUS = 1e-3  # pixels, of matches that coincide
 _KD_TREE = {"algorithm": 4}  # FLANN's exact search in one tree
-_MAX_ANISOTROPY, _MAX_SCALE = 6.0, 10.0
+MAX_ANISOTROPY, MAX_SCALE = 6.0, 10.0
 
 
 def fit_affine_maps(
@@ -27,7 +27,7 @@ def fit_affine_maps(
         no extreme scale or anisotropy. The others are the identity.
     """
     count = len(points0)
-    if count <= _MIN_NEIGHBOURS:
+    if count <= MIN_NEIGHBOURS:
         return np.tile(np.eye(2), (count, 1, 1)), np.zeros(count, dtype=bool)
     # Neighbours come first, (n, K), so that sums over them run along the matches.
     nearest = np.ascontiguousarray(_nearest(points0, min(neighbours, count - 1)).T)
@@ -35,10 +35,10 @@ def fit_affine_maps(
         [(side[nearest] - side).astype(np.float32) for side in points.T] for points in (points0, points1)
     )
     square = offsets0[0] ** 2 + offsets0[1] ** 2
-    radius = np.sqrt(square.max(axis=0)).clip(_LEAST_RADIUS)
+    radius = np.sqrt(square.max(axis=0)).clip(LEAST_RADIUS)
     base = np.exp(-0.5 * (1.5 / radius) ** 2 * square)
     weights = base
-    for scale in (*_SCALES, None):
+    for scale in (*SCALES, None):
         maps, residual = _fit(offsets0, offsets1, weights, radius)
         if scale is not None:
             weights = base / (1 + residual / (scale * radius) ** 2) ** 2
@@ -68,7 +68,7 @@ def _fit(
     """
     share = weights / weights.sum(axis=0)
     x, y = (offset - (share * offset).sum(axis=0) for offset in offsets0)
-    share_x, share_y, ridge = share * x, share * y, _RIDGE * radius**2
+    share_x, share_y, ridge = share * x, share * y, RIDGE * radius**2
     xx, xy, yy = (
         (share_x * x).sum(axis=0) + ridge,
         (share_x * y).sum(axis=0),
@@ -90,6 +90,6 @@ def _plausible(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     determinant = np.linalg.det(maps)
     size = (maps**2).sum(axis=(1, 2)) / 2
     # For singular values a ≥ b: size / determinant = (a / b + b / a) / 2.
-    plausible = (determinant > _MAX_SCALE**-2) & (determinant < _MAX_SCALE**2)
-    plausible &= size < determinant * (_MAX_ANISOTROPY + 1 / _MAX_ANISOTROPY) / 2
+    plausible = (determinant > MAX_SCALE**-2) & (determinant < MAX_SCALE**2)
+    plausible &= size < determinant * (MAX_ANISOTROPY + 1 / MAX_ANISOTROPY) / 2
     return np.where(plausible[:, None, None], maps, np.eye(2)), plausible

@@ -16,10 +16,10 @@ from matcher.refine.local_maps import fit_affine_maps
 from matcher.refine.windows import Grid, Pyramid, middle_frames, zoom_of
 
 DEVIATION = 1.0  # prior standard deviation of a match along an axis, in pixels of the resized images
-_MAX_LAST_STEP = 0.25  # pixels of the frame; after a longer last step a match has not converged
-_MIN_CONTRAST = 1.0  # grey values of 255; below it there is only compression and noise
-_MIN_VISIBLE = 0.5  # share of a window that must be inside both images
-_MAX_HALVINGS = 4
+MAX_LAST_STEP = 0.25  # pixels of the frame; after a longer last step a match has not converged
+MIN_CONTRAST = 1.0  # grey values of 255; below it there is only compression and noise
+MIN_VISIBLE = 0.5  # share of a window that must be inside both images
+MAX_HALVINGS = 4
 
 
 class ImagePyramid(NamedTuple):
@@ -127,7 +127,7 @@ def _coarse_to_fine(
     before.
     """
     grid, prior, spread = Grid.of(config.window), np.zeros((len(affine0), 6)), deviation
-    halvings = min(int(np.rint(np.log2(np.median(deviation).clip(1)))), _MAX_HALVINGS)
+    halvings = min(int(np.rint(np.log2(np.median(deviation).clip(1)))), MAX_HALVINGS)
     best, status = None, None
     for level in range(halvings, -1, -1):
         step = 2.0**level
@@ -152,11 +152,11 @@ def _statuses(found: Fit, deviation: np.ndarray, config: RefineConfig) -> np.nda
     """(K,) uint8 codes of `REFINEMENTS`; the first reason for rejection that applies."""
     shift = np.hypot(found.change[:, 0], found.change[:, 1])
     rejections = [
-        ("outside", found.visible < _MIN_VISIBLE),
-        ("flat", ~(found.contrast >= _MIN_CONTRAST)),
+        ("outside", found.visible < MIN_VISIBLE),
+        ("flat", ~(found.contrast >= MIN_CONTRAST)),
         ("moved_far", ~(shift <= config.max_shift * deviation)),
         ("low_correlation", ~(found.correlation >= config.min_correlation)),
-        ("not_converged", ~(found.last_step <= _MAX_LAST_STEP)),
+        ("not_converged", ~(found.last_step <= MAX_LAST_STEP)),
     ]
     status = np.full(len(shift), REFINEMENTS.index("refined"), dtype=np.uint8)
     for name, rejected in reversed(rejections):

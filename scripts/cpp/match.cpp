@@ -6,7 +6,8 @@
 //
 // (Debian: libonnxruntime-dev, libjpeg-dev, libpng-dev.) Each line of the output is x0 y0 x1 y1 score: a match
 // in pixels of the files, the centre of the first pixel being (0, 0), the most probable match first. These are
-// the matches that `matcher match --engine onnx --resize 1024 --no-upright --no-refine --no-second-pass` finds.
+// the matches that `matcher match --engine onnx --resize 1024 --no-upright --no-second-pass` finds; without
+// refine.onnx beside the matcher those with --no-refine.
 
 #include <onnxruntime_cxx_api.h>
 
@@ -18,7 +19,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
+#include <filesystem>
 #include <initializer_list>
 #include <memory>
 #include <stdexcept>
@@ -30,10 +31,16 @@ struct Image {  // red, green and blue, row by row
     std::vector<unsigned char> rgb;
 };
 
+struct Grey {  // from 0 to 1, row by row
+    int width = 0, height = 0;
+    std::vector<float> values;
+};
+
 struct Features {
+    Grey whole, resized;                        // at the file's resolution, and as keypoints were found in it
     std::vector<float> keypoints, descriptors;  // (N, 2) in pixels of the file, and (N, D)
     std::array<float, 2> size;                  // width and height of the file
-    int64_t count, dimension;
+    int64_t count = 0, dimension = 0;
 };
 
 [[noreturn]] void fail_jpeg(j_common_ptr codec) {
@@ -113,24 +120,25 @@ std::vector<float> shrunk(const std::vector<float>& in, size_t outer, int length
     return out;
 }
 
-// Grey from 0 to 1, (height, width); both are made smaller if the longer side has more than `side` pixels.
-std::vector<float> grey(const Image& image, int side, int& width, int& height) {
+// Made smaller if the longer side has more than `side` pixels.
+Grey grey(const Image& image, int side) {
     const double factor = std::min(1.0, double(side) / std::max(image.width, image.height));
-    width = std::max(1, int(std::nearbyint(image.width * factor)));
-    height = std::max(1, int(std::nearbyint(image.height * factor)));
+    Grey found;
+    found.width = std::max(1, int(std::nearbyint(image.width * factor)));
+    found.height = std::max(1, int(std::nearbyint(image.height * factor)));
     std::vector<float> rgb(image.rgb.begin(), image.rgb.end());
     if (factor < 1) {
-        rgb = shrunk(rgb, image.height, image.width, 3, width);
-        rgb = shrunk(rgb, 1, image.height, size_t(3) * width, height);
+        rgb = shrunk(rgb, image.height, image.width, 3, found.width);
+        rgb = shrunk(rgb, 1, image.height, size_t(3) * found.width, found.height);
     }
-    std::vector<float> values(size_t(width) * height);
-    for (size_t i = 0; i < values.size(); ++i) {
+    found.values.resize(size_t(found.width) * found.height);
+    for (size_t i = 0; i < found.values.size(); ++i) {
         const float *c = &rgb[3 * i], weights[] = {.299f, .587f, .114f};
         float sum = 0;
         for (int k = 0; k < 3; ++k) sum += weights[k] * std::nearbyint(c[k]);
-        values[i] = std::nearbyint(sum) / 255.f;
+        found.values[i] = std::nearbyint(sum) / 255.f;
     }
-    return values;
+    return found;
 }
 
 Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
@@ -140,28 +148,38 @@ Ort::Value tensor(const T* values, size_t count, std::initializer_list<int64_t> 
     return Ort::Value::CreateTensor<T>(memory, const_cast<T*>(values), count, shape.begin(), shape.size());
 }
 
+Ort::Value tensor(const Grey& image) {
+    return tensor(image.values.data(), image.values.size(), {1, 1, image.height, image.width});
+}
+
 Features extract(Ort::Session& session, const std::string& path, int64_t most, int side) {
     const Image image = read_image(path);
-    int width, height;
-    const std::vector<float> pixels = grey(image, side, width, height);
-    const std::unique_ptr<bool[]> mask(new bool[pixels.size()]);
-    std::fill_n(mask.get(), pixels.size(), true);
+    Features features;
+    features.whole = grey(image, std::max(image.width, image.height)), features.resized = grey(image, side);
+    features.size = {float(image.width), float(image.height)};
+    const Grey& small = features.resized;
+    const std::unique_ptr<bool[]> mask(new bool[small.values.size()]);
+    std::fill_n(mask.get(), small.values.size(), true);
     const char *inputs[] = {"image", "mask", "max_keypoints"}, *outputs[] = {"keypoints", "descriptors"};
-    Ort::Value given[] = {tensor(pixels.data(), pixels.size(), {1, 1, height, width}),
-                          tensor(mask.get(), pixels.size(), {height, width}), tensor(&most, 1, {1})};
+    Ort::Value given[] = {tensor(small), tensor(mask.get(), small.values.size(), {small.height, small.width}),
+                          tensor(&most, 1, {1})};
     auto found = session.Run(Ort::RunOptions(), inputs, given, 3, outputs, 2);
     const auto shape = found[1].GetTensorTypeAndShapeInfo().GetShape();
-    Features features{{}, {}, {float(image.width), float(image.height)}, shape[0], shape[1]};
+    features.count = shape[0], features.dimension = shape[1];
     const float *points = found[0].GetTensorData<float>(), *values = found[1].GetTensorData<float>();
     features.descriptors.assign(values, values + shape[0] * shape[1]);
-    const double scale[] = {double(width) / image.width, double(height) / image.height};
+    const double scale[] = {double(small.width) / image.width, double(small.height) / image.height};
     for (int64_t i = 0; i < 2 * shape[0]; ++i) {
         features.keypoints.push_back(float((points[i] + .5) / scale[i % 2] - .5));
     }
     return features;
 }
 
-void match(Ort::Session& session, const Features& first, const Features& second) {
+struct Matches {
+    std::vector<float> points0, points1, scores;  // (K, 2) in pixels of the files, and (K,)
+};
+
+Matches match(Ort::Session& session, const Features& first, const Features& second) {
     const char *inputs[] = {"keypoints0", "descriptors0", "mask0", "size0", "orientation0",
                             "keypoints1", "descriptors1", "mask1", "size1", "orientation1"};
     const char* outputs[] = {"matches", "scores"};
@@ -181,10 +199,30 @@ void match(Ort::Session& session, const Features& first, const Features& second)
     const int64_t* pairs = found[0].GetTensorData<int64_t>();
     const float* scores = found[1].GetTensorData<float>();
     const int64_t rows = found[1].GetTensorTypeAndShapeInfo().GetElementCount();
+    Matches matches;
     for (int64_t k = 0; k < rows && pairs[2 * k] >= 0; ++k) {
-        const float *p = &first.keypoints[2 * pairs[2 * k]], *q = &second.keypoints[2 * pairs[2 * k + 1]];
-        std::printf("%.3f %.3f %.3f %.3f %.4f\n", p[0], p[1], q[0], q[1], scores[k]);
+        for (int axis : {0, 1}) {
+            matches.points0.push_back(first.keypoints[2 * pairs[2 * k] + axis]);
+            matches.points1.push_back(second.keypoints[2 * pairs[2 * k + 1] + axis]);
+        }
+        matches.scores.push_back(scores[k]);
     }
+    return matches;
+}
+
+// Points of the second image move to where the images look most alike. The graph also says why a match stayed
+// (`status`), how exact its point is (`covariances`) and how alike both windows are (`correlations`).
+void refine(Ort::Session& session, const Features& first, const Features& second, Matches& matches) {
+    const char *inputs[] = {"image0", "resized0", "image1", "resized1", "points0", "points1"}, *output = "refined1";
+    const int64_t count = matches.scores.size();
+    Ort::Value given[] = {tensor(first.whole),
+                          tensor(first.resized),
+                          tensor(second.whole),
+                          tensor(second.resized),
+                          tensor(matches.points0.data(), 2 * count, {count, 2}),
+                          tensor(matches.points1.data(), 2 * count, {count, 2})};
+    auto found = session.Run(Ort::RunOptions(), inputs, given, 6, &output, 1);
+    matches.points1.assign(found[0].GetTensorData<float>(), found[0].GetTensorData<float>() + 2 * count);
 }
 
 int main(int count, char** arguments) try {
@@ -201,7 +239,16 @@ int main(int count, char** arguments) try {
     Ort::Session front_end(environment, arguments[1], options), network(environment, arguments[2], options);
     const Features first = extract(front_end, arguments[3], keypoints, side);
     const Features second = extract(front_end, arguments[4], keypoints, side);
-    match(network, first, second);
+    Matches matches = match(network, first, second);
+    const auto refinement = std::filesystem::path(arguments[2]).replace_filename("refine.onnx");
+    if (std::filesystem::exists(refinement)) {
+        Ort::Session graph(environment, refinement.c_str(), options);
+        refine(graph, first, second, matches);
+    }
+    for (size_t k = 0; k < matches.scores.size(); ++k) {
+        const float *p = &matches.points0[2 * k], *q = &matches.points1[2 * k];
+        std::printf("%.3f %.3f %.3f %.3f %.4f\n", p[0], p[1], q[0], q[1], matches.scores[k]);
+    }
     return 0;
 } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
