@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ from matcher.onnx.extractor import OnnxExtractor
 from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.models import network_model
 from matcher.onnx.runtime import Model
+from matcher.onnx.trained import trained_network
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 
@@ -280,6 +282,7 @@ import threading
 import numpy as np
 from matcher.onnx.builder import Builder
 from matcher.onnx.runtime import Model
+from matcher.onnx.trained import trained_network
 graph = Builder("scaled")
 graph.output("y", graph.input("x", "float32", "N") * 0.5, "float32", "N")
 tiny = np.full(4, 1e-39, np.float32)
@@ -391,3 +394,32 @@ def test_fifty_real_pairs_match_as_in_torch(monkeypatch, capsys):
     for runs in (alone, whole):
         every, together, _ = agreement(*runs)
         assert together >= 0.999 and every > 10000
+
+
+@pytest.mark.slow
+def test_fifty_real_pairs_keep_most_matches_in_fewer_digits(capsys):
+    pipeline = matcher.load("hybrid-learned", engine="onnx", max_keypoints=1024, second_pass=False)
+    trained = trained_network("hybrid-learned", pipeline.config.matcher.policy)
+    runs = {numbers: [] for numbers in ("float32", "float16", "int8")}
+    networks = {numbers: OnnxMatcher(trained, numbers) for numbers in runs}
+    times = {numbers: [] for numbers in runs}
+    for photos in fifty_pairs():
+        features = [Features.stack([pipeline.extract(str(photo))]) for photo in photos]
+        for sides in pairwise(features):
+            for numbers, network in networks.items():
+                start = time.process_time()
+                runs[numbers].append(scores_by_points(network(*sides)[0]))
+                times[numbers].append(time.process_time() - start)
+    whole, every = runs["float32"], sum(map(len, runs["float32"]))
+    for numbers, least in (("float16", 0.999), ("int8", 0.97)):
+        pairs = list(zip(whole, runs[numbers], strict=True))
+        apart = np.array([abs(a[k] - b[k]) for a, b in pairs for k in a.keys() & b.keys()])
+        median = np.median(times["float32"])
+        ratio = np.median(np.divide(times[numbers], times["float32"]))
+        with capsys.disabled():
+            print(
+                f"\n{numbers}: {len(apart) / every:.3%} of {every} matches;"
+                f" 99 % of the scores differ by less than {np.percentile(apart, 99):.2g};"
+                f" CPU time {ratio:.2f} of float32's, of which a pair takes {median * 1000:.0f} ms"
+            )
+        assert len(apart) / every > least and every > 10000

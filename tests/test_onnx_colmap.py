@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from real_pairs import three_pairs
 
 import matcher
 from matcher.cli import main
@@ -82,22 +83,44 @@ def matched(network: Model, sides: list, sizes: list) -> np.ndarray:
     return np.stack([rows, found["matches0"][rows]], axis=1)
 
 
+def as_colmap_and_as_the_pipeline(
+    files: list, images: list[np.ndarray], keypoints: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matches (K, 4) of two RGB images."""
+    extractor, network = (Model(file.read_bytes()) for file in files)
+    sides = [as_colmap(extractor, image, keypoints) for image in images]
+    pairs = matched(network, sides, [image.shape[1::-1] for image in images])
+    theirs = np.concatenate([sides[i][0][pairs[:, i]] for i in (0, 1)], axis=1) - 0.5
+    options = {"max_keypoints": keypoints, "resize": 2048, "second_pass": False, "refine": False}
+    matches = matcher.load("hybrid-learned", engine="onnx", **options).match(*images).matches
+    return theirs, np.concatenate([matches.points0, matches.points1], axis=1)
+
+
+def near(theirs: np.ndarray, ours: np.ndarray) -> float:
+    """The share of matches that are a tenth of a pixel at most from one of ours."""
+    return np.mean(np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.1)
+
+
 @pytest.mark.parametrize("turns", [0, 1])
 def test_the_matches_are_those_of_the_pipeline(files, views, turns):
-    extractor, network = (Model(file.read_bytes()) for file in files)
     images = [cv2.cvtColor(cv2.imread(str(view)), cv2.COLOR_BGR2RGB) for view in views]
     images = [cv2.resize(image, (330, 250), interpolation=cv2.INTER_AREA) for image in images]
     images[1] = np.ascontiguousarray(np.rot90(images[1], turns))
-    sides = [as_colmap(extractor, image, 400) for image in images]
-    pairs = matched(network, sides, [image.shape[1::-1] for image in images])
-    theirs = np.concatenate([sides[i][0][pairs[:, i]] for i in (0, 1)], axis=1) - 0.5
-    options = {"max_keypoints": 400, "resize": 1024, "second_pass": False, "refine": False}
-    matches = matcher.load("hybrid-learned", engine="onnx", **options).match(*images).matches
-    ours = np.concatenate([matches.points0, matches.points1], axis=1)
-    near = np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.1
+    theirs, ours = as_colmap_and_as_the_pipeline(files, images, 400)
     assert len(ours) > 50
-    assert near.mean() > 0.9  # the padding changes what is normalised, by little
+    assert near(theirs, ours) > 0.9  # the padding changes what is normalised, by little
     assert 0.9 < len(theirs) / len(ours) < 1.1
+
+
+@pytest.mark.slow
+def test_three_real_pairs_match_as_in_the_pipeline(files, capsys):
+    for name, pair in three_pairs().items():
+        images = [cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB) for path in pair]
+        theirs, ours = as_colmap_and_as_the_pipeline(files, images, 1024)
+        with capsys.disabled():
+            share = near(theirs, ours)
+            print(f"\n{name}: COLMAP's {len(theirs)}, {share:.1%} near ours; the pipeline's {len(ours)}")
+        assert share > 0.9 and 0.9 < len(theirs) / len(ours) < 1.1
 
 
 def test_few_points_and_none(files):

@@ -10,6 +10,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from real_pairs import three_pairs
 
 import matcher
 from matcher.cli import main
@@ -36,23 +37,48 @@ def opencv_script():
     return module
 
 
-@pytest.mark.skipif(not hasattr(cv2, "LightGlueMatcher"), reason="needs OpenCV 5")
-def test_opencv_matches_with_our_weights_what_the_pipeline_matches(views, tmp_path):
-    config = PRESETS["hybrid-learned"]
-    export_for_opencv("hybrid-learned", config, tmp_path, SIZE, points=256)
-    images = [cv2.resize(cv2.imread(str(view)), SIZE, interpolation=cv2.INTER_AREA) for view in views]
-    points0, points1, found = opencv_script().match(tmp_path, *images, SIZE)
+needs_opencv_5 = pytest.mark.skipif(not hasattr(cv2, "LightGlueMatcher"), reason="needs OpenCV 5")
+
+
+def by_opencv_and_by_the_pipeline(
+    folder: Path, pair: tuple[Path, Path], size: tuple[int, int], keypoints: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matches (K, 4) of two files, made of one size before; the exported files are in a folder."""
+    images = [cv2.resize(cv2.imread(str(path)), size, interpolation=cv2.INTER_AREA) for path in pair]
+    points0, points1, found = opencv_script().match(folder, *images, size)
     places = [np.array([point.pt for point in points]) for points in (points0, points1)]
     theirs = np.array([[*places[0][m.queryIdx], *places[1][m.trainIdx]] for m in found])
-    pipeline = matcher.load(
-        "hybrid-learned", engine="onnx", max_keypoints=256, second_pass=False, refine=False
-    )
+    options = {"resize": max(size), "second_pass": False, "refine": False}
+    pipeline = matcher.load("hybrid-learned", engine="onnx", max_keypoints=keypoints, **options)
     matches = pipeline.match(*(np.ascontiguousarray(image[..., ::-1]) for image in images)).matches
-    ours = np.concatenate([matches.points0, matches.points1], axis=1)
-    near = np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.5
+    return theirs, np.concatenate([matches.points0, matches.points1], axis=1)
+
+
+def near(theirs: np.ndarray, ours: np.ndarray) -> float:
+    """The share of matches that are half a pixel at most from one of ours."""
+    return np.mean(np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.5)
+
+
+@needs_opencv_5
+def test_opencv_matches_with_our_weights_what_the_pipeline_matches(views, tmp_path):
+    export_for_opencv("hybrid-learned", PRESETS["hybrid-learned"], tmp_path, SIZE, points=256)
+    theirs, ours = by_opencv_and_by_the_pipeline(tmp_path, views, SIZE, 256)
     assert len(theirs) > 30
-    assert near.mean() > 0.8
+    assert near(theirs, ours) > 0.8
     assert 0.8 < len(theirs) / len(ours) < 1.25
+
+
+@needs_opencv_5
+@pytest.mark.slow
+def test_opencv_matches_three_real_pairs(tmp_path, capsys):
+    size = (640, 480)
+    export_for_opencv("hybrid-learned", PRESETS["hybrid-learned"], tmp_path, size)
+    for name, pair in three_pairs().items():
+        theirs, ours = by_opencv_and_by_the_pipeline(tmp_path, pair, size, 512)
+        with capsys.disabled():
+            share = near(theirs, ours)
+            print(f"\n{name}: OpenCV {len(theirs)} matches, {share:.1%} near ours; the pipeline {len(ours)}")
+        assert share > 0.85 and 0.9 < len(theirs) / len(ours) < 1.1
 
 
 def test_sizes_and_presets_that_opencv_cannot_have_are_refused(tmp_path, capsys):
