@@ -154,7 +154,7 @@ def test_a_graph_that_cannot_be_optimised_costs_no_map(made, tmp_path, monkeypat
         raise ReconstructionError("no pair to begin with")
 
     monkeypatch.setattr(graph, "optimised", fails)
-    found = graph.model(collection, dict(zip(indices, tracked, strict=True)), closing=True)
+    found = graph.model(collection, dict(zip(indices, tracked, strict=True)), closed.loops)
     assert sorted(found) == indices and "no pair to begin with" in graph.unclosed
     before = [np.linalg.norm(pose[:3, 3] - true[:3, 3]) for pose, true in zip(tracked, truth, strict=True)]
     local = np.linalg.inv(truth[0]) @ np.array([found[index] for index in indices])

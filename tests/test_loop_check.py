@@ -18,6 +18,7 @@ from matcher.sequence.closing_plot import plot_closing
 from matcher.sequence.keyframe_map import KeyframeMap
 from matcher.sequence.loop_check import kind_of_pair, path_lengths
 from matcher.sequence.pose_graph import PoseGraph, torn_at
+from matcher.sequence.step_graph import LoopEdge
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -85,9 +86,9 @@ def test_what_looks_alike_closes_no_loop_and_is_in_no_model(tmp_path, monkeypatc
         raise RuntimeError
 
     monkeypatch.setattr(pose_graph, "reconstruct", made)
-    for closing in (True, False):
+    for closing in (((0, 9, 50),), ()):
         with pytest.raises(RuntimeError):
-            graph.model(collection, straight, closing=closing)
+            graph.model(collection, straight, closing)
     assert asked == [graph.alike, graph.alike]
     nothing = np.zeros((1, 4, 4))
     closed = ClosedTrajectory(
@@ -145,22 +146,32 @@ def test_noise_of_a_camera_that_stands_or_turns_in_its_place_tears_nothing(rng):
     assert torn_at(path, moved) == ("4.png", "5.png")
 
 
-def test_where_the_global_mapper_tears_the_path_the_incremental_one_is_asked(tmp_path, monkeypatch):
-    tracked = {index: pose(z=float(index)) for index in range(5)}
+def test_where_the_global_mapper_tears_the_path_tracked_steps_join_the_graph(tmp_path, monkeypatch):
+    tracked = {index: pose(x=0.1 * index, z=float(index)) for index in range(5)}
     right = {pose_graph.name_of(i): np.linalg.inv(each)[:3] for i, each in tracked.items()}
     bad = right | {pose_graph.name_of(4): np.linalg.inv(pose(z=20.0))[:3]}
-    answers = {"global": bad, "incremental": right}
+    answers, starts = {"global": bad, "incremental": right}, []
 
-    class Run:
+    class Run(list):
         store = nullcontext()
 
-    def made(store, out, *, mapper, **how):
+    def made(store, out, *, mapper, poses=None, **how):
+        starts.append(poses)
         return SimpleNamespace(largest=SimpleNamespace(cam_from_world=answers[mapper]))
 
+    def edges(pairs, camera, number):
+        assert pairs == [] and number["000004.png"] == 4
+        return [LoopEdge(0, 4, np.linalg.inv(tracked[4]))]
+
     monkeypatch.setattr(pose_graph, "reconstruct", made)
+    monkeypatch.setattr(pose_graph, "loop_edges", edges)
     graph = PoseGraph(tmp_path, CAMERA, "nearest", {})
-    found = graph.optimised(Run(), tracked, tmp_path / "graph")
+    loops = ((0, 4, 50),)
+    found = graph.optimised(Run(), tracked, loops, tmp_path / "graph")
     np.testing.assert_allclose(found[pose_graph.name_of(4)][:3], right[pose_graph.name_of(4)], atol=1e-9)
+    assert starts[0] is None and not starts[1].fixed
+    start = starts[1].cam_from_world[pose_graph.name_of(4)][:3]
+    np.testing.assert_allclose(start, right[pose_graph.name_of(4)], atol=1e-6)
     answers["incremental"] = bad
     with pytest.raises(pose_graph.ReconstructionError, match=r"000003\.png to 000004\.png does not agree"):
-        graph.optimised(Run(), tracked, tmp_path / "graph")
+        graph.optimised(Run(), tracked, loops, tmp_path / "graph")

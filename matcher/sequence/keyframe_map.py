@@ -3,8 +3,8 @@
 While a sequence is tracked, keyframes are written to a folder. There, or afterwards, each is matched with its
 neighbours in time and with those that look most like it. Verified pairs far apart in time are loops. With
 loops, COLMAP's global mapper optimises the graph of relative poses, by rotation averaging and global
-positioning (GLOMAP, Pan et al. 2024), or where that tears the path the incremental one does; without, bundle
-adjustment starts from the tracked poses.
+positioning (GLOMAP, Pan et al. 2024), or where that tears the path the tracked steps join the graph
+(`step_graph.py`) and bundle adjustment follows; without, it starts from the tracked poses.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class KeyframeMap:
             )
         collection = self._graph.match(sorted(tracked))
         loops = self._graph.loops(collection, tracked)
-        adjusted = self._graph.model(collection, tracked, closing=close_loops and bool(loops))
+        adjusted = self._graph.model(collection, tracked, loops if close_loops else ())
         for left in self.folder.glob(f"{GRAPH}*"):
             shutil.rmtree(left, ignore_errors=True)
         said = dict(problem=self._graph.unclosed, alike=len(self._graph.alike))

@@ -16,6 +16,7 @@ from matcher.collection.reconstruction.given_poses import GivenPoses
 from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
 from matcher.data.camera import Camera
 from matcher.sequence.loop_check import kind_of_pair, path_lengths
+from matcher.sequence.step_graph import loop_edges, spread
 
 FRAMES, RUN, MODEL = "frames", "model-run", "model"
 GRAPH = ".graph"  # folder of the graph's model while the sequence goes on
@@ -66,7 +67,7 @@ class PoseGraph:
             return False
         self._loops = len(loops)
         try:
-            start = self.optimised(collection, tracked, self.folder / GRAPH)
+            start = self.optimised(collection, tracked, loops, self.folder / GRAPH)
         except ReconstructionError:
             return False  # not yet: more keyframes will connect them
         return Closing(loops, {index_of(name): np.linalg.inv(pose) for name, pose in start.items()})
@@ -110,19 +111,25 @@ class PoseGraph:
         return tuple(sorted(found))
 
     def optimised(
-        self, collection: Collection, tracked: Mapping[int, np.ndarray], out: Path
+        self,
+        collection: Collection,
+        tracked: Mapping[int, np.ndarray],
+        loops: tuple[Loop, ...],
+        out: Path,
     ) -> dict[str, np.ndarray]:
-        """Poses cam_from_world by name, from the graph alone, by COLMAP's mappers.
+        """Poses cam_from_world by name, with the loops closed.
 
-        The global one spreads drift evenly, but where three keyframes in a row share little it tears the
-        path apart; then the incremental one is tried, which takes them one by one.
+        COLMAP's global mapper makes them of the pairs alone, but where three keyframes in a row share little
+        it tears the path apart; then the tracked steps are edges too, and all is adjusted from there.
 
         Raises:
-            ReconstructionError: the graph connects fewer than two keyframes, or both tear it.
+            ReconstructionError: the graph connects fewer than two keyframes, or is torn both ways.
         """
         start = {name_of(index): np.linalg.inv(pose) for index, pose in tracked.items()}
         how = dict(choice=CameraChoice(camera=self.camera), threads=1, overwrite=True, only=list(start))
         for mapper in ("global", "incremental"):
+            if mapper == "incremental":
+                how["poses"] = self._spread(collection, tracked, loops)
             with collection.store as store:
                 made = reconstruct(store, out, mapper=mapper, without=self.alike, **how)
             found = in_tracked_coordinates(start, made.largest.cam_from_world)
@@ -132,19 +139,34 @@ class PoseGraph:
             f"the way from {torn[0]} to {torn[1]} does not agree with tracking, since they share too little"
         )
 
+    def _spread(
+        self, collection: Collection, tracked: Mapping[int, np.ndarray], loops: tuple[Loop, ...]
+    ) -> GivenPoses:
+        """Poses to start from, of the graph of tracked steps and loops."""
+        closing = {(name_of(first), name_of(second)) for first, second, _ in loops}
+        pairs = [pair for pair in collection if (pair.name0, pair.name1) in closing]
+        found = spread(tracked, loop_edges(pairs, self.camera, {name_of(index): index for index in tracked}))
+        poses = {name_of(index): np.linalg.inv(pose) for index, pose in found.items()}
+        return GivenPoses(poses, dict.fromkeys(poses, self.camera), fixed=False)
+
     def model(
-        self, collection: Collection, tracked: Mapping[int, np.ndarray], *, closing: bool
+        self, collection: Collection, tracked: Mapping[int, np.ndarray], loops: tuple[Loop, ...]
     ) -> dict[int, np.ndarray]:
         """The keyframes' adjusted poses world_from_cam, of a model in the coordinates of the first one.
 
         Where the graph cannot be optimised, all is adjusted from the tracked poses, and `unclosed` says why.
+
+        Args:
+            collection: of `match`.
+            tracked: keyframe → world_from_cam (4, 4).
+            loops: to be closed; where there are none, or they are not, loops only share points.
         """
         start = {name_of(index): np.linalg.inv(pose) for index, pose in tracked.items()}
         out = self.folder / MODEL
         self.unclosed, closed = None, False
-        if closing:
+        if loops:
             try:
-                start, closed = self.optimised(collection, tracked, out), True
+                start, closed = self.optimised(collection, tracked, loops, out), True
             except ReconstructionError as error:
                 self.unclosed = f"the graph of poses was not optimised, and loops only share points: {error}"
         poses = GivenPoses(start, dict.fromkeys(start, self.camera), fixed=closed)
