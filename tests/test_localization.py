@@ -713,11 +713,14 @@ def test_a_recording_agrees_with_the_poses(made, tmp_path):
         turn = np.reshape(found["mat3x3"][0], (3, 3)).T
         np.testing.assert_allclose(turn, pose.world_from_cam[:3, :3], atol=1e-6)
         points = np.array(rows["/world/inliers", number]["positions"])
-        seen = np.array(rows[f"{entity}/image/inliers", number]["positions"])
+        seen = np.array(rows["/photo/inliers", number]["positions"])
         K = np.reshape(rows[f"{entity}/image", number]["image_from_camera"][0], (3, 3)).T
         projected = (points - pose.centre) @ turn @ K.T
         np.testing.assert_allclose(projected[:, :2] / projected[:, 2:], seen, atol=4.5)
-    assert not rows["/world/inliers", 2]["positions"]  # not those of the photo before
+        assert rows["/photo", number]["blob"]
+    for which in ("world", "photo"):
+        assert not rows[f"/{which}/inliers", 2]["positions"]  # not those of the photo before
+    assert rows["/photo", 2]["blob"]
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 _QUALITY = 75  # of the photos' JPEG
 _SHOWN_SIZE = 640  # pixels of the longer side of a photo
 _POINTS = 200_000
-_POINT_COLOUR, _MAP_COLOUR, _INLIER_COLOUR = (150, 150, 150), (90, 90, 90), (46, 204, 64)
-_SIZE = 0.02  # distance of a drawn image from its camera, of the extent of the map's cameras
+_POINT_COLOUR, _MAP_COLOUR, _INLIER_COLOUR = (120, 120, 120), (90, 90, 90), (46, 204, 64)
+_SIZE, _LARGE = 0.015, 0.08  # distances of drawn images from cameras, of the extent of the map's cameras
+_POINT, _INLIER = 0.75, 2.5  # radii on the screen: the map's unit is any length
 
 
 class LocalizationRecording(RecordingFile):
@@ -36,13 +37,15 @@ class LocalizationRecording(RecordingFile):
             UsageError: rerun is not installed.
         """
         super().__init__(path)
-        self.lay_out("map and photos", self.views.TextLogView(origin="photos", name="photos"))
+        photo = self.views.Spatial2DView(origin="photo", name="photo")
+        self.lay_out("map and photos", photo, self.views.TextLogView(origin="photos", name="photos"))
         self._number = 0
         model = place.model
         back = np.linalg.inv(model.cam_from_world)
-        self._distance = _SIZE * max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
+        self._extent = max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
         kept = model.xyz[:: 1 + len(model.xyz) // _POINTS]
-        self.stream.log("world/points", self.rr.Points3D(kept, colors=_POINT_COLOUR), static=True)
+        look = dict(colors=_POINT_COLOUR, radii=self.rr.Radius.ui_points(_POINT))
+        self.stream.log("world/points", self.rr.Points3D(kept, **look), static=True)
         for name, world_from_cam, camera in zip(model.names, back, model.cameras, strict=True):
             entity = ["world", "map", name]
             self._log_camera(entity, world_from_cam, camera, _MAP_COLOUR, static=True)
@@ -60,9 +63,10 @@ class LocalizationRecording(RecordingFile):
         self.stream.log(["photos", name, "status"], rr.TextLog(f"{name}: {text}"))
         shown = read_image(photo, resize=_SHOWN_SIZE, upright=False)  # as camera and keypoints are
         picture = rr.Image(shown.pixels).compress(jpeg_quality=_QUALITY)
+        self.stream.log("photo", picture)
         if not pose.ok:
-            self.stream.log(["photos", name, "image"], picture)
-            self.stream.log("world/inliers", rr.Points3D([]))  # not those of the photo before
+            self.stream.log("photo/inliers", rr.Points2D([]))  # not those of the photo before
+            self.stream.log("world/inliers", rr.Points3D([]))
             return
         scale = np.asarray(shown.scale)
         size = shown.pixels.shape[1], shown.pixels.shape[0]
@@ -70,9 +74,9 @@ class LocalizationRecording(RecordingFile):
         self.stream.log([*entity, "image"], picture)
         # The image is drawn with the centre of its first pixel at (0.5, 0.5).
         seen = (pose.points2d[pose.inliers] + 0.5) * scale
-        self.stream.log([*entity, "image", "inliers"], rr.Points2D(seen, colors=_INLIER_COLOUR, radii=2.0))
-        points = rr.Points3D(pose.points3d[pose.inliers], colors=_INLIER_COLOUR)
-        self.stream.log("world/inliers", points)
+        look = dict(colors=_INLIER_COLOUR, radii=rr.Radius.ui_points(_INLIER))
+        self.stream.log("photo/inliers", rr.Points2D(seen, **look))
+        self.stream.log("world/inliers", rr.Points3D(pose.points3d[pose.inliers], **look))
 
     def _log_camera(
         self,
@@ -92,6 +96,7 @@ class LocalizationRecording(RecordingFile):
         K[:2, 2] += 0.5
         if scale is not None:
             K[:2] *= scale[:, None]
-        look = dict(image_plane_distance=self._distance, color=colour)
+        distance = self._extent * (_SIZE if static else _LARGE)
+        look = dict(image_plane_distance=distance, color=colour)
         pinhole = rr.Pinhole(image_from_camera=K, resolution=size or camera.size, **look)
         self.stream.log([*entity, "image"], pinhole, static=static)
