@@ -7,19 +7,23 @@ import numpy as np
 from matcher.data.gradients import FLOOR, GREY, LEAST, NEIGHBOURHOOD
 from matcher.onnx.builder import Builder, Value
 
+WHITE = 255.0  # the grey value that is 1 in our models
 _DIFFERENCE, _SMOOTH = np.array([-1, 0, 1], np.float32), np.array([1, 2, 1], np.float32)  # Sobel's
 
 
 def gradient_image(g: Builder, grey: Value, smoothing: float) -> Value:
-    """The gradient magnitude of grey values (1, 1, H, W) relative to the average around each pixel."""
-    smooth = _filtered(g, grey, *[_gaussian(smoothing)] * 2)
+    """The gradient magnitude of grey values (1, 1, H, W) relative to the average around each pixel.
+
+    Grey values are from 0 to 1, also those of what is returned.
+    """
+    smooth = _filtered(g, g.Round(grey * WHITE), *[_gaussian(smoothing)] * 2)
     across = _filtered(g, smooth, _DIFFERENCE, _SMOOTH)
     down = _filtered(g, smooth, _SMOOTH, _DIFFERENCE)
     magnitude = g.Sqrt(across * across + down * down)
     around = _filtered(g, magnitude, *[_gaussian(NEIGHBOURHOOD)] * 2)
     # Row by row, because one sum of so many pixels loses digits.
     around = around + g.ReduceMean(g.ReduceMean(around, [3]), [2]) * FLOOR
-    return g.Floor(g.Min(magnitude / g.Max(around, LEAST) * float(GREY), 255.0))
+    return g.Floor(g.Min(magnitude / g.Max(around, LEAST) * float(GREY), WHITE)) / WHITE
 
 
 def _gaussian(deviation: float) -> np.ndarray:

@@ -36,7 +36,7 @@ class FitValues(NamedTuple):
     change: Value  # (K, 2, 3)
     covariance: Square
     correlation: Value
-    contrast: Value
+    contrast: Value  # of images from 0 to 1
     last_step: Value
     visible: Value
 

@@ -28,17 +28,19 @@ class PyramidValues:
         """The pyramid of grey values (1, 1, H, W) with () int64 levels beside the image itself."""
         g = graph
 
-        def step(number: Value, current: Value, pixels: Value):
+        def step(number: Value, current: Value, rest: Value):
             smaller = _halved(g, current)
-            joined = g.Concat(pixels, g.Reshape(smaller, [-1]), axis=0)
-            return True, [smaller, joined], [g.Concat(_size(g, smaller), g.size(pixels, 0), axis=0)]
+            joined = g.Concat(rest, g.Reshape(smaller, [-1]), axis=0)
+            return True, [smaller, joined], [g.Concat(_size(g, smaller), count + g.size(rest, 0), axis=0)]
 
         whole, first = g.Reshape(image, [-1]), g.Concat(_size(g, image), [0], axis=0)
-        _, pixels, rows = g.loop(most, [image, whole], step, gathered=1)
+        count = g.size(whole, 0)
+        _, rest, rows = g.loop(most, [image, np.zeros(0, np.float32)], step, gathered=1)
         rows = g.Concat(g.Unsqueeze(first, [0]), rows, axis=0)
         beyond = g.full(g.size(image, 3) + 1, 0.0)
         starts = g.Cast(g.entry(rows, 2, axis=1), to=6)
-        return PyramidValues(g, g.Concat(pixels, beyond, axis=0), g.real(g.slice(rows, 1, 0, 2)), starts)
+        pixels = g.Concat(whole, rest, beyond, axis=0)
+        return PyramidValues(g, pixels, g.real(g.slice(rows, 1, 0, 2)), starts)
 
     def sample(self, affine: Value, level: Value, offsets: np.ndarray) -> Value:
         """(K, n) values by bilinear interpolation; the edge is replicated beyond the image.
@@ -99,11 +101,11 @@ def level_of(g: Builder, image: Value, maps: Square) -> Value:
 
 def _halved(g: Builder, image: Value) -> Value:
     """Half the size, after a binomial filter, as OpenCV's pyrDown does it."""
+    image = g.Pad(image, np.array([0, 0, 2, 2] * 2), None, mode="reflect")
     for axis in (2, 3):
-        pads, strides, shape = np.zeros((2, 4), np.int64), [1, 1], [1, 1, 1, 1]
-        pads[:, axis], strides[axis - 2], shape[axis] = 2, 2, 5
-        padded = g.Pad(image, pads.ravel(), None, mode="reflect")
-        image = g.Conv(padded, _BINOMIAL.reshape(shape), strides=strides)
+        strides, shape = [1, 1], [1, 1, 1, 1]
+        strides[axis - 2], shape[axis] = 2, 5
+        image = g.Conv(image, _BINOMIAL.reshape(shape), strides=strides)
     return image
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from matcher.config import RefineConfig
 from matcher.data.matches import REFINEMENTS
 from matcher.onnx.builder import Builder, Value
-from matcher.onnx.gradients import gradient_image
+from matcher.onnx.gradients import WHITE, gradient_image
 from matcher.onnx.least_squares import FitGraph, FitValues, ImageWindows
 from matcher.onnx.local_maps import local_maps
 from matcher.onnx.matrices import Square
@@ -60,8 +60,8 @@ def refinement_model(config: RefineConfig) -> bytes:
         config: window size and acceptance thresholds.
     """
     g = Builder("refine")
-    images = [g.input(f"image{side}", "float32", 1, 1, f"H{side}", f"W{side}") * 255.0 for side in (0, 1)]
-    small = [g.input(f"resized{side}", "float32", 1, 1, f"h{side}", f"w{side}") * 255.0 for side in (0, 1)]
+    images = [g.input(f"image{side}", "float32", 1, 1, f"H{side}", f"W{side}") for side in (0, 1)]
+    small = [g.input(f"resized{side}", "float32", 1, 1, f"h{side}", f"w{side}") for side in (0, 1)]
     points = [g.input(f"points{side}", "float32", "K", 2) for side in (0, 1)]
     found = _PairGraph(g, config)(images, small, points)
     shapes = {"points1": (2,), "status": (), "covariances": (2, 2), "correlations": ()}
@@ -88,7 +88,7 @@ class _PairGraph:
         count, same = g.size(points[0], 0), g.value(np.ones((2, 2), np.float32))
 
         def gradients() -> list[Value]:
-            return [gradient_image(g, g.Round(image), SMOOTHING) for image in small]
+            return [gradient_image(g, image, SMOOTHING) for image in small]
 
         def step(number: Value, image0: Value, image1: Value, shares: Value, zooms: Value, *have: Value):
             before = RefinedValues(*have)
@@ -249,7 +249,7 @@ class _PairGraph:
         shift = g.Sqrt(g.total(move * move, 1))
         rejections = [
             ("outside", found.visible < MIN_VISIBLE),
-            ("flat", ~(found.contrast >= MIN_CONTRAST)),
+            ("flat", ~(found.contrast >= MIN_CONTRAST / WHITE)),
             ("moved_far", ~(shift <= deviation * self.config.max_shift)),
             ("low_correlation", ~(found.correlation >= self.config.min_correlation)),
             ("not_converged", ~(found.last_step <= MAX_LAST_STEP)),
