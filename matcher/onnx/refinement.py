@@ -49,11 +49,12 @@ def refinement_model(config: RefineConfig) -> bytes:
     """An ONNX file that refines matches on the images.
 
     Inputs: `image0`, `image1` (1, 1, H, W) grey in [0, 1] at the file's resolution; `resized0`, `resized1`
-    (1, 1, h, w) the same as the front end had them, whose sizes say how exact keypoints are, and which are
-    looked at for edges where grey values do not correlate; `points0`, `points1` (K, 2) matches in pixels of
-    the files, the centre of the first pixel being (0, 0). Outputs: `points1` (K, 2) refined, as `refined1`;
-    `status` (K,) int64, 0 for a match that was refined, else why it stayed where it was, an index into
-    `matcher.data.matches.REFINEMENTS`; `covariances` (K, 2, 2) of the points, in pixels² of the file;
+    (1, 1, h, w) as the front end had them, whose sizes say how exact keypoints are, and whose edges are
+    looked at where grey values do not correlate; `points0`, `points1` (K, 2) the matches, finite, in pixels
+    of the files, the centre of the first one being (0, 0). Nothing is masked or turned upright. Outputs:
+    `refined1` (K, 2) the points of image 1; `status` (K,) int64, 0 for a match that was refined, else why it
+    stayed where it was, an index into `matcher.data.matches.REFINEMENTS`, whose names are the file's metadata
+    `status`; `covariances` (K, 2, 2) of these points, in pixels² of the file, of an unrefined match a guess;
     `correlations` (K,) of the windows.
 
     Args:
@@ -64,10 +65,10 @@ def refinement_model(config: RefineConfig) -> bytes:
     small = [g.input(f"resized{side}", "float32", 1, 1, f"h{side}", f"w{side}") for side in (0, 1)]
     points = [g.input(f"points{side}", "float32", "K", 2) for side in (0, 1)]
     found = _PairGraph(g, config)(images, small, points)
-    shapes = {"points1": (2,), "status": (), "covariances": (2, 2), "correlations": ()}
-    for (name, shape), value in zip(shapes.items(), found, strict=True):
-        given = "refined1" if name == "points1" else name
-        g.output(given, value, "int64" if name == "status" else "float32", "K", *shape)
+    g.output("refined1", found.points1, "float32", "K", 2)
+    g.output("status", found.status, "int64", "K")
+    g.output("covariances", found.covariances, "float32", "K", 2, 2)
+    g.output("correlations", found.correlations, "float32", "K")
     return g.encode({"kind": KIND, "status": " ".join(REFINEMENTS)})
 
 
