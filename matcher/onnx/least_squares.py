@@ -150,7 +150,8 @@ class FitGraph:
     def _light(self, weights: Value) -> _Light:
         g, basis = self.graph, self._basis
         products = (basis[:, :, None] * basis[:, None]).reshape(len(basis), 9)
-        return _Light(weights, inverse_of_3(g, g.Reshape(weights @ products, [-1, 3, 3])))
+        moments = g.double(g.Reshape(weights @ products, [-1, 3, 3]))
+        return _Light(weights, g.real(inverse_of_3(g, moments)))
 
     def _normalised(self, light: _Light, values: Value) -> tuple[Value, Value]:
         """Values (K, n) without a gradient of illumination and of unit norm, and (K, 1) the norm they had."""

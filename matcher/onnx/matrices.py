@@ -71,7 +71,7 @@ class Square(NamedTuple):
 
 
 def inverse_of_3(g: Builder, matrices: Value) -> Value:
-    """Inverses of (K, 3, 3) by cofactors."""
+    """Inverses of symmetric positive definite matrices (K, 3, 3) of float64, by cofactors."""
     following, after = np.array([1, 2, 0]), np.array([2, 0, 1])
 
     def turned(rows: np.ndarray, columns: np.ndarray) -> Value:
@@ -80,23 +80,21 @@ def inverse_of_3(g: Builder, matrices: Value) -> Value:
     cofactors = turned(following, following) * turned(after, after)
     cofactors = cofactors - turned(following, after) * turned(after, following)
     determinant = g.ReduceSum(g.slice(matrices * cofactors, 1, 0, 1), [1, 2])
-    least = g.CastLike(_TINY, determinant)
-    determinant = g.Where(g.Abs(determinant) > least, determinant, least)
-    return g.Transpose(cofactors, perm=[0, 2, 1]) / determinant
+    return cofactors / g.Max(determinant, g.double(g.value(_TINY)))
 
 
 def inverse_of_6(g: Builder, matrices: Value) -> Value:
-    """Inverses of symmetric positive definite matrices (K, 6, 6), by blocks; computed in float64."""
+    """Inverses of symmetric positive definite matrices (K, 6, 6), by blocks; computed in float64.
+
+    Nothing is transposed, because ONNX Runtime 1.17 joins that with products and has no such one of float64.
+    """
     x = g.double(matrices)
     top, bottom = g.slice(x, 1, 0, 3), g.slice(x, 1, 3)
-    corner, side = g.slice(top, 2, 0, 3), g.slice(top, 2, 3)
-    first = inverse_of_3(g, corner)
-    across = first @ side
-    back = g.Transpose(across, perm=[0, 2, 1])
-    last = inverse_of_3(g, g.slice(bottom, 2, 3) - g.Transpose(side, perm=[0, 2, 1]) @ across)
-    beside = -(across @ last)
-    upper = g.Concat(first - beside @ back, beside, axis=2)
-    lower = g.Concat(g.Transpose(beside, perm=[0, 2, 1]), last, axis=2)
+    first, side, below = inverse_of_3(g, g.slice(top, 2, 0, 3)), g.slice(top, 2, 3), g.slice(bottom, 2, 0, 3)
+    across, back = first @ side, below @ first
+    last = inverse_of_3(g, g.slice(bottom, 2, 3) - below @ across)
+    upper = g.Concat(first + across @ last @ back, -(across @ last), axis=2)
+    lower = g.Concat(-(last @ back), last, axis=2)
     return g.real(g.Concat(upper, lower, axis=1))
 
 
