@@ -17,7 +17,14 @@ from real_pairs import fifty_pairs
 
 import matcher
 from matcher.cli import main
-from matcher.config import AssignmentConfig, ContextConfig, ExtractorConfig, MatchingPolicy, PositionConfig
+from matcher.config import (
+    AssignmentConfig,
+    ContextConfig,
+    ExtractorConfig,
+    MatchingPolicy,
+    PositionConfig,
+    RefineConfig,
+)
 from matcher.data.features import Features
 from matcher.data.images import read_image
 from matcher.errors import IntegrityError, UsageError
@@ -32,6 +39,7 @@ from matcher.onnx.export import export_preset
 from matcher.onnx.extractor import OnnxExtractor
 from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.models import network_model
+from matcher.onnx.refinement import refinement_model
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_network
 from matcher.presets import PRESETS
@@ -144,6 +152,35 @@ def test_a_file_is_valid_and_smaller_in_fewer_digits(numbers, fused):
         for each in (whole, data)
     )
     assert len(wanted & found) >= 0.8 * len(wanted) > 5
+
+
+def transposed_into_products(graph: onnx.GraphProto) -> list[str]:
+    """Products of float64 that take a transposed matrix, in a graph and those inside it."""
+    kinds = {each.name: each.type.tensor_type.elem_type for each in graph.value_info}
+    turned = {name for node in graph.node if node.op_type == "Transpose" for name in node.output}
+    turned |= {node.output[0] for node in graph.node if node.op_type == "Cast" and node.input[0] in turned}
+    found = []
+    for node in graph.node:
+        if node.op_type == "MatMul" and kinds.get(node.output[0]) == onnx.TensorProto.DOUBLE:
+            found += [name for name in node.input if name in turned]
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                found += transposed_into_products(attribute.g)
+    return found
+
+
+def test_the_oldest_runtime_can_join_products_with_transposing():
+    """ONNX Runtime 1.17 joins them and has no such product of float64: it would refuse the file."""
+    turned = Builder("turned")
+    matrix = turned.double(turned.input("matrix", "float32", "N", "M"))
+    turned.output("product", turned.real(matrix @ turned.Transpose(matrix, perm=[1, 0])), "float32")
+    files = [turned.encode({}), network_model(trained_of(random_model(config=OURS)))]
+    files.append(refinement_model(RefineConfig()))
+    found = [
+        len(transposed_into_products(onnx.shape_inference.infer_shapes(onnx.load_from_string(data)).graph))
+        for data in files
+    ]
+    assert found == [1, 0, 0]
 
 
 @pytest.mark.parametrize("size", [(64, 96), (75, 101), (17, 33)])

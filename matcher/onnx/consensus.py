@@ -108,11 +108,9 @@ class ConsensusGraph:
         """Scores with what both sides add: a gain near the predictions, a penalty elsewhere."""
         g = self.graph
         p0, p1 = self._prior(positions0, positions1, m0), self._prior(positions1, positions0, m1)
-        left0, right0 = self._distance_factors(p0, positions1)
-        left1, right1 = self._distance_factors(p1, positions0)
         height0, height1 = ((_border(g, p.gain + p.penalty, 0.0)) for p in (p0, p1))
-        away0 = g.real(left0 @ g.Transpose(right0, perm=[1, 0]))
-        away1 = g.real(right1 @ g.Transpose(left1, perm=[1, 0]))
+        away0 = g.real(self._from_predictions(p0, 1) @ self._from_points(positions1, 0))
+        away1 = g.real(self._from_points(positions0, 1) @ self._from_predictions(p1, 0))
         near = height0 / g.Max(away0, 1.0) + g.Transpose(height1, perm=[1, 0]) / g.Max(away1, 1.0)
         # Penalties of both sides and what the dustbins gain, as one product.
         points0, points1 = (g.Concat(g.full(g.Shape(p.gain), 1.0), [[0.0]], axis=0) for p in (p0, p1))
@@ -121,21 +119,35 @@ class ConsensusGraph:
         rest = g.Concat(*left, axis=1) @ g.Transpose(g.Concat(*right, axis=1), perm=[1, 0])
         return scores + near + rest
 
-    def _distance_factors(self, prior: PriorValues, others: Value) -> tuple[Value, Value]:
-        """(N+1, 5), (M+1, 5) whose products are 1 + |position − other|² / tolerance; far for dustbins.
+    def _from_predictions(self, prior: PriorValues, axis: int) -> Value:
+        """The predictions' factor of 1 + |position − other|² / tolerance, five numbers along `axis`.
 
-        In float64, since large numbers cancel, as in `matcher.match.network.consensus`.
+        Far for dustbins. In float64, since large numbers cancel, as in `matcher.match.network.consensus`;
+        turned before, because ONNX Runtime 1.17 cannot join a product of float64 with transposing.
         """
         g, number = self.graph, self._number
-        a, b, tolerance = (self._exact(x) for x in (prior.position, others, prior.tolerance))
+        a, tolerance = (self._exact(self._turned(x, axis)) for x in (prior.position, prior.tolerance))
         inverse = number(1) / tolerance
-        square = g.total(a * a, 1, keep=True)
-        left = g.Concat(a * number(-2) * inverse, inverse, square * inverse + number(1), axis=1)
-        left = g.Concat(left, inverse * number(0) + number(1), axis=1)
-        squares = g.total(b * b, 1, keep=True)
+        square = g.total(a * a, axis, keep=True)
+        factor = g.Concat(a * number(-2) * inverse, inverse, square * inverse + number(1), axis=axis)
+        factor = g.Concat(factor, inverse * number(0) + number(1), axis=axis)
+        return g.Concat(factor, self._dustbin([0, 0, 0, 0, 0], axis), axis=1 - axis)
+
+    def _from_points(self, others: Value, axis: int) -> Value:
+        """The other factor, of points; see `_from_predictions`."""
+        g, number = self.graph, self._number
+        b = self._exact(self._turned(others, axis))
+        squares = g.total(b * b, axis, keep=True)
         nothing = squares * number(0)
-        right = g.Concat(b, squares, nothing + number(1), nothing, axis=1)
-        return g.Concat(left, number([[0] * 5]), axis=0), g.Concat(right, number([[0] * 4 + [_FAR]]), axis=0)
+        factor = g.Concat(b, squares, nothing + number(1), nothing, axis=axis)
+        return g.Concat(factor, self._dustbin([0, 0, 0, 0, _FAR], axis), axis=1 - axis)
+
+    def _turned(self, rows: Value, axis: int) -> Value:
+        """Rows (N, k) as they are or, with their entries along axis 0, as columns."""
+        return rows if axis else self.graph.Transpose(rows, perm=[1, 0])
+
+    def _dustbin(self, row: list[float], axis: int) -> Value:
+        return self._number(np.expand_dims(row, 1 - axis))
 
     def _exact(self, x: Value) -> Value:
         return self.graph.double(x)
