@@ -126,17 +126,17 @@ class Pipeline:
         images = [self.read(image0, mask0), self.read(image1, mask1)]
         reading, chosen, choice = perf_counter() - start, self, None
         if budget_ms is not None:
-            from matcher.budget.pairs import plan
+            from matcher.budget.pairs import learned, plan
 
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
         result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
-        if chosen.passes is None:
-            return result
-        given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
-        originals = [partial(self._original, *one) for one in given]
-        result = self._with_further_passes(result, images, originals, *cameras)
-        guided = budget_ms is None and self.passes.config.guided  # no plan knows what it costs
-        return self._with_guided(result, images) if guided else result
+        if chosen.passes is not None:
+            given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
+            originals = [partial(self._original, *one) for one in given]
+            result = self._with_further_passes(result, images, originals, *cameras)
+            if choice is None and self.passes.config.guided:  # no plan knows what it costs
+                result = self._with_guided(result, images)
+        return result if choice is None else learned(self, result)
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float

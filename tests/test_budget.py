@@ -128,3 +128,44 @@ def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(measured, views):
 def test_budgets_that_are_none_are_refused(network, views, value):
     with pytest.raises(matcher.UsageError, match="budget_ms must be a positive number"):
         network.match(*views, budget_ms=value)
+
+
+@pytest.fixture
+def machine(monkeypatch) -> dict[str, float]:
+    """Pairs take what their plan says on a machine left alone, times the load."""
+    state = {"load": 1.0}
+    match_once, plan_ = matcher.Pipeline._match_once, pairs.plan
+
+    def planned(*arguments):
+        found = plan_(*arguments)
+        state["ms"] = found[2].predicted_ms / found[2].pace
+        return found
+
+    def timed(*arguments, **how):
+        result = match_once(*arguments, **how)
+        return replace(result, seconds={**result.seconds, "total": state["load"] * state["ms"] / 1000})
+
+    monkeypatch.setattr(matcher.Pipeline, "_match_once", timed)
+    monkeypatch.setattr(pairs, "plan", planned)
+    return state
+
+
+def test_plans_learn_from_how_long_pairs_took(network, views, measured, machine):
+    before = network.match(*views, budget_ms=300.0).budget
+    assert before.max_keypoints == 600 and not before.exceeded and "busy" not in str(before)
+    machine["load"] = 4.0
+    slow = network.match(*views, budget_ms=300.0)
+    assert slow.budget.exceeded and slow.budget.took_ms == pytest.approx(4 * before.took_ms, rel=0.5)
+    assert "ms, over the budget" in slow.summary() and slow.to_dict()["budget"]["took_ms"] > 300.0
+    after = network.match(*views, budget_ms=300.0).budget
+    assert after.fits and not after.exceeded and after.pace == pytest.approx(4.0)
+    assert after.max_keypoints * after.layers < 600 * 3 and "4.0 times as slow" in str(after)
+    machine["load"] = 40.0
+    for _ in range(2):
+        least = network.match(*views, budget_ms=300.0).budget
+    assert least.exceeded and network.match(*views, budget_ms=300.0).budget.fits is False
+    machine["load"] = 1.0
+    for _ in range(25):
+        again = network.match(*views, budget_ms=300.0).budget
+    assert (again.pace, again.max_keypoints) == (1.0, 600)
+    assert len(measured) == 1

@@ -7,14 +7,20 @@ import torch
 
 import matcher
 from matcher.budget import choice as budget
-from matcher.budget.choice import Choice, choose, limited, matching_cost
+from matcher.budget.choice import Choice, FrameCosts, limited, matching_cost
+from matcher.budget.pace import Pace
 from matcher.data.images import read_image
+from matcher.sequence.latency import StageTimes
 from matcher.sequence.pipelines import for_neighbours, with_layers
 
 
 @pytest.fixture
 def network(small_weights) -> matcher.Pipeline:
     return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
+
+
+def chosen_for(network, image, budget_ms: float, *, stereo: bool = False) -> Choice:
+    return FrameCosts(network, image, stereo=stereo).choose(budget_ms)
 
 
 @pytest.fixture
@@ -36,28 +42,28 @@ def made_up_costs(monkeypatch) -> dict[str, float]:
 def test_refinement_is_paid_once_a_frame_and_left_out_before_points_are_few(network, views, made_up_costs):
     image = read_image(views[0])
     made_up_costs["refine"] = 50.0
-    wide = choose(network, image, 400.0, stereo=True)
+    wide = chosen_for(network, image, 400.0, stereo=True)
     assert wide.predicted_ms == pytest.approx(2 * (30 + 3 * 20 * 0.6) + 50 * 0.6 + 6)
     assert wide.without == () and limited(network, wide).config.refine is not None
-    narrow = choose(network, image, 75.0)
+    narrow = chosen_for(network, image, 75.0)
     assert narrow.fits and narrow.without == ("refinement",) and "without refinement" in str(narrow)
     assert limited(network, narrow).config.refine is None
 
 
 def test_a_wide_budget_takes_everything(network, views, made_up_costs):
-    choice = choose(network, read_image(views[0]), 200.0)
+    choice = chosen_for(network, read_image(views[0]), 200.0)
     assert (choice.max_keypoints, choice.layers, choice.resize, choice.fits) == (600, 3, 800, True)
     assert choice.predicted_ms == pytest.approx(30 + 3 * 20 * 0.6 + 6)
 
 
 def test_a_narrow_one_takes_fewer_points_then_a_smaller_image_and_says_so(network, views, made_up_costs):
     image = read_image(views[0])
-    middle = choose(network, image, 70.0)
+    middle = chosen_for(network, image, 70.0)
     assert middle.fits and middle.predicted_ms <= 0.85 * 70
     assert middle.max_keypoints * middle.layers < 600 * 3
-    narrow = choose(network, image, 40.0)
+    narrow = chosen_for(network, image, 40.0)
     assert narrow.fits and narrow.resize < 800
-    least = choose(network, image, 5.0)
+    least = chosen_for(network, image, 5.0)
     assert not least.fits
     assert (least.max_keypoints, least.layers, least.resize) == (128, 2, 400)
     assert "nothing smaller" in str(least) and "2 layers" in str(least)
@@ -65,8 +71,8 @@ def test_a_narrow_one_takes_fewer_points_then_a_smaller_image_and_says_so(networ
 
 
 def test_pairs_cost_twice(network, views, made_up_costs):
-    one = choose(network, read_image(views[0]), 1000.0)
-    two = choose(network, read_image(views[0]), 1000.0, stereo=True)
+    one = chosen_for(network, read_image(views[0]), 1000.0)
+    two = chosen_for(network, read_image(views[0]), 1000.0, stereo=True)
     assert two.predicted_ms - 6 == pytest.approx(2 * (one.predicted_ms - 6))
 
 
@@ -143,3 +149,60 @@ def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(small_we
     again = tracker.push(picture)
     assert again.status == "tracked"
     assert np.isin(again.track_ids, first.track_ids).mean() > 0.9
+
+
+def test_the_pace_is_that_of_the_slow_ones():
+    pace = Pace()
+    assert pace.value == 1.0
+    for measured in (20, 50, 10):
+        pace.add(measured, predicted=25)
+    assert pace.value == 2.0 and pace.differs_from(1.7) and not pace.differs_from(1.9)
+    for _ in range(20):
+        pace.add(12, predicted=25)
+    assert pace.value == 1.0
+    for _ in range(4):
+        pace.add(250, predicted=25)  # accidents
+    assert pace.value == 1.0
+    pace.add(75, predicted=25)
+    assert pace.value == 3.0
+
+
+class BusyMachine:
+    """A tracker's clock: a frame takes what its plan says without other programs, times the load."""
+
+    def __init__(self, tracker: matcher.Tracker) -> None:
+        self.tracker, self.load = tracker, 1.0
+
+    def milliseconds(self) -> dict[str, float]:
+        choice = self.tracker.choice
+        return {"total": 0.0 if choice is None else self.load * choice.predicted_ms / choice.pace}
+
+
+@pytest.fixture
+def busy(monkeypatch, small_weights, made_up_costs) -> BusyMachine:
+    options = dict(weights=small_weights, max_keypoints=300, device="cpu", precision="float32")
+    made_up_costs["layer"] = 60.0
+    machine = BusyMachine(matcher.Tracker("hybrid", budget_ms=110.0, **options))
+    monkeypatch.setattr(StageTimes, "milliseconds", machine.milliseconds)
+    return machine
+
+
+def test_a_sequence_plans_less_while_the_machine_is_busy(busy, views, monkeypatch):
+    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
+    tracker, took, choices = busy.tracker, [], []
+    for index in range(60):
+        busy.load = 1.6 if 10 <= index < 30 else 1.0
+        took.append(tracker.push(picture).milliseconds["total"])
+        choices.append(tracker.choice)
+        monkeypatch.setattr(budget, "_extraction", None)  # nothing is measured again
+    assert choices[9].max_keypoints * choices[9].layers == 300 * 3 and choices[9].pace == 1.0
+    assert min(took[10:13]) > 110.0 and max(took[13:]) <= 110.0  # two slow frames may be accidents
+    assert choices[20].max_keypoints * choices[20].layers < 300 * 3 and "1.6 times as slow" in str(
+        choices[20]
+    )
+    assert choices[-1] == choices[9] and choices[29].fits
+    busy.load = 10.0
+    for _ in range(9):
+        tracker.push(picture)
+    assert not tracker.choice.fits and "nothing smaller" in str(tracker.choice)
+    assert tracker.choice.resize < 320

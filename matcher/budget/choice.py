@@ -26,6 +26,7 @@ POINTS_REFINED = 512  # rather than fewer, refinement is left out
 _MATCHES_REFINED = (200, 1000)  # on which its cost is measured
 _REST = 6.0  # milliseconds for geometry, tracks and pose
 _SLACK = 0.85  # share of the budget that is planned; the rest is a margin for slower frames
+_BUSY = 1.2  # a pace that is worth a word
 _REPEATS = 3  # runs of each measurement; the median counts
 
 
@@ -54,12 +55,21 @@ class Choice:
     predicted_ms: float  # per frame
     fits: bool  # False: even the cheapest settings, which were chosen, exceed the budget
     without: tuple[str, ...] = ()  # stages left out: "refinement", "further passes"
+    pace: float = 1.0  # of the predicted time: times as long as on a machine left alone, as works before took
+    took_ms: float | None = None  # of the pair that was matched with it
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the pair took longer than its budget."""
+        return self.took_ms is not None and self.took_ms > self.budget_ms
 
     def __str__(self) -> str:
         """One line for a person."""
         layers = f", {self.layers} layers" if self.layers else ""
         layers += f", without {' and '.join(self.without)}" if self.without else ""
         verdict = "" if self.fits else "; nothing smaller is offered, so this takes longer"
+        verdict += f"; the machine is busy, {self.pace:.1f} times as slow" if self.pace > _BUSY else ""
+        verdict += f"; it took {self.took_ms:.0f} ms, over the budget" if self.exceeded else ""
         return (
             f"{self.max_keypoints} points{layers}, images of at most {self.resize} pixels: about "
             f"{self.predicted_ms:.0f} ms of {self.budget_ms:.0f} ms{verdict}"
@@ -85,53 +95,78 @@ def strongest(features: Features, most: int) -> Features:
     return features.select(features.scores.argsort(descending=True)[:most])
 
 
-def choose(pipeline: Parts, image: Image, budget_ms: float, *, stereo: bool = False) -> Choice:
-    """The best combination of keypoints and layers that fits the budget.
+def at_pace(choose: Callable[[float], Choice], budget_ms: float, pace: float) -> Choice:
+    """What a function chooses for the budget where everything takes `pace` times as long as it knows."""
+    found = choose(budget_ms / pace)
+    return replace(found, budget_ms=budget_ms, predicted_ms=pace * found.predicted_ms, pace=pace)
 
-    Among those that fit, the one with the largest layers · √keypoints is chosen: halving the keypoints loses
-    fewer tracks than halving the layers. Smaller images are used only if fewer than 256 keypoints would be
-    left, and refinement is left out only if fewer than 512 would be.
 
-    Args:
-        pipeline: its `max_keypoints`, depth and `resize` are upper limits.
-        image: a frame as it comes, on which the costs are measured (a second or two).
-        budget_ms: milliseconds per frame, extraction included.
-        stereo: a frame is two images, and two pairs are matched.
-    """
-    times, refine = 2 if stereo else 1, refining_cost(pipeline, image)
-    best = _first_that_fits(pipeline, image, budget_ms, times, refine)
-    if pipeline.config.refine is None or enough(pipeline, best, POINTS_REFINED):
+class FrameCosts:
+    """What frames of a sequence cost, by keypoints, layers and size of the image."""
+
+    def __init__(self, pipeline: Parts, image: Image, *, stereo: bool = False) -> None:
+        """Set up.
+
+        Args:
+            pipeline: its `max_keypoints`, depth and `resize` are upper limits.
+            image: a frame as it comes, on which the costs are measured (a second or two).
+            stereo: a frame is two images, and two pairs are matched.
+        """
+        self.pipeline, self._times = pipeline, 2 if stereo else 1
+        self._refine = refining_cost(pipeline, image)
+        self._image: Image | None = image
+        self._side = max(image.pixels.shape[:2])
+        self._sizes: dict[float, tuple[float, Callable[[int, int], float]]] = {}
+
+    def choose(self, budget_ms: float) -> Choice:
+        """The best combination that fits a budget in milliseconds per frame, extraction included.
+
+        Among those that fit, the one with the largest layers · √keypoints is chosen: halving the keypoints
+        loses fewer tracks than halving the layers. Smaller images are used only if fewer than 256 keypoints
+        would be left, and refinement is left out only if fewer than 512 would be.
+        """
+        best = self._first_that_fits(budget_ms, self._refine)
+        if self.pipeline.config.refine is None or enough(self.pipeline, best, POINTS_REFINED):
+            return best
+        return replace(self._first_that_fits(budget_ms, lambda count: 0.0), without=("refinement",))
+
+    def settle(self) -> None:
+        """Measure nothing more, since frames are waiting: sizes not measured cost in proportion to pixels."""
+        self._image = None
+
+    def _first_that_fits(self, budget_ms: float, refine: Callable[[float], float]) -> Choice:
+        """The choice for the largest images that leave enough keypoints."""
+        best: Choice | None = None
+        for factor in SIZES:
+            extract_ms, match = self._at(factor)
+
+            def cost(count: int, layers: int, match: Callable[[int, int], float] = match) -> float:
+                return match(count, layers) + refine(count) / self._times  # a frame is refined once
+
+            resize = max(1, round(self._side * factor))
+            found = best_choice(self.pipeline, cost, self._times, extract_ms, budget_ms, resize)
+            if best is None or found.fits or found.predicted_ms < best.predicted_ms:
+                best = found
+            if enough(self.pipeline, found, _LEAST_POINTS):
+                break
         return best
-    plain = _first_that_fits(pipeline, image, budget_ms, times, lambda count: 0.0)
-    return replace(plain, without=("refinement",))
+
+    def _at(self, factor: float) -> tuple[float, Callable[[int, int], float]]:
+        """Milliseconds of extraction, and of matching, for images of a size."""
+        if factor not in self._sizes and self._image is None:
+            known = min(self._sizes)
+            extract_ms, match = self._sizes[known]
+            return extract_ms * (factor / known) ** 2, match
+        if factor not in self._sizes:
+            smaller = self._image if factor == 1.0 else self._image.resized(factor)
+            extract_ms, features = _extraction(self.pipeline, smaller)
+            self._sizes[factor] = extract_ms, matching_cost(self.pipeline, features)
+        return self._sizes[factor]
 
 
 def enough(pipeline: Parts, choice: Choice, points: int) -> bool:
     """Whether a choice fits and leaves so many keypoints, or all that the pipeline has."""
     return choice.fits and choice.max_keypoints >= min(points, pipeline.config.extractor.max_keypoints)
-
-
-def _first_that_fits(
-    pipeline: Parts, image: Image, budget_ms: float, times: int, refine: Callable[[float], float]
-) -> Choice:
-    """The choice for the largest images that leave enough keypoints."""
-    best: Choice | None = None
-    side = max(image.pixels.shape[:2])
-    for factor in SIZES:
-        resize = max(1, round(side * factor))
-        smaller = image if factor == 1.0 else image.resized(factor)
-        extract_ms, features = _extraction(pipeline, smaller)
-        match = matching_cost(pipeline, features)
-
-        def cost(count: int, layers: int, match: Callable[[int, int], float] = match) -> float:
-            return match(count, layers) + refine(count) / times  # a frame is refined once
-
-        found = best_choice(pipeline, cost, times, extract_ms, budget_ms, resize)
-        if best is None or found.fits or found.predicted_ms < best.predicted_ms:
-            best = found
-        if enough(pipeline, found, _LEAST_POINTS):
-            break
-    return best
 
 
 def limited(pipeline: P, choice: Choice) -> P:

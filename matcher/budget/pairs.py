@@ -14,6 +14,7 @@ from matcher.budget.choice import (
     SIZES,
     Choice,
     Parts,
+    at_pace,
     best_choice,
     enough,
     limited,
@@ -22,6 +23,7 @@ from matcher.budget.choice import (
     milliseconds,
     refining_cost,
 )
+from matcher.budget.pace import Pace
 from matcher.config import GRID_KIND
 from matcher.data.features import Features
 from matcher.data.image import Image
@@ -77,6 +79,35 @@ def measured_costs(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
     return pipeline.costs[key]
 
 
+def pace_of(pipeline: PairParts) -> Pace:
+    """How much longer than predicted the pairs took that the pipeline has matched."""
+    return pipeline.costs.setdefault(("pace", pipeline.extractor, pipeline.matcher), Pace())
+
+
+class Timed(Protocol):
+    """What is needed of a result."""
+
+    seconds: dict[str, float]
+    first: Timed | None  # of its first pass, where there were more
+    budget: Choice | None
+
+
+R = TypeVar("R", bound=Timed)
+
+
+def learned(pipeline: PairParts, result: R) -> R:
+    """The result with the time that it took, from which the pipeline's next plans learn.
+
+    Args:
+        pipeline: that `plan` was asked with.
+        result: its budget is what `plan` chose.
+    """
+    choice = result.budget
+    first, total = ((each or result).seconds["total"] for each in (result.first, None))
+    pace_of(pipeline).add(1000 * first, predicted=choice.predicted_ms / choice.pace)
+    return replace(result, budget=replace(choice, took_ms=1000 * total))
+
+
 def plan(
     pipeline: Q, images: Sequence[Image], budget_ms: float, reading_ms: float
 ) -> tuple[Q, list[Image], Choice]:
@@ -97,15 +128,21 @@ def plan(
     check_number(budget_ms, "budget_ms", *BUDGETS)
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
-    costs = measured_costs(pipeline, images)
+    costs, pace = measured_costs(pipeline, images), pace_of(pipeline).value
     refined = pipeline.config.refine is not None
-    best = largest_that_fits(pipeline, images, costs, budget_ms, reading_ms, refined=refined)
-    if refined and not enough(pipeline, best[1], POINTS_REFINED):
-        best = largest_that_fits(pipeline, images, costs, budget_ms, reading_ms, refined=False)
-        best = best[0], replace(best[1], without=("refinement",))
-    smaller, choice = best
+    reading_ms /= pace  # which was as slow as the rest will be
+
+    def chosen(within_ms: float) -> Choice:
+        best = largest_that_fits(pipeline, images, costs, within_ms, reading_ms, refined=refined)
+        if not refined or enough(pipeline, best, POINTS_REFINED):
+            return best
+        best = largest_that_fits(pipeline, images, costs, within_ms, reading_ms, refined=False)
+        return replace(best, without=("refinement",))
+
+    choice = at_pace(chosen, budget_ms, pace)
+    smaller = [_at_most(image, choice.resize) for image in images]
     whole = (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers)
-    further = _MORE * (choice.predicted_ms + reading_ms) + costs.other
+    further = _MORE * (choice.predicted_ms + pace * reading_ms) + pace * costs.other
     if pipeline.passes is None:
         return without_other_turns(limited(pipeline, choice)), smaller, choice
     if whole and not choice.without and choice.predicted_ms + further <= budget_ms:
@@ -122,8 +159,8 @@ def largest_that_fits(
     reading_ms: float,
     *,
     refined: bool,
-) -> tuple[list[Image], Choice]:
-    """The largest images at which enough keypoints fit, and the choice for them."""
+) -> Choice:
+    """The choice for the largest images at which enough keypoints fit."""
     best = None
 
     def matched(points: int, layers: int) -> float:
@@ -135,8 +172,8 @@ def largest_that_fits(
         smaller = [_at_most(image, resize) for image in images]
         extract = sum(costs.extract(image.pixels.shape[0] * image.pixels.shape[1]) for image in smaller)
         found = best_choice(pipeline, matched, 1, reading_ms + extract, budget_ms, resize)
-        if best is None or found.fits or found.predicted_ms < best[1].predicted_ms:
-            best = smaller, found
+        if best is None or found.fits or found.predicted_ms < best.predicted_ms:
+            best = found
         if enough(pipeline, found, _LEAST_POINTS):
             break
     return best

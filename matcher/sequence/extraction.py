@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from matcher.budget.choice import Choice, choose, limited, strongest
+from matcher.budget.choice import Choice, FrameCosts, at_pace, limited, strongest
+from matcher.budget.pace import Pace
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.errors import ImageError
@@ -16,7 +17,8 @@ from matcher.sequence.pipelines import for_neighbours
 class FrameExtractor:
     """Reads frames and extracts their features.
 
-    The first frame decides how a time budget is spent and, by its sharpness, the size of all frames.
+    The first frame decides how a time budget is spent and, by its sharpness, the size of all frames. Where
+    frames take longer than planned, because other programs use the machine, less is planned for the next.
     """
 
     def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
@@ -24,6 +26,8 @@ class FrameExtractor:
         self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
         self.choice: Choice | None = None  # what the budget led to
         self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
+        self._costs: FrameCosts | None = None  # of the pipeline as it came
+        self._pace, self._new = Pace(), False
         # Whether a first frame with keypoints has settled size and budget.
         self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
 
@@ -47,9 +51,24 @@ class FrameExtractor:
         if self._budget_ms is None:
             self.pipeline = _of_one_size(self.pipeline, images[0])
             return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
-        self.choice = choose(self.pipeline, images[0], self._budget_ms, stereo=len(images) > 1)
-        self.pipeline = self.near = limited(self.pipeline, self.choice)
+        self._costs = FrameCosts(self.pipeline, images[0], stereo=len(images) > 1)
+        self._plan()
+        self._costs.settle()
         return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
+
+    def took(self, milliseconds: float) -> None:
+        """Plan anew for the next frames, where the last ones took longer, or no longer take longer."""
+        if self.choice is None or self._new:
+            self._new = False  # a first frame also measures, and those of a new size select kernels
+            return
+        self._pace.add(milliseconds, predicted=self.choice.predicted_ms / self.choice.pace)
+        if self._pace.differs_from(self.choice.pace):
+            self._plan()
+
+    def _plan(self) -> None:
+        self.choice = at_pace(self._costs.choose, self._budget_ms, self._pace.value)
+        self.pipeline = self.near = limited(self._costs.pipeline, self.choice)
+        self._new = True
 
     def extract(self, images: list[Image]) -> list[Features]:
         """Features of each image; beyond the points that a budget allows, the weakest are left out."""

@@ -76,7 +76,7 @@ class Tracker(TrackerMaps):
                 no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
-            budget_ms: time for a frame; points and layers are chosen to fit it at the first one (`choice`).
+            budget_ms: time for a frame; points and layers are chosen to fit it, again where frames take longer.
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
             guided: search for links that matching missed, near where the others predict them and, in pairs,
@@ -110,7 +110,7 @@ class Tracker(TrackerMaps):
 
     @property
     def choice(self) -> Choice | None:
-        """What was chosen for the time budget; None before the first frame or without a budget."""
+        """What is chosen for the time budget now; None before the first frame or without a budget."""
         return self._frames.choice
 
     def __repr__(self) -> str:
@@ -248,7 +248,12 @@ class Tracker(TrackerMaps):
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
-        self._latency.add((result := self._mapped(result, frame, mask)).milliseconds)
+        return self._timed(self._mapped(result, frame, mask))
+
+    def _timed(self, result: FrameResult) -> FrameResult:
+        """The result, from whose time the next plan learns."""
+        self._latency.add(result.milliseconds)
+        self._frames.took(result.milliseconds["total"])
         return result
 
     def _kept(self, features: Features, image: Image) -> KeptFrame:
