@@ -160,7 +160,7 @@ def test_the_pace_is_that_of_the_slow_ones():
     for _ in range(20):
         pace.add(12, predicted=25)
     assert pace.value == 1.0
-    for _ in range(4):
+    for _ in range(2):
         pace.add(250, predicted=25)  # accidents
     assert pace.value == 1.0
     pace.add(75, predicted=25)
@@ -196,7 +196,7 @@ def test_a_sequence_plans_less_while_the_machine_is_busy(busy, views, monkeypatc
         choices.append(tracker.choice)
         monkeypatch.setattr(budget, "_extraction", None)  # nothing is measured again
     assert choices[9].max_keypoints * choices[9].layers == 300 * 3 and choices[9].pace == 1.0
-    assert min(took[10:13]) > 110.0 and max(took[13:]) <= 110.0  # two slow frames may be accidents
+    assert min(took[10:12]) > 110.0 and max(took[12:]) <= 110.0  # one slow frame may be an accident
     assert choices[20].max_keypoints * choices[20].layers < 300 * 3 and "1.6 times as slow" in str(
         choices[20]
     )

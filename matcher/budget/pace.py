@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 _LAST = 20  # works that are looked at
-# Every so many of them, one slower work is passed over: less work does not make short waits for a core shorter,
-# and plans for the slowest left half of a sequence's points for nothing.
-_EACH = 5
+# Of every so many, one slower work is passed over: less work does not shorten waits for a core, and plans for
+# the slowest left half of a sequence's points for nothing.
+_EACH = 7
 _CHANGE = 0.1  # of the pace, above which it is worth another plan
 _FASTEST, _SLOWEST = 1.0, 20.0
 
