@@ -16,9 +16,8 @@ from matcher.config import (
     Precision,
     RefineConfig,
     SecondPassConfig,
-    from_dict,
-    to_dict,
 )
+from matcher.config_tables import from_dict, to_dict
 from matcher.errors import UsageError, unknown_name
 
 

@@ -17,18 +17,18 @@ from matcher.data.feature_pairs import checked_pairs, one_for_each
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.images import MAX_PIXELS, ImageInput, read_input
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.matches import Matches, TwoViewGeometry, best_first
 from matcher.data.protocols import Estimator, Extractor, Matcher
-from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
+from matcher.match.calibration import calibrated_by_refinement
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.passes.guided import GUIDED, with_guided
 from matcher.refine.image_pair import refine_image_pair
 from matcher.result import Result, WeightsSource
 from matcher.verify.planes import build_estimator
-from matcher.verify.thresholds import threshold_scale
 from matcher.verify.verdict import reject_improbable
+from matcher.verify.verification import verify_matches
 
 Mask = str | Path | np.ndarray
 _STAGES = ("extract", "match", "refine", "verify")
@@ -129,55 +129,64 @@ class Pipeline:
             from matcher.budget.pairs import learned, plan
 
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
-        result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
+        result, scores = chosen._match_once(images, *cameras, reading=reading)
+        result = replace(result, budget=choice)
         if chosen.passes is not None:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
-            result = self._with_further_passes(result, images, originals, *cameras)
-            if choice is None and self.passes.config.guided:  # no plan knows what it costs
-                result = self._with_guided(result, images)
+            result = self._with_further_passes(result, scores, images, originals, *cameras)
+        result = _best_first(result)
+        if chosen.passes is not None and choice is None and self.passes.config.guided:
+            result = self._with_guided(result, images)  # no plan knows what it costs
         return result if choice is None else learned(self, result)
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
-    ) -> Result:
-        """The result of one pass over images that were read in so many seconds."""
+    ) -> tuple[Result, np.ndarray]:
+        """The result of one pass, in the matcher's order; and its scores before refinement."""
         times = [perf_counter()]
         features0, features1 = self._extract(images)
         times.append(perf_counter())
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
         matches = self.refine(*images, matches) if self.config.refine else matches
+        calibrated = calibrated_by_refinement(matches, features1.scale.tolist(), self.config.matcher)
         times.append(perf_counter())
-        geometry = self.verify(features0, features1, matches, camera0=camera0, camera1=camera1)
+        geometry = self.verify(features0, features1, calibrated, camera0=camera0, camera1=camera1)
         times.append(perf_counter())
         seconds = dict(zip(_STAGES, np.diff(times).tolist(), strict=True))
         seconds = {"read": reading, **seconds, "total": reading + times[-1] - times[0]}
         if self.config.refine is None:
             del seconds["refine"]
         paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
-        return Result(features0, features1, matches, geometry, *paths, seconds, *source)
+        result = Result(features0, features1, calibrated, geometry, *paths, seconds, *source)
+        return result, matches.scores
 
     def _with_further_passes(
         self,
         first: Result,
+        scores: np.ndarray,
         images: Sequence[Image],
         originals: Sequence[Callable[[], Image]],
         camera0: Camera | None,
         camera1: Camera | None,
     ) -> Result:
-        """The result of one pass, or of several where too few of its matches agree."""
+        """The result of one pass, whose scores were these, or of several where too few matches agree."""
         start = perf_counter()
         features, before = (first.features0, first.features1), first.seconds["total"]
-        joined = self.passes(images, originals, features, first.matches, first.geometry, before)
+        compared = replace(first.matches, scores=scores)
+        joined = self.passes(images, originals, features, compared, first.geometry, before)
         if len(joined.passes) == 1:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
+        matches = calibrated_by_refinement(
+            matches, joined.features1.scale.tolist(), self.config.matcher, True
+        )
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         further = perf_counter() - start
         seconds = {**first.seconds, FURTHER_PASSES: further, "total": before + further}
-        found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
+        found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=_best_first(first))
         sides = dict(features0=joined.features0, features1=joined.features1)
         return replace(first, **sides, **found, seconds=seconds)
 
@@ -302,19 +311,10 @@ class Pipeline:
         Raises:
             UsageError: cameras without essential geometry, or it without them, or of another image size.
         """
-        cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1)
-        for index, features in enumerate((features0, features1) if cameras else ()):
-            size = features.image_size
-            known = cameras[index].size
-            if known not in (None, size):
-                raise UsageError(f"camera{index} is of images of {known}, but its image is {size}")
-        kind, known = self.config.estimation.kind, matches.covariances
-        takes_it = known is not None and getattr(self.estimator, "takes_covariances", False)
-        return self.estimator(
-            matches.points0,
-            matches.points1,
-            cameras=cameras,
-            scores=matches.scores,
-            thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
-            **({"covariances": known} if takes_it else {}),
-        )
+        kind = self.config.estimation.kind
+        return verify_matches(self.estimator, kind, features0, features1, matches, camera0, camera1)
+
+
+def _best_first(result: Result) -> Result:
+    matches, geometry = best_first(result.matches, result.geometry)
+    return replace(result, matches=matches, geometry=geometry)

@@ -15,6 +15,7 @@ from matcher.config import (
     NetworkConfig,
     PipelineConfig,
     PositionConfig,
+    RefinedCalibrationConfig,
     RefinementConfig,
     SecondPassConfig,
 )
@@ -113,7 +114,14 @@ PRESETS: dict[str, PipelineConfig] = {
                 match_threshold=0.1,
                 exit_share=0.95,
                 prune_matchability=0.03,
-                calibration=CalibrationConfig(offset=0.88, slope=0.75, share_slope=0.82),
+                calibration=CalibrationConfig(
+                    offset=0.88,
+                    slope=0.75,
+                    share_slope=0.82,
+                    refined=RefinedCalibrationConfig(
+                        offset=0.98, slope=0.61, refined=1.88, variance_slope=-0.5, further_passes=-1.0
+                    ),
+                ),
             ),
         ),
         weights="hybrid-learned",

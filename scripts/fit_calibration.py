@@ -1,10 +1,13 @@
 """Fits the calibration of a preset's match probabilities, and says how well it holds on other sets.
 
 python scripts/fit_calibration.py --fit 1 ../shared/photos/train --fit 3 renders/* --test bookstore
+
+With --refined that of refined matches, on all passes, after the calibration of what the network gives.
 """
 
 import argparse
 
+from matcher.config import CalibrationConfig, RefinedCalibrationConfig
 from matcher.lab.evaluate.recalibration import errors_of, fit_calibration, judge, uncalibrated
 from matcher.lab.pairs.sets import SetOptions, find_sets
 
@@ -21,21 +24,25 @@ parser.add_argument("--test", nargs="+", default=[], metavar="SET", help="sets t
 parser.add_argument("--pairs", type=int, default=60, help="pairs of each set, at most (60)")
 parser.add_argument("--seed", type=int, default=5, help="of everything that is drawn (5)")
 parser.add_argument("--preset", default="hybrid-learned", help="preset whose network is calibrated")
+parser.add_argument("--refined", action="store_true", help="fit what refinement adds, on all passes")
 arguments = parser.parse_args()
 
-pipeline = uncalibrated(arguments.preset)
+refined = arguments.refined
+pipeline = uncalibrated(arguments.preset, refined=refined)
+kind = RefinedCalibrationConfig if refined else CalibrationConfig
 options = SetOptions(pairs=arguments.pairs, seed=arguments.seed)
 
 
 def judged(names: list[str]) -> list:
     """The matches of all sets of these names."""
-    return [pair for name in names for each in find_sets(name, options)[:1] for pair in judge(pipeline, each)]
+    sets = [find_sets(name, options)[0] for name in names]
+    return [pair for each in sets for pair in judge(pipeline, each, refined=refined)]
 
 
 fitted = [(judged(names), float(weight), names) for weight, *names in arguments.fit]
-config = fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
-print(config)
+numbers = fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
+print(kind(*numbers.tolist()))
 tested = [(judged([name]), [name]) for name in arguments.test]
 for pairs, names in [*((pairs, names) for pairs, _, names in fitted), *tested]:
-    before, after = errors_of(pairs, None), errors_of(pairs, config)
+    before, after = errors_of(pairs, None), errors_of(pairs, numbers)
     print(f"{' '.join(names)}: expected calibration error {before:.3f}, calibrated {after:.3f}")

@@ -1,16 +1,17 @@
-"""Match probabilities are calibrated alike in both engines; matches and their order stay as they were."""
+"""Match probabilities are calibrated alike in both engines, and again when matches are refined."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
 import matcher
-from matcher.config import CalibrationConfig
+from matcher.config import CalibrationConfig, MatchingPolicy, NetworkConfig, RefinedCalibrationConfig
 from matcher.data.features import Features
+from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import UsageError
 from matcher.lab.evaluate.recalibration import JudgedPair, errors_of, fit_calibration, uncalibrated
-from matcher.match.calibration import calibrated
+from matcher.match.calibration import calibrated, calibrated_by_refinement, refinement_evidence
 
 CONFIG = CalibrationConfig(offset=0.9, slope=0.75, share_slope=0.8)
 
@@ -36,14 +37,14 @@ def judged_pairs(truth: CalibrationConfig, seed: int) -> list[JudgedPair]:
     for count in rng.integers(300, 2000, 40).tolist():
         scores = np.sort(rng.uniform(0.05, 0.99, 250))[::-1]
         right = rng.uniform(size=250) < calibrated(scores, (count, count), truth)
-        found.append(JudgedPair(scores, (count, count), rng.uniform(size=250) < 0.8, right))
+        found.append(JudgedPair.of_scores(scores, (count, count), rng.uniform(size=250) < 0.8, right))
     return found
 
 
 def test_the_fit_finds_the_calibration_that_made_the_matches():
     fitted = fit_calibration([(judged_pairs(CONFIG, 0), 1.0), (judged_pairs(CONFIG, 1), 3.0)])
-    assert fitted.slope == pytest.approx(CONFIG.slope, abs=0.08)
-    assert fitted.share_slope == pytest.approx(CONFIG.share_slope, abs=0.15)
+    assert fitted[1] == pytest.approx(CONFIG.slope, abs=0.08)
+    assert fitted[2] == pytest.approx(CONFIG.share_slope, abs=0.15)
     others = judged_pairs(CONFIG, 2)
     assert errors_of(others, fitted) < 0.03 < errors_of(others, None) - 0.03
 
@@ -104,3 +105,82 @@ def test_both_engines_calibrate(pipeline, views):
     policy = replace(float32.config.matcher.policy, calibration=None)
     raw = replace(float32, matcher=float32.matcher.adjusted(policy=policy)).match_features(*features)
     assert abs(raw.scores - torch_found.scores).max() > 0.01
+
+
+REFINED = RefinedCalibrationConfig(
+    offset=0.5, slope=0.8, refined=1.5, variance_slope=-0.5, further_passes=-0.7
+)
+
+
+def network_with(calibration: CalibrationConfig | None) -> NetworkConfig:
+    return NetworkConfig(policy=MatchingPolicy(calibration=calibration))
+
+
+NETWORK = network_with(replace(CONFIG, refined=REFINED))
+
+
+def refined_matches(rng: np.random.Generator, count: int = 300) -> Matches:
+    """Matches with random scores, two thirds of them refined, with variances from .001 to 1."""
+    points = rng.uniform(0, 500, (2, count, 2)).astype(np.float32)
+    variance = 10 ** rng.uniform(-3, 0, count)
+    covariances = (variance[:, None, None] * np.diag([1.0, 0.5])).astype(np.float32)
+    status = np.where(rng.uniform(size=count) < 2 / 3, 0, 5).astype(np.uint8)
+    scores = rng.uniform(0.05, 0.99, count).astype(np.float32)
+    refinement = MatchRefinement(status, covariances, np.ones(count, np.float32))
+    return Matches(np.tile(np.arange(count), (2, 1)).T, *points, scores, refinement=refinement)
+
+
+def test_a_more_exact_place_makes_a_refined_match_more_probable():
+    matches = refined_matches(np.random.default_rng(0))
+    level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
+    found = calibrated_by_refinement(level, (1.0, 1.0), NETWORK)
+    accepted, variance = matches.refinement.accepted, matches.covariances[:, 0, 0]
+    order = np.argsort(variance[accepted])
+    assert (np.diff(found.scores[accepted][order]) <= 0).all() and np.ptp(found.scores[accepted]) > 0.3
+    assert np.ptp(found.scores[~accepted]) == 0
+    assert found.scores[~accepted][0] < np.median(found.scores[accepted])
+    later = calibrated_by_refinement(level, (1.0, 1.0), NETWORK, True)
+    assert (later.scores < found.scores).all()
+
+
+def test_variances_are_those_of_the_resized_image():
+    matches = refined_matches(np.random.default_rng(1))
+    doubled = replace(matches.refinement, covariances=4 * matches.covariances)
+    found = calibrated_by_refinement(matches, (1.0, 1.0), NETWORK)
+    stored_twice = calibrated_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), NETWORK)
+    np.testing.assert_allclose(stored_twice.scores, found.scores, atol=1e-6)
+
+
+def test_what_was_not_refined_or_has_no_such_calibration_stays():
+    matches = refined_matches(np.random.default_rng(2))
+    unrefined = replace(matches, refinement=None)
+    assert calibrated_by_refinement(matches, (1.0, 1.0), network_with(CONFIG)) is matches
+    assert calibrated_by_refinement(matches, (1.0, 1.0), network_with(None)) is matches
+    assert calibrated_by_refinement(unrefined, (1.0, 1.0), NETWORK) is unrefined
+
+
+def test_the_fit_finds_the_calibration_of_refined_matches():
+    rng, pairs = np.random.default_rng(3), []
+    for further in (False, True) * 40:
+        matches = refined_matches(rng)
+        true = calibrated_by_refinement(matches, (1.0, 1.0), NETWORK, further).scores
+        values = refinement_evidence(matches, (1.0, 1.0), further)
+        known = np.ones(len(matches), bool)
+        pairs.append(JudgedPair(matches.scores, values, known, rng.uniform(size=len(matches)) < true))
+    np.testing.assert_allclose(fit_calibration([(pairs, 1.0)]), astuple(REFINED), atol=0.1)
+
+
+def test_a_pair_is_calibrated_again_after_refinement_and_best_first(views):
+    whole = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False)
+    network = uncalibrated("hybrid-learned", refined=True).config.matcher
+    before = replace(whole, config=replace(whole.config, matcher=network))
+    found, plain = whole.match(*views), before.match(*views)
+    assert (np.diff(found.scores) <= 0).all()
+    same = (np.sort(each.matches.indices, axis=0) for each in (found, plain))
+    np.testing.assert_array_equal(*same)
+    again = calibrated_by_refinement(plain.matches, plain.features1.scale.tolist(), whole.config.matcher)
+    np.testing.assert_allclose(np.sort(again.scores)[::-1], found.scores, atol=1e-6)
+    assert abs(np.sort(found.scores) - np.sort(plain.scores)).max() > 0.02
+    error = np.linalg.norm(found.points0 - plain.points0[np.argsort(-again.scores, kind="stable")], axis=1)
+    assert error.max() == 0
+    assert found.geometry.inliers.sum() > 50

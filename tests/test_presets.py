@@ -10,9 +10,8 @@ from matcher.config import (
     PipelineConfig,
     architecture,
     depth,
-    from_dict,
-    to_dict,
 )
+from matcher.config_tables import from_dict, to_dict
 from matcher.errors import UsageError
 from matcher.loading import load
 from matcher.options import LoadOptions, configure

@@ -18,7 +18,8 @@ from training_data import TINY, with_steps, write_photos
 
 from matcher.cli import main
 from matcher.cli.train import enlarged, limited
-from matcher.config import ALL_LAYERS, to_dict
+from matcher.config import ALL_LAYERS
+from matcher.config_tables import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.files import write_output
 from matcher.lab.pairs.textures import split_photos

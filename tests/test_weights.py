@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
+from matcher.config import ALL_LAYERS, ExtractorConfig
+from matcher.config_tables import to_dict
 from matcher.errors import IntegrityError
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor

@@ -8,7 +8,8 @@ from typing import Any
 from matcher.collection.encoding import checksum, decode_camera, encode_pair
 from matcher.collection.store import Store
 from matcher.collection.writer import EncodedPair, Writer
-from matcher.config import EstimationConfig, from_dict
+from matcher.config import EstimationConfig
+from matcher.config_tables import from_dict
 from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.verify.estimation import RobustEstimator

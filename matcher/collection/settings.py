@@ -10,7 +10,8 @@ from typing import Any
 
 from matcher.collection.encoding import decode_camera, encode_camera
 from matcher.collection.sources import FeatureSource
-from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
+from matcher.config import GRID_KIND, PipelineConfig
+from matcher.config_tables import from_dict, to_dict
 from matcher.data.camera import Camera
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load

@@ -19,7 +19,8 @@ import numpy as np
 
 from matcher.collection.refined_keypoints import RefinedKeypoints, write_refined
 from matcher.collection.tracks import tracks_of
-from matcher.config import RefineConfig, from_dict
+from matcher.config import RefineConfig
+from matcher.config_tables import from_dict
 from matcher.data.images import read_image
 from matcher.data.matches import Matches
 from matcher.errors import IntegrityError

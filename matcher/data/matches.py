@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -186,3 +186,15 @@ class TwoViewGeometry:
             "inliers": int(np.count_nonzero(self.inliers)),
             **{name: None if model is None else model.tolist() for name, model in models.items()},
         }
+
+
+def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, TwoViewGeometry]:
+    """The matches by falling score, equal ones in their order, and the geometry with their inliers."""
+    order, refinement = np.argsort(-matches.scores, kind="stable"), matches.refinement
+    names = ("indices", "points0", "points1", "scores")
+    changes = {name: getattr(matches, name)[order] for name in names}
+    planes = None if geometry.planes is None else geometry.planes[order]
+    return (
+        replace(matches, **changes, refinement=refinement and refinement.select(order)),
+        replace(geometry, inliers=geometry.inliers[order], planes=planes),
+    )

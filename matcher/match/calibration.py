@@ -1,14 +1,21 @@
-"""Match probabilities that hold: what a network says, corrected by how many keypoints find a partner."""
+"""Match probabilities that hold: what a network says, corrected by what else is known of a pair.
+
+That is how many keypoints find a partner and, after refinement, how well the images agree around a match.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from matcher.config import CalibrationConfig
+from matcher.config import CalibrationConfig, NearestConfig, NetworkConfig
+from matcher.data.matches import Matches
 
 _LEAST = 1e-4  # probabilities nearer to 0 or 1 are taken as this near
+_VARIANCE = 0.05  # pixels² of the resized image, of which variances are multiples: a usual one
+_VARIANCES = (1e-4, 1e2)  # smaller and larger ones are taken for these
 
 
 def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationConfig | None) -> np.ndarray:
@@ -35,8 +42,7 @@ def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationCon
     """
     if config is None or not len(scores):
         return scores
-    logits = config.offset + evidence(scores, counts) @ [config.slope, config.share_slope]
-    return (1 / (1 + np.exp(-logits))).astype(np.float32)
+    return probabilities(config.offset + evidence(scores, counts) @ [config.slope, config.share_slope])
 
 
 def evidence(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
@@ -44,6 +50,59 @@ def evidence(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 
     Arguments are those of `calibrated`.
     """
-    inner = np.clip(np.asarray(scores, dtype=np.float64), _LEAST, 1 - _LEAST)
     share = max(float(np.sum(scores, dtype=np.float64)) / max(1, min(counts)), _LEAST)
-    return np.column_stack([np.log(inner / (1 - inner)), np.full(len(inner), np.log(share))])
+    return np.column_stack([_log_odds(scores), np.full(len(scores), np.log(share))])
+
+
+def calibrated_by_refinement(
+    matches: Matches,
+    scale: Sequence[float],
+    config: NetworkConfig | NearestConfig,
+    further_passes: bool = False,
+) -> Matches:
+    """Refined matches, in their order, with the probabilities that they then have.
+
+    A match whose surroundings look alike in both images, to an exact place, is right more often than its
+    descriptors alone say, and one that could not be refined though most others of the pair could, less often:
+    log odds = offset + slope · log odds before + refined · (1 if it was refined, less the share of matches
+    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes.
+
+    Args:
+        matches: after refinement, with the probabilities that `calibrated` or further passes gave.
+        scale: resized / stored size of image 1, in x and y.
+        config: of the matcher; without a calibration of refined matches they stay as they are.
+        further_passes: whether one pass was not enough.
+    """
+    calibration = config.policy.calibration if isinstance(config, NetworkConfig) else None
+    refined = calibration and calibration.refined
+    if refined is None or matches.refinement is None or not len(matches):
+        return matches
+    slopes = [refined.slope, refined.refined, refined.variance_slope, refined.further_passes]
+    values = refinement_evidence(matches, scale, further_passes)
+    return replace(matches, scores=probabilities(refined.offset + values @ slopes))
+
+
+def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes: bool) -> np.ndarray:
+    """(K, 4) what `calibrated_by_refinement` goes by; its arguments, of refined matches."""
+    refined = matches.refinement.accepted.astype(np.float64)
+    xx, xy, yy = (matches.covariances.astype(np.float64)[:, i, j] for i, j in ((0, 0), (0, 1), (1, 1)))
+    xx, xy, yy = xx * scale[0] ** 2, xy * scale[0] * scale[1], yy * scale[1] ** 2
+    largest = (xx + yy) / 2 + np.hypot((xx - yy) / 2, xy)  # across the least certain direction
+    variance = np.log(largest.clip(*_VARIANCES) / _VARIANCE)
+    columns = [
+        _log_odds(matches.scores),
+        refined - refined.mean(),
+        refined * variance,
+        np.full(len(refined), float(further_passes)),
+    ]
+    return np.column_stack(columns)
+
+
+def _log_odds(scores: np.ndarray) -> np.ndarray:
+    inner = np.clip(np.asarray(scores, dtype=np.float64), _LEAST, 1 - _LEAST)
+    return np.log(inner / (1 - inner))
+
+
+def probabilities(log_odds: np.ndarray) -> np.ndarray:
+    """(K,) float32 from log odds (K,)."""
+    return (1 / (1 + np.exp(-log_odds))).astype(np.float32)

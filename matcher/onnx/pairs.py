@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from matcher.config import NetworkConfig, to_dict
+from matcher.config import NetworkConfig
+from matcher.config_tables import to_dict
 from matcher.errors import UsageError
 from matcher.match.turns import ACCEPTED_GAIN, ACCEPTED_PART, OTHER_TURNS, STEERABLE, TURNS
 from matcher.onnx.builder import Builder, Value

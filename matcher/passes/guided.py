@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.data.features import Features
 from matcher.data.geometry import warp_points
-from matcher.data.matches import Matches, MatchRefinement, TwoViewGeometry
+from matcher.data.matches import Matches, MatchRefinement, TwoViewGeometry, best_first
 from matcher.match.turns import rotated_descriptors
 from matcher.verify.thresholds import threshold_scale
 
@@ -99,7 +99,7 @@ def with_guided(
     if refine is not None:
         both = _as_they_were(matches, refine(both))
     scale = threshold_scale(features0.scale.tolist(), features1.scale.tolist(), geometry.kind)
-    return _best_first(both, _extended(geometry, both, _REACH * scale))
+    return best_first(both, _extended(geometry, both, _REACH * scale))
 
 
 def _extended(geometry: TwoViewGeometry, matches: Matches, reach: float) -> TwoViewGeometry:
@@ -114,17 +114,6 @@ def _extended(geometry: TwoViewGeometry, matches: Matches, reach: float) -> TwoV
         return replace(geometry, inliers=inliers)
     planes = np.concatenate([geometry.planes, errors.argmin(axis=0)])
     return replace(geometry, inliers=inliers, planes=np.where(inliers, planes, -1))
-
-
-def _best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, TwoViewGeometry]:
-    order, refinement = np.argsort(-matches.scores, kind="stable"), matches.refinement
-    names = ("indices", "points0", "points1", "scores")
-    changes = {name: getattr(matches, name)[order] for name in names}
-    planes = None if geometry.planes is None else geometry.planes[order]
-    return (
-        replace(matches, **changes, refinement=refinement and refinement.select(order)),
-        replace(geometry, inliers=geometry.inliers[order], planes=planes),
-    )
 
 
 def _as_they_were(before: Matches, refined: Matches) -> Matches:

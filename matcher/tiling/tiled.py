@@ -14,9 +14,10 @@ from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.geometry import resized
 from matcher.data.image import Image
-from matcher.data.matches import Matches
+from matcher.data.matches import Matches, best_first
 from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
+from matcher.match.calibration import calibrated_by_refinement
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.tiling.extraction import tiled_features
@@ -126,8 +127,10 @@ class TiledPipeline(Pipeline):
         matches = self._match_windows(*sides, *ends)
         times.append(perf_counter())
         matches = self.refine(*full, matches) if self.config.refine else matches
+        matches = calibrated_by_refinement(matches, sides[1].scale.tolist(), self.config.matcher)
         times.append(perf_counter())
         geometry = self.verify(*sides, matches, **cameras)
+        matches, geometry = best_first(matches, geometry)
         times.append(perf_counter())
         found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}
         stages = ("extract", "match", "refine", "verify")

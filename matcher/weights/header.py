@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from matcher.config import ALL_LAYERS, NetworkConfig, from_dict
+from matcher.config import ALL_LAYERS, NetworkConfig
+from matcher.config_tables import from_dict
 from matcher.errors import IntegrityError
 from matcher.weights.renames import current_config
 

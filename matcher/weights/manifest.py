@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matcher.config import from_dict
+from matcher.config_tables import from_dict
 from matcher.errors import IntegrityError
 from matcher.files import read_given
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from matcher.config import to_dict
+from matcher.config_tables import to_dict
 from matcher.data.image import Image
 from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.explain.report.page import build_page

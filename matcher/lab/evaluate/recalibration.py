@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from matcher.config import CalibrationConfig, NetworkConfig
+from matcher.config import NetworkConfig
 from matcher.errors import UsageError
 from matcher.lab.evaluate.calibration import CORRECT, as_inputs, calibration_error, match_errors
 from matcher.lab.evaluate.verdicts import logistic_regression
 from matcher.lab.pairs.protocols import PairSet
 from matcher.loading import load
-from matcher.match.calibration import calibrated, evidence
+from matcher.match.calibration import evidence, probabilities, refinement_evidence
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Pipeline
 
@@ -22,52 +22,79 @@ _FEW = 50  # judged matches; a pair with fewer weighs less
 
 @dataclass(frozen=True, eq=False)
 class JudgedPair:
-    """What a network says about the matches of a pair that can be judged, and what is true."""
+    """What is known of the matches of a pair before calibration, and which of them are right."""
 
-    scores: np.ndarray  # (K,) of all matches, not calibrated
-    counts: tuple[int, int]  # keypoints
+    scores: np.ndarray  # (K,) of all matches, before this calibration
+    evidence: np.ndarray  # (K, E) what the calibration goes by
     known: np.ndarray  # (K,) bool: the ground truth can tell
     right: np.ndarray  # (K,) bool
 
     def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Evidence (J, 2), right (J,) and weights (J,) of the J judged matches; a pair weighs 1 at most."""
+        """Evidence (J, E), right (J,) and weights (J,) of the J judged matches; a pair weighs 1 at most."""
         judged = int(self.known.sum())
         weight = min(1.0, judged / _FEW) / max(1, judged)
-        values = evidence(self.scores, self.counts)[self.known]
-        return values, self.right[self.known], np.full(judged, weight)
+        return self.evidence[self.known], self.right[self.known], np.full(judged, weight)
+
+    @staticmethod
+    def of_scores(
+        scores: np.ndarray, counts: Sequence[int], known: np.ndarray, right: np.ndarray
+    ) -> JudgedPair:
+        """A pair for the calibration of what a network gives; `counts` are the images' keypoints."""
+        return JudgedPair(scores, evidence(scores, counts), known, right)
 
 
-def uncalibrated(preset: str) -> Pipeline:
-    """A preset in one pass, whose scores are what its network gives.
+def uncalibrated(preset: str, *, refined: bool = False) -> Pipeline:
+    """A preset without a calibration.
+
+    In one pass its scores are what its network gives; or, if `refined`, it is the whole preset, and only what
+    refinement says of its matches is left out.
 
     Raises:
-        UsageError: a preset without a network.
+        UsageError: a preset without a network, or without the calibration that refinement adds to.
     """
-    pipeline = load(preset, second_pass=False)
+    pipeline = load(preset) if refined else load(preset, second_pass=False)
     config = pipeline.config.matcher
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")
-    policy = replace(config.policy, calibration=None)
-    return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
+    if not refined:
+        policy = replace(config.policy, calibration=None)
+        return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
+    if config.policy.calibration is None:
+        raise UsageError(
+            f"the scores of {preset!r} are not calibrated before refinement: calibrate these first"
+        )
+    policy = replace(config.policy, calibration=replace(config.policy.calibration, refined=None))
+    return replace(pipeline, config=replace(pipeline.config, matcher=replace(config, policy=policy)))
 
 
-def judge(pipeline: Pipeline, pair_set: PairSet) -> list[JudgedPair]:
-    """The matches of every pair of a set that has any."""
+def judge(pipeline: Pipeline, pair_set: PairSet, *, refined: bool = False) -> list[JudgedPair]:
+    """The matches of every pair of a set that has any; `pipeline` and `refined` as of `uncalibrated`."""
     found = []
     for index in range(len(pair_set)):
         pair = pair_set.pairs[index]
         result = pipeline.match(*as_inputs(pair))
         sides = (result.features0, result.features1)
         errors = match_errors(pair, result.matches, *(float(f.scale.prod().sqrt()) for f in sides))
-        if len(errors):
-            known = ~np.isnan(errors)
-            counts = tuple(map(len, sides))
-            found.append(JudgedPair(result.scores, counts, known, known & (errors < CORRECT)))
+        if not len(errors):
+            continue
+        known = ~np.isnan(errors)
+        right = known & (errors < CORRECT)
+        if refined:
+            scale, several = result.features1.scale.tolist(), len(result.passes) > 1
+            values = refinement_evidence(result.matches, scale, several)
+            found.append(JudgedPair(result.scores, values, known, right))
+        else:
+            found.append(JudgedPair.of_scores(result.scores, tuple(map(len, sides)), known, right))
     return found
 
 
-def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> CalibrationConfig:
-    """The calibration under which the matches of all sets are most likely, each set with its weight."""
+def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
+    """The calibration under which the matches of all sets are most likely, each set with its weight.
+
+    Returns:
+        (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of a
+        `CalibrationConfig` or `RefinedCalibrationConfig`.
+    """
     values, right, weights = [], [], []
     for pairs, share in sets:
         columns = [np.concatenate(column) for column in zip(*(pair.rows() for pair in pairs), strict=True)]
@@ -76,10 +103,14 @@ def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> Calib
         weights.append(share * columns[2] / columns[2].sum())
     weight = np.concatenate(weights)
     found = logistic_regression(np.concatenate(values), np.concatenate(right), weight / weight.mean())
-    return CalibrationConfig(*(round(float(value), 2) for value in found))
+    return np.round(np.asarray(found, dtype=np.float64), 2)
 
 
-def errors_of(pairs: Sequence[JudgedPair], config: CalibrationConfig | None) -> float:
-    """Expected calibration error of a set under a calibration."""
-    scores = [calibrated(pair.scores, pair.counts, config)[pair.known] for pair in pairs]
-    return calibration_error(np.concatenate(scores), np.concatenate([p.right[p.known] for p in pairs]))
+def errors_of(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:
+    """Expected calibration error of a set under a calibration of `fit_calibration`, or without one."""
+
+    def scores(pair: JudgedPair) -> np.ndarray:
+        return pair.scores if numbers is None else probabilities(numbers[0] + pair.evidence @ numbers[1:])
+
+    found = [scores(pair)[pair.known] for pair in pairs]
+    return calibration_error(np.concatenate(found), np.concatenate([p.right[p.known] for p in pairs]))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from matcher.config import to_dict
+from matcher.config_tables import to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import is_ours, write_whole
 from matcher.lab.train.recipe import Recipe, fingerprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from matcher.config import from_dict
+from matcher.config_tables import from_dict
 from matcher.errors import UsageError
 from matcher.files import open_given
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe

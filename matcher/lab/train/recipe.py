@@ -7,7 +7,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matcher.config import NetworkConfig, to_dict
+from matcher.config import NetworkConfig
+from matcher.config_tables import to_dict
 from matcher.lab.pairs.planes import SceneRecipe
 from matcher.lab.pairs.sources import SourceShares
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from matcher.config import to_dict
+from matcher.config_tables import to_dict
 from matcher.errors import UsageError
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.confidence import ConfidenceTrainer

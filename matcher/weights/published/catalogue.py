@@ -8,7 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from matcher.config import ExtractorConfig, from_dict
+from matcher.config import ExtractorConfig
+from matcher.config_tables import from_dict
 from matcher.errors import IntegrityError, UsageError, unknown_name
 from matcher.files import cache_folder
 from matcher.weights.manifest import RESTORE, WeightsBytes, read_manifest, verify, weights_bytes

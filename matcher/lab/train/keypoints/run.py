@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from matcher.config import to_dict
+from matcher.config_tables import to_dict
 from matcher.extract.learned import STRIDE, FeatureNetwork, folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
