@@ -16,7 +16,7 @@ from matcher.data.camera import Camera, cameras_of_pair
 from matcher.data.feature_pairs import checked_pairs, one_for_each
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.data.images import MAX_PIXELS, ImageInput, read_input
+from matcher.data.images import MAX_PIXELS, ImageInput, read_both, read_input
 from matcher.data.matches import Matches, TwoViewGeometry, best_first
 from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.extract.sift import SiftExtractor
@@ -123,7 +123,7 @@ class Pipeline:
         """
         cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1) or (None, None)
         start = perf_counter()
-        images = [self.read(image0, mask0), self.read(image1, mask1)]
+        images = read_both(self.read, (image0, mask0), (image1, mask1))
         reading, chosen, choice = perf_counter() - start, self, None
         if budget_ms is not None:
             from matcher.budget.pairs import learned, plan
@@ -280,7 +280,7 @@ class Pipeline:
         """
         config = self.config.refine or RefineConfig()
         reader = self if self.config.refine else replace(self, config=replace(self.config, refine=config))
-        images = [reader.read(*side) for side in ((image0, mask0), (image1, mask1))]
+        images = read_both(reader.read, (image0, mask0), (image1, mask1))
         return refine_image_pair(*images, matches, config)
 
     def verify(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
+
+Made = TypeVar("Made")
 
 _GIVEN = "OMP_NUM_THREADS"  # set by the user: so many threads are wanted
 _VARIABLES = (_GIVEN, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
@@ -41,6 +44,20 @@ def usable_cores() -> int:
 def threads_are_given() -> bool:
     """Whether the user has said how many threads to use."""
     return bool(os.environ.get(_GIVEN))
+
+
+def at_once(first: Callable[[], Made], second: Callable[[], Made]) -> tuple[Made, Made]:
+    """What two calls return, the second on a thread of its own where this process may use two.
+
+    If both raise, it is what the first raised. The thread has ended when this returns.
+    """
+    if compute_threads() < 2:
+        return first(), second()
+    from concurrent.futures import ThreadPoolExecutor  # here, because `matcher --help` reads this file
+
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(second)
+        return first(), beside.result()
 
 
 @contextmanager

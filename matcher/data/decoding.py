@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from matcher.errors import ImageError, ImageWarning, MatcherError
 
 EXIF_ORIENTATION = 0x0112
 _STRIP_ROWS = 256  # Pillow → NumPy in strips takes half the time of one piece: the copies stay in the cache
+_shared: dict[str, Lock] = {}  # between threads
 _INVERSE_TURN = {6: 8, 8: 6}  # every other orientation undoes itself
 
 
@@ -120,11 +122,18 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         ) from error
 
 
-def _quiet(pixels: int) -> AbstractContextManager[Any]:
-    """No warning of Pillow's for a size the caller allows; the filters stay alone where it would not warn."""
+@contextmanager
+def _quiet(pixels: int) -> Iterator[None]:
+    """No warning of Pillow's for a size the caller allows; the filters stay alone where it would not warn.
+
+    The filters are those of all threads, so one image at a time changes them and puts them back.
+    """
     if pixels <= (PIL.Image.MAX_IMAGE_PIXELS or pixels):
-        return nullcontext()
-    return warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning)
+        yield
+        return
+    alone = _shared.setdefault("filters", Lock())
+    with alone, warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
+        yield
 
 
 def _orientation(tags: Any) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from matcher.data.masks import combined
 from matcher.data.probe import PathLike, as_path
 from matcher.data.sharpness import without_blur
 from matcher.errors import ImageError, ImageWarning, UsageError
+from matcher.threads import at_once
 
 MAX_PIXELS = 178_000_000
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
@@ -135,6 +138,22 @@ def read_input(
     if isinstance(image, (str, Path)):
         return read_image(image, max_pixels=max_pixels, mask=mask, **options)
     return image_from_array(image, mask=mask, **options)
+
+
+def read_both(
+    read: Callable[[ImageInput, Any], Image], *sides: tuple[ImageInput, Any]
+) -> tuple[Image, Image]:
+    """Both images of a pair, files at once where this process may use two threads.
+
+    Args:
+        read: makes an image of what the user has and of its mask.
+        sides: image and mask, of image 0 and of image 1; if both cannot be read, image 0 is the one told.
+    """
+    calls = [partial(read, *side) for side in sides]
+    # Of images in memory there is little to do, and PIL images may share an open file.
+    if all(isinstance(image, (str, Path)) for image, _ in sides):
+        return at_once(*calls)
+    return calls[0](), calls[1]()
 
 
 def _opaque(decoded: Decoded, alpha_mask: bool, name: str) -> np.ndarray | None:
