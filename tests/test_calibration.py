@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.config import CalibrationConfig, MatchingPolicy, NetworkConfig, RefinedCalibrationConfig
+from matcher.config import CalibrationConfig, RefinedCalibrationConfig
 from matcher.data.features import Features
 from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import UsageError
@@ -112,11 +112,7 @@ REFINED = RefinedCalibrationConfig(
 )
 
 
-def network_with(calibration: CalibrationConfig | None) -> NetworkConfig:
-    return NetworkConfig(policy=MatchingPolicy(calibration=calibration))
-
-
-NETWORK = network_with(replace(CONFIG, refined=REFINED))
+CALIBRATION = replace(CONFIG, refined=REFINED)
 
 
 def refined_matches(rng: np.random.Generator, count: int = 300) -> Matches:
@@ -133,37 +129,37 @@ def refined_matches(rng: np.random.Generator, count: int = 300) -> Matches:
 def test_a_more_exact_place_makes_a_refined_match_more_probable():
     matches = refined_matches(np.random.default_rng(0))
     level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
-    found = calibrated_by_refinement(level, (1.0, 1.0), NETWORK)
+    found = calibrated_by_refinement(level, (1.0, 1.0), CALIBRATION)
     accepted, variance = matches.refinement.accepted, matches.covariances[:, 0, 0]
     order = np.argsort(variance[accepted])
     assert (np.diff(found.scores[accepted][order]) <= 0).all() and np.ptp(found.scores[accepted]) > 0.3
     assert np.ptp(found.scores[~accepted]) == 0
     assert found.scores[~accepted][0] < np.median(found.scores[accepted])
-    later = calibrated_by_refinement(level, (1.0, 1.0), NETWORK, True)
+    later = calibrated_by_refinement(level, (1.0, 1.0), CALIBRATION, True)
     assert (later.scores < found.scores).all()
 
 
 def test_variances_are_those_of_the_resized_image():
     matches = refined_matches(np.random.default_rng(1))
     doubled = replace(matches.refinement, covariances=4 * matches.covariances)
-    found = calibrated_by_refinement(matches, (1.0, 1.0), NETWORK)
-    stored_twice = calibrated_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), NETWORK)
+    found = calibrated_by_refinement(matches, (1.0, 1.0), CALIBRATION)
+    stored_twice = calibrated_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), CALIBRATION)
     np.testing.assert_allclose(stored_twice.scores, found.scores, atol=1e-6)
 
 
 def test_what_was_not_refined_or_has_no_such_calibration_stays():
     matches = refined_matches(np.random.default_rng(2))
     unrefined = replace(matches, refinement=None)
-    assert calibrated_by_refinement(matches, (1.0, 1.0), network_with(CONFIG)) is matches
-    assert calibrated_by_refinement(matches, (1.0, 1.0), network_with(None)) is matches
-    assert calibrated_by_refinement(unrefined, (1.0, 1.0), NETWORK) is unrefined
+    assert calibrated_by_refinement(matches, (1.0, 1.0), CONFIG) is matches
+    assert calibrated_by_refinement(matches, (1.0, 1.0), None) is matches
+    assert calibrated_by_refinement(unrefined, (1.0, 1.0), CALIBRATION) is unrefined
 
 
 def test_the_fit_finds_the_calibration_of_refined_matches():
     rng, pairs = np.random.default_rng(3), []
     for further in (False, True) * 40:
         matches = refined_matches(rng)
-        true = calibrated_by_refinement(matches, (1.0, 1.0), NETWORK, further).scores
+        true = calibrated_by_refinement(matches, (1.0, 1.0), CALIBRATION, further).scores
         values = refinement_evidence(matches, (1.0, 1.0), further)
         known = np.ones(len(matches), bool)
         pairs.append(JudgedPair(matches.scores, values, known, rng.uniform(size=len(matches)) < true))
@@ -172,15 +168,35 @@ def test_the_fit_finds_the_calibration_of_refined_matches():
 
 def test_a_pair_is_calibrated_again_after_refinement_and_best_first(views):
     whole = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False)
-    network = uncalibrated("hybrid-learned", refined=True).config.matcher
-    before = replace(whole, config=replace(whole.config, matcher=network))
+    without = uncalibrated("hybrid-learned", refined=True).matcher
+    before = replace(whole, matcher=without)
     found, plain = whole.match(*views), before.match(*views)
     assert (np.diff(found.scores) <= 0).all()
     same = (np.sort(each.matches.indices, axis=0) for each in (found, plain))
     np.testing.assert_array_equal(*same)
-    again = calibrated_by_refinement(plain.matches, plain.features1.scale.tolist(), whole.config.matcher)
+    again = calibrated_by_refinement(plain.matches, plain.features1.scale.tolist(), whole.matcher.calibration)
     np.testing.assert_allclose(np.sort(again.scores)[::-1], found.scores, atol=1e-6)
     assert abs(np.sort(found.scores) - np.sort(plain.scores)).max() > 0.02
     error = np.linalg.norm(found.points0 - plain.points0[np.argsort(-again.scores, kind="stable")], axis=1)
     assert error.max() == 0
     assert found.geometry.inliers.sum() > 50
+
+
+def test_scores_of_another_matcher_stay_as_it_gives_them(views):
+    network = matcher.load(max_keypoints=128, resize=300, device="cpu", second_pass=False)
+
+    class Halves:
+        def __call__(self, features0, features1):
+            found = network.matcher(features0, features1)
+            return [replace(one, scores=np.full(len(one), 0.5, np.float32)) for one in found]
+
+    result = replace(network, matcher=Halves()).match(*views)
+    assert len(result.matches) > 20 and result.matches.refinement is not None
+    np.testing.assert_array_equal(result.scores, np.full(len(result.matches), 0.5, np.float32))
+
+
+def test_a_calibration_is_fitted_to_what_the_network_gives(views):
+    pipeline = uncalibrated("hybrid-learned")
+    result = pipeline.match(*views)
+    raw = pipeline.match_features(result.features0, result.features1)
+    np.testing.assert_array_equal(result.scores, np.sort(raw.scores)[::-1])

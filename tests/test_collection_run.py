@@ -115,6 +115,16 @@ def test_a_part_that_a_run_lacks_is_as_if_it_were_off():
     assert "nothing in the run, 20000 now" in found
 
 
+def test_a_run_is_continued_whatever_refinement_says_of_probabilities():
+    def settings(offset, refined):
+        calibration = {"offset": offset, **refined}
+        return {"config": {"matcher": {"policy": {"calibration": calibration}}}}
+
+    former, now = settings(0.9, {}), settings(0.9, {"refined": {"offset": 0.5, "slope": 0.8}})
+    assert differences(former, now) == differences(settings(0.9, {"refined": {"offset": 1.0}}), now) == []
+    assert len(differences(settings(0.8, {}), now)) == 1
+
+
 def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, small_weights, capfd):
     run_dir = tmp_path / "run"
     assert collect(folder, run_dir, "--sequential", 1) == 0

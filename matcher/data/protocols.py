@@ -21,7 +21,11 @@ class Extractor(Protocol):
 
 
 class Matcher(Protocol):
-    """Features of B pairs → matches of each; both arguments are batches."""
+    """Features of B pairs → matches of each; both arguments are batches.
+
+    One whose scores are probabilities may have a `calibration` (`matcher.config.CalibrationConfig`), by which
+    a pipeline corrects those of refined matches; the scores of others stay as they are.
+    """
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Match every pair of the batch."""

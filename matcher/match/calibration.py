@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from matcher.config import CalibrationConfig, NearestConfig, NetworkConfig
+from matcher.config import CalibrationConfig
 from matcher.data.matches import Matches
 
 _LEAST = 1e-4  # probabilities nearer to 0 or 1 are taken as this near
@@ -57,7 +57,7 @@ def evidence(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 def calibrated_by_refinement(
     matches: Matches,
     scale: Sequence[float],
-    config: NetworkConfig | NearestConfig,
+    calibration: CalibrationConfig | None,
     further_passes: bool = False,
 ) -> Matches:
     """Refined matches, in their order, with the probabilities that they then have.
@@ -70,10 +70,9 @@ def calibrated_by_refinement(
     Args:
         matches: after refinement, with the probabilities that `calibrated` or further passes gave.
         scale: resized / stored size of image 1, in x and y.
-        config: of the matcher; without a calibration of refined matches they stay as they are.
+        calibration: of the matcher; without one of refined matches they stay as they are.
         further_passes: whether one pass was not enough.
     """
-    calibration = config.policy.calibration if isinstance(config, NetworkConfig) else None
     refined = calibration and calibration.refined
     if refined is None or matches.refinement is None or not len(matches):
         return matches

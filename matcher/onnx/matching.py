@@ -48,6 +48,11 @@ class OnnxMatcher:
         identity = (trained.sha256, repr(trained.config), numbers)
         self._model = kept_model(identity, write) if trained.sha256 else Model(write())
 
+    @property
+    def calibration(self) -> CalibrationConfig | None:
+        """Of the match probabilities."""
+        return self.config.policy.calibration
+
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Matches of every pair of the batch (features stacked along a leading axis B).
 
@@ -71,7 +76,7 @@ class OnnxMatcher:
                 {name: value[b] for name, value in found.items()},
                 *(values["keypoints"][b] for values in arrays),
                 counts=[int(values["mask"][b].sum()) for values in arrays],
-                calibration=self.config.policy.calibration,
+                calibration=self.calibration,
             )
             for b in range(batch)
         ]

@@ -22,7 +22,7 @@ from matcher.config import EstimationConfig
 from matcher.data.camera import Camera
 from matcher.verify.estimation import RobustEstimator
 
-MOST = 2000  # keyframes, whose equations take 0.5 GB
+MOST = 2000  # keyframes, whose equations take 0.5 GB, three times at once
 _STEP, _LEAST = 0.03, 0.2  # errors of a step: a share of its length, and of that share of the median length
 _UNIT = 0.02  # by which the unit of length changes from one step to the next
 _LOOP = 0.3  # median steps, by which the end of a loop may be beside the line on which its matches put it

@@ -17,7 +17,6 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches, best_first
 from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
-from matcher.match.calibration import calibrated_by_refinement
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.tiling.extraction import tiled_features
@@ -127,7 +126,7 @@ class TiledPipeline(Pipeline):
         matches = self._match_windows(*sides, *ends)
         times.append(perf_counter())
         matches = self.refine(*full, matches) if self.config.refine else matches
-        matches = calibrated_by_refinement(matches, sides[1].scale.tolist(), self.config.matcher)
+        matches = self._calibrated(matches, sides[1])
         times.append(perf_counter())
         geometry = self.verify(*sides, matches, **cameras)
         matches, geometry = best_first(matches, geometry)

@@ -56,15 +56,13 @@ def uncalibrated(preset: str, *, refined: bool = False) -> Pipeline:
     config = pipeline.config.matcher
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")
-    if not refined:
-        policy = replace(config.policy, calibration=None)
-        return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
-    if config.policy.calibration is None:
+    if refined and config.policy.calibration is None:
         raise UsageError(
             f"the scores of {preset!r} are not calibrated before refinement: calibrate these first"
         )
-    policy = replace(config.policy, calibration=replace(config.policy.calibration, refined=None))
-    return replace(pipeline, config=replace(pipeline.config, matcher=replace(config, policy=policy)))
+    calibration = replace(config.policy.calibration, refined=None) if refined else None
+    policy = replace(config.policy, calibration=calibration)
+    return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
 def judge(pipeline: Pipeline, pair_set: PairSet, *, refined: bool = False) -> list[JudgedPair]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from matcher.config import MatchingPolicy, Precision
+from matcher.config import CalibrationConfig, MatchingPolicy, Precision
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.errors import UsageError
@@ -112,6 +112,11 @@ class AttentionMatcher:
 
             if suits(model.config, self.device):
                 self._padded = PaddedNetwork(model, self.device, self.cuda_graphs)
+
+    @property
+    def calibration(self) -> CalibrationConfig | None:
+        """Of the match probabilities."""
+        return self.model.config.policy.calibration
 
     def adjusted(
         self,
