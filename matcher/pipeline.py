@@ -20,7 +20,7 @@ from matcher.data.images import MAX_PIXELS, ImageInput, read_both, read_input
 from matcher.data.matches import Matches, TwoViewGeometry, best_first
 from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.extract.sift import SiftExtractor
-from matcher.match.calibration import calibrated_by_refinement
+from matcher.match.calibration import calibrated_by_refinement, calibration_of
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.passes.guided import GUIDED, with_guided
@@ -150,7 +150,7 @@ class Pipeline:
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
         matches = self.refine(*images, matches) if self.config.refine else matches
-        calibrated = self._calibrated(matches, features1)
+        calibrated = calibrated_by_refinement(matches, features1.scale.tolist(), calibration_of(self.matcher))
         times.append(perf_counter())
         geometry = self.verify(features0, features1, calibrated, camera0=camera0, camera1=camera1)
         times.append(perf_counter())
@@ -161,11 +161,6 @@ class Pipeline:
         paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
         result = Result(features0, features1, calibrated, geometry, *paths, seconds, *source)
         return result, matches.scores
-
-    def _calibrated(self, matches: Matches, features1: Features, *, further_passes: bool = False) -> Matches:
-        """Refined matches with the probabilities that the matcher's own calibration then gives, if any."""
-        calibration = getattr(self.matcher, "calibration", None)
-        return calibrated_by_refinement(matches, features1.scale.tolist(), calibration, further_passes)
 
     def _with_further_passes(
         self,
@@ -184,7 +179,9 @@ class Pipeline:
         if len(joined.passes) == 1:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
-        matches = self._calibrated(matches, joined.features1, further_passes=True)
+        matches = calibrated_by_refinement(
+            matches, joined.features1.scale.tolist(), calibration_of(self.matcher), True
+        )
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         further = perf_counter() - start

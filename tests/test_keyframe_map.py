@@ -261,6 +261,8 @@ def test_a_search_that_fails_leaves_the_loops_to_the_end(tmp_path, monkeypatch):
     assert "disk is full" in place.problem and place.closed is None
     with pytest.raises(UsageError, match="loops must be end, background, inline"):
         KeyframeMap(tmp_path / "other", CAMERA, "nearest", loops="never")
+    with pytest.raises(UsageError, match="alpha_mask must be True or False, not 'no'"):
+        KeyframeMap(tmp_path / "other", CAMERA, "nearest", alpha_mask="no")
 
 
 def moved(step):

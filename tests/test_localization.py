@@ -750,6 +750,8 @@ def test_photos_are_localised_by_what_their_masks_keep(masked, made, tmp_path):
         assert both[0].points2d[:, 0].max() < 300 < both[1].points2d[:, 0].max()
         with pytest.raises(UsageError, match="one for each of the 2 pictures, not 1"):
             place.localize_rig(images, [np.eye(4), step], CAMERA, masks=[None])
+        with pytest.raises(UsageError, match="the mask is 4 x 4 pixels"):
+            place.localize_rig(images, [np.eye(4), step], CAMERA, masks=np.ones((2, 4, 4)))
 
 
 def test_the_command_takes_a_folder_of_masks(masked, made, tmp_path, capfd):

@@ -24,7 +24,7 @@ from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
 _WITHOUT = ((None, _ABSENT), (_ABSENT, None))
-_UNUSED = "config.matcher.policy.calibration.refined"  # pairs of a run keep the probabilities before refinement
+_UNUSED = "config.matcher.policy.calibration.refined"  # a run has the probabilities before refinement
 _SHOWN = 4  # settings that a message names
 
 

@@ -175,7 +175,7 @@ class Map:
             raise UsageError(f"{len(images)} pictures of a rig need as many cameras, not {len(each)}")
         if masks is not None and len(masks) != len(images):
             raise UsageError(f"masks must be one for each of the {len(images)} pictures, not {len(masks)}")
-        given = zip(images, each, masks or [None] * len(images), strict=True)
+        given = zip(images, each, [None] * len(images) if masks is None else masks, strict=True)
         queries = [self.query(image, camera, mask=mask) for image, camera, mask in given]
         return localize_rig(self.localizer, queries, check_rig(queries, cam_from_rig))
 

@@ -81,6 +81,11 @@ def calibrated_by_refinement(
     return replace(matches, scores=probabilities(refined.offset + values @ slopes))
 
 
+def calibration_of(matcher: object) -> CalibrationConfig | None:
+    """The calibration of a matcher's own scores; None of one whose scores are no such probabilities."""
+    return getattr(matcher, "calibration", None)
+
+
 def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes: bool) -> np.ndarray:
     """(K, 4) what `calibrated_by_refinement` goes by; its arguments, of refined matches."""
     refined = matches.refinement.accepted.astype(np.float64)

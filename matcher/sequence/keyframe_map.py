@@ -24,7 +24,7 @@ from matcher.data.camera import Camera
 from matcher.data.images import ImageInput, read_input
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
-from matcher.options import LoadOptions
+from matcher.options import LoadOptions, given_options
 from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET
 from matcher.sequence import background
@@ -94,7 +94,8 @@ class KeyframeMap:
         if loops not in LOOP_TIMINGS:
             raise UsageError(f"loops must be {', '.join(LOOP_TIMINGS)}, not {loops!r}")
         # What alpha of a frame is a mask, is that of its keyframe on the disk, and nothing else is.
-        self._alpha_mask = options.pop("alpha_mask", None) is not False
+        alpha = given_options({"alpha_mask": options.pop("alpha_mask", None)})
+        self._alpha_mask = alpha.get("alpha_mask", True)
         check_folder(self.folder, overwrite=overwrite)
         (self.folder / KEPT).unlink(missing_ok=True)
         self._graph = PoseGraph(self.folder.absolute(), camera, preset, dict(options), overwrite)
