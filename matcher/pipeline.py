@@ -136,7 +136,7 @@ class Pipeline:
             originals = [partial(self._original, *one) for one in given]
             result = self._with_further_passes(result, scores, images, originals, *cameras)
         result = _best_first(result)
-        if chosen.passes is not None and choice is None and self.passes.config.guided:
+        if chosen.passes is not None and budget_ms is None and self.passes.config.guided:
             result = self._with_guided(result, images)  # no plan knows what it costs
         return result if choice is None else learned(self, result)
 

@@ -142,8 +142,9 @@ def machine(monkeypatch) -> dict[str, float]:
         return found
 
     def timed(*arguments, **how):
-        result = match_once(*arguments, **how)
-        return replace(result, seconds={**result.seconds, "total": state["load"] * state["ms"] / 1000})
+        result, scores = match_once(*arguments, **how)
+        seconds = {**result.seconds, "total": state["load"] * state["ms"] / 1000}
+        return replace(result, seconds=seconds), scores
 
     monkeypatch.setattr(matcher.Pipeline, "_match_once", timed)
     monkeypatch.setattr(pairs, "plan", planned)

@@ -208,7 +208,7 @@ def test_loops_are_closed_while_the_sequence_goes_on(tmp_path, timing):
     for index, photo in enumerate(OUT_AND_BACK):
         place.add(frame(index, tracked[index]), tmp_path / "photos" / f"photo{photo}.png")
     if timing == "background":
-        end = perf_counter() + 60
+        end = perf_counter() + 300  # on busy cores a process of low priority waits
         while place.closed is None and perf_counter() < end:
             sleep(0.02)
     closed = place.closed
