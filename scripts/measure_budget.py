@@ -4,7 +4,8 @@
     python scripts/measure_budget.py sequence --budget-ms 250 --load 1 --count 150
 
 `multiview` must be in the folder that MATCHER_DATA names (default ../shared). Programs that compute without
-end are pinned to the core of this one. Both ways take turns, photo by photo, so they meet the same load.
+end are pinned to the core of this one. All ways take turns, photo by photo, so they meet the same load. At
+last the load begins several times, after a while without, and the first five photos beside it are looked at.
 """
 
 import argparse
@@ -14,8 +15,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -26,8 +28,14 @@ from matcher.sequence import extraction
 
 SCENE = "multiview/val/kitchen/images"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # until this program ends
-WAYS = ("as planned once", "learning")
-FIRST = 5  # works that are left out of the last figures, since nothing was learnt yet
+WAYS = {  # what is asked to match the next photo, by its name
+    "pairs": ("as planned once", "learning"),
+    "sequence": ("as planned once", "learning from frames", "and within a frame"),
+}
+FIRST = (
+    5  # works beside a load of which nothing was known: left out of its figures, and looked at by themselves
+)
+QUIET = 25  # works without load before it begins again; plans learn from the last 20
 
 
 class Unmoved(Pace):
@@ -71,11 +79,15 @@ def of_pairs(photos: list[Path], budget_ms: float) -> list[Callable[[int], objec
 def of_frames(photos: list[Path], budget_ms: float) -> list[Callable[[int], object]]:
     """What tracks the n-th frame, both ways, with the same measured costs."""
     measured = extraction.FrameCosts
-    trackers = [matcher.Tracker(budget_ms=budget_ms, max_keypoints=1024) for _ in WAYS]
-    trackers[0]._frames._pace = Unmoved()
-    trackers[0].push(photos[0])
-    extraction.FrameCosts = lambda *_, **__: trackers[0]._frames._costs
-    trackers[1].push(photos[0])
+    once, from_frames, within = (
+        matcher.Tracker(budget_ms=budget_ms, max_keypoints=1024) for _ in WAYS["sequence"]
+    )
+    once._frames._pace = Unmoved()
+    once._frames.within_budget = from_frames._frames.within_budget = lambda features, spent: features
+    once.push(photos[0])
+    extraction.FrameCosts = lambda *_, **__: once._frames._costs
+    for tracker in (from_frames, within):
+        tracker.push(photos[0])
     extraction.FrameCosts = measured
 
     def way(tracker: matcher.Tracker) -> Callable[[int], object]:
@@ -85,36 +97,57 @@ def of_frames(photos: list[Path], budget_ms: float) -> list[Callable[[int], obje
 
         return run
 
-    return [way(tracker) for tracker in trackers]
+    return [way(tracker) for tracker in (once, from_frames, within)]
 
 
 def main() -> None:
-    """Measure alone, then beside the load."""
+    """Measure alone, then beside the load, then each time it begins."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=("pairs", "sequence"))
+    parser.add_argument("kind", choices=tuple(WAYS))
     parser.add_argument("--budget-ms", type=float, default=400.0)
     parser.add_argument("--load", type=int, default=1, help="programs beside this one")
     parser.add_argument("--count", type=int, default=40, help="pairs or frames of each measurement")
+    parser.add_argument("--beginnings", type=int, default=8, help="times that the load begins, at last")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     photos = sorted((Path(os.environ.get("MATCHER_DATA", "../shared")) / SCENE).glob("*.jpg"))
-    runs = {"pairs": of_pairs, "sequence": of_frames}[arguments.kind](photos, arguments.budget_ms)
+    kind, budget_ms = arguments.kind, arguments.budget_ms
+    runs = {"pairs": of_pairs, "sequence": of_frames}[kind](photos, budget_ms)
+    numbers, last = count(), {}
+
+    def spent(works: int) -> np.ndarray:
+        """Milliseconds (works, ways)."""
+        return np.array([[turn(way, run, next_) for way, run in named] for next_ in islice(numbers, works)])
+
+    def turn(way: str, run: Callable[[int], object], number: int) -> float:
+        start = perf_counter()
+        last[way] = run(number)
+        return 1000 * (perf_counter() - start)
+
+    named = list(zip(WAYS[kind], runs, strict=True))
     for load in (0, arguments.load):
-        spent, last = {way: [] for way in WAYS}, {}
         with loaded(load):
-            for number in range(arguments.count):
-                for way, run in zip(WAYS, runs, strict=True):
-                    start = perf_counter()
-                    last[way] = run(number)
-                    spent[way].append(1000 * (perf_counter() - start))
-        for way, times in spent.items():
-            median, most = np.percentile(times[FIRST:], (50, 95))
-            kept = np.mean(np.array(times[FIRST:]) <= 1.1 * arguments.budget_ms)
-            print(
-                f"load {load}, {way}: {median:.0f} ms, 95 % within {most:.0f}, {kept:.0%} kept; {last[way]}"
-            )
+            times = spent(arguments.count)[FIRST:]
+        for way, column in zip(WAYS[kind], times.T, strict=True):
+            print(f"load {load}, {way}: {described(column, budget_ms)}; {last[way]}")
+    first = []
+    for _ in range(arguments.beginnings):
+        spent(QUIET)
+        with loaded(arguments.load):
+            sleep(0.1)  # until the others compute
+            first.append(spent(FIRST))
+    for way, columns in zip(WAYS[kind], np.array(first).reshape(-1, FIRST, len(runs)).T, strict=True):
+        if columns.size:
+            print(f"the first {FIRST} beside load {arguments.load}, {way}: {described(columns, budget_ms)}")
+
+
+def described(times: np.ndarray, budget_ms: float) -> str:
+    """Percentiles and how often a budget was kept."""
+    median, most = np.percentile(times, (50, 95))
+    kept, nearly = (np.mean(times <= factor * budget_ms) for factor in (1, 1.1))
+    return f"{median:.0f} ms, 95 % within {most:.0f}, {kept:.0%} kept, {nearly:.0%} within 110 %"
 
 
 if __name__ == "__main__":

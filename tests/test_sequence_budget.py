@@ -170,26 +170,77 @@ def test_the_pace_is_that_of_the_slow_ones():
 class BusyMachine:
     """A tracker's clock: a frame takes what its plan says without other programs, times the load."""
 
-    def __init__(self, tracker: matcher.Tracker) -> None:
-        self.tracker, self.load = tracker, 1.0
+    def __init__(self, tracker: matcher.Tracker, extract_ms: float) -> None:
+        self.tracker, self.load, self.extract_ms = tracker, 1.0, extract_ms
+        self.seen_by_extraction = True  # whether the load is there before the frame is matched
 
-    def milliseconds(self) -> dict[str, float]:
+    def milliseconds(self, watch: StageTimes) -> dict[str, float]:
         choice = self.tracker.choice
-        return {"total": 0.0 if choice is None else self.load * choice.predicted_ms / choice.pace}
+        if choice is None:
+            return {"extract": 0.0, "total": 0.0}
+        extract = self.extract_ms * choice.resize / 320
+        if "match" not in watch._spent:
+            extract *= self.load if self.seen_by_extraction else 1.0
+            return {"extract": extract, "total": extract}
+        factor = choice.pace  # by which what the choice says is slower than this machine alone
+        if self.tracker._frames._planned is not choice:
+            spent = self.load * extract
+            return {"extract": spent, "total": spent + self.load * (choice.predicted_ms - spent) / factor}
+        return {"extract": self.load * extract, "total": self.load * choice.predicted_ms / factor}
 
 
 @pytest.fixture
 def busy(monkeypatch, small_weights, made_up_costs) -> BusyMachine:
     options = dict(weights=small_weights, max_keypoints=300, device="cpu", precision="float32")
     made_up_costs["layer"] = 60.0
-    machine = BusyMachine(matcher.Tracker("hybrid", budget_ms=110.0, **options))
-    monkeypatch.setattr(StageTimes, "milliseconds", machine.milliseconds)
+    machine = BusyMachine(matcher.Tracker("hybrid", budget_ms=110.0, **options), made_up_costs["extract"])
+    monkeypatch.setattr(StageTimes, "milliseconds", lambda watch: machine.milliseconds(watch))
     return machine
+
+
+def test_a_frame_is_matched_with_less_where_its_extraction_shows_that_the_machine_is_busy(busy, views):
+    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
+    tracker, rows = busy.tracker, []
+    for index in range(14):
+        busy.load = 1.6 if index >= 10 else 1.0
+        rows.append((tracker.push(picture), tracker.choice))
+    (before, planned), (first, cut) = rows[9:11]
+    assert before.milliseconds["total"] * 1.6 > 110.0  # as the plan would have it
+    assert all(result.milliseconds["total"] <= 110.0 for result, _ in rows[1:])
+    assert cut.fits and cut.pace == pytest.approx(1.6) and "1.6 times as slow" in str(cut)
+    assert cut.max_keypoints * cut.layers < planned.max_keypoints * planned.layers
+    assert cut.resize == planned.resize and len(first.keypoints) <= cut.max_keypoints
+    assert first.status == "tracked" and np.isin(first.track_ids, before.track_ids).mean() > 0.8
+    busy.load = 1.0
+    for _ in range(20):
+        last = tracker.push(picture)
+    assert tracker.choice == planned and len(last.keypoints) == len(before.keypoints)
+
+
+def test_a_frame_whose_rest_still_fits_is_matched_as_planned(busy, views, made_up_costs):
+    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
+    for load in (1.0, 1.0, 1.0, 1.2, 1.0):
+        busy.load = load
+        busy.tracker.push(picture)
+        assert busy.tracker.choice is busy.tracker._frames._planned
+
+
+def test_without_time_for_refinement_the_rest_of_a_frame_goes_without(network, views, made_up_costs):
+    made_up_costs["refine"] = 50.0
+    costs = FrameCosts(network, read_image(views[0]))
+    planned = costs.choose(125.0)
+    assert planned.without == () and planned.max_keypoints == 600
+    assert costs.rest(planned, 32.0, 31.0) is planned
+    cut = costs.rest(planned, 48.0, 45.0)
+    assert cut.without == ("refinement",) and cut.fits and cut.pace == pytest.approx(1.5)
+    hopeless = costs.rest(planned, 300.0, 290.0)
+    assert not hopeless.fits and (hopeless.max_keypoints, hopeless.layers) == (128, 2)
 
 
 def test_a_sequence_plans_less_while_the_machine_is_busy(busy, views, monkeypatch):
     picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
     tracker, took, choices = busy.tracker, [], []
+    busy.seen_by_extraction = False
     for index in range(60):
         busy.load = 1.6 if 10 <= index < 30 else 1.0
         took.append(tracker.push(picture).milliseconds["total"])

@@ -76,7 +76,8 @@ class Tracker(TrackerMaps):
                 no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
-            budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer.
+            budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer,
+                and within a frame whose extraction does.
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
             guided: search for links that matching missed, near where the others predict them and, in pairs,
@@ -110,7 +111,7 @@ class Tracker(TrackerMaps):
 
     @property
     def choice(self) -> Choice | None:
-        """What is chosen for the time budget now; None before the first frame or without a budget."""
+        """What the time budget allowed the last frame; None before the first one or without a budget."""
         return self._frames.choice
 
     def __repr__(self) -> str:
@@ -218,6 +219,7 @@ class Tracker(TrackerMaps):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
+        features = self._frames.within_budget(features, self._watch.milliseconds())
         current, *others = map(self._kept, features, images)
         with self._watch.timed("match"):
             earlier, pair = self._match(features)
