@@ -7,7 +7,9 @@ import torch
 
 import matcher
 from matcher.budget import choice as budget
-from matcher.budget.choice import Choice, FrameCosts, limited, matching_cost
+from matcher.budget import frames
+from matcher.budget.choice import Choice, limited, matching_cost
+from matcher.budget.frames import FrameCosts
 from matcher.budget.pace import Pace
 from matcher.data.images import read_image
 from matcher.sequence.latency import StageTimes
@@ -31,11 +33,11 @@ def made_up_costs(monkeypatch) -> dict[str, float]:
     def extraction(pipeline, image):
         return costs["extract"] * image.scale[0], pipeline.extractor([image])[0]
 
-    monkeypatch.setattr(budget, "_extraction", extraction)
+    monkeypatch.setattr(frames, "_extraction", extraction)
     monkeypatch.setattr(
-        budget, "matching_cost", lambda *_: lambda n, layers: max(1, layers) * costs["layer"] * n / 1000
+        frames, "matching_cost", lambda *_: lambda n, layers: max(1, layers) * costs["layer"] * n / 1000
     )
-    monkeypatch.setattr(budget, "refining_cost", lambda *_: lambda n: costs["refine"] * n / 1000)
+    monkeypatch.setattr(frames, "refining_cost", lambda *_: lambda n: costs["refine"] * n / 1000)
     return costs
 
 
@@ -245,7 +247,7 @@ def test_a_sequence_plans_less_while_the_machine_is_busy(busy, views, monkeypatc
         busy.load = 1.6 if 10 <= index < 30 else 1.0
         took.append(tracker.push(picture).milliseconds["total"])
         choices.append(tracker.choice)
-        monkeypatch.setattr(budget, "_extraction", None)  # nothing is measured again
+        monkeypatch.setattr(frames, "_extraction", None)  # nothing is measured again
     assert choices[9].max_keypoints * choices[9].layers == 300 * 3 and choices[9].pace == 1.0
     assert min(took[10:12]) > 110.0 and max(took[12:]) <= 110.0  # one slow frame may be an accident
     assert choices[20].max_keypoints * choices[20].layers < 300 * 3 and "1.6 times as slow" in str(

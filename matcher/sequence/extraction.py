@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from matcher.budget.choice import Choice, FrameCosts, at_pace, limited, strongest
+from matcher.budget.choice import Choice, at_pace, limited, strongest
+from matcher.budget.frames import FrameCosts
 from matcher.budget.pace import Pace
 from matcher.data.features import Features
 from matcher.data.image import Image

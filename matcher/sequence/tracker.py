@@ -76,8 +76,7 @@ class Tracker(TrackerMaps):
                 no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
-            budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer,
-                and within a frame whose extraction does.
+            budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer.
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
             guided: search for links that matching missed, near where the others predict them and, in pairs,
