@@ -68,6 +68,22 @@ def test_a_doubted_geometry_is_not_accepted():
     assert reject_improbable(geometry, matches, *sizes) is geometry
 
 
+@pytest.mark.parametrize(
+    ("inliers", "probability", "accepted"),
+    [
+        (60, 0.43, {"essential", "homography", "homographies"}),
+        (35, 0.25, {"homography", "homographies"}),
+        (20, 0.12, set()),
+    ],
+)
+def test_what_is_accepted_depends_on_how_much_a_match_can_contradict(inliers, probability, accepted):
+    matches, geometry, *sizes = pair_of(inliers, 2 * inliers, width=300)
+    assert verdict_of(matches, geometry, *sizes).probability == pytest.approx(probability, abs=0.04)
+    kinds = ("fundamental", "essential", "homography", "homographies")
+    found = {kind: reject_improbable(replace(geometry, kind=kind), matches, *sizes) for kind in kinds}
+    assert {kind for kind in kinds if found[kind].status == "ok"} == accepted
+
+
 def test_without_geometry_there_is_no_verdict():
     matches, _, *sizes = pair_of(4, 0)
     assert verdict_of(matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)), *sizes) is None

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from matcher.config import GeometryKind
 from matcher.data.matches import Matches, TwoViewGeometry
 
 VerdictWord = Literal["same", "unsure", "not"]
@@ -19,6 +20,14 @@ VerdictWord = Literal["same", "unsure", "not"]
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
+# Below it a geometry from several passes is not accepted. A match has two coordinates to agree with a
+# homography and one with an epipolar line, so that chance and like edges reach less; see scripts/README.md.
+ACCEPTED: dict[GeometryKind, float] = {
+    "fundamental": 0.5,
+    "essential": 0.32,
+    "homography": 0.2,
+    "homographies": 0.2,
+}
 _TAIL = 5.0  # percent of the inliers on each side that are ignored in the coverage
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
@@ -77,14 +86,17 @@ def reject_improbable(
     matches: Matches,
     size0: tuple[float, float],
     size1: tuple[float, float],
-    least: float = 0.5,
+    least: float | None = None,
 ) -> TwoViewGeometry:
     """The geometry, with status `low_inliers` if the probability of the same place is below `least`.
 
-    The default of one half is meant for several passes, because each is another chance for wrong matches to
-    agree. The other arguments are those of `verdict_of`.
+    The default, `ACCEPTED` for its kind, is meant for several passes, because each is another chance for
+    wrong matches to agree. The other arguments are those of `verdict_of`.
     """
-    if geometry.status != "ok" or verdict_of(matches, geometry, size0, size1).probability >= least:
+    if geometry.status != "ok":
+        return geometry
+    least = ACCEPTED[geometry.kind] if least is None else least
+    if verdict_of(matches, geometry, size0, size1).probability >= least:
         return geometry
     return replace(geometry, status="low_inliers")
 
