@@ -2,6 +2,9 @@
 
 import builtins
 import json
+import os
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from matcher.collection.exporting.cameras import CameraChoice, group_cameras, re
 from matcher.collection.exporting.colmap import to_colmap
 from matcher.collection.exporting.formats import FORMATS, export
 from matcher.collection.exporting.hloc import pair_key
+from matcher.collection.exporting.output import whole_folder
 from matcher.collection.records import StoredImage, StoredPair
 from matcher.data.camera import Camera
 from matcher.data.matches import Matches, TwoViewGeometry
@@ -359,6 +363,35 @@ def test_camera_choices(tmp_path):
         CameraChoice(model="fisheye")
     with pytest.raises(UsageError, match="auto, single or each"):
         CameraChoice(sharing="some")
+    with pytest.raises(UsageError, match="that of no photo: all 2 have theirs"):
+        group_cameras(images, replace(given, known={"a.jpg": CAMERA, "b.jpg": CAMERA}))
+    group_cameras(images, replace(given, known={"a.jpg": CAMERA}))
+    group_cameras(images, replace(given, known=dict.fromkeys(("a.jpg", "b.jpg"), given.camera)))
+
+
+def a_folder_left_behind(parent, name):
+    part = parent / f".{name}.0123abcd.part"
+    part.mkdir()
+    (part / "database.db").write_bytes(b"half")
+    os.utime(part, (0, 0))
+    return part
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be locked")
+def test_what_a_killed_program_left_is_removed_and_what_another_writes_stays(tmp_path):
+    out, other = tmp_path / "model", a_folder_left_behind(tmp_path, "other")
+    with whole_folder(out):
+        (running,) = set(tmp_path.iterdir()) - {other}
+        os.utime(running, (0, 0))
+        with whole_folder(out, overwrite=True) as second:  # as another program would
+            assert running.is_dir() and second != running
+    shutil.rmtree(out)
+    killed, young = a_folder_left_behind(tmp_path, "model"), tmp_path / ".model.89abcdef.part"
+    young.mkdir()
+    with whole_folder(out) as part:
+        (part / "new").touch()
+        assert not killed.exists() and young.is_dir()  # the program may not have locked it yet
+    assert sorted(path.name for path in tmp_path.iterdir()) == [young.name, other.name, "model"]
 
 
 def test_a_distorted_camera_is_exported_with_its_distortion(store, tmp_path):

@@ -11,7 +11,7 @@ from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 from matcher.cli.reconstructed import summary_lines
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.formats import export
-from matcher.collection.reconstruction import reconstruct as reconstruction
+from matcher.collection.reconstruction import mapping_process
 from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
 from matcher.collection.reconstruction.plot import scene_axes
 from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
@@ -139,7 +139,7 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
 )
 def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, message):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=100)
-    monkeypatch.setattr(reconstruction, "child_command", lambda _: [sys.executable, "-c", child])
+    monkeypatch.setattr(mapping_process, "child_command", lambda _: [sys.executable, "-c", child])
     with pytest.raises(ReconstructionError, match=message):
         reconstruct(store, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

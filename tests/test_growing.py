@@ -2,19 +2,29 @@
 
 import errno
 import json
+import shutil
 from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
+import pycolmap
 import pytest
 from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
-from matcher.collection.reconstruction import growing, reconstruct
+from matcher.cli.reconstructed import summary_lines
+from matcher.collection.exporting.output import ExportReport
+from matcher.collection.reconstruction import growing, mapping_process, reconstruct
+from matcher.collection.reconstruction.georegistration import georegister
 from matcher.collection.reconstruction.given_poses import read_given_poses
 from matcher.collection.reconstruction.growing import continue_model
 from matcher.collection.reconstruction.mapping import similarity
+from matcher.collection.reconstruction.reconstruct import Reconstruction
+from matcher.collection.reconstruction.sparse_models import SparseModel
+from matcher.data.named_poses import write_named_poses
 from matcher.errors import UsageError
 
 pytest.importorskip("pycolmap")
@@ -103,6 +113,29 @@ def test_a_model_on_earth_stays_there_when_photos_are_added(tmp_path, capfd):
         np.testing.assert_allclose(centre - photo0, metres[number] - metres[0], atol=1.5)
 
 
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [
+        ([(i * 20.0, 0.0) for i in range(6)], "they lie on one line"),
+        ([(i * 0.5, i * i * 0.5) for i in range(6)], "they lie within 15 m"),
+        ([(20.0, 0.0), (0.0, 20.0)], "they are 2, and 4 are needed"),
+        ([], None),
+    ],
+)
+def test_positions_that_do_not_place_a_model_are_said(positions, reason):
+    names = [f"photo{number}.png" for number in range(6)]
+    model = SimpleNamespace(
+        reg_image_ids=lambda: range(6), image=lambda number: SimpleNamespace(name=names[number])
+    )
+    degrees = [(40 + north / 111_034, 20 + east / 85_394, 100.0) for east, north in positions]
+    place, why = georegister(pycolmap, model, dict(zip(names, degrees, strict=False)))
+    assert place is None and (why or "").startswith(reason or "") and (why is None) == (reason is None)
+    shape = dict(cam_from_world=dict.fromkeys(names), cameras={}, points=9, observations=30)
+    made = SparseModel(**shape, mean_track_length=3.0, mean_reprojection_error=0.5, positions_unused=why)
+    report = Reconstruction(Path("model"), (made,), 6, ExportReport(Path("model")))
+    assert any(f"not used, since {reason}" in line for line in summary_lines(report, None)) == bool(reason)
+
+
 @pytest.mark.parametrize("line", [True, False])
 def test_a_world_that_has_moved_is_brought_back(line):
     """Also from cameras on a line, which do not say how the world is turned about it."""
@@ -150,7 +183,7 @@ def test_a_disk_that_is_full_while_colmap_maps_is_named(made, tmp_path, monkeypa
             patch.setattr(reconstruct, "write_colmap", lambda _, out, *__: fails(out.parent))
             if free:
                 usage = namedtuple("usage", "free")(*free)
-                patch.setattr(reconstruct.shutil, "disk_usage", lambda _: usage)
+                patch.setattr(mapping_process.shutil, "disk_usage", lambda _: usage)
             code = run("sfm", folder / "model-run", "--out", tmp_path / "out")
         return code, capfd.readouterr().err
 
@@ -159,6 +192,40 @@ def test_a_disk_that_is_full_while_colmap_maps_is_named(made, tmp_path, monkeypa
     code, said = mapped(4096)
     assert code == 6 and "the disk is full" in said and "COLMAP" not in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cameras_that_were_given_stay_where_photos_are_added(made, tmp_path):
+    folder, _ = made
+    copied = tmp_path / "model"
+    shutil.copytree(folder / "model", copied)
+    summary = json.loads((copied / "summary.json").read_text())
+    assert summary.pop("cameras_given") is True
+    arguments = ("sfm", folder / "photos", "--workers", 0, "--threads", 1)
+    grow = (*arguments, "--continue", folder / "model")
+    assert run(*grow, "--out", tmp_path / "kept") == 0
+    kept = read_given_poses(tmp_path / "kept")
+    found = {name: camera.fx for name, camera in kept.cameras.items()}
+    assert {focal for name, focal in found.items() if not name.startswith("later/")} == {528}
+    assert {focal for name, focal in found.items() if name.startswith("later/")} != {528}  # of another folder
+    assert not kept.keeps_cameras
+    assert run(*grow, "--camera", "528,528,239.5,179.5", "--out", tmp_path / "same") == 0
+    same = read_given_poses(tmp_path / "same")
+    assert same.keeps_cameras and {camera.fx for camera in same.cameras.values()} == {528}
+    summary["run"] = str(folder / "model-run")
+    (copied / "summary.json").write_text(json.dumps(summary))  # of a model whose camera was refined
+    assert run(*arguments, "--continue", copied, "--out", tmp_path / "refined") == 0
+    assert {camera.fx for camera in read_given_poses(tmp_path / "refined").cameras.values()} != {528}
+
+
+def test_a_focal_length_that_nobody_gave_is_said_beside_given_poses(made, tmp_path, capfd):
+    folder, _ = made
+    known = read_given_poses(folder / "model").cam_from_world
+    write_named_poses(tmp_path / "poses.txt", known)
+    arguments = ("sfm", folder / "model-run", "--poses", tmp_path / "poses.txt", "--threads", 1)
+    assert run(*arguments, "--out", tmp_path / "guessed") == 0
+    assert f"the focal length of {len(known)} photos is a guess" in capfd.readouterr().out
+    assert run(*arguments, "--camera", "528,528,239.5,179.5", "--out", tmp_path / "told") == 0
+    assert "is a guess" not in capfd.readouterr().out
 
 
 def test_poses_are_kept_and_points_triangulated(made, tmp_path, capfd):
@@ -187,6 +254,11 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
         ((photos, "--continue", model, "--max-keypoints", 5), "the settings of its run"),
         ((photos, "--poses", tmp_path / "none.txt"), "cannot be read as poses"),
         ((photos, "--poses", tmp_path / "bad.txt"), "name qw qx qy qz"),
+        ((photos, "--poses", tmp_path / "path.tum"), "a trajectory has no names of images"),
+        ((photos, "--poses", model, "--mapper", "global"), "without the poses that are given"),
+        ((photos, "--continue", model, "--mapper", "global"), "without the poses that are given"),
+        ((photos, "--poses", model, "--camera", "500,500,240,180"), "leave --camera out"),
+        ((folder / "model-run", "--poses", model, "--camera", "500,500,240,180"), "leave --camera out"),
     ):
         assert run("sfm", *arguments, "--out", out) == 2, arguments
         error = capfd.readouterr().err

@@ -425,8 +425,36 @@ def test_poses_are_kept_where_the_pictures_of_the_map_are_gone(made, tmp_path, c
         (folder / "away").rename(folder / "photos")
     error = capfd.readouterr().err
     assert "photo2.png is not drawn" in error and "photo4.png is not drawn" in error
+    assert "pictures of the map are gone, such as" in error and "--no-refine" in error
     assert "cannot be opened" in error and sorted(read_named_poses(out)[0]) == list(QUERIES)
     assert list(drawn.iterdir()) == []
+
+
+def test_without_refinement_nobody_misses_the_pictures_of_the_map(made, capfd):
+    folder, _ = made
+    (folder / "photos").rename(folder / "away")
+    try:
+        assert run("localize", folder / "model", folder / "queries", "--no-refine") == 0
+    finally:
+        (folder / "away").rename(folder / "photos")
+    assert "gone" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "written"), [("poses.txt", "poses.txt"), ("poses.kitti", "poses.json")])
+def test_poses_are_kept_where_the_command_is_ended_early(made, tmp_path, monkeypatch, capfd, name, written):
+    folder, _ = made
+    drawn = []
+
+    def draw(*_):
+        drawn.append(1)
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("matcher.localization.plot.plot_pose", draw)
+    arguments = ("localize", folder / "model", folder / "queries", "--plot", tmp_path / "drawn")
+    assert run(*arguments, "--output", tmp_path / name) == 130
+    assert f"ended after 2 of 2 photos, whose poses are in {tmp_path / written}" in capfd.readouterr().err
+    assert sorted(read_named_poses(tmp_path / written)[0]) == list(QUERIES)
 
 
 def test_a_model_without_points_and_a_run_of_another_preset_are_refused(made, tmp_path):
@@ -587,7 +615,7 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
     assert "1 of 1 photos have a pose" in (said := capfd.readouterr()).out and "is not drawn" in said.err
     assert sorted(read_named_poses(tmp_path / "poses.txt")[0]) == [QUERIES[0]]
     assert run(*arguments[:2], folder / "elsewhere", *given) == 4
-    assert "wall.png cannot be read" in capfd.readouterr().err
+    assert "has no features of wall.png" in capfd.readouterr().err
     assert run(*arguments, *given, "--rig", tmp_path / "rig.json") == 2
     assert run(*arguments, "--features", tmp_path / "none.h5") == 2
     assert "none.h5" in capfd.readouterr().err

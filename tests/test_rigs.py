@@ -258,7 +258,10 @@ def test_the_command_names_what_does_not_fit(photographed, tmp_path, capfd):
     model, later = folder / "model", folder / "later"
     bare = written(tmp_path / "bare.json", LEFT_ROW, {"image_prefix": "right/"})
     other = written(tmp_path / "other.json", LEFT_ROW, RIGHT_ROW | {"image_prefix": "top/"})
-    new = ("--out", tmp_path / "new")
+    new, camera = ("--out", tmp_path / "new"), ("--camera", "500,500,240,180")
+    known = {"camera_model_name": "PINHOLE", "camera_params": [528, 528, 240, 180]}
+    told = written(tmp_path / "told.json", LEFT_ROW | known, RIGHT_ROW | known)
+    export = ("export", folder / "model-run", tmp_path / "e.db", "--to", "colmap")
     for arguments, message in (
         (("localize", model, later, "--rig", bare), "does not say how its cameras are fixed"),
         (("localize", model, later, "--rig", other), "no picture's name begins with 'top/'"),
@@ -268,6 +271,8 @@ def test_the_command_names_what_does_not_fit(photographed, tmp_path, capfd):
         (("sfm", later, *new, "--rig", bare, "--continue", model), "leave --rig out"),
         (("sfm", later, *new, "--rig", bare, "--poses", model), "need no --rig"),
         (("export", folder / "model-run", tmp_path / "e", "--to", "hloc", "--rig", bare), "no cameras"),
+        (("sfm", folder / "photos", *new, "--rig", told, *camera), "leave --camera out"),
+        ((*export, "--rig", told, *camera), "leave --camera out"),
     ):
         assert run(*arguments) == 2
         error = capfd.readouterr().err

@@ -1,6 +1,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pairs
 
 from matcher.cli import main
+from matcher.drawing.recording_file import RecordingFile
 from matcher.errors import ImageError, UsageError
 from matcher.sequence.capture import open_frames
 from matcher.sequence.trajectory import read_poses, write_trajectory
@@ -249,6 +251,19 @@ def test_a_recording_is_written_whole(folders, tmp_path, capfd):
     assert track(left, *options, "--frames", 3, "--output", file) == 0
     assert file.read_bytes()[:4].startswith(b"RRF") and file.stat().st_size > 10_000
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_recording_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("rerun")
+    recording = RecordingFile(tmp_path / "r.rrd")
+
+    def full(*_, **__):  # what rerun says where the disk is full
+        raise RuntimeError("File-writer thread shut down prematurely")
+
+    recording.stream = SimpleNamespace(flush=full, disconnect=full)
+    with pytest.raises(OSError, match=r"r\.rrd: cannot be written whole"):
+        recording.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monkeypatch, capfd):

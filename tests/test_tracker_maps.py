@@ -20,6 +20,7 @@ from matcher.data.camera import Camera
 from matcher.errors import UsageError
 from matcher.sequence.background import start
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.kept_frames import KEPT
 from matcher.sequence.map_tracking import LocalizedFrame, MapTracking
 from matcher.sequence.trajectory import read_poses
 from matcher.threads import thread_environment
@@ -268,6 +269,16 @@ def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
     assert "--load-map needs poses" in capfd.readouterr().err
     assert track(left, *camera, "--loops", "inline") == 2
     assert "--loops needs --map" in capfd.readouterr().err
+    assert track(left, *camera, "--lookup", "inline") == 2
+    assert "--lookup needs --load-map" in capfd.readouterr().err
+    assert track(tmp_path / "map", "--map", tmp_path / "map") == 2
+    assert "is finished" in capfd.readouterr().err
+    (tmp_path / "begun").mkdir()
+    assert track(tmp_path / "begun", "--map", tmp_path / "begun") == 2
+    assert "holds no unfinished map" in capfd.readouterr().err
+    (tmp_path / "begun" / KEPT).touch()
+    assert track(tmp_path / "begun", "--map", tmp_path / "begun", "--fps", 2, "--budget-ms", 50) == 2
+    assert "leave out --budget-ms, --fps, --max-keypoints, --preset" in capfd.readouterr().err
     (tmp_path / "noise").mkdir()
     for number in range(3):
         noise = np.random.default_rng(number).integers(0, 255, (240, 320), dtype=np.uint8)

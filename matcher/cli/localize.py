@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from matcher.cli import options
 from matcher.cli.collecting import Masks
 from matcher.cli.exits import PARTIAL
+from matcher.cli.localized import kept_poses, line_of, say_absent, show_poses, write_poses
 from matcher.cli.messages import complain, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from matcher.data.camera import Camera
     from matcher.data.rig_config import RigConfig
     from matcher.errors import ImageError
@@ -116,8 +116,6 @@ def localize(
 
     A photo of another place gets no pose, and the reason is printed; then the exit code is 4.
     """
-    import json
-
     from matcher.localization.map import Map
     from matcher.localization.settings import LocalizationConfig
 
@@ -125,20 +123,19 @@ def localize(
     cameras, masked = _cameras(camera, named), _masks(masks, named, features)
     fixed = _rig(rig, features)
     _check(output, plot, recording, overwrite)
-    config = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
-    opened = Map.open(model, run_dir=run, config=config, **chosen)
+    chosen["config"] = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
+    opened = Map.open(model, run_dir=run, **chosen)
     with opened as place, _recording(recording, place) as record:
         poses = _poses(place, named, cameras, fixed, features, masked)
-        found, drawn = _localize(place, named, poses, plot, record, quiet=as_json)
+        with kept_poses(output, found := {}, len(named)):
+            drawn = _localize(place, named, poses, plot, record, found, quiet=as_json)
+        say_absent(place)
+    found = {name: found[name] for name in named if name in found}
     where = {} if place.georegistration is None else {"georegistration": place.georegistration}
     if output is not None:
-        _write(output, found, where)
-    if as_json:
-        rows = {name: pose.to_dict() for name, pose in found.items()}
-        show(json.dumps({"model": str(model), **where, "poses": rows}, allow_nan=False), always=True)
-    else:
-        show(f"{sum(pose.ok for pose in found.values())} of {len(named)} photos have a pose")
+        write_poses(output, found, where)
+    show_poses(found, where, model=model, count=len(named), as_json=as_json)
     return 0 if drawn and sum(pose.ok for pose in found.values()) == len(named) else PARTIAL
 
 
@@ -148,14 +145,14 @@ def _localize(
     poses: Iterator[tuple[str, Pose | ImageError]],
     plot: Path | None,
     record: LocalizationRecording | None,
+    found: dict[str, Pose],
     *,
     quiet: bool,
-) -> tuple[dict[str, Pose], bool]:
-    """The poses by name, without photos that cannot be read, and whether every wanted drawing was made."""
+) -> bool:
+    """Fill in the poses by name, without photos that cannot be read; whether every drawing was made."""
     from matcher.errors import ImageError
     from matcher.localization.plot import plot_pose
 
-    found: dict[str, Pose] = {}
     drawn = True
     for name, pose in poses:
         if isinstance(pose, ImageError):
@@ -172,8 +169,8 @@ def _localize(
             complain(f"{name} is not drawn: {error}")
             drawn = False
         if not quiet:
-            show(_line(name, pose))
-    return {name: found[name] for name in named if name in found}, drawn
+            show(line_of(name, pose))
+    return drawn
 
 
 def _poses(
@@ -279,29 +276,3 @@ def _check(output: Path | None, plot: Path | None, recording: Path | None, overw
         import_rerun()
     if plot is not None:
         check_folder(plot, overwrite=overwrite)
-
-
-def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:
-    """The poses that were found, in the format that the name asks for; JSON says `where` the map is."""
-    from matcher.data.named_poses import write_named_poses
-    from matcher.errors import UsageError
-
-    poses = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
-    details = {name: pose.to_dict() for name, pose in found.items()}
-    if output.suffix.lower() == ".kitti" and len(poses) < len(found):
-        kept = output.with_suffix(".json")
-        write_named_poses(kept, poses, details, **where)
-        raise UsageError(
-            f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; the "
-            f"poses are in {kept}, or use .tum or .txt"
-        )
-    write_named_poses(output, poses, details, **where)
-    show(f"wrote {output}")
-
-
-def _line(name: str, pose: Pose) -> str:
-    if not pose.ok:
-        return f"{name}: no pose ({pose.reason})"
-    x, y, z = pose.centre
-    seen = f"{pose.num_inliers} of {len(pose.inliers)} matches with {len(pose.images)} images"
-    return f"{name}: at {x:.3f} {y:.3f} {z:.3f}, {seen}, {pose.seconds['total']:.2f} s"

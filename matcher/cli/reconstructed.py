@@ -39,6 +39,11 @@ def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
         latitude, longitude, _ = place["origin"]
         near = f"{place['images']} positions agree to {place['median_error_metres']:.1f} m (median)"
         lines.append(f"in metres, x east, y north, z up, from {latitude:.6f}, {longitude:.6f}: {near}")
+    elif model.positions_unused is not None:
+        lines.append(
+            f"without a place or metres: the positions in the photos are not used, since "
+            f"{model.positions_unused}"
+        )
     if len(made.models) > 1:
         sizes = ", ".join(str(other.registered) for other in made.models[1:])
         lines.append(f"{len(made.models) - 1} more models share no image with it: {sizes} images")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matcher.collection.collection import Collection
+    from matcher.collection.exporting.cameras import CameraChoice
     from matcher.collection.sources import FeatureSource
-    from matcher.data.rig_config import RigConfig
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
 # Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
@@ -117,10 +118,10 @@ def sfm(
 
     Photos are matched first: every pair of up to 100, else --similar 30. The same command continues a run.
     """
-    _check_first(out, overwrite, poses, continued, rig)
+    choice = camera_choice(camera, camera_model, cameras, rig)
+    _check_first(out, overwrite, poses, continued, choice, mapper)
     given = with_tiles(given) if tiles else given
     wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
-    choice = camera_choice(camera, camera_model, cameras, rig)
     mapping = _mapping(mapper, min_images, threads, seed, max_deviation, overwrite, choice, poses)
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
@@ -147,7 +148,7 @@ def _from_photos(
 ) -> int:
     """Match photos and reconstruct, or print what would be done; `how`: as of `Collection.add_images`."""
     run = run or out.with_name(f"{out.name}-run")
-    found = _find_photos(photos, how, mapping["choice"].rig)
+    found = _find_photos(photos, how, mapping["choice"])
     if dry_run:
         return _preview_photos(found, run, out, wanted)
     matched, opened = _match(photos, run, given, wanted, workers, how)
@@ -161,12 +162,19 @@ def _mapping(*values: Any) -> dict[str, Any]:
 
 
 def _check_first(
-    out: Path, overwrite: bool, poses: Path | None, continued: Path | None, rig: Path | None
+    out: Path,
+    overwrite: bool,
+    poses: Path | None,
+    continued: Path | None,
+    choice: CameraChoice,
+    mapper: str,
 ) -> None:
     """Refuse what could not be finished before hours of matching."""
+    from matcher.collection.exporting.cameras import check_used
     from matcher.collection.exporting.colmap import import_pycolmap
     from matcher.collection.exporting.output import check_folder
     from matcher.collection.reconstruction.given_poses import read_given_poses
+    from matcher.collection.reconstruction.reconstruct import check_mapper
 
     import_pycolmap()
     check_folder(out, overwrite=overwrite)
@@ -174,12 +182,15 @@ def _check_first(
         raise typer.BadParameter(
             "--poses are kept as they are, and --continue adjusts them; give one of both"
         )
-    if rig is not None and poses is not None:
+    if choice.rig is not None and poses is not None:
         raise typer.BadParameter("--poses are kept as they are and need no --rig; give one of both")
-    if rig is not None and continued is not None:
+    if choice.rig is not None and continued is not None:
         raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
     if (start := poses or continued) is not None:
-        read_given_poses(start)
+        check_mapper(mapper)
+        found = read_given_poses(start)
+        if poses is not None:
+            check_used(replace(choice, known=found.cameras), found.cam_from_world)
 
 
 def _refuse_matching(*values: object) -> None:
@@ -187,8 +198,9 @@ def _refuse_matching(*values: object) -> None:
         raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
 
 
-def _find_photos(images: Path, how: dict[str, Any], rig: RigConfig | None) -> FeatureSource:
-    """The photos of a reconstruction; `UsageError` for too few of them, or a rig that does not fit."""
+def _find_photos(images: Path, how: dict[str, Any], choice: CameraChoice) -> FeatureSource:
+    """The photos of a reconstruction; `UsageError` for too few of them, or cameras that do not fit."""
+    from matcher.collection.exporting.cameras import check_used
     from matcher.collection.hloc_features import find_source
     from matcher.collection.selection import Selection
     from matcher.collection.sources import check_masks
@@ -198,8 +210,9 @@ def _find_photos(images: Path, how: dict[str, Any], rig: RigConfig | None) -> Fe
     source = find_source(images, how["masks"], how["features"], selection)
     check_masks(source)
     count = len(source.names()[0])
-    if rig is not None:
-        rig.frames(source.names()[0])
+    if choice.rig is not None:
+        choice.rig.frames(source.names()[0])
+    check_used(choice, source.names()[0])
     if count < 2:
         raise UsageError(f"a reconstruction needs at least two photos, and {images} holds {count}")
     return source

@@ -110,7 +110,7 @@ def track(
     map_dir: MapFolder = None,
     loops: LoopTimes = None,
     load_map: LoadedMap = None,
-    lookup: Lookup = "background",
+    lookup: Lookup = None,
     show_live: Show = False,
     threads: Threads = None,
     overwrite: options.Overwrite = False,
@@ -121,6 +121,7 @@ def track(
     Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
     live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
     """
+    asked = {**locals()}
     options.limit_threads(threads)
     budgeted = budget_ms is not None
     leave_a_core(map_dir, loops, load_map, lookup, budgeted=budgeted, engine=given.get("engine"))
@@ -128,8 +129,7 @@ def track(
     from matcher.sequence.tracker import Tracker
 
     if is_unfinished(source, map_dir):
-        others = (camera, right, masks, baseline, output, plot, loops, load_map, frames, overwrite)
-        return finish_map(map_dir, any(each for each in others))
+        return finish_map(map_dir, asked)
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
     keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from matcher.cli.messages import complain, say
-from matcher.cli.options import limit_threads
+from matcher.cli.options import DEFAULT_PRESET, limit_threads
 from matcher.cli.tracked import closing_of
 
 if TYPE_CHECKING:
@@ -46,11 +46,17 @@ LoadedMap = Annotated[
     ),
 ]
 Lookup = Annotated[
-    Literal["background", "inline"],
+    Literal["background", "inline"] | None,
     typer.Option(
-        "--lookup", help="Where frames are localised in --load-map: beside tracking, or while it waits."
+        "--lookup",
+        help="Where frames are localised in --load-map: beside tracking, or while it waits.  [default: "
+        "background]",
     ),
 ]
+
+_ALWAYS = {"preset": DEFAULT_PRESET, "device": "auto", "upright": True}  # where nothing is given
+_NAMED = {"rate": "fps", "show_live": "show", "as_json": "json", "match_threshold": "threshold"}
+_FINISHING = {"source", "map_dir", "threads", "given"}  # what the command needs to finish a map
 
 Threads = Annotated[
     int | None,
@@ -105,7 +111,7 @@ def leave_a_core(
     folder: Path | None,
     loops: str | None,
     load_map: Path | None,
-    lookup: str,
+    lookup: str | None,
     *,
     budgeted: bool,
     engine: str | None,
@@ -118,7 +124,7 @@ def leave_a_core(
     from matcher.threads import compute_threads, threads_are_given, usable_cores
 
     mapped = folder is not None and (loops or _default_loops(budgeted)) == "background"
-    if not mapped and (load_map is None or lookup != "background"):
+    if not mapped and (load_map is None or lookup == "inline"):
         return
     cores = usable_cores()
     if not threads_are_given():
@@ -133,15 +139,17 @@ def leave_a_core(
 
 
 @contextmanager
-def maps_of(tracker: Tracker, load_map: Path | None, lookup: str) -> Iterator[None]:
+def maps_of(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iterator[None]:
     """Load a map where one is given; end what runs beside tracking."""
     from matcher.errors import UsageError
 
+    if load_map is None and lookup is not None:
+        raise UsageError("--lookup needs --load-map DIR, the map in which frames are localised")
     if load_map is not None and tracker.camera is None:
         raise UsageError("--load-map needs poses, and poses need --camera fx,fy,cx,cy")
     try:
         if load_map is not None:
-            tracker.load_map(load_map, timing=lookup)
+            tracker.load_map(load_map, timing=lookup or "background")
         yield
         if tracker.problem is not None:
             complain(f"beside tracking: {tracker.problem}")
@@ -181,24 +189,38 @@ def _say_kept(keyframes: KeyframeMap) -> None:
 
 
 def is_unfinished(source: str, folder: Path | None) -> bool:
-    """Whether the source is a map that a run left unfinished, to be finished."""
+    """Whether the source is a map that a run left unfinished, to be finished.
+
+    Raises:
+        UsageError: it is the map that is to be made, and nothing is left to do in it or nothing was kept.
+    """
+    from matcher.errors import UsageError
     from matcher.sequence.kept_frames import KEPT
+    from matcher.sequence.pose_graph import MODEL
 
-    return (
-        folder is not None
-        and os.path.realpath(source) == os.path.realpath(folder)
-        and (folder / KEPT).is_file()
-    )
+    if folder is None or os.path.realpath(source) != os.path.realpath(folder):
+        return False
+    if not (folder / KEPT).is_file():
+        raise UsageError(
+            f"{folder} is finished: `matcher localize {folder / MODEL} PHOTOS` and --load-map {folder} use it"
+            if (folder / MODEL).is_dir()
+            else f"{folder} holds no unfinished map (no {KEPT}): track the frames again, into another folder"
+        )
+    return True
 
 
-def finish_map(folder: Path, others: bool) -> int:
-    """Make the map of the keyframes that an interrupted run kept; `others`: options that have no use here."""
+def finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
+    """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command."""
     from matcher.errors import UsageError
     from matcher.sequence.keyframe_map import KeyframeMap
 
-    if others:
+    others = {name: value for name, value in asked.items() if name not in _FINISHING} | asked["given"]
+    named = {_NAMED.get(name, name): value for name, value in others.items() if value != _ALWAYS.get(name)}
+    idle = [f"--{name.replace('_', '-')}" for name in sorted(named) if named[name] not in (None, False, [])]
+    if idle:
         raise UsageError(
-            f"{folder} is finished with the camera and the options that it was begun with; give only --map"
+            f"{folder} is finished with the camera and the options that it was begun with: leave out "
+            f"{', '.join(idle)}"
         )
     keyframes = KeyframeMap.resume(folder)
     try:

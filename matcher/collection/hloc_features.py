@@ -119,6 +119,8 @@ class HlocFeatures:
     def _read(self, name: str) -> dict[str, np.ndarray]:
         with self._open() as file:
             try:
+                if name not in file:
+                    raise ImageError(f"{self.file} has no features of {name}; names are paths below a folder")
                 group = file[name]
                 return {key: _array(group, key) for key in _DATASETS if key in _keys(group)}
             except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -31,9 +31,11 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
             (`.txt`), or JSON: name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or the matrix itself.
 
     Raises:
-        UsageError: the file cannot be read, or holds something else.
+        UsageError: the file cannot be read, or holds something else, such as a trajectory.
     """
     path = Path(path)
+    if path.suffix.lower() in (".tum", ".kitti"):
+        raise UsageError(f"{path}: a trajectory has no names of images; give images.txt, .txt or .json")
     try:
         text = read_given(path).decode("utf-8")
         if path.suffix.lower() == ".json":

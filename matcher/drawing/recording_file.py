@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -52,15 +54,24 @@ class RecordingFile:
         return self.rr.blueprint
 
     def close(self) -> None:
-        """Finish the file."""
-        self.stream.flush()
-        self.stream.disconnect()
+        """Finish the file.
+
+        Raises:
+            OSError: it could not be written, because the disk is full.
+        """
+        try:
+            self.stream.flush()
+            self.stream.disconnect()
+        except RuntimeError as error:  # of a thread that writes, which does not say why it ended
+            self.discard()
+            raise OSError(errno.ENOSPC, f"{self._path}: cannot be written whole ({error})") from error
         if self._part is not None and self._part.exists():
             self._part.replace(self._path)
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        self.stream.disconnect()
+        with suppress(RuntimeError):
+            self.stream.disconnect()
         if self._part is not None:
             self._part.unlink(missing_ok=True)
 

@@ -118,6 +118,11 @@ class Map:
         """The map's images."""
         return self.model.names
 
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Images of the map on which keypoints should have been refined, and whose files are gone."""
+        return tuple(sorted(self.localizer.images.absent))
+
     def image_path(self, name: str) -> Path:
         """Where an image of the map was when its features were found."""
         return self._store.image_folder / name

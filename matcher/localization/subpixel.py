@@ -31,6 +31,7 @@ class MapImages:
         """By name of image: its file, resized for stored pixels, and whether it is another file now."""
         self._model, self._path, self._zoom, self._has_changed = model, path, zoom, has_changed
         self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+        self.absent: set[str] = set()  # names of images that were asked for and whose files are gone
 
     def __call__(self, image: int) -> ImagePyramid | None:
         """The pyramid of an image, None if its file is not there any more.
@@ -44,6 +45,7 @@ class MapImages:
         name, wanted = self._model.names[image], self._model.cameras[image].size
         path = self._path(name)
         if not path.is_file():
+            self.absent.add(name)
             return None
         pixels = read_image(path, resize=None, upright=False, keep_stored=True)
         if pixels.size != wanted:

@@ -6,8 +6,8 @@ COLMAP's pixels: the corner of the first pixel is (0, 0), its centre (0.5, 0.5).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -77,15 +77,40 @@ class _Exif:
     focal_35mm: float = 0.0
 
 
+def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
+    """Refuse a camera for all photos where every photo has another one.
+
+    Raises:
+        UsageError: the camera would be that of none of the photos.
+    """
+    if choice.camera is None:
+        return
+    of_rigs, others = _cameras_of_rigs(choice), set()
+    for name in names:
+        mounted = choice.rig and choice.rig.camera_of(name)
+        other = (of_rigs.get(mounted.prefix) if mounted else None) or choice.known.get(name)
+        if other is None or replace(other, size=None) == replace(choice.camera, size=None):
+            return
+        others.add(name)
+    if others:
+        where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
+        raise UsageError(
+            f"the camera that is given would be that of no photo: all {len(others)} have theirs in {where}; "
+            "leave --camera out"
+        )
+
+
 def group_cameras(
     images: Sequence[StoredImage], choice: CameraChoice | None = None
 ) -> list[tuple[Intrinsics, list[StoredImage]]]:
     """The cameras of a collection, each with its photos.
 
     Raises:
-        UsageError: one camera for photos of different sizes, or one that was calibrated at another size.
+        UsageError: one camera for photos of different sizes, one that was calibrated at another size, or one
+            that no photo would have.
     """
     choice = choice or CameraChoice()
+    check_used(choice, (image.name for image in images))
     groups: dict[tuple, list[StoredImage]] = {}
     found: dict[tuple, _Exif] = {}
     of_rigs = _cameras_of_rigs(choice)

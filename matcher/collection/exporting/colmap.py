@@ -130,6 +130,8 @@ def _write_cameras(
         camera.has_prior_focal_length = intrinsics.focal_known
         number = database.write_camera(camera)
         camera_of |= {image.name: number for image in group}
+        report.cameras += 1
+        report.guessed_cameras += 0 if intrinsics.focal_known else len(group)
         if intrinsics.given:
             report.given_cameras.append(number)
     return camera_of

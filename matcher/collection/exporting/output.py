@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import time
 
 from matcher.errors import UsageError
 from matcher.files import read_given
 
+_ABANDONED = 10.0  # seconds, after which a folder that nobody holds is no new one
 _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
 
 
@@ -28,6 +31,8 @@ class ExportReport:
     verified: int = 0  # pairs with a geometry
     matches: int = 0
     given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
+    cameras: int = 0
+    guessed_cameras: int = 0  # photos of which nothing says the focal length
     left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
     excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
     without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
@@ -80,9 +85,11 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OSError: the disk is full.
     """
     check_folder(path, overwrite=overwrite)
+    _remove_abandoned(path)
     part = _part(path)
+    part.mkdir()
+    held = _hold(part)
     try:
-        part.mkdir()
         yield part
         names = sorted(file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file())
         (part / _WRITTEN).write_text(json.dumps(names), encoding="utf-8")
@@ -94,6 +101,35 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         part.replace(path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what programs that were killed left of this folder; what another one is writing stays."""
+    for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
+        held = None
+        with suppress(OSError):
+            if part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - _ABANDONED:
+                held = _hold(part)
+        if held is not None:
+            shutil.rmtree(part, ignore_errors=True)
+            os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """Lock a folder until the returned descriptor is closed or the program ends; None where that fails."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another program holds it, or this disk has no locks
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def check_place(path: Path) -> None:

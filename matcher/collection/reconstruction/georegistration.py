@@ -11,7 +11,9 @@ _NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
 _FLAT = 0.05  # of the largest spread: photos in one line do not say how the model is turned about it
 
 
-def georegister(pycolmap: Any, model: Any, positions: dict[str, list[float]]) -> dict[str, Any] | None:
+def georegister(
+    pycolmap: Any, model: Any, positions: dict[str, list[float]]
+) -> tuple[dict[str, Any] | None, str | None]:
     """Move a model to metres east, north and up of the first photo's position.
 
     Args:
@@ -21,22 +23,25 @@ def georegister(pycolmap: Any, model: Any, positions: dict[str, list[float]]) ->
 
     Returns:
         The origin and how well positions and cameras agree; None where too few do, and nothing is changed.
+        And why positions, if there are any, are not used.
     """
     named = {model.image(number).name: number for number in model.reg_image_ids()}
     names = sorted(named.keys() & positions.keys())
     if len(names) < _FEWEST:
-        return None
+        return None, f"they are {len(names)}, and {_FEWEST} are needed" if names else None
     given = np.array([positions[name] for name in names], dtype=np.float64)
     metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *given[0]))
     spread = np.linalg.svd(metres - metres.mean(axis=0), compute_uv=False)
-    if spread[1] < _FLAT * spread[0] or spread[0] < _NEAR:
-        return None
+    if spread[0] < _NEAR:
+        return None, f"they lie within {_NEAR:g} m of each other, which a receiver is easily off"
+    if spread[1] < _FLAT * spread[0]:
+        return None, "they lie on one line, which does not say how the model is turned about it"
     ransac = pycolmap.RANSACOptions(max_error=_NEAR, random_seed=0)
     found = pycolmap.align_reconstruction_to_locations(model, names, metres, _FEWEST, ransac)
     if found is None:
-        return None
+        return None, f"fewer than {_FEWEST} agree with the cameras to {_NEAR:g} m"
     model.transform(found)
-    return agreement(pycolmap, model, positions, given[0].tolist())
+    return agreement(pycolmap, model, positions, given[0].tolist()), None
 
 
 def agreement(

@@ -12,7 +12,7 @@ import numpy as np
 
 from matcher.collection.exporting.colmap import import_pycolmap
 from matcher.collection.reconstruction.model_files import check_model_files
-from matcher.collection.reconstruction.summary import read_summary
+from matcher.collection.reconstruction.summary import KEPT_CAMERAS, read_summary
 from matcher.collection.sources import name_fault
 from matcher.data.camera import Camera
 from matcher.data.named_poses import COLMAP_IMAGES, read_named_poses
@@ -31,6 +31,12 @@ class GivenPoses:
     cameras: Mapping[str, Camera] = field(default_factory=dict)
     fixed: bool = True  # only points are triangulated; else more images are registered and all is adjusted
     georegistration: Mapping[str, Any] | None = None  # of the model that they come from
+    keeps_cameras: bool = False  # those of the model were given by the user, and are not adjusted
+
+    @property
+    def adjusts_cameras(self) -> bool:
+        """Whether `cameras` are refined with the poses."""
+        return not (self.fixed or self.keeps_cameras)
 
 
 def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
@@ -54,7 +60,8 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
         check_model_poses(source, f"the pose of {image.name}", poses[image.name][None])
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
-    return GivenPoses(poses, cameras, fixed, read_georegistration(source))
+    kept = read_summary(source).get(KEPT_CAMERAS) is True
+    return GivenPoses(poses, cameras, fixed, read_georegistration(source), kept)
 
 
 def read_georegistration(folder: Path) -> dict[str, Any] | None:

@@ -62,9 +62,9 @@ def main() -> None:
     for number, model in enumerate(ordered):
         folder = output / "sparse" / str(number)
         folder.mkdir(parents=True)
-        place = _place(pycolmap, model, job, number)
+        place, unplaced = _place(pycolmap, model, job, number)
         model.write_binary(str(folder))
-        described.append(_described(model) | {"georegistration": place})
+        described.append(_described(model) | {"georegistration": place, "positions_unused": unplaced})
     if ordered:
         if job["rig"] is not None:
             write_calibration(ordered[0], Path(job["rig"]))
@@ -73,13 +73,15 @@ def main() -> None:
     (output / RESULT).write_text(json.dumps(described), encoding="utf-8")
 
 
-def _place(pycolmap: Any, model: Any, job: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """Where on Earth a model is; one that is continued stays where it was, so it is only compared."""
+def _place(
+    pycolmap: Any, model: Any, job: dict[str, Any], number: int
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Where on Earth a model is, or why not; one that is continued stays there, so it is only compared."""
     if job["poses"] is None:
         return georegister(pycolmap, model, job["positions"])
     if job["origin"] is None or number > 0:
-        return None
-    return agreement(pycolmap, model, job["positions"], job["origin"])
+        return None, None
+    return agreement(pycolmap, model, job["positions"], job["origin"]), None
 
 
 def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:

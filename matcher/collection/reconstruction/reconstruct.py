@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
-import signal
-import subprocess
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +16,13 @@ from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.reconstruction.certainty import write_deviations
 from matcher.collection.reconstruction.given_poses import GivenPoses
+from matcher.collection.reconstruction.mapping_process import ReconstructionError, run_mapping
 from matcher.collection.reconstruction.sparse_models import DEVIATIONS, SparseModel, read_described
+from matcher.collection.reconstruction.summary import KEPT_CAMERAS
 from matcher.collection.settings import feature_settings
 from matcher.collection.track_refinement import refine_run
 from matcher.data.gps import read_gps
-from matcher.errors import MatcherError, UsageError
-from matcher.processes import child_command, child_environment
+from matcher.errors import UsageError
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
@@ -34,15 +31,6 @@ Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, POINTS = "database.db", "points.ply"
 RIG = "rig_config.json"
-_CHILD = "matcher.collection.reconstruction.mapping"
-_ROOM = 1 << 20  # bytes; where fewer are left, that is why COLMAP's process ended, which does not say so
-_SHOWN = 1500  # characters of COLMAP's last words
-
-
-class ReconstructionError(MatcherError):
-    """The matches yield no model, or COLMAP ended early; the message explains why and what may help."""
-
-    exit_code = 4
 
 
 class MappingOptions(TypedDict, total=False):
@@ -101,24 +89,24 @@ def reconstruct(
 
     Raises:
         UsageError: pycolmap is absent, the output exists, fewer than two images, no matches, no image of the
-            run has a given pose, a rig that does not fit, or `max_deviation` without refined keypoints.
+            run has a given pose, cameras or a rig that do not fit, `max_deviation` without refined
+            keypoints, or the global mapper for poses.
         ReconstructionError: no model was found, or COLMAP's process ended early.
         OSError: the disk is full.
     """
-    job = _mapping_job(options)
+    job, out = _mapping_job(options), Path(out)
     import_pycolmap()
-    out = Path(out)
     if poses is not None:
         only = _check_poses(store, poses, only, choice)
+        check_mapper(job["mapper"])
         job["mapper"] = "triangulate" if poses.fixed else job["mapper"]
-        choice = replace(choice or CameraChoice(), known=poses.cameras, refine_known=not poses.fixed)
-    place = None if poses is None else poses.georegistration
+        choice = replace(choice or CameraChoice(), known=poses.cameras, refine_known=poses.adjusts_cameras)
     job |= _world(store, only, poses)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
-        report, models = _mapped(store, out, part, job, choice, (only, without), place)
+        report, models = _mapped(store, out, part, job, choice, (only, without), poses)
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
-            report, models = _mapped(store, out, part, job, choice, (only, without), place)
+            report, models = _mapped(store, out, part, job, choice, (only, without), poses)
         _check_model(report, models)
     return Reconstruction(out, models, report.images, report)
 
@@ -130,7 +118,7 @@ def _mapped(
     job: dict[str, Any],
     choice: CameraChoice | None,
     selection: tuple[Collection[str] | None, Collection[tuple[str, str]]],
-    place: dict[str, Any] | None,
+    poses: GivenPoses | None,
 ) -> tuple[ExportReport, tuple[SparseModel, ...]]:
     """Map once, into the folder `part`; no models where there is no match.
 
@@ -140,6 +128,11 @@ def _mapped(
     unrefined = refine_run(store)
     report = write_colmap(store, part / DATABASE, choice, *selection)
     report.notes.extend([unrefined] * bool(unrefined))
+    if job["mapper"] == "triangulate" and report.guessed_cameras:
+        report.notes.append(
+            f"the focal length of {report.guessed_cameras} photos is a guess, which given poses do not allow "
+            "to correct: give --camera, or poses with their cameras"
+        )
     if report.images < 2:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
     if report.matches == 0:
@@ -151,12 +144,33 @@ def _mapped(
     if rig is not None:
         job["rig"] = str(part / RIG)
         (part / RIG).write_text(rig.to_json(), encoding="utf-8")
-    _run_child(job)
+    run_mapping(job)
     made_from = {
         "run": os.path.relpath(store.folder, out.absolute()),
         "features": feature_settings(store.settings),
+        KEPT_CAMERAS: _keeps_cameras(report, choice, poses),
     }
+    place = None if poses is None else poses.georegistration
     return report, read_described(part, report, made_from, place)
+
+
+def _keeps_cameras(report: ExportReport, choice: CameraChoice | None, poses: GivenPoses | None) -> bool:
+    """Whether the user gave all cameras, now or when the model was made that is continued."""
+    given = choice is not None and choice.camera is not None
+    given |= poses is not None and poses.keeps_cameras
+    return given and len(report.given_cameras) == report.cameras
+
+
+def check_mapper(mapper: str) -> None:
+    """Refuse a mapper that would forget the poses that are given.
+
+    Raises:
+        UsageError: it is not the incremental one.
+    """
+    if mapper != "incremental":
+        raise UsageError(
+            f"the {mapper} mapper starts from matches alone, without the poses that are given: leave it out"
+        )
 
 
 def _is_incomplete(
@@ -276,40 +290,3 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
         raise UsageError(f"max_deviation ({most}) is a number of pixels above 0")
     return job
-
-
-def _run_child(job: dict[str, Any]) -> None:
-    """Run the mapping in a child process that ends with this one; `OSError` where the disk is full."""
-    child = subprocess.Popen(
-        child_command(_CHILD),
-        env=child_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    try:
-        _, words = child.communicate(json.dumps(job))
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-    if child.returncode != 0:
-        if shutil.disk_usage(job["output"]).free < _ROOM:
-            raise OSError(errno.ENOSPC, f"{job['output']}: the disk is full")
-        raise ReconstructionError(
-            f"COLMAP's process ended early ({_ending(child.returncode)}): {_last(words, child.returncode)}"
-        )
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"code {code}"
-
-
-def _last(words: str, code: int) -> str:
-    """A Python exception is explained by its last line, a C++ crash by several."""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    return " | ".join(lines[-6 if code < 0 else -1 :])[-_SHOWN:] or "no message"

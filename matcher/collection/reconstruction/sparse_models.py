@@ -31,6 +31,7 @@ class SparseModel:
     mean_track_length: float
     mean_reprojection_error: float  # stored pixels
     georegistration: dict[str, Any] | None = None  # where on Earth; then units are metres, x east, z up
+    positions_unused: str | None = None  # why positions in the photos' headers do not say where on Earth
 
     @property
     def registered(self) -> int:
@@ -72,7 +73,7 @@ def read_described(
 def _model(row: dict[str, Any]) -> SparseModel:
     poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
     numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
-    found = {name: row[name] for name in (*numbers, "georegistration")}
+    found = {name: row[name] for name in (*numbers, "georegistration", "positions_unused")}
     return SparseModel(poses, row["cameras"], **found)
 
 

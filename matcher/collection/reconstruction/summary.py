@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY = "summary.json"
+KEPT_CAMERAS = "cameras_given"  # in it: whether the user gave all cameras, so that none was adjusted
 _LARGEST = 1 << 28  # bytes; an image takes about one thousand
 
 
