@@ -366,7 +366,12 @@ def test_camera_choices(tmp_path):
     with pytest.raises(UsageError, match="that of no photo: all 2 have theirs"):
         group_cameras(images, replace(given, known={"a.jpg": CAMERA, "b.jpg": CAMERA}))
     group_cameras(images, replace(given, known={"a.jpg": CAMERA}))
-    group_cameras(images, replace(given, known=dict.fromkeys(("a.jpg", "b.jpg"), given.camera)))
+    for same in (given.camera, replace(given.camera, size=images[0].size)):
+        known = dict.fromkeys(("a.jpg", "b.jpg"), same)
+        ((camera, _),) = group_cameras(images, replace(given, known=known, refine_known=True))
+        assert camera.given  # so it is not refined, though those of a model that is continued are
+    ((camera, _),) = group_cameras(images, CameraChoice(known=known, refine_known=True))
+    assert not camera.given
 
 
 def a_folder_left_behind(parent, name):

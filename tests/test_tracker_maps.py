@@ -57,6 +57,13 @@ def test_the_paths_before_and_after_are_recorded(saved, tmp_path):
         assert entity in data
 
 
+def test_the_camera_of_a_map_is_the_one_that_was_given(saved):
+    with matcher.Map.open(saved[0]) as place:
+        assert {(c.fx, c.fy, c.cx, c.cy) for c in place.model.cameras} == {
+            (CAMERA.fx, CAMERA.fy, CAMERA.cx, CAMERA.cy)
+        }
+
+
 def test_a_second_run_is_in_the_map_of_the_first(saved, walls):
     folder, closed = saved
     assert closed.frames.tolist() == list(range(12))

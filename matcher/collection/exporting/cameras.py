@@ -89,7 +89,7 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
     for name in names:
         mounted = choice.rig and choice.rig.camera_of(name)
         other = (of_rigs.get(mounted.prefix) if mounted else None) or choice.known.get(name)
-        if other is None or replace(other, size=None) == replace(choice.camera, size=None):
+        if other is None or _same(other, choice.camera):
             return
         others.add(name)
     if others:
@@ -141,11 +141,18 @@ def group_cameras(
             f"one camera cannot take photos of {sizes} pixels or of several calibrations; use auto"
         )
     adjustable = set(choice.known.values()) if choice.refine_known else set()
+    if choice.camera is not None:  # which is not refined, wherever it comes from
+        adjustable = {each for each in adjustable if not _same(each, choice.camera)}
     adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
     return [
         (_intrinsics(key, found[key], choice.model, given=key[1] not in adjustable), group)
         for key, group in groups.items()
     ]
+
+
+def _same(first: Camera, second: Camera) -> bool:
+    """Whether two cameras have the same intrinsics; one may not say its size."""
+    return replace(first, size=None) == replace(second, size=None)
 
 
 def _cameras_of_rigs(choice: CameraChoice) -> dict[str, Camera]:
