@@ -257,8 +257,8 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
         ((photos, "--poses", tmp_path / "path.tum"), "a trajectory has no names of images"),
         ((photos, "--poses", model, "--mapper", "global"), "without the poses that are given"),
         ((photos, "--continue", model, "--mapper", "global"), "without the poses that are given"),
-        ((photos, "--poses", model, "--camera", "500,500,240,180"), "leave --camera out"),
-        ((folder / "model-run", "--poses", model, "--camera", "500,500,240,180"), "leave --camera out"),
+        ((photos, "--poses", model, "--camera", "500,500,240,180"), "of no photo: all"),
+        ((folder / "model-run", "--poses", model, "--camera", "500,500,240,180"), "of no photo: all"),
     ):
         assert run("sfm", *arguments, "--out", out) == 2, arguments
         error = capfd.readouterr().err

@@ -271,8 +271,8 @@ def test_the_command_names_what_does_not_fit(photographed, tmp_path, capfd):
         (("sfm", later, *new, "--rig", bare, "--continue", model), "leave --rig out"),
         (("sfm", later, *new, "--rig", bare, "--poses", model), "need no --rig"),
         (("export", folder / "model-run", tmp_path / "e", "--to", "hloc", "--rig", bare), "no cameras"),
-        (("sfm", folder / "photos", *new, "--rig", told, *camera), "leave --camera out"),
-        ((*export, "--rig", told, *camera), "leave --camera out"),
+        (("sfm", folder / "photos", *new, "--rig", told, *camera), "of no photo: all"),
+        ((*export, "--rig", told, *camera), "of no photo: all"),
     ):
         assert run(*arguments) == 2
         error = capfd.readouterr().err

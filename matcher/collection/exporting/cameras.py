@@ -96,7 +96,7 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
         raise UsageError(
             f"the camera that is given would be that of no photo: all {len(others)} have theirs in {where}; "
-            "leave --camera out"
+            "leave it out"
         )
 
 

@@ -131,7 +131,7 @@ def _mapped(
     if job["mapper"] == "triangulate" and report.guessed_cameras:
         report.notes.append(
             f"the focal length of {report.guessed_cameras} photos is a guess, which given poses do not allow "
-            "to correct: give --camera, or poses with their cameras"
+            "to correct: give the camera, or poses with their cameras"
         )
     if report.images < 2:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
