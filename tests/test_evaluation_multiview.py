@@ -177,6 +177,28 @@ def test_matches_are_judged_by_what_depth_tells(rendered):
     assert (found["correct"], found["correct10"]) == (1, 2)
 
 
+@pytest.mark.parametrize(("several", "accepted"), [(False, 1), (True, 0)])
+def test_improbable_geometry_of_several_passes_is_not_accepted(rendered, several, accepted):
+    """As in a result; its error counts all the same."""
+    pair = find_sets(str(rendered), SetOptions())[0].pairs[0]
+    points0 = np.random.default_rng(0).uniform(0, [320, 240], (400, 2))
+    moved, seen = reproject(points0, pair.view0, pair.view1)
+    points0, points1 = points0[seen][:40], moved[seen][:40]
+    sides = [
+        ImageFeatures(
+            Features(points.astype(np.float32), np.zeros((len(points), 128), np.float32), size=SIZE),
+            Image(np.zeros((0, 0), np.uint8), SIZE),
+        )
+        for points in (points0, points1)
+    ]
+    indices, doubtful = np.repeat(np.arange(40)[:, None], 2, axis=1), np.full(40, 0.02, np.float32)
+    matches = Matches(indices, *(side.features.keypoints.numpy() for side in sides), doubtful)
+    estimator = RobustEstimator(EstimationConfig(kind="essential"))
+    truth = find_ground_truth(pair, *sides)
+    found = measure_pair(pair, *sides, matches, truth, [estimator], several_passes=several)
+    assert found["accepted"].tolist() == [accepted] and found["error"][0] < 2
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"views": []}'])
 def test_damaged_cameras_are_a_message(rendered, text):
     (rendered / "cameras.json").write_text(text)

@@ -38,12 +38,14 @@ _COST = (
     Column("passes", "passes", digits=2),
     Column("ms", "milliseconds", median, digits=1),
 )
+_STATUS = "`accepted` is the share of pairs whose geometry has status ok in a result; AUC counts all"
 _MATCHES = (
     Column("precision@1 px", "precision1"),
     Column("precision@3 px", "precision3", headline=True),
     Column("recall@1 px", "recall1"),
     Column("recall@3 px", "recall3", headline=True),
 )
+_ACCEPTED = Column("accepted", "accepted")
 _POSE = (
     Column("AUC@5°", "error", _AucUpTo(5), headline=True),
     Column("AUC@10°", "error", _AucUpTo(10), headline=True),
@@ -59,12 +61,14 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("correct@3 px", "correct", digits=0),
         Column("error of correct matches, px", "residual", digits=2),
         Column("repeatability@3 px", "repeatability"),
+        _ACCEPTED,
         *_COST,
     ),
     "pose": (
         *_POSE,
         Column("epipolar precision@1 px", "precision1"),
         Column("epipolar precision@3 px", "precision3", headline=True),
+        _ACCEPTED,
         *_COST,
     ),
     "depth": (
@@ -74,6 +78,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("correct@3 px", "correct", digits=0),
         Column("precision@10 px", "precision10"),
         Column("correct@10 px", "correct10", digits=0),
+        _ACCEPTED,
         *_COST,
     ),
     "correspondences": (
@@ -94,13 +99,13 @@ MEANING = {
     "ground truth; one counts as found if either of its keypoints has a correct match, as detectors may put "
     "several keypoints at one position. Repeatability is the share of covisible keypoints that are "
     "detected in the other image within 3 px. The oracle returns all ground-truth matches within 3 px; a "
-    "method that keeps only the most accurate matches can exceed its AUC on easy views",
+    "method that keeps only the most accurate matches can exceed its AUC on easy views. " + _STATUS,
     "pose": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
-    "ignored. Precision uses the symmetric epipolar distance",
+    "ignored. Precision uses the symmetric epipolar distance. " + _STATUS,
     "depth": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
     "ignored. Precision and recall use the reprojection error in image 1: matches of points that are "
     "occluded in image 1 are wrong; matches of points with unknown depth or at depth edges are not counted. "
-    "`correct` is the number of correct matches",
+    "`correct` is the number of correct matches. " + _STATUS,
     "correspondences": "Matches of unlabelled pixels are not counted; with sparse labels, precision and "
     "recall are undefined. `labels` is the share of labelled points within 3 px of the epipolar lines of the "
     "estimated fundamental matrix; mAA@10 px is its mean over 1, 2, … 10 px, as WxBS reports it",

@@ -30,6 +30,7 @@ from matcher.lab.pairs.protocols import CorrespondencePair, DepthPair, Homograph
 from matcher.verify.distances import epipolar_distance, fundamental_from_pose
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
+from matcher.verify.verdict import reject_improbable
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
 ORACLE_THRESHOLD = 3
@@ -106,6 +107,8 @@ def measure_pair(
     matches: Matches,
     ground_truth: GroundTruth | None,
     estimators: Sequence[RobustEstimator],
+    *,
+    several_passes: bool = False,
 ) -> dict[str, float | np.ndarray]:
     """Compute the metrics of the pair's protocol.
 
@@ -115,6 +118,7 @@ def measure_pair(
         matches: predicted between these features.
         ground_truth: from `find_ground_truth`.
         estimators: S robust estimators of the protocol's geometry, one per seed.
+        several_passes: the matches are of several passes, whose geometry must be probable to be accepted.
 
     Returns:
         Metric name to value; metrics of the estimated geometry are (S,) arrays. Errors in pixels of the
@@ -132,6 +136,7 @@ def measure_pair(
     }
     cameras = _cameras(pair, side0, side1) if isinstance(pair, PosePair) else None
     geometries = [_estimate(estimator, side0, side1, matches, cameras) for estimator in estimators]
+    found["accepted"] = _accepted(geometries, matches, side0, side1, several_passes=several_passes)
     if isinstance(pair, HomographyPair):
         return found | _homography(pair, side0, side1, matches, ground_truth, geometries)
     if isinstance(pair, DepthPair):
@@ -142,7 +147,7 @@ def measure_pair(
         return found | _pose(pair, side0, side1, matches, geometries)
     if isinstance(pair, CorrespondencePair):
         return found | _correspondences(pair, side0, side1, matches, ground_truth, geometries)
-    return found | {"accepted": np.array([float(g.status == "ok") for g in geometries])}
+    return found
 
 
 def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
@@ -241,6 +246,21 @@ def _depth(
         f"correct{COARSE}": float((counted < COARSE).sum()),
     }
     return loose | _precision_and_recall(matches, counted, np.nan_to_num(errors, nan=np.inf), ground_truth)
+
+
+def _accepted(
+    geometries: Sequence[TwoViewGeometry],
+    matches: Matches,
+    side0: ImageFeatures,
+    side1: ImageFeatures,
+    *,
+    several_passes: bool,
+) -> np.ndarray:
+    """(S,) 1 where a result with this geometry has status ok, else 0."""
+    if several_passes:
+        sizes = side0.features.image_size, side1.features.image_size
+        geometries = [reject_improbable(geometry, matches, *sizes) for geometry in geometries]
+    return np.array([float(geometry.status == "ok") for geometry in geometries])
 
 
 def _precision_and_recall(

@@ -190,10 +190,10 @@ def _measure(
             )
             if passes > 1:
                 ground_truth = find_ground_truth(pair, side0, side1)
-        found[method.name] = measure_pair(pair, side0, side1, matches, ground_truth, estimators)
-        found[method.name] |= {"milliseconds": milliseconds, "passes": float(passes)}
-        if passes > 1 and pair_set.protocol == "unrelated":
-            found[method.name]["accepted"] = float(result.geometry.status == "ok")
+        measured = measure_pair(
+            pair, side0, side1, matches, ground_truth, estimators, several_passes=passes > 1
+        )
+        found[method.name] = measured | {"milliseconds": milliseconds, "passes": float(passes)}
     if pair_set.oracle:
         found |= _oracles(pair, pair_set, methods, sides, ground_truths, seeds)
     return found
