@@ -21,7 +21,8 @@ from matcher.errors import UsageError
 from matcher.sequence.background import start
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.kept_frames import KEPT
-from matcher.sequence.map_tracking import LocalizedFrame, MapTracking
+from matcher.sequence.late_poses import LatePoses, LocalizedFrame
+from matcher.sequence.map_tracking import MapTracking
 from matcher.sequence.trajectory import read_poses
 from matcher.threads import thread_environment
 
@@ -292,3 +293,120 @@ def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
         PIL.Image.fromarray(noise).save(tmp_path / "noise" / f"{number}.png")
     assert track(tmp_path / "noise", *camera, *inline, "--output", tmp_path / "none.tum") != 0
     assert "no frame has a pose in the map" in capfd.readouterr().err
+
+
+class Starved:
+    """A process beside tracking that gets no core: it answers nothing, and keeps the last that it is sent."""
+
+    beside, busy, problem = True, True, None
+
+    def __init__(self):
+        self.held, self.closed = [], False
+
+    def offer(self, request):
+        replaced = self.held.pop() if len(self.held) == 2 else None
+        self.held.append(request)
+        return replaced
+
+    def unanswered(self):
+        return list(self.held)
+
+    def answers(self, *, wait=False):
+        assert wait is not True  # nobody may wait for it without an end
+        return []
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def starved(monkeypatch):
+    """The process of maps that are loaded, which gets no core."""
+    process = Starved()
+    monkeypatch.setattr("matcher.sequence.background.start", lambda task, timing: process)
+    monkeypatch.setattr("matcher.sequence.map_tracking._PATIENCE", 0.01)
+    return process
+
+
+def test_on_a_busy_machine_poses_in_the_map_come_at_the_end(saved, walls, starved, tmp_path, capfd):
+    left, right, _ = write_pairs(tmp_path, walls, count=8)
+    stereo = ("--right", right, "--baseline", BASELINE)
+    fast = ("--camera", CAMERA_TEXT, "--preset", "nearest", "--max-keypoints", 400, "--load-map", saved[0])
+
+    def track(*arguments):
+        starved.held.clear()
+        return main([str(value) for value in ("track", left, *fast, *arguments)])
+
+    assert track(*stereo, "--output", tmp_path / "a.tum") == 0 and starved.closed
+    said = capfd.readouterr()
+    assert "waiting until up to" in said.err and "8 of 8 frames have a pose in the map" in said.out
+    np.testing.assert_allclose(read_poses(tmp_path / "a.tum")[1][:, 0, 3], 0.05 * np.arange(8), atol=0.03)
+    # One camera has no unit of its own, and the last frame alone does not say what it is in the map.
+    assert track("--output", tmp_path / "b.tum") == 0
+    assert len(read_poses(tmp_path / "b.tum")[1]) >= 5
+
+
+def test_an_interrupt_ends_the_wait_for_the_map(saved, walls, starved, tmp_path, capfd, monkeypatch):
+    left, right, _ = write_pairs(tmp_path, walls, count=3)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MapTracking, "finish", interrupted)
+    arguments = ("--right", right, "--baseline", BASELINE, "--camera", CAMERA_TEXT, "--preset", "nearest")
+    outputs = ("--output", tmp_path / "a.npz", "--load-map", saved[0])
+    assert main([str(value) for value in ("track", left, *arguments, *outputs)]) == 0
+    said = capfd.readouterr()
+    assert "stopped waiting" in said.err and (tmp_path / "a.npz").is_file()
+    assert "0 of 3 frames have a pose in the map" in said.out
+
+
+def test_a_map_that_does_not_know_the_place_is_not_blamed_on_the_lookup(saved, starved, tmp_path, capfd):
+    for number in range(3):
+        noise = np.random.default_rng(number).integers(0, 255, (240, 320), dtype=np.uint8)
+        PIL.Image.fromarray(noise).save(tmp_path / f"{number}.png")
+    arguments = ("track", tmp_path, "--camera", CAMERA_TEXT, "--preset", "nearest", "--load-map", saved[0])
+    assert main([str(value) for value in (*arguments, "--output", tmp_path / "a.tum")]) == 3
+    said = capfd.readouterr().err
+    assert "no frame has a pose in the map: is it of another place" in said and "--lookup" not in said
+
+
+def at(index, x, there):
+    """A frame at `x` of tracking that was localised at `there` of the map."""
+    here, known = np.eye(4), np.eye(4)
+    here[0, 3], known[0, 3] = x, there
+    return LocalizedFrame(index, here, known, 0.001)
+
+
+def test_late_poses_are_of_their_own_stretch_and_unit():
+    late = LatePoses(None)
+    for index in range(40):
+        pose = np.eye(4)
+        pose[0, 3] = index
+        if index == 30:
+            late.lose(index)
+        late.lack(index, pose)
+        late.miss((index, None, None, pose, None))
+    assert late.wanted == 16 and late.poses() == {}
+    late.take(at(0, 0.0, 5.0))
+    assert [*late.poses()] == [0]  # others need the unit
+    late.take(at(20, 20.0, 15.0))
+    found = late.poses()
+    assert [*found] == list(range(30)) and found[10][0, 3] == pytest.approx(10.0)
+    left = [request[0] for request in late.open_requests()]
+    assert left and min(left) >= 30 and left[0] == 39 and late.wanted == 0
+
+
+def test_what_takes_the_place_of_a_request_gives_it_back():
+    beside = start(len, "background")
+    try:
+        assert beside.answers(wait=True) == []
+        beside._process.send_signal(signal.SIGSTOP)
+        assert beside.offer("a") is None and beside.offer("ab") is None and beside.offer("abc") == "ab"
+        assert beside.unanswered() == ["a", "abc"]
+        begun = perf_counter()
+        assert beside.answers(wait=0.05) == [] and perf_counter() - begun < 2
+        beside._process.send_signal(signal.SIGCONT)
+        assert beside.answers(wait=True) == [1, 3] and beside.unanswered() == []
+    finally:
+        beside.close()

@@ -19,6 +19,7 @@ from matcher.cli.track_maps import (
     LoopTimes,
     MapFolder,
     Threads,
+    finish_in_map,
     finish_map,
     is_unfinished,
     keyframe_map,
@@ -139,6 +140,7 @@ def track(
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
     with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
+        finish_in_map(tracker, log, wait=ended is None)
         log.in_map, log.problem = load_map is not None, tracker.problem
     code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
     save_map(tracker, terminated=ended is not None, outputs=output or [])
@@ -306,10 +308,14 @@ def _need_poses(log: TrackingLog, poses: Any) -> None:
 
     if len(poses) == 0 and log.in_map and log.problem is not None:
         raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
+    if len(poses) == 0 and log.in_map and log.localized:
+        raise ImageError(
+            f"{log.localized} frames were localised in the map, but too near each other to say how long its "
+            "unit is: give more frames, of a camera that moves further, or stereo pairs (--right)"
+        )
     if len(poses) == 0 and log.in_map:
         raise ImageError(
-            "no frame has a pose in the map: is it of another place, or was the sequence too short for "
-            "--lookup background? --lookup inline waits for every answer"
+            "no frame has a pose in the map: is it of another place, or --camera not the frames'?"
         )
     if len(poses) == 0:
         raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")

@@ -17,6 +17,7 @@ from matcher.cli.tracked import closing_of
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
     from matcher.sequence.keyframe_map import KeyframeMap
+    from matcher.sequence.log import TrackingLog
     from matcher.sequence.tracker import Tracker
 
 MapFolder = Annotated[
@@ -157,6 +158,19 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iter
         tracker.unload_map()
         if tracker.keyframe_map is not None:
             tracker.keyframe_map.close()
+
+
+def finish_in_map(tracker: Tracker, log: TrackingLog, *, wait: bool) -> None:
+    """Wait for frames that are still to be localised, and take their poses in; Ctrl-C keeps what is known."""
+    if wait and (waiting := tracker.waiting_in_map):
+        say(f"waiting until up to {waiting} more frames are localised in the map; Ctrl-C ends that")
+    try:
+        if wait:
+            tracker.finish_in_map()
+    except KeyboardInterrupt:
+        say("stopped waiting for the map")
+    log.complete(tracker.late_poses_in_map())
+    log.localized = tracker.localized_in_map
 
 
 def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:

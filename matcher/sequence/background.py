@@ -54,7 +54,11 @@ class Inline:
         """Work on a request."""
         self._answers.append(self._task(request))
 
-    def answers(self, *, wait: bool = False) -> list[Any]:
+    def unanswered(self) -> list[Any]:
+        """There are none."""
+        return []
+
+    def answers(self, *, wait: bool | float = False) -> list[Any]:
         """What has been found since the last call."""
         found, self._answers = self._answers, []
         return found
@@ -83,35 +87,43 @@ class Background:
         self._connection = Connection(ours.detach())
         self._connection.send_bytes(pickle.dumps(task))
         self._sending = OrderedWork(beside=True)  # a frame is more than the socket holds
+        self._now: tuple[Any] | None = None
         self._next: tuple[Any] | None = None
         self.busy = True  # until it says that it is ready
         self.problem: str | None = None  # why there will be no more answers
 
-    def offer(self, request: Any) -> None:
+    def offer(self, request: Any) -> Any | None:
         """Have a request worked on as soon as the one before is done; it takes no time here.
 
-        It must not change afterwards.
+        It must not change afterwards. Returns the request whose place it has taken, if one was waiting.
         """
-        self._next = (request,)
+        replaced, self._next = self._next, (request,)
         self._send()
+        return None if replaced is None else replaced[0]
 
-    def answers(self, *, wait: bool = False) -> list[Any]:
+    def unanswered(self) -> list[Any]:
+        """Requests that are worked on, or will be next."""
+        return [held[0] for held in (self._now, self._next) if held is not None]
+
+    def answers(self, *, wait: bool | float = False) -> list[Any]:
         """What has been found since the last call.
 
         Args:
-            wait: until everything that was offered is done.
+            wait: until everything that was offered is done; seconds: no longer than this for the next answer.
 
         Raises:
             MatcherError: what made a request fail; others can follow.
         """
         found = []
-        while self.problem is None and self.busy and self._connection.poll(None if wait else 0):
+        seconds = None if wait is True else float(wait)
+        while self.problem is None and self.busy and self._connection.poll(seconds):
             try:
                 answer = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 self.problem = f"the process ended early (code {self._process.wait()})"
                 break
-            self.busy = False
+            self.busy, self._now = False, None
+            seconds = seconds if wait is True else 0.0
             self._send()
             if isinstance(answer, MatcherError):
                 raise answer
@@ -135,7 +147,8 @@ class Background:
     def _send(self) -> None:
         if self.busy or self._next is None or self.problem is not None:
             return
-        (request,), self._next = self._next, None
+        self._now, self._next = self._next, None
+        (request,) = self._now
         self.busy = True
         try:
             self._sending.add(lambda: self._connection.send_bytes(pickle.dumps(request)))

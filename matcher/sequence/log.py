@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class TrackingLog:
         self._poses: list[np.ndarray] = []
         self._map_poses: list[np.ndarray] = []
         self.in_map = False  # the trajectory is that in the map which was loaded
+        self.localized = 0  # frames that were localised in it; the others follow by tracking
         self.problem: str | None = None  # why nothing more was found in a map
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._ids: list[np.ndarray] = []
@@ -38,6 +39,12 @@ class TrackingLog:
         self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
         self._ids.append(result.track_ids)
         self._lengths.update(result.track_ids.tolist())
+
+    def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
+        """Take in poses in the map, (4, 4) by frame, that were not known before later frames were."""
+        for row, (index, *_) in enumerate(self._frames):
+            if index in map_poses:
+                self._map_poses[row] = map_poses[index]
 
     def __len__(self) -> int:
         """Frames."""

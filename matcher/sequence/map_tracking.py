@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
+from time import monotonic
 from typing import Any, Unpack
 
 import numpy as np
@@ -19,19 +20,10 @@ from matcher.pipeline import Mask
 from matcher.sequence import background
 from matcher.sequence.background import Timing
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.late_poses import LatePoses, LocalizedFrame, moved_from, unit_of
 
 _KEPT = 12  # localised frames that the scale is known from
-_MOVED = 2.0  # standard deviations of the positions, by which two of them must be apart to say it
-
-
-@dataclass(frozen=True, eq=False)
-class LocalizedFrame:
-    """A frame that was localised in the map."""
-
-    index: int
-    world_from_cam: np.ndarray  # (4, 4), in the coordinates of tracking
-    map_from_cam: np.ndarray  # (4, 4), in those of the map
-    deviation: float  # standard deviation of its position, the map's units
+_PATIENCE = 10.0  # seconds at the end, in which the process beside may still answer
 
 
 @dataclass(eq=False)
@@ -82,11 +74,14 @@ class MapTracking:
         """
         model = Path(folder).absolute()
         Map.open(model, **options).close()  # what is wrong with it is said now
-        self._lookup = background.start(FrameLookup(model, dict(options)), timing)
+        self._task = FrameLookup(model, dict(options))
+        self._lookup = background.start(self._task, timing)
         self._localized: deque[LocalizedFrame] = deque(maxlen=_KEPT)
         self._unit = 1.0 if measured else None  # length of tracking's unit in the map's, as far as assumed
+        self._late = LatePoses(self._unit)
         self._since = 0  # the first frame after tracking was lost
-        self.found = 0  # frames that were localised
+        self.found = 0  # frames that were localised, and that tracking followed on from
+        self.localized = 0  # frames that were localised
         self.problem: str | None = None  # why no more frames are localised
 
     def follow(
@@ -95,6 +90,7 @@ class MapTracking:
         """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known."""
         if result.status == "lost":
             self._since = result.index
+            self._late.lose(result.index)
             self._localized.clear()
         posed = result.pose_status == "ok" and result.world_from_cam is not None
         try:
@@ -102,25 +98,64 @@ class MapTracking:
                 how = dict(resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
                 shown = read_input(image, **how)
                 pixels = np.array(shown.pixels)  # stays as it is
-                self._lookup.offer((result.index, pixels, shown.mask, result.world_from_cam, result.camera))
+                request = (result.index, pixels, shown.mask, result.world_from_cam, result.camera)
+                if (missed := self._lookup.offer(request)) is not None:
+                    self._late.miss(missed)
             for answer in self._lookup.answers():
                 self._take(answer)
         except MatcherError as error:
             self.problem = str(error)
         self.problem = self.problem or self._lookup.problem
-        return self.map_from_cam(result.world_from_cam) if posed else None
+        if not posed:
+            return None
+        if (pose := self.map_from_cam(result.world_from_cam)) is None:
+            self._late.lack(result.index, result.world_from_cam)
+        return pose
+
+    @property
+    def waiting(self) -> int:
+        """Frames that `finish` would localise, at most."""
+        return 0 if self.problem is not None else len(self._lookup.unanswered()) + self._late.wanted
+
+    def late_poses(self) -> dict[int, np.ndarray]:
+        """map_from_cam (4, 4) by frame, of those that `follow` knew none for, from what is known by now."""
+        return self._late.poses()
+
+    def finish(self) -> None:
+        """Localise the frames for which no answer was there in time: at most 16, and the last two.
+
+        The process beside tracking may get no core for as long as others compute. So it has ten seconds; then
+        it is ended, and its frames are localised here. No frame can follow in the map afterwards.
+        """
+        if self.problem is None:
+            self._try(self._wait)
+        left = [] if self.problem is not None else self._lookup.unanswered()
+        self._lookup.close()
+        if self.problem is not None:
+            return
+        for request in left:
+            self._try(lambda request=request: self._take(self._task(request)))
+        for request in self._late.open_requests():
+            self._try(lambda request=request: self._take(self._task(request)))
+
+    def _wait(self) -> None:
+        until = monotonic() + _PATIENCE
+        while self._lookup.unanswered() and self._lookup.problem is None and monotonic() < until:
+            for answer in self._lookup.answers(wait=max(0.0, until - monotonic())):
+                self._take(answer)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except (MatcherError, OSError) as error:
+            self.problem = self.problem or str(error)
+        self.problem = self.problem or self._lookup.problem
 
     def map_from_cam(self, world_from_cam: np.ndarray) -> np.ndarray | None:
         """The pose in the map of a camera whose pose in tracking is known."""
-        scale = self._scale()
         if not self._localized:
             return None
-        last = self._localized[-1]
-        step = np.linalg.inv(last.world_from_cam) @ world_from_cam
-        if scale is None and np.linalg.norm(step[:3, 3]) > 0:
-            return None
-        step[:3, 3] *= 1.0 if scale is None else scale
-        return last.map_from_cam @ step
+        return moved_from(self._localized[-1], world_from_cam, unit_of(self._localized, self._unit))
 
     @property
     def beside(self) -> bool:
@@ -132,16 +167,9 @@ class MapTracking:
         self._lookup.close()
 
     def _take(self, answer: LocalizedFrame | bool) -> None:
+        if isinstance(answer, LocalizedFrame):
+            self._late.take(answer)
+            self.localized += 1
         if isinstance(answer, LocalizedFrame) and answer.index >= self._since:
             self._localized.append(answer)
             self.found += 1
-
-    def _scale(self) -> float | None:
-        """The map's units in one of tracking."""
-        ratios = []
-        for before, after in pairwise(self._localized):
-            there = np.linalg.norm(after.map_from_cam[:3, 3] - before.map_from_cam[:3, 3])
-            here = np.linalg.norm(after.world_from_cam[:3, 3] - before.world_from_cam[:3, 3])
-            if here > 0 and there > _MOVED * np.hypot(before.deviation, after.deviation):
-                ratios.append(there / here)
-        return float(np.median(ratios)) if ratios else self._unit

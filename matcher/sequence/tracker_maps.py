@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
+
 from matcher.data.camera import Camera
 from matcher.data.images import ImageInput
 from matcher.errors import UsageError
@@ -70,6 +72,29 @@ class TrackerMaps:
             raise UsageError("a map needs poses, and poses need a camera: Tracker(camera=matcher.Camera(…))")
         measured = self.baseline is not None
         self._in_map = MapTracking(folder, measured=measured, timing=timing, **options)
+
+    @property
+    def waiting_in_map(self) -> int:
+        """Frames that the loaded map has given no answer for yet; `finish_in_map` waits for them."""
+        return 0 if self._in_map is None else self._in_map.waiting
+
+    @property
+    def localized_in_map(self) -> int:
+        """Frames that were localised in the loaded map."""
+        return 0 if self._in_map is None else self._in_map.localized
+
+    def finish_in_map(self) -> None:
+        """At the end of a sequence: localise the frames that the loaded map gave no answer for in time.
+
+        `late_poses_in_map` then has poses of frames before the first answer. Interrupted, it has those that
+        are known. No frame can follow in this map afterwards.
+        """
+        if self._in_map is not None:
+            self._in_map.finish()
+
+    def late_poses_in_map(self) -> dict[int, np.ndarray]:
+        """map_from_cam (4, 4) by frame, of those whose `FrameResult` has none but that are known by now."""
+        return {} if self._in_map is None else self._in_map.late_poses()
 
     def unload_map(self) -> None:
         """Stop following in a map."""
