@@ -128,20 +128,21 @@ def track(
     leave_a_core(map_dir, loops, load_map, lookup, budgeted=budgeted, engine=given.get("engine"))
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker
+    from matcher.sequence.trajectory import read_poses
 
     if is_unfinished(source, map_dir):
         return finish_map(map_dir, asked)
     pinhole = options.parse_camera(camera, "--camera")
     _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
     keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)
-    truth = _read_truth(ground_truth)
+    truth = None if ground_truth is None else read_poses(ground_truth)
     frames_in = open_frames(source, right, rate, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
     with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
+        log.in_map = load_map is not None
         finish_in_map(tracker, log, wait=ended is None)
-        log.in_map, log.problem = load_map is not None, tracker.problem
     code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
     save_map(tracker, terminated=ended is not None, outputs=output or [])
     return code if ended is None else ended
@@ -176,12 +177,6 @@ def _check(
     for name, value in needing.items():
         if value is not None and camera is None:
             raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
-
-
-def _read_truth(path: Path | None) -> tuple[Any, Any] | None:
-    from matcher.sequence.trajectory import read_poses
-
-    return None if path is None else read_poses(path)
 
 
 @contextmanager
@@ -306,16 +301,17 @@ def _draw(
 def _need_poses(log: TrackingLog, poses: Any) -> None:
     from matcher.errors import ImageError, IntegrityError
 
-    if len(poses) == 0 and log.in_map and log.problem is not None:
+    if len(poses) > 0:
+        return
+    if log.in_map and log.problem is not None:
         raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
-    if len(poses) == 0 and log.in_map and log.localized:
+    if log.in_map and log.localized:
         raise ImageError(
-            f"{log.localized} frames were localised in the map, but too near each other to say how long its "
-            "unit is: give more frames, of a camera that moves further, or stereo pairs (--right)"
+            f"{log.localized} frames were localised, too near each other to say how long the map's unit is: "
+            "give more frames, of a camera that moves further, or stereo pairs (--right)"
         )
     if len(poses) == 0 and log.in_map:
         raise ImageError(
             "no frame has a pose in the map: is it of another place, or --camera not the frames'?"
         )
-    if len(poses) == 0:
-        raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
+    raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")

@@ -170,7 +170,7 @@ def finish_in_map(tracker: Tracker, log: TrackingLog, *, wait: bool) -> None:
     except KeyboardInterrupt:
         say("stopped waiting for the map")
     log.complete(tracker.late_poses_in_map())
-    log.localized = tracker.localized_in_map
+    log.localized, log.problem = tracker.localized_in_map, tracker.problem
 
 
 def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:

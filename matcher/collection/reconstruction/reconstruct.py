@@ -15,6 +15,7 @@ from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
 from matcher.collection.reconstruction.certainty import write_deviations
+from matcher.collection.reconstruction.doubted_camera import better_focal
 from matcher.collection.reconstruction.given_poses import GivenPoses
 from matcher.collection.reconstruction.mapping_process import ReconstructionError, run_mapping
 from matcher.collection.reconstruction.sparse_models import DEVIATIONS, SparseModel, read_described
@@ -107,7 +108,9 @@ def reconstruct(
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
             report, models = _mapped(store, out, part, job, choice, (only, without), poses)
-        _check_model(report, models)
+        doubt = _doubt(store, choice, only)
+        _check_model(report, models, doubt)
+    report.notes.extend([doubt] * bool(doubt))
     return Reconstruction(out, models, report.images, report)
 
 
@@ -231,7 +234,19 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def _check_model(report: ExportReport, models: tuple[SparseModel, ...]) -> None:
+def _doubt(store: Store, choice: CameraChoice | None, only: Collection[str] | None) -> str:
+    """That the camera which was given may be wrong, where the pairs of photos clearly fit another one."""
+    camera = None if choice is None else choice.camera
+    focal = None if camera is None else better_focal(store, camera, only)
+    if focal is None:
+        return ""
+    return (
+        f"the camera that was given may be wrong: pairs of photos fit a focal length of about {focal:.0f} px, "
+        f"not {camera.fx:.0f}; correct it, or leave it out to have it estimated"
+    )
+
+
+def _check_model(report: ExportReport, models: tuple[SparseModel, ...], doubt: str) -> None:
     """Refuse to end without a model.
 
     Raises:
@@ -248,7 +263,7 @@ def _check_model(report: ExportReport, models: tuple[SparseModel, ...]) -> None:
     raise ReconstructionError(
         f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
         f"{report.images} images; photos taken further apart, more keypoints, all pairs, or a known camera "
-        "may help"
+        "may help" + (f"; {doubt}" if doubt else "")
     )
 
 
