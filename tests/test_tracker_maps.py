@@ -410,3 +410,29 @@ def test_what_takes_the_place_of_a_request_gives_it_back():
         assert beside.answers(wait=True) == [1, 3] and beside.unanswered() == []
     finally:
         beside.close()
+
+
+def test_a_disk_that_is_full_while_tracking_leaves_the_poses(tmp_path, walls, monkeypatch, capfd):
+    """They are written where there is room, and the keyframes before are finished later."""
+    from matcher.sequence import keyframe_map
+
+    left, right, _ = write_pairs(tmp_path, walls, count=40)
+    written, place = [], tmp_path / "map"
+
+    def full(path, *arguments):
+        if len(written) >= 3:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+        write(path, *arguments)
+
+    write = keyframe_map.write_image
+    monkeypatch.setattr(keyframe_map, "write_image", full)
+    stereo = ("--camera", CAMERA_TEXT, "--right", right, "--baseline", BASELINE)
+    fast = ("--preset", "nearest", "--max-keypoints", 400, "--output", tmp_path / "a.tum", "--loops", "end")
+    command = [str(value) for value in ("track", left, *stereo, *fast, "--map", place)]
+    assert main(command) == 6
+    said = capfd.readouterr().err
+    assert "No space left" in said and f"kept in {place}" in said
+    assert len(read_poses(tmp_path / "a.tum")[1]) > 3 and (place / KEPT).is_file()
+    monkeypatch.undo()
+    assert main(["track", str(place), "--map", str(place)]) == 0

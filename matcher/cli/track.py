@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from matcher.cli import options
-from matcher.cli.exits import PARTIAL
+from matcher.cli.exits import PARTIAL, exit_code_of
 from matcher.cli.messages import complain, say, show
 from matcher.cli.track_maps import (
     LoadedMap,
@@ -22,6 +22,7 @@ from matcher.cli.track_maps import (
     finish_in_map,
     finish_map,
     is_unfinished,
+    kept_if_full,
     keyframe_map,
     leave_a_core,
     maps_of,
@@ -128,22 +129,20 @@ def track(
     leave_a_core(map_dir, loops, load_map, lookup, budgeted=budgeted, engine=given.get("engine"))
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker
-    from matcher.sequence.trajectory import read_poses
 
     if is_unfinished(source, map_dir):
         return finish_map(map_dir, asked)
     pinhole = options.parse_camera(camera, "--camera")
-    _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
+    truth = _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
     keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)
-    truth = None if ground_truth is None else read_poses(ground_truth)
     frames_in = open_frames(source, right, rate, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
     with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
-        log.in_map = load_map is not None
-        finish_in_map(tracker, log, wait=ended is None)
-    code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
+        finish_in_map(tracker, log, in_map=load_map is not None, wait=ended is None)
+    with kept_if_full(tracker):
+        code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
     save_map(tracker, terminated=ended is not None, outputs=output or [])
     return code if ended is None else ended
 
@@ -156,10 +155,11 @@ def _check(
     right: Path | None,
     baseline: float | None,
     overwrite: bool,
-) -> None:
-    """Refuse, before any work is done, outputs that cannot be written and options that need others."""
+) -> tuple[Any, Any] | None:
+    """The true poses; refuses, before any work, outputs that cannot be written and options without others."""
     from matcher.errors import UsageError
     from matcher.files import check_output
+    from matcher.sequence.trajectory import read_poses
 
     for path in outputs:
         check_output(path, SUFFIXES, overwrite=overwrite)
@@ -177,6 +177,7 @@ def _check(
     for name, value in needing.items():
         if value is not None and camera is None:
             raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
+    return None if truth is None else read_poses(truth)
 
 
 @contextmanager
@@ -209,7 +210,7 @@ def _follow(
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run.
 
     Returns:
-        What was tracked, frames that could not be read, and the exit code where the program was terminated.
+        What was tracked, frames that could not be read, and the exit code where tracking was ended.
     """
     from matcher.errors import ImageError
     from matcher.sequence.log import TrackingLog
@@ -234,6 +235,8 @@ def _follow(
     except SystemExit as stop:  # SIGTERM
         say("terminated")
         ended = int(stop.code or 0)
+    except OSError as error:  # a full disk ends tracking, and what was tracked is written all the same
+        ended = exit_code_of(error)
     if source.problem is not None:
         complain(str(source.problem))
         failures += 1

@@ -160,7 +160,7 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iter
             tracker.keyframe_map.close()
 
 
-def finish_in_map(tracker: Tracker, log: TrackingLog, *, wait: bool) -> None:
+def finish_in_map(tracker: Tracker, log: TrackingLog, *, in_map: bool, wait: bool) -> None:
     """Wait for frames that are still to be localised, and take their poses in; Ctrl-C keeps what is known."""
     if wait and (waiting := tracker.waiting_in_map):
         say(f"waiting until up to {waiting} more frames are localised in the map; Ctrl-C ends that")
@@ -170,6 +170,7 @@ def finish_in_map(tracker: Tracker, log: TrackingLog, *, wait: bool) -> None:
     except KeyboardInterrupt:
         say("stopped waiting for the map")
     log.complete(tracker.late_poses_in_map())
+    log.in_map = in_map
     log.localized, log.problem = tracker.localized_in_map, tracker.problem
 
 
@@ -194,8 +195,29 @@ def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None
         raise
 
 
+@contextmanager
+def kept_if_full(tracker: Tracker) -> Iterator[None]:
+    """Where other outputs cannot be written, keyframes and their poses are kept."""
+    try:
+        yield
+    except OSError:
+        if tracker.keyframe_map is not None:
+            _say_kept(tracker.keyframe_map)
+        raise
+
+
 def _say_kept(keyframes: KeyframeMap) -> None:
-    frames, count = keyframes.keep()
+    from matcher.sequence.kept_frames import KEPT
+
+    try:
+        frames, count = keyframes.keep()
+    except OSError as error:
+        complain(
+            f"{keyframes.folder}: the last poses and keyframes could not be kept there ({error}); make room, "
+            f"and if {keyframes.folder / KEPT} exists, `matcher track {keyframes.folder} --map "
+            f"{keyframes.folder}` makes a map of those before"
+        )
+        return
     complain(
         f"kept in {keyframes.folder}: {frames} poses and {count} keyframes, without a map: `matcher track "
         f"{keyframes.folder} --map {keyframes.folder}` makes it"

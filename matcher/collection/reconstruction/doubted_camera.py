@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matcher.collection.store import Store
     from matcher.data.camera import Camera
 
-_FACTORS = 2.0 ** np.arange(-3.0, 3.01, 0.125)  # of the given focal length
+_OCTAVES, _STEPS = 3, 8  # the given focal length is made longer and shorter by; steps of each
 _PAIRS, _MOST = 8, 2000  # that tell it at least; more say no more
 _INLIERS = 50  # of a pair whose matrix is exact enough
 _BETTER = 2.0  # times as unequal as with another focal length, singular values are a doubt
@@ -46,13 +46,14 @@ def better_focal(store: Store, camera: Camera, only: Collection[str] | None = No
 
 def _better_factor(matrices: np.ndarray, camera: Camera) -> float | None:
     """The factor of the focal length with which fundamental matrices (P, 3, 3) are essential ones."""
-    unequal = np.array([np.median(_inequality(matrices, camera, factor)) for factor in _FACTORS])
+    factors = 2.0 ** (np.arange(-_OCTAVES * _STEPS, _OCTAVES * _STEPS + 1) / _STEPS)
+    unequal = np.array([np.median(_inequality(matrices, camera, factor)) for factor in factors])
     best = int(np.argmin(unequal))
-    given = unequal[len(_FACTORS) // 2]
-    inside = 0 < best < len(_FACTORS) - 1  # at the end, none of them fits
-    far = abs(np.log(_FACTORS[best])) >= np.log(_OTHER)
+    given = unequal[_OCTAVES * _STEPS]
+    inside = 0 < best < len(factors) - 1  # at the end, none of them fits
+    far = abs(np.log(factors[best])) >= np.log(_OTHER)
     clear = given >= max(_UNEQUAL, _BETTER * unequal[best])
-    return float(_FACTORS[best]) if inside and far and clear else None
+    return float(factors[best]) if inside and far and clear else None
 
 
 def _inequality(matrices: np.ndarray, camera: Camera, factor: float) -> np.ndarray:

@@ -108,9 +108,7 @@ def reconstruct(
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
             report, models = _mapped(store, out, part, job, choice, (only, without), poses)
-        doubt = _doubt(store, choice, only)
-        _check_model(report, models, doubt)
-    report.notes.extend([doubt] * bool(doubt))
+        _check_model(report, models)
     return Reconstruction(out, models, report.images, report)
 
 
@@ -130,7 +128,7 @@ def _mapped(
     """
     unrefined = refine_run(store)
     report = write_colmap(store, part / DATABASE, choice, *selection)
-    report.notes.extend([unrefined] * bool(unrefined))
+    report.notes.extend(note for note in (unrefined, _doubt(store, choice, selection[0])) if note)
     if job["mapper"] == "triangulate" and report.guessed_cameras:
         report.notes.append(
             f"the focal length of {report.guessed_cameras} photos is a guess, which given poses do not allow "
@@ -241,12 +239,12 @@ def _doubt(store: Store, choice: CameraChoice | None, only: Collection[str] | No
     if focal is None:
         return ""
     return (
-        f"the camera that was given may be wrong: pairs of photos fit a focal length of about {focal:.0f} px, "
+        f"the camera that was given may be wrong: pairs of photos fit a focal length near {focal:.0f} px, "
         f"not {camera.fx:.0f}; correct it, or leave it out to have it estimated"
     )
 
 
-def _check_model(report: ExportReport, models: tuple[SparseModel, ...], doubt: str) -> None:
+def _check_model(report: ExportReport, models: tuple[SparseModel, ...]) -> None:
     """Refuse to end without a model.
 
     Raises:
@@ -263,7 +261,7 @@ def _check_model(report: ExportReport, models: tuple[SparseModel, ...], doubt: s
     raise ReconstructionError(
         f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
         f"{report.images} images; photos taken further apart, more keypoints, all pairs, or a known camera "
-        "may help" + (f"; {doubt}" if doubt else "")
+        "may help" + "".join(f"; {note}" for note in report.notes)
     )
 
 
