@@ -100,6 +100,14 @@ def test_a_rig_that_is_not_calibrated_is_learnt(stereo, tmp_path, mapper):
     assert np.linalg.norm(learnt.rigs[0][1].cam_from_rig[:3, 3]) == pytest.approx(baselines(made)[0])
 
 
+def test_the_global_mapper_keeps_cameras_that_are_all_given(stereo, tmp_path):
+    choice = CameraChoice(rig=rig())
+    made = reconstruct(stereo, tmp_path / "all", choice=choice, mapper="global", threads=1)
+    assert made.largest.registered == 12 and not any("adjusts" in note for note in made.export.notes)
+    model = pycolmap.Reconstruction(str(tmp_path / "all" / "sparse" / "0"))
+    assert {tuple(camera.params[:2]) for camera in model.cameras.values()} == {(CAMERA.fx, CAMERA.fy)}
+
+
 def test_a_rig_that_moves_ahead_begins_with_one_moment(tmp_path):
     """COLMAP begins with two moments, and finds none that see points from different directions."""
     left = np.tile(np.eye(4), (6, 1, 1))

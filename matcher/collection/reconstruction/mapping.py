@@ -34,8 +34,9 @@ def main() -> None:
     existing folder), `mapper` (incremental, global, or triangulate for points only), `poses` (None, or those
     to start from: name → cam_from_world (3, 4)), `positions` (name → latitude, longitude, altitude), `origin`
     (None, or the position that the poses to start from are metres east, north and up of),
-    `fixed_cameras` (numbers of those that are not refined), `min_images` of a model, `threads` (−1: all),
-    `seed`, `verify` (run COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond
+    `fixed_cameras` (numbers of those that are not refined), `all_fixed` (these are all),
+    `min_images` of a model, `threads` (−1: all), `seed`,
+    `verify` (run COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond
     which an observation is uncertain), `deviations` (the file that says how uncertain each is), `rig` (None,
     or COLMAP's rig_config.json, which is completed from the largest model) and `rig_known` (whether it says
     how all its cameras are fixed to each other).
@@ -136,6 +137,8 @@ def _options(pycolmap: Any, job: dict[str, Any]) -> Any:
     """Of the mapper of the job."""
     if job["mapper"] == "global":
         options = pycolmap.GlobalPipelineOptions()
+        adjusting = options.mapper.bundle_adjustment  # of all cameras or of none
+        adjusting.refine_focal_length = adjusting.refine_extra_params = not job["all_fixed"]
     else:
         options = pycolmap.IncrementalPipelineOptions()
         options.constant_cameras = set(job["fixed_cameras"])

@@ -79,8 +79,8 @@ def reconstruct(
     Args:
         store: the run.
         out: the folder; it must not exist, or be empty.
-        choice: the cameras; given ones are kept as they are by the incremental mapper. So is a rig whose
-            poses are given; where they are not, they are learnt from a model that is made first without it.
+        choice: the cameras; given ones are kept as they are, by the global mapper if all are. So is a rig
+            whose poses are given; others are learnt from a model that is made first without it.
         only: names of the images to use; all when absent. `without`: pairs of names, in order, not to use.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
@@ -133,6 +133,11 @@ def _mapped(
         report.notes.append(
             f"the focal length of {report.guessed_cameras} photos is a guess, which given poses do not allow "
             "to correct: give the camera, or poses with their cameras"
+        )
+    if job["mapper"] == "global" and 0 < len(report.given_cameras) < report.cameras:
+        report.notes.append(
+            f"the global mapper adjusts all {report.cameras} cameras, also the {len(report.given_cameras)} "
+            "that were given, since others were not: the incremental one keeps them"
         )
     if report.images < 2:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
@@ -272,6 +277,7 @@ def _paths(store: Store, report: ExportReport, part: Path) -> dict[str, Any]:
         "images": str(store.image_folder),
         "output": str(part),
         "fixed_cameras": report.given_cameras,
+        "all_fixed": len(report.given_cameras) == report.cameras,
         "deviations": str(part / DEVIATIONS),
         "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
     }
