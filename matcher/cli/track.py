@@ -310,7 +310,7 @@ def _need_poses(log: TrackingLog, poses: Any) -> None:
         raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
     if log.in_map and log.localized:
         raise ImageError(
-            f"{log.localized} frames were localised, too near each other to say how long the map's unit is: "
+            f"too few frames were localised ({log.localized}) or too near each other to say the map's unit: "
             "give more frames, of a camera that moves further, or stereo pairs (--right)"
         )
     if len(poses) == 0 and log.in_map:
