@@ -6,7 +6,7 @@ import pytest
 from collection_runs import QUICK, photos
 
 from matcher.cli import main
-from matcher.collection.reconstruction import reconstruct
+from matcher.collection.reconstruction import mapping_process
 from matcher.collection.store import Store
 
 pytest.importorskip("pycolmap")
@@ -20,7 +20,7 @@ DEATHS = {
 @pytest.mark.parametrize("name", DEATHS)
 def test_the_command_outlives_colmap(tmp_path, monkeypatch, capfd, name):
     photos(tmp_path / "photos", 3)
-    monkeypatch.setattr(reconstruct, "child_command", lambda _: [sys.executable, "-c", DEATHS[name]])
+    monkeypatch.setattr(mapping_process, "child_command", lambda _: [sys.executable, "-c", DEATHS[name]])
     made = ("sfm", tmp_path / "photos", "--out", tmp_path / "model", *QUICK, "--workers", 0)
     code = main([str(part) for part in made])
     errors = capfd.readouterr().err
