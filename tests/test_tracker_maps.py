@@ -346,6 +346,42 @@ def test_on_a_busy_machine_poses_in_the_map_come_at_the_end(saved, walls, starve
     assert len(read_poses(tmp_path / "b.tum")[1]) >= 5
 
 
+def test_a_recording_has_late_poses_at_the_time_of_their_frames(saved, walls, starved, tmp_path):
+    pytest.importorskip("rerun")
+    reader = pytest.importorskip("rerun.chunk")
+    left, right, _ = write_pairs(tmp_path, walls, count=8)
+    stereo = ("--right", right, "--baseline", BASELINE, "--camera", CAMERA_TEXT, "--fps", 20)
+    fast = ("--preset", "nearest", "--max-keypoints", 400, "--load-map", saved[0])
+    arguments = (
+        "track",
+        left,
+        *stereo,
+        *fast,
+        "--output",
+        tmp_path / "a.rrd",
+        "--output",
+        tmp_path / "a.tum",
+    )
+    assert main([str(value) for value in arguments]) == 0
+    times, poses = read_poses(tmp_path / "a.tum")
+    assert len(poses) == 8  # none of which was known when its frame was tracked
+    found, entities = {}, set()
+    for chunk in reader.RrdReader(tmp_path / "a.rrd").stream():
+        entities.add(chunk.entity_path)
+        for row in chunk.to_record_batch().to_pylist():
+            row = {key.split(":")[-1]: value for key, value in row.items()}
+            if chunk.entity_path == "/in_map/frame":
+                found[row["frame"]] = row["time"].total_seconds(), row["translation"][0]
+            if chunk.entity_path == "/in_map/route":
+                np.testing.assert_allclose(row["strips"][0], poses[:, :3, 3], atol=1e-5)
+    assert {"/in_map/points", "/in_map/route", "/in_map/frame/image"} <= entities
+    assert sum(entity.startswith("/in_map/map/") for entity in entities) > 3
+    assert sorted(found) == list(range(8))
+    for frame, (time, place) in found.items():
+        assert time == pytest.approx(times[frame])
+        np.testing.assert_allclose(place, poses[frame, :3, 3], atol=1e-5)
+
+
 def test_an_interrupt_ends_the_wait_for_the_map(saved, walls, starved, tmp_path, capfd, monkeypatch):
     left, right, _ = write_pairs(tmp_path, walls, count=3)
 

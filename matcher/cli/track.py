@@ -27,6 +27,7 @@ from matcher.cli.track_maps import (
     leave_a_core,
     maps_of,
     save_map,
+    sparse_map_of,
 )
 from matcher.cli.tracked import as_object, summary_of, title_of
 
@@ -138,9 +139,9 @@ def track(
     frames_in = open_frames(source, right, rate, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
-    with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live) as recordings:
+    with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live, load_map) as recordings:
         log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
-        finish_in_map(tracker, log, in_map=load_map is not None, wait=ended is None)
+        finish_in_map(tracker, log, recordings, in_map=load_map is not None, wait=ended is None)
     with kept_if_full(tracker):
         code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
     save_map(tracker, terminated=ended is not None, outputs=output or [])
@@ -181,8 +182,8 @@ def _check(
 
 
 @contextmanager
-def _recordings(outputs: list[Path], show: bool) -> Iterator[list[Recording]]:
-    """Recordings that are written or shown; files appear only if all goes well."""
+def _recordings(outputs: list[Path], show: bool, load_map: Path | None) -> Iterator[list[Recording]]:
+    """Recordings that are written or shown, with the loaded map; files appear only if all goes well."""
     paths: list[Path | None] = [path for path in outputs if path.suffix.lower() == ".rrd"]
     paths += [None] if show else []
     recordings: list[Recording] = []
@@ -190,7 +191,8 @@ def _recordings(outputs: list[Path], show: bool) -> Iterator[list[Recording]]:
         if paths:
             from matcher.sequence.recording import Recording
 
-            recordings += [Recording(path) for path in paths]
+            loaded = None if load_map is None else sparse_map_of(load_map)
+            recordings += [Recording(path, loaded) for path in paths]
         yield recordings
     except BaseException:
         for recording in recordings:
@@ -313,8 +315,6 @@ def _need_poses(log: TrackingLog, poses: Any) -> None:
             f"too few frames were localised ({log.localized}) or too near each other to say the map's unit: "
             "give more frames, of a camera that moves further, or stereo pairs (--right)"
         )
-    if len(poses) == 0 and log.in_map:
-        raise ImageError(
-            "no frame has a pose in the map: is it of another place, or --camera not the frames'?"
-        )
+    if log.in_map:
+        raise ImageError("no frame has a pose in the map: is it of another place, or --camera a wrong one?")
     raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")

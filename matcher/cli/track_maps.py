@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,8 +16,10 @@ from matcher.cli.tracked import closing_of
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
+    from matcher.localization.sparse_map import SparseMap
     from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.log import TrackingLog
+    from matcher.sequence.recording import Recording
     from matcher.sequence.tracker import Tracker
 
 MapFolder = Annotated[
@@ -160,7 +162,17 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iter
             tracker.keyframe_map.close()
 
 
-def finish_in_map(tracker: Tracker, log: TrackingLog, *, in_map: bool, wait: bool) -> None:
+def sparse_map_of(folder: Path) -> SparseMap:
+    """Images, poses and points of a map that is loaded; errors as of `Map.open`."""
+    from matcher.localization.map import Map
+
+    with Map.open(folder) as place:
+        return place.model
+
+
+def finish_in_map(
+    tracker: Tracker, log: TrackingLog, recordings: Sequence[Recording], *, in_map: bool, wait: bool
+) -> None:
     """Wait for frames that are still to be localised, and take their poses in; Ctrl-C keeps what is known."""
     if wait and (waiting := tracker.waiting_in_map):
         say(f"waiting until up to {waiting} more frames are localised in the map; Ctrl-C ends that")
@@ -169,7 +181,10 @@ def finish_in_map(tracker: Tracker, log: TrackingLog, *, in_map: bool, wait: boo
             tracker.finish_in_map()
     except KeyboardInterrupt:
         say("stopped waiting for the map")
-    log.complete(tracker.late_poses_in_map())
+    late = tracker.late_poses_in_map()
+    log.complete(late)
+    for recording in recordings:
+        recording.complete(late)
     log.in_map = in_map
     log.localized, log.problem = tracker.localized_in_map, tracker.problem
 

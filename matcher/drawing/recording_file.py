@@ -6,11 +6,15 @@ import errno
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+import numpy as np
+
+from matcher.data.camera import Camera
 from matcher.errors import UsageError, install_command
 
 
@@ -37,6 +41,38 @@ class RecordingFile:
             self._part = self._path.with_name(f".{self._path.name[:80]}.{secrets.token_hex(4)}.part")
             self.stream.save(self._part)
         self.stream.log("world", self.rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
+
+    def log_camera(
+        self,
+        entity: str | list[str],
+        world_from_cam: np.ndarray,
+        camera: Camera,
+        *,
+        scale: np.ndarray | None = None,
+        size: Sequence[int] | None = None,
+        static: bool = False,
+        **look: Any,
+    ) -> None:
+        """A pose at the entity, and a camera at its child `image`.
+
+        Args:
+            entity: a path, or its parts.
+            world_from_cam: (4, 4).
+            camera: in stored pixels.
+            scale: (2,) of the drawn image, for one pixel of the stored one.
+            size: of the drawn image; by default the camera's.
+            static: at all times.
+            look: of rerun's `Pinhole`.
+        """
+        pose = dict(translation=world_from_cam[:3, 3], mat3x3=world_from_cam[:3, :3])
+        self.stream.log(entity, self.rr.Transform3D(**pose), static=static)
+        K = camera.K.copy()
+        K[:2, 2] += 0.5  # an image is drawn with the centre of its first pixel at (0.5, 0.5)
+        if scale is not None:
+            K[:2] *= scale[:, None]
+        pinhole = self.rr.Pinhole(image_from_camera=K, resolution=size or camera.size, **look)
+        image = f"{entity}/image" if isinstance(entity, str) else [*entity, "image"]
+        self.stream.log(image, pinhole, static=static)
 
     def lay_out(self, scene: str, *beside: Any) -> None:
         """Open with the scene large, under this name, and the other views beside it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from matcher.drawing.recording_file import RecordingFile
 from matcher.localization.pose import Pose
 
 if TYPE_CHECKING:
-    from matcher.data.camera import Camera
     from matcher.localization.map import Map
+    from matcher.localization.sparse_map import SparseMap
 
 _QUALITY = 75  # of the photos' JPEG
 _SHOWN_SIZE = 640  # pixels of the longer side of a photo
@@ -40,15 +40,7 @@ class LocalizationRecording(RecordingFile):
         photo = self.views.Spatial2DView(origin="photo", name="photo")
         self.lay_out("map and photos", photo, self.views.TextLogView(origin="photos", name="photos"))
         self._number = 0
-        model = place.model
-        back = np.linalg.inv(model.cam_from_world)
-        self._extent = max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
-        kept = model.xyz[:: 1 + len(model.xyz) // _POINTS]
-        look = dict(colors=_POINT_COLOUR, radii=self.rr.Radius.ui_points(_POINT))
-        self.stream.log("world/points", self.rr.Points3D(kept, **look), static=True)
-        for name, world_from_cam, camera in zip(model.names, back, model.cameras, strict=True):
-            entity = ["world", "map", name]
-            self._log_camera(entity, world_from_cam, camera, _MAP_COLOUR, static=True)
+        self._extent = log_map(self, "world", place.model)
 
     def add(self, name: str, photo: ImageInput, pose: Pose) -> None:
         """Add a photo; without a pose only its picture and the reason are written.
@@ -70,7 +62,8 @@ class LocalizationRecording(RecordingFile):
             return
         scale = np.asarray(shown.scale)
         size = shown.pixels.shape[1], shown.pixels.shape[0]
-        self._log_camera(entity, pose.world_from_cam, pose.camera, _INLIER_COLOUR, scale=scale, size=size)
+        how = dict(image_plane_distance=self._extent * _LARGE, color=_INLIER_COLOUR)
+        self.log_camera(entity, pose.world_from_cam, pose.camera, scale=scale, size=size, **how)
         self.stream.log([*entity, "image"], picture)
         # The image is drawn with the centre of its first pixel at (0.5, 0.5).
         seen = (pose.points2d[pose.inliers] + 0.5) * scale
@@ -78,25 +71,16 @@ class LocalizationRecording(RecordingFile):
         self.stream.log("photo/inliers", rr.Points2D(seen, **look))
         self.stream.log("world/inliers", rr.Points3D(pose.points3d[pose.inliers], **look))
 
-    def _log_camera(
-        self,
-        entity: list[str],
-        world_from_cam: np.ndarray,
-        camera: Camera,
-        colour: tuple[int, int, int],
-        *,
-        scale: np.ndarray | None = None,
-        size: tuple[int, int] | None = None,
-        static: bool = False,
-    ) -> None:
-        rr: Any = self.rr
-        transform = rr.Transform3D(translation=world_from_cam[:3, 3], mat3x3=world_from_cam[:3, :3])
-        self.stream.log(entity, transform, static=static)
-        K = camera.K.copy()
-        K[:2, 2] += 0.5
-        if scale is not None:
-            K[:2] *= scale[:, None]
-        distance = self._extent * (_SIZE if static else _LARGE)
-        look = dict(image_plane_distance=distance, color=colour)
-        pinhole = rr.Pinhole(image_from_camera=K, resolution=size or camera.size, **look)
-        self.stream.log([*entity, "image"], pinhole, static=static)
+
+def log_map(file: RecordingFile, root: str, model: SparseMap) -> float:
+    """Write points and cameras of a map below the entity `root`, and say how far its cameras extend."""
+    rr = file.rr
+    back = np.linalg.inv(model.cam_from_world)
+    extent = max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
+    kept = model.xyz[:: 1 + len(model.xyz) // _POINTS]
+    look = dict(colors=_POINT_COLOUR, radii=rr.Radius.ui_points(_POINT))
+    file.stream.log(f"{root}/points", rr.Points3D(kept, **look), static=True)
+    shown = dict(image_plane_distance=extent * _SIZE, color=_MAP_COLOUR)
+    for name, world_from_cam, camera in zip(model.names, back, model.cameras, strict=True):
+        file.log_camera([root, "map", name], world_from_cam, camera, static=True, **shown)
+    return extent
