@@ -17,12 +17,12 @@ import matcher
 from matcher.cli import main
 from matcher.cli.track_maps import leave_a_core
 from matcher.data.camera import Camera
-from matcher.errors import UsageError
+from matcher.errors import MatcherError, UsageError
 from matcher.sequence.background import start
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.kept_frames import KEPT
 from matcher.sequence.late_poses import LatePoses, LocalizedFrame
-from matcher.sequence.map_tracking import MapTracking
+from matcher.sequence.map_tracking import FrameLookup, MapTracking
 from matcher.sequence.trajectory import read_poses
 from matcher.threads import thread_environment
 
@@ -194,6 +194,15 @@ def test_nobody_waits_for_a_process_that_does_not_take_a_large_request():
         assert beside.answers(wait=True) == [10_000_000] and beside.problem is None
         beside._process.send_signal(signal.SIGSTOP)
         beside.offer(bytes(10_000_000))  # and it ends while that is on the way
+    finally:
+        beside.close()
+
+
+def test_the_process_beside_tracking_opens_the_map_before_the_first_frame(tmp_path):
+    beside = start(FrameLookup(tmp_path / "gone", {}), "background")
+    try:
+        with pytest.raises(MatcherError, match="is not a folder"):
+            beside.answers(wait=True)  # nothing was offered yet
     finally:
         beside.close()
 

@@ -6,8 +6,10 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 from matcher.errors import MatcherError
 
@@ -22,21 +24,28 @@ def _yield_to_all() -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def _answered(step: Callable[[], Any]) -> Any:
+    try:
+        return step()
+    except (MatcherError, OSError) as error:
+        return MatcherError(str(error))
+
+
 def main() -> None:
-    """Take a task and then requests from the inherited socket, and send the answers, until it closes."""
+    """Take a task and then requests from the inherited socket, and send the answers, until it closes.
+
+    A task that has a method `prepare` is prepared before the first request.
+    """
     connection = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     _yield_to_all()
     try:
         task = pickle.loads(connection.recv_bytes())
-        answer = None
+        answer = _answered(getattr(task, "prepare", lambda: None))
         while True:
             connection.send_bytes(pickle.dumps(answer))
             request = pickle.loads(connection.recv_bytes())
-            try:
-                answer = task(request)
-            except (MatcherError, OSError) as error:
-                answer = MatcherError(str(error))
+            answer = _answered(lambda request=request: task(request))
     except (EOFError, OSError):
         return  # the parent has ended
 

@@ -28,11 +28,15 @@ _PATIENCE = 10.0  # seconds at the end, in which the process beside may still an
 
 @dataclass(eq=False)
 class FrameLookup:
-    """Localises frames in a map that is opened at the first; a task beside tracking."""
+    """Localises frames in a map that is opened at the first or before; a task beside tracking."""
 
     model: Path
     options: dict[str, Any]
     _map: Map | None = field(default=None, init=False)
+
+    def prepare(self) -> None:
+        """Open the map, which takes seconds, before there is a frame."""
+        self._map = Map.open(self.model, **self.options)
 
     def __call__(
         self, request: tuple[int, np.ndarray, np.ndarray | None, np.ndarray, Camera]
@@ -40,7 +44,7 @@ class FrameLookup:
         """A frame's index, pixels, mask, pose world_from_cam and camera; False where it is not in the map."""
         index, pixels, mask, world_from_cam, camera = request
         if self._map is None:
-            self._map = Map.open(self.model, **self.options)
+            self.prepare()
         pose = self._map.localize(pixels, camera, mask=mask)
         if not pose.ok:
             return False
