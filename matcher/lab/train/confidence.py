@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from matcher.errors import IntegrityError
 from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.losses import confidence_loss, decisions, match_probability_loss
+from matcher.lab.train.matching_loss import assignments, paired_states
 from matcher.lab.train.optimisers import set_learning_rate
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.state import load_state, save_state
-from matcher.lab.train.trainer import assignments, paired_states
 from matcher.match.network.correspondence import Side
 from matcher.match.network.model import MatchingNetwork
 

@@ -69,9 +69,9 @@ def learning_rate_share(recipe: Schedule, step: int) -> float:
     return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
 
 
-def set_learning_rate(optimisers: Sequence[Optimizer], rate: float, muon_rate: float = 1.0) -> None:
-    """The same rate for every group; Muon's is `muon_rate` times as large."""
+def set_learning_rate(optimisers: Sequence[Optimizer], rate: float, second_rate: float = 1.0) -> None:
+    """The same rate for every group; the second optimiser's is `second_rate` times as large."""
     for optimiser in optimisers:
-        share = muon_rate if len(optimisers) > 1 and optimiser is optimisers[-1] else 1.0
+        share = second_rate if len(optimisers) > 1 and optimiser is optimisers[-1] else 1.0
         for group in optimiser.param_groups:
             group["lr"] = rate * share

@@ -55,9 +55,9 @@ class Stage(Generic[Net, TrainingBatch]):
         model: Net,
         optimisers: Sequence[Optimizer],
         device: torch.device,
-        muon_rate: float = 1.0,
+        second_rate: float = 1.0,
     ) -> None:
-        self.recipe, self.schedule, self.device, self.muon_rate = recipe, schedule, device, muon_rate
+        self.recipe, self.schedule, self.device, self.second_rate = recipe, schedule, device, second_rate
         self.model, self.optimisers = model, list(optimisers)
         self.average = copy.deepcopy(model).requires_grad_(False).eval()
         self.progress = Progress()
@@ -70,7 +70,7 @@ class Stage(Generic[Net, TrainingBatch]):
         """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
         schedule, progress = self.schedule, self.progress
         rate = schedule.learning_rate * learning_rate_share(schedule, progress.step)
-        set_learning_rate(self.optimisers, rate, self.muon_rate)
+        set_learning_rate(self.optimisers, rate, self.second_rate)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         loss = self.loss(batch)

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from matcher.config import ALL_LAYERS
 from matcher.errors import UsageError
 from matcher.lab.train.labels import PairBatch
-from matcher.lab.train.losses import (
-    assignment_loss,
-    correspondence_loss,
-    log_dual_softmax,
-    matchability_loss,
-)
+from matcher.lab.train.matching_loss import matching_loss, paired_states
 from matcher.lab.train.optimisers import build_optimisers
-from matcher.lab.train.recipe import OptimiserRecipe, Recipe
-from matcher.lab.train.stage import Stage, mixed_precision
-from matcher.match.network.consensus import mutual_soft_matches
-from matcher.match.network.correspondence import Side
+from matcher.lab.train.recipe import Recipe
+from matcher.lab.train.stage import Stage
 from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.position import normalise_positions
-from matcher.match.network.tokens import Tokens
-from matcher.match.sinkhorn import log_assignment
 from matcher.weights.files import load_model
 
 
@@ -54,35 +42,10 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         self.average.load_state_dict(self.model.state_dict())
 
     def loss(self, batch: PairBatch) -> Tensor:
-        """Mean over some inner layers, drawn at random, and the last one, plus the loss of the last one."""
-        recipe, states = self.recipe.optimiser, paired_states(self.model, batch, self.device)
+        """As `matching_loss`; random choices depend on the step only."""
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
-        inner = torch.randperm(len(states) - 1, generator=rng)[: recipe.inner_layers].tolist()
-        if not self.model.config.assignment.every_layer:  # one head, for the last layer only
-            inner = []
-        partners = batch.partner0.to(self.device), batch.partner1.to(self.device)
-        losses = []
-        for depth in (*inner, len(states) - 1):
-            with mixed_precision(self.device):
-                scores = self.model.scores(*states[depth], depth)
-            matchability = recipe.matchability_weight * matchability_loss(scores, *partners)
-            rounds = 0 if depth in inner else self.model.config.assignment.consensus
-            found = assignments(self.model, scores, states[depth], recipe, rounds)
-            losses += [assignment_loss(log_p, *partners) + matchability for log_p in found]
-        loss = torch.stack(losses).mean() + losses[-1]
-        if self.model.guidance is None:
-            return loss
-        return loss + recipe.correspondence_weight * self._correspondence_loss(states, batch)
-
-    def _correspondence_loss(self, states: list[tuple[Side, Side]], batch: PairBatch) -> Tensor:
-        """Mean over all layers and both images."""
-        losses = []
-        sides = (batch.corresponding0, batch.features1), (batch.corresponding1, batch.features0)
-        for side, (positions, other) in enumerate(sides):
-            visible = positions.isfinite().all(-1).to(self.device)
-            target = normalise_positions(replace(other, keypoints=positions.nan_to_num(0.0))).to(self.device)
-            losses += [correspondence_loss(pair[side].predicted, target, visible) for pair in states]
-        return torch.stack(losses).mean()
+        states = paired_states(self.model, batch, self.device)
+        return matching_loss(self.model, states, batch, self.recipe.optimiser, rng)
 
 
 def continue_from(model: MatchingNetwork, start: str) -> bool:
@@ -155,31 +118,3 @@ def _for_another_front_end(wanted: dict[str, Tensor], found: dict[str, Tensor]) 
         else:
             kept[key] = value
     return kept
-
-
-def paired_states(model: MatchingNetwork, batch: PairBatch, device: torch.device) -> list[tuple[Side, Side]]:
-    """The tokens of image 0 and 1 after each layer, (B, N, …) float32."""
-    with mixed_precision(device):
-        tokens = model.tokens(batch.features0.to(device), batch.features1.to(device))
-        return [_paired(state.tokens) for state in model.run(tokens, ALL_LAYERS)]
-
-
-def _paired(tokens: Tokens) -> tuple[Side, Side]:
-    """Tokens of images with equally many keypoints as (B, N, …)."""
-    columns = [x for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None]
-    columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
-    return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
-
-
-def assignments(
-    model: MatchingNetwork, scores: Tensor, sides: tuple[Side, Side], recipe: OptimiserRecipe, rounds: int
-) -> list[Tensor]:
-    """Differentiable log P (B, N+1, M+1) of scores, and after each round of consensus."""
-    if model.config.assignment.kind == "dual_softmax":
-        return [log_dual_softmax(scores)]
-    found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
-    for _ in range(rounds):
-        matches = mutual_soft_matches(found[-1][:, :-1, :-1])
-        updated = model.consensus(scores, *(side.positions for side in sides), matches)
-        found.append(log_assignment(updated, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
-    return found

@@ -51,6 +51,17 @@ class KeypointRecipe:
 
 
 @dataclass(frozen=True)
+class JointRecipe:
+    """A matcher that is trained along with the front end; its loss is added to those of the keypoints."""
+
+    start: str = ""  # its weights to start from, a shipped name or a file; no matcher is trained if empty
+    name: str = "hybrid-learned"  # of its weights file
+    weight: float = 1.0  # of its loss
+    learning_rate: float = 0.25  # relative to the front end's
+    points: tuple[int, ...] = (256, 384)  # keypoints of each image that are matched, drawn for each batch
+
+
+@dataclass(frozen=True)
 class FrontEndRecipe:
     """A front end, its training pairs and its optimisation."""
 
@@ -63,6 +74,7 @@ class FrontEndRecipe:
     sources: SourceShares = field(default_factory=lambda: SourceShares(planes=1.0, relief=0.0))
     batch: BatchRecipe = BatchRecipe()
     optimiser: KeypointRecipe = KeypointRecipe()
+    matcher: JointRecipe = JointRecipe()
     validate_every: int = 500  # steps
     validation_pairs: int = 40  # made of photos that are not trained on
     validation_points: int = 1024  # of each of their images
@@ -112,5 +124,23 @@ class FrontEndRecipe:
                 "validation_pairs, validation_points: at least 1",
             ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            *self._matcher_rules(),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
+
+    def _matcher_rules(self) -> list[tuple[bool, str]]:
+        matcher, most = self.matcher, self.optimiser.points
+        return [
+            (
+                Path(matcher.name).name == matcher.name != "" and matcher.name != self.name,
+                "matcher.name: must be a plain file name, another than name",
+            ),
+            (
+                not matcher.start or min(matcher.weight, matcher.learning_rate) > 0,
+                "matcher.weight, matcher.learning_rate: above 0",
+            ),
+            (
+                not matcher.start or all(0 < n <= most for n in matcher.points or (0,)),
+                "matcher.points: from 1 to optimiser.points",
+            ),
         ]

@@ -10,19 +10,20 @@ from pathlib import Path
 import torch
 
 from matcher.config_tables import to_dict
-from matcher.extract.learned import STRIDE, FeatureNetwork, folded
+from matcher.extract.learned import STRIDE, folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.averaging import blend, mean_of
 from matcher.lab.train.keypoints.batches import BatchSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
-from matcher.lab.train.keypoints.trainer import FrontEndTrainer
+from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer
 from matcher.lab.train.keypoints.validation import validate
 from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.state import load_state
-from matcher.weights.files import save_front_end
+from matcher.lab.train.trainer import blend_with_start
+from matcher.weights.files import save_front_end, save_model
 
 VALIDATION_ENLARGED = 1.5  # sides of validation images, relative to those of training
 CUDA_READERS = 12  # threads that prepare batches for a GPU
@@ -38,7 +39,8 @@ def train_front_end(
 ) -> Path | None:
     """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
 
-    Arguments, result and errors are those of `matcher.lab.train.run.train`.
+    Arguments, result and errors are those of `matcher.lab.train.run.train`. A matcher that is
+    trained along has its own weights file beside the front end's.
     """
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
@@ -55,12 +57,12 @@ def train_front_end(
             log(f"skipped {photo_set.photos[number]}: it cannot be read")
         reported.update(photo_set.unreadable)
 
-    def scores_of(network: FeatureNetwork) -> LogRow:
-        return validate(network, batches, recipe.validation_points)
+    def scores_of(model: Describer) -> LogRow:
+        return validate(model, batches, recipe.validation_points)
 
     loop = Loop(
         trainer,
-        lambda: scores_of(trainer.average.network),
+        lambda: scores_of(trainer.average),
         options.folder,
         log,
         stopped,
@@ -92,19 +94,27 @@ def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> Batch
     return BatchSampler(build_mixture(PhotoSet(photos, colour=True), shares, scene=scene), ours)
 
 
-def _write(loop: Loop, scores_of: Callable[[FeatureNetwork], LogRow]) -> Path:
-    """The best averaged parameters as a weights file, batch normalisation folded into the convolutions.
+def _write(loop: Loop, scores_of: Callable[[Describer], LogRow]) -> Path:
+    """The best averaged parameters as weights files, batch normalisation folded into the convolutions.
 
-    With `start_share` they are averaged with those that training started from.
+    With `start_share` they are averaged with those that training started from. Returns the front end's.
     """
     trainer, recipe = loop.trainer, loop.trainer.recipe
-    trainer.average.load_state_dict(load_state(loop.folder / "best.pt"))
+    model, share = trainer.average, recipe.optimiser.start_share
+    model.load_state_dict(load_state(loop.folder / "best.pt"))
     validations = [row for row in trainer.progress.history if "f1" in row]
-    network = folded(trainer.average.network).cpu()
-    if recipe.optimiser.start_share:
-        blend(network, mean_of([recipe.start, *recipe.start_also]), recipe.optimiser.start_share)
-    summary = {"recipe": to_dict(recipe), "validation": scores_of(network), "history": validations}
+    model.network = folded(model.network).cpu()
+    if share:
+        blend(model.network, mean_of([recipe.start, *recipe.start_also]), share)
+    if share and model.matcher is not None:
+        blend_with_start(model.matcher, recipe.matcher.start, share)
+    summary = {"recipe": to_dict(recipe), "validation": scores_of(model.cpu()), "history": validations}
+    header = {"training": json.dumps(summary)}
     path = loop.folder / f"{recipe.name}.safetensors"
-    save_front_end(network, "learned", path, {"training": json.dumps(summary)}, dtype=torch.float16)
+    save_front_end(model.network, "learned", path, header, dtype=torch.float16)
     loop.log(f"wrote {path}")
+    if model.matcher is not None:
+        matcher = loop.folder / f"{recipe.matcher.name}.safetensors"
+        save_model(model.matcher, matcher, header)
+        loop.log(f"wrote {matcher}")
     return path

@@ -6,48 +6,54 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from matcher.errors import UsageError
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine, unfolded
 from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import ImageBatch
-from matcher.lab.train.keypoints.recipe import FrontEndRecipe
+from matcher.lab.train.keypoints.joint import BatchKeypoints, joint_loss, labelled
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.match.mutual import mutual_best
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.steering import steered
+from matcher.match.turns import STEERABLE
+from matcher.weights.files import load_model
 
 APART = 4.0  # pixels; descriptors of nearer points need not differ
 FIRST_SCALE = 20.0  # of the similarities, initially; it is learned
 
 
 class Describer(nn.Module):
-    """The network, and the scale of the similarities, which is needed in training only."""
+    """The network; the scale of the similarities, which is needed in training only; a matcher, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, matcher: MatchingNetwork | None) -> None:
         super().__init__()
         self.network = FeatureNetwork(normalised=True)
         self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
+        self.matcher = matcher
 
 
 class FrontEndTrainer(Stage[Describer, ImageBatch]):
-    """Trains the positions, scores and descriptors of keypoints.
+    """Trains the positions, scores and descriptors of keypoints, and a matcher along if the recipe has one.
 
     Raises:
         IntegrityError: weights to start from are absent, damaged, or of another network.
+        UsageError: the matcher is for another front end.
     """
 
     def __init__(self, recipe: FrontEndRecipe, device: torch.device) -> None:
         self._trained = mean_of([recipe.start, *recipe.start_also]) if recipe.start else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            model = Describer().to(device).to(memory_format=torch.channels_last)
-        values = recipe.optimiser
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": values.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimiser = torch.optim.AdamW(groups, lr=values.learning_rate)
-        super().__init__(recipe, values, model, [optimiser], device)
+            model = Describer(load_matcher(recipe.matcher.start)).to(device)
+        model = model.to(memory_format=torch.channels_last)
+        optimisers = build_optimisers(model, recipe.optimiser)
+        super().__init__(
+            recipe, recipe.optimiser, model, optimisers, device, second_rate=recipe.matcher.learning_rate
+        )
 
     def step(self, batch: ImageBatch) -> float:
         """As `Stage.step`; the first one of loaded weights restores batch normalisation from the images."""
@@ -71,7 +77,8 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         with mixed_precision(self.device):
             # Descriptors of an image at its own keypoints and at those transferred from the other image.
             both = torch.cat([positions, losses.other_of_pair(corresponding)], dim=1).detach()
-            own, others = steered(network.describe(maps, both), -batch.turns).chunk(2, dim=1)
+            described = network.describe(maps, both)
+            own, others = steered(described, -batch.turns).chunk(2, dim=1)
         corresponding_descriptors = losses.other_of_pair(others)
         matched = self._matched(own, valid, distance)
         chosen = torch.randperm(recipe.points, generator=rng)[: recipe.described].to(self.device)
@@ -97,7 +104,17 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
                 APART,
             ),
         ]
+        if self.model.matcher is not None:
+            points = BatchKeypoints(
+                positions, described[:, : recipe.points], corresponding.detach(), visible, valid
+            )
+            parts.append(self.recipe.matcher.weight * self._matcher_loss(points, batch, rng))
         return torch.stack(parts).sum()
+
+    def _matcher_loss(self, points: BatchKeypoints, batch: ImageBatch, rng: torch.Generator) -> Tensor:
+        counts = self.recipe.matcher.points
+        count = counts[int(torch.randint(len(counts), (1,), generator=rng))]
+        return joint_loss(self.model.matcher, labelled(points, batch, count), self.device, rng)
 
     @torch.no_grad()
     def _matched(self, own: Tensor, valid: Tensor, distance: Tensor) -> Tensor:
@@ -105,6 +122,40 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, valid)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
+
+
+def load_matcher(start: str) -> MatchingNetwork | None:
+    """The matcher of weights to start from, a shipped name or a file; None if empty.
+
+    Its heads for early exit and pruning are not trained.
+
+    Raises:
+        IntegrityError: no such weights, or a damaged file.
+        UsageError: they are not for our front end.
+    """
+    if not start:
+        return None
+    matcher, _, name = load_model(start)
+    if matcher.config.kind != STEERABLE:
+        raise UsageError(f"matcher.start: {name} matches the keypoints of {matcher.config.kind}, not ours")
+    matcher.float().requires_grad_(True)
+    for heads in (matcher.confidence, matcher.match_probability):
+        heads.requires_grad_(False)
+    return matcher
+
+
+def build_optimisers(model: Describer, recipe: KeypointRecipe) -> list[Optimizer]:
+    """AdamW for the front end, and a second one for the matcher if there is one."""
+    front_end = [*model.network.parameters(), model.log_scale]
+    groups = [
+        {"params": [p for p in front_end if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in front_end if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=recipe.learning_rate)]
+    if model.matcher is not None:
+        trained = [p for p in model.matcher.parameters() if p.requires_grad]
+        optimisers.append(torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=0.0))
+    return optimisers
 
 
 @torch.no_grad()

@@ -1,0 +1,235 @@
+"""A matcher trained along with the front end: labels, gradients, and a whole small run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_data import write_photos
+
+import matcher
+from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
+from matcher.data.matches import UNMATCHED
+from matcher.data.photos import find_images
+from matcher.errors import UsageError
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, DensePair, quarter_turned
+from matcher.lab.pairs.sources import build_mixture
+from matcher.lab.pairs.textures import PhotoSet
+from matcher.lab.train.keypoints.batches import BatchSampler, ImageBatch
+from matcher.lab.train.keypoints.joint import BatchKeypoints, labelled, match_scores
+from matcher.lab.train.keypoints.losses import transfer
+from matcher.lab.train.keypoints.recipe import (
+    BatchRecipe,
+    FrontEndRecipe,
+    JointRecipe,
+    KeypointRecipe,
+    SmallScene,
+)
+from matcher.lab.train.keypoints.run import train_front_end
+from matcher.lab.train.keypoints.trainer import FrontEndTrainer, load_matcher
+from matcher.lab.train.keypoints.validation import keypoints_of
+from matcher.lab.train.labels import IGNORED
+from matcher.lab.train.loop import RunOptions
+from matcher.lab.train.reading import check_recipe
+from matcher.match.network.model import MatchingNetwork
+from matcher.match.network.position import normalise_positions
+from matcher.weights.files import load_model, save_model
+
+CPU = torch.device("cpu")
+SIDE = 64
+NETWORK = NetworkConfig(
+    kind="learned",
+    descriptor_dim=64,
+    position=PositionConfig(inputs=("xy",)),
+    context=ContextConfig(dim=32, heads=2, depth=2),
+    guided=True,
+    assignment=AssignmentConfig(consensus=1),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("joint")
+    write_photos(root / "photos", 6)
+    torch.manual_seed(0)
+    save_model(MatchingNetwork(NETWORK), root / "random.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def recipe(folder) -> FrontEndRecipe:
+    return FrontEndRecipe(
+        trains="front end",
+        name="small",
+        scene=SmallScene(width=SIDE, height=SIDE),
+        batch=BatchRecipe(pairs=2, turned_share=0.5),
+        optimiser=KeypointRecipe(steps=4, warmup_steps=2, points=40, described=30),
+        matcher=JointRecipe(start=str(folder / "random.safetensors"), name="matches", points=(24, 32)),
+        validate_every=2,
+        validation_pairs=2,
+        validation_points=60,
+        save_every=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def sampler(folder, recipe) -> BatchSampler:
+    photos = PhotoSet(find_images(folder / "photos"), colour=True)
+    return BatchSampler(build_mixture(photos, recipe.sources.shares(), scene=recipe.scene), recipe)
+
+
+def shifted(turns: int = 0) -> ImageBatch:
+    """One pair: image 1 shows image 0 moved 10 px to the right, and is then turned; of image 0 the left edge
+    of what leaves the image is hidden, and ten rows are unknown."""
+    y, x = np.mgrid[:SIDE, :SIDE].astype(np.float32)
+    forward, backward = np.stack([x + 10, y]), np.stack([x - 10, y])
+    forward[:, :, SIDE - 10 :] = HIDDEN
+    backward[:, :, :10] = HIDDEN
+    forward[:, :10] = UNKNOWN
+    pixels = np.zeros((SIDE, SIDE), np.uint8)
+    pair = quarter_turned(DensePair(pixels, pixels, forward, backward), turns)
+    positions = torch.from_numpy(np.stack([pair.positions0, pair.positions1]))
+    return ImageBatch(torch.zeros(2, 1, SIDE, SIDE), positions, torch.tensor([0, turns]))
+
+
+def keypoints(batch: ImageBatch, points0: list, points1: list) -> BatchKeypoints:
+    """Keypoints of image 1 are given as it was before it was turned."""
+    points = torch.tensor([points0, points1], dtype=torch.float32)
+    for _ in range(int(batch.turns[1])):
+        points[1] = torch.stack([SIDE - 1 - points[1, :, 1], points[1, :, 0]], dim=1)
+    corresponding, visible = transfer(points, batch.positions)
+    descriptors = torch.nn.functional.normalize(
+        torch.randn(2, len(points0), 64, generator=torch.Generator().manual_seed(0)), dim=2
+    )
+    return BatchKeypoints(points, descriptors, corresponding, visible, torch.ones(2, len(points0)) > 0)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_partners_are_found_by_their_positions(turns):
+    batch = shifted(turns)
+    mine = [[20, 20], [30, 30], [40, 40], [62, 30], [20, 2], [53.5, 50]]
+    theirs = [[50, 40], [31, 20.5], [43.5, 30], [2, 30], [30, 2], [60, 60]]
+    pairs = labelled(keypoints(batch, mine, theirs), batch, 6)
+    # Matched, 3.5 px apart, matched, out of sight, known in one direction only, hidden beside a contour.
+    assert pairs.partner0[0].tolist() == [1, IGNORED, 0, UNMATCHED, 4, IGNORED]
+    assert pairs.partner1[0].tolist() == [2, 0, IGNORED, UNMATCHED, 4, UNMATCHED]
+
+
+def test_contours_and_absent_keypoints_are_ignored():
+    batch = shifted()
+    points = keypoints(batch, [[20, 20], [55, 30], [20, 5]], [[45, 45], [8, 30], [10, 60]])
+    pairs = labelled(replace(points, valid=torch.tensor([[True] * 3, [False, True, True]])), batch, 3)
+    assert pairs.partner0[0].tolist() == [UNMATCHED, IGNORED, IGNORED]
+    assert pairs.partner1[0].tolist() == [IGNORED, IGNORED, UNMATCHED]
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_turned_image_is_matched_as_the_other_one_stands(turns):
+    upright, batch = shifted(), shifted(turns)
+    points = [[20, 20], [30, 30], [40, 41]], [[30, 20], [40, 30], [50, 41]]
+    expected = labelled(keypoints(upright, *points), upright, 3)
+    pairs = labelled(keypoints(batch, *points), batch, 3)
+    for side in ("features0", "features1"):
+        positions = (normalise_positions(getattr(each, side)) for each in (pairs, expected))
+        torch.testing.assert_close(*positions)
+    assert torch.equal(pairs.partner0, expected.partner0)
+
+
+def test_the_loss_of_the_matcher_reaches_the_descriptors(sampler, recipe):
+    alone = replace(recipe.optimiser, description_weight=0.0, reliability_weight=0.0, refinement_weight=0.0)
+    trainer = FrontEndTrainer(replace(recipe, optimiser=alone), CPU)
+    trainer.loss(sampler.batch(0)).backward()
+    network, ours = trainer.model.network, trainer.model.matcher
+    assert any(p.grad is not None and float(p.grad.abs().max()) > 0 for p in network.parameters())
+    assert float(ours.project.weight.grad.abs().max()) > 0
+    assert all(
+        p.grad is None for heads in (ours.confidence, ours.match_probability) for p in heads.parameters()
+    )
+
+
+def test_the_matcher_learns_at_its_own_rate(sampler, recipe):
+    trainer = FrontEndTrainer(recipe, CPU)
+    trainer.step(sampler.batch(0))
+    front_end, matching = (o.param_groups[0]["lr"] for o in trainer.optimisers)
+    assert matching == pytest.approx(0.25 * front_end)
+
+
+def test_the_loss_falls_on_one_batch(sampler, recipe):
+    trainer = FrontEndTrainer(replace(recipe, optimiser=replace(recipe.optimiser, steps=40)), CPU)
+    batch = sampler.batch(0)
+    values = [trainer.step(batch) for _ in range(40)]
+    assert np.mean(values[-4:]) < 0.8 * np.mean(values[:3])
+
+
+def test_matches_are_scored_where_their_partner_is_known(sampler, recipe):
+    trainer, batch = FrontEndTrainer(recipe, CPU), sampler.batch(1)
+    pairs = labelled(keypoints_of(trainer.average.network, batch, 30), batch, 30)
+    scores = match_scores(trainer.average.matcher, [pairs], CPU)
+    assert set(scores) == {"precision", "recall", "f1"} and all(0 <= x <= 1 for x in scores.values())
+    nothing = replace(pairs, partner0=torch.full_like(pairs.partner0, IGNORED))
+    nothing = replace(nothing, partner1=torch.full_like(pairs.partner1, IGNORED))
+    assert match_scores(trainer.average.matcher, [nothing], CPU)["f1"] == 0
+
+
+def test_a_run_writes_both_and_continues(folder, recipe, tmp_path):
+    lines: list[str] = []
+
+    def options(name: str) -> RunOptions:
+        return RunOptions(folder / "photos", None, tmp_path / name)
+
+    asked: list[None] = []
+
+    def stopped() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    weights = train_front_end(recipe, options("whole"), lines.append)
+    matching = weights.with_name("matches.safetensors")
+    assert lines[-2:] == [f"wrote {weights}", f"wrote {matching}"]
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert {"repeatability", "precision", "recall", "f1"} <= set(rows[-1])
+    assert train_front_end(recipe, options("broken"), lines.append, stopped=stopped) is None
+    train_front_end(recipe, options("broken"), lines.append)
+    first, again = (load_model(tmp_path / name / "matches.safetensors")[0] for name in ("whole", "broken"))
+    before = load_model(folder / "random.safetensors")[0].state_dict()
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert not torch.equal(first.project.weight, before["project.weight"])
+    files = {"weights": matching, "frontend_weights": weights}
+    photo = find_images(folder / "photos")[0]
+    result = matcher.load("hybrid-learned", **files, second_pass=False).match(photo, photo)
+    assert len(result.features0) > 0
+
+
+def test_the_start_has_its_share_of_both(folder, recipe, tmp_path):
+    torch.manual_seed(3)
+    start = {"start": "learned", "optimiser": replace(recipe.optimiser, start_share=1.0)}
+    train_front_end(
+        replace(recipe, **start), RunOptions(folder / "photos", None, tmp_path / "run"), lambda line: None
+    )
+    written = load_model(tmp_path / "run" / "matches.safetensors")[0].state_dict()
+    for name, value in load_model(folder / "random.safetensors")[0].state_dict().items():
+        torch.testing.assert_close(written[name], value, atol=1e-3, rtol=1e-2, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"points": (24, 41)}, r"matcher\.points: from 1 to optimiser\.points"),
+        ({"points": ()}, r"matcher\.points"),
+        ({"weight": 0.0}, r"matcher\.weight, matcher\.learning_rate: above 0"),
+        ({"name": "small"}, r"matcher\.name: .* another than name"),
+        ({"name": "a/b"}, r"matcher\.name"),
+    ],
+)
+def test_impossible_values_are_refused(recipe, change, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        check_recipe(replace(recipe, matcher=replace(recipe.matcher, **change)))
+
+
+def test_a_matcher_of_other_keypoints_is_refused():
+    with pytest.raises(UsageError, match=r"matcher\.start: hybrid matches the keypoints of sift"):
+        load_matcher("hybrid")
+    assert load_matcher("") is None
