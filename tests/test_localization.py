@@ -30,7 +30,7 @@ from matcher.localization.absolute_pose import (
     reprojection_errors,
 )
 from matcher.localization.judgement import doubt_alone, doubt_focal, judge
-from matcher.localization.recording import LocalizationRecording
+from matcher.localization.recording import LocalizationRecording, axes_of
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
 
@@ -749,6 +749,17 @@ def test_a_recording_agrees_with_the_poses(made, tmp_path):
     for which in ("world", "photo"):
         assert not rows[f"/{which}/inliers", 2]["positions"]  # not those of the photo before
     assert rows["/photo", 2]["blob"]
+
+
+@pytest.mark.parametrize(
+    ("down", "axes"), [((0, 1, 0), "RIGHT_HAND_Y_DOWN"), ((0.1, 0.2, -0.9), "RIGHT_HAND_Z_UP")]
+)
+def test_a_recording_shows_a_map_upright(down, axes):
+    ahead = np.cross(down, (1.0, 0.0, 0.0))
+    rows = [np.cross(down, ahead), down, ahead]
+    pose = np.eye(4)
+    pose[:3, :3] = [row / np.linalg.norm(row) for row in rows]
+    assert axes_of(np.stack([pose, pose])) == axes
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matcher.collection.reconstruction.plot import scene_axes
 from matcher.data.images import ImageInput, read_image
 from matcher.drawing.recording_file import RecordingFile
 from matcher.localization.pose import Pose
@@ -75,6 +76,7 @@ class LocalizationRecording(RecordingFile):
 def log_map(file: RecordingFile, root: str, model: SparseMap) -> float:
     """Write points and cameras of a map below the entity `root`, and say how far its cameras extend."""
     rr = file.rr
+    file.stream.log(root, getattr(rr.ViewCoordinates, axes_of(model.cam_from_world)), static=True)
     back = np.linalg.inv(model.cam_from_world)
     extent = max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
     kept = model.xyz[:: 1 + len(model.xyz) // _POINTS]
@@ -84,3 +86,14 @@ def log_map(file: RecordingFile, root: str, model: SparseMap) -> float:
     for name, world_from_cam, camera in zip(model.names, back, model.cameras, strict=True):
         file.log_camera([root, "map", name], world_from_cam, camera, static=True, **shown)
     return extent
+
+
+def axes_of(cam_from_world: np.ndarray) -> str:
+    """Which of rerun's `ViewCoordinates` shows a world upright: the axis nearest to the cameras' down, or up.
+
+    Args:
+        cam_from_world: (N, 4, 4). In metres of GPS positions z is up; as COLMAP leaves a world, y is down.
+    """
+    down = scene_axes(list(cam_from_world))[1]
+    axis = int(np.argmax(np.abs(down)))
+    return f"RIGHT_HAND_{'XYZ'[axis]}_{'DOWN' if down[axis] > 0 else 'UP'}"

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from matcher.data.rotations import as_quaternion, as_rotation
+
 _MOVED = 2.0  # standard deviations of the positions, by which two of them must be apart to say the unit
 _HELD = 16  # requests of a sequence that nobody worked on; each holds a frame's pixels
 
@@ -45,6 +47,34 @@ def moved_from(near: LocalizedFrame, world_from_cam: np.ndarray, unit: float | N
     return near.map_from_cam @ step
 
 
+def _placed(
+    ordered: Sequence[LocalizedFrame], index: int, world_from_cam: np.ndarray, unit: float | None
+) -> np.ndarray | None:
+    """map_from_cam (4, 4) of a frame; between two that were localised, drift is spread over the time."""
+    before = [frame for frame in ordered if frame.index <= index]
+    after = [frame for frame in ordered if frame.index >= index]
+    if not before or not after:
+        return moved_from((before or after[:1])[-1], world_from_cam, unit)
+    ends = before[-1], after[0]
+    share = (index - ends[0].index) / max(1, ends[1].index - ends[0].index)
+    # Tracking with one camera loses its unit little by little, so these two know it best.
+    own = unit_of(ends, unit)
+    found = [moved_from(end, world_from_cam, own) for end in ends]
+    if found[0] is None or found[1] is None:
+        return found[round(share)]
+    return _mean(found[0], found[1], share)
+
+
+def _mean(first: np.ndarray, second: np.ndarray, share: float) -> np.ndarray:
+    """A pose (4, 4) between two, `share` of the way to the second."""
+    turns = [as_quaternion(pose[:3, :3]) for pose in (first, second)]
+    turns[1] = turns[1] if turns[0] @ turns[1] >= 0 else -turns[1]
+    pose = (1 - share) * first + share * second
+    turn = (1 - share) * turns[0] + share * turns[1]
+    pose[:3, :3] = as_rotation(turn)
+    return pose
+
+
 @dataclass(eq=False)
 class _Stretch:
     """Frames between two losses of tracking: one system of coordinates."""
@@ -54,16 +84,22 @@ class _Stretch:
     localized: list[LocalizedFrame] = field(default_factory=list)
 
     def poses(self, assumed: float | None) -> dict[int, np.ndarray]:
-        """map_from_cam of frames that have none, each from the localised frame nearest in time."""
+        """map_from_cam of frames that have none, each from the localised frames before and after it."""
         if not self.localized:
             return {}
         ordered = sorted(self.localized, key=lambda frame: frame.index)
         unit, found = unit_of(ordered, assumed), {}
         for index, pose in self.without.items():
-            near = min(ordered, key=lambda frame: abs(frame.index - index))
-            if (placed := moved_from(near, pose, unit)) is not None:
+            if (placed := _placed(ordered, index, pose, unit)) is not None:
                 found[index] = placed
         return found
+
+    def says_more(self, index: int) -> bool:
+        """Whether a frame without a pose in the map is nearer in time to this one than to any localised."""
+        return any(
+            all(abs(other - index) < abs(other - frame.index) for frame in self.localized)
+            for other in self.without
+        )
 
 
 class LatePoses:
@@ -100,20 +136,19 @@ class LatePoses:
         self._of(frame.index).localized.append(frame)
 
     def open_requests(self) -> Iterator[Request]:
-        """Frames that were missed, as long as they are in a stretch where frames still have no pose."""
+        """Frames that were missed, as long as others without a pose in time are nearest to them."""
         while self._missed:
             request = self._missed.pop()
-            if self._lacks(request):
+            if self._says_more(request):
                 yield request
 
     @property
     def wanted(self) -> int:
         """How many frames `open_requests` gives at most."""
-        return sum(map(self._lacks, self._missed))
+        return sum(map(self._says_more, self._missed))
 
-    def _lacks(self, request: Request) -> bool:
-        stretch = self._of(request[0])
-        return len(stretch.poses(self._assumed)) < len(stretch.without)
+    def _says_more(self, request: Request) -> bool:
+        return self._of(request[0]).says_more(request[0])
 
     def poses(self) -> dict[int, np.ndarray]:
         """map_from_cam (4, 4) of frames that had none when they were tracked, by index."""

@@ -48,7 +48,6 @@ class Recording(RecordingFile):
         beside = [image, times]
         if loaded is not None:
             beside.insert(0, self.views.Spatial3DView(origin=_MAP, name="in the map"))
-            self.stream.log(_MAP, self.rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
             self._extent = log_map(self, _MAP, loaded)
         self._loaded = loaded is not None
         self._seen: dict[int, _Seen] = {}
