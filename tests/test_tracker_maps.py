@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from dataclasses import replace
 from time import perf_counter
 
 import cv2
@@ -462,6 +463,27 @@ def test_late_poses_spread_the_drift_of_unit_and_direction():
         assert np.degrees(np.arctan2(pose[1, 0], pose[0, 0])) == pytest.approx(index, abs=0.1)
         np.testing.assert_allclose(pose[:3, :3] @ pose[:3, :3].T, np.eye(3), atol=1e-9)
     assert len(found) == 41 and not {0, 10, 20, 30, 40} & {request[0] for request in late.open_requests()}
+
+
+def test_a_pose_that_follows_from_long_before_becomes_better_at_the_end(saved, walls, monkeypatch):
+    """The process takes one frame and then none; tracking drifts, and a frame that was missed tells."""
+    followed = MapTracking(saved[0], measured=True, timing="inline")
+    here, last = picture(walls, 0.5), []
+
+    def busy(request):  # one request waits, as beside tracking
+        last.append(request)
+        return last[-2] if len(last) > 1 else None
+
+    assert followed.follow(tracked(0, "first"), here)[0, 3] == pytest.approx(0.5, abs=0.03)
+    monkeypatch.setattr(followed._lookup, "offer", busy)
+    keyframe = replace(tracked(1, x=0.2), is_keyframe=True)
+    assert followed.follow(keyframe, here)[0, 3] == pytest.approx(0.7, abs=0.03)  # it has not moved
+    assert not followed.late_poses()
+    later = [followed.follow(replace(tracked(i, x=0.4), is_keyframe=True), here) for i in (2, 3, 4)]
+    assert all(pose[0, 3] == pytest.approx(0.9, abs=0.03) for pose in later)
+    followed.finish()
+    assert {*followed.late_poses()} == {2, 3, 4}
+    assert all(pose[0, 3] == pytest.approx(0.5, abs=0.03) for pose in followed.late_poses().values())
 
 
 def test_frames_that_had_their_pose_in_time_need_no_more_lookups():

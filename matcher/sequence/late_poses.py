@@ -1,4 +1,4 @@
-"""Frames of a sequence that had no pose in a map when they were tracked, and get one at the end."""
+"""Frames of a sequence that had no pose in a map, or a poor one, when they were tracked: one at the end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from matcher.data.rotations import as_quaternion, as_rotation
 
 _MOVED = 2.0  # standard deviations of the positions, by which two of them must be apart to say the unit
+_NEAR = 12  # localised frames that say the unit beyond the first and the last
 _HELD = 16  # requests of a sequence that nobody worked on; each holds a frame's pixels
 
 Request = tuple[int, Any, Any, np.ndarray, Any]  # index, pixels, mask, world_from_cam, camera
@@ -87,9 +88,10 @@ class _Stretch:
         """map_from_cam of frames that have none, each from the localised frames before and after it."""
         if not self.localized:
             return {}
-        ordered = sorted(self.localized, key=lambda frame: frame.index)
-        unit, found = unit_of(ordered, assumed), {}
+        ordered, found = sorted(self.localized, key=lambda frame: frame.index), {}
+        units = [unit_of(some, assumed) for some in (ordered[:_NEAR], ordered, ordered[-_NEAR:])]
         for index, pose in self.without.items():
+            unit = units[int(index >= ordered[0].index) + int(index > ordered[-1].index)]
             if (placed := _placed(ordered, index, pose, unit)) is not None:
                 found[index] = placed
         return found
@@ -103,7 +105,7 @@ class _Stretch:
 
 
 class LatePoses:
-    """Remembers frames without a pose in the map, and what is needed to give them one.
+    """Remembers frames without a good pose in the map, and what is needed to give them one.
 
     Memory: a pose a frame, and the pixels of up to 16 frames that were to be localised when the process that
     does so was busy, spread over the sequence.
@@ -120,8 +122,12 @@ class LatePoses:
         self._stretches.append(_Stretch(index))
 
     def lack(self, index: int, world_from_cam: np.ndarray) -> None:
-        """A frame has no pose in the map yet."""
+        """A frame has no pose in the map yet, or one that may become better."""
         self._stretches[-1].without[index] = world_from_cam
+
+    def missed_after(self, index: int) -> bool:
+        """Whether frames after this one were to be localised and could not be in time."""
+        return bool(self._missed) and self._missed[-1][0] > index
 
     def miss(self, request: Request) -> None:
         """A frame was to be localised, but others came after it before it could be."""
@@ -151,7 +157,7 @@ class LatePoses:
         return self._of(request[0]).says_more(request[0])
 
     def poses(self) -> dict[int, np.ndarray]:
-        """map_from_cam (4, 4) of frames that had none when they were tracked, by index."""
+        """map_from_cam (4, 4) of frames that had none when they were tracked, or a poor one, by index."""
         return {i: pose for stretch in self._stretches for i, pose in stretch.poses(self._assumed).items()}
 
     def _of(self, index: int) -> _Stretch:

@@ -41,7 +41,7 @@ class TrackingLog:
         self._lengths.update(result.track_ids.tolist())
 
     def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
-        """Take in poses in the map, (4, 4) by frame, that were not known before later frames were."""
+        """Take in poses in the map, (4, 4) by frame, that were not known, or not as well, in time."""
         for row, (index, *_) in enumerate(self._frames):
             if index in map_poses:
                 self._map_poses[row] = map_poses[index]

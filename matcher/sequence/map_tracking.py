@@ -112,7 +112,9 @@ class MapTracking:
         self.problem = self.problem or self._lookup.problem
         if not posed:
             return None
-        if (pose := self.map_from_cam(result.world_from_cam)) is None:
+        pose = self.map_from_cam(result.world_from_cam)
+        # Where lookups fall behind, a pose follows from a frame long before: those found later are better.
+        if pose is None or self._late.missed_after(self._localized[-1].index):
             self._late.lack(result.index, result.world_from_cam)
         return pose
 
@@ -122,7 +124,7 @@ class MapTracking:
         return 0 if self.problem is not None else len(self._lookup.unanswered()) + self._late.wanted
 
     def late_poses(self) -> dict[int, np.ndarray]:
-        """map_from_cam (4, 4) by frame, of those that `follow` knew none for, from what is known by now."""
+        """map_from_cam (4, 4) by frame, where `follow` knew none or a poor one, from what is known by now."""
         return self._late.poses()
 
     def finish(self) -> None:

@@ -91,9 +91,9 @@ class Recording(RecordingFile):
             self._add_points(result)
 
     def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
-        """Take in poses in the map, (4, 4) by frame, that were known late, and draw the route there."""
+        """Take in poses in the map, (4, 4) by frame, that are known or better late, and draw the route."""
         for index, pose in map_poses.items():
-            if (seen := self._seen.get(index)) is not None and seen.map_from_cam is None:
+            if (seen := self._seen.get(index)) is not None:
                 self._seen[index] = replace(seen, map_from_cam=pose)
                 self._set_time(index, seen.timestamp)
                 self._add_in_map(self._seen[index])

@@ -93,7 +93,7 @@ class TrackerMaps:
             self._in_map.finish()
 
     def late_poses_in_map(self) -> dict[int, np.ndarray]:
-        """map_from_cam (4, 4) by frame, of those whose `FrameResult` has none but that are known by now."""
+        """map_from_cam (4, 4) by frame, known by now, of those whose `FrameResult` has none or a poor one."""
         return {} if self._in_map is None else self._in_map.late_poses()
 
     def unload_map(self) -> None:
