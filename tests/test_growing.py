@@ -24,6 +24,7 @@ from matcher.collection.reconstruction.growing import continue_model
 from matcher.collection.reconstruction.mapping import similarity
 from matcher.collection.reconstruction.reconstruct import Reconstruction
 from matcher.collection.reconstruction.sparse_models import SparseModel
+from matcher.collection.store import Store
 from matcher.data.named_poses import write_named_poses
 from matcher.errors import UsageError
 
@@ -242,6 +243,23 @@ def test_poses_are_kept_and_points_triangulated(made, tmp_path, capfd):
     assert json.loads((tmp_path / "points" / "summary.json").read_text())["models"][0]["points"] > 100
 
 
+def test_a_changed_photo_of_the_model_is_not_taken_for_the_old_one(made, tmp_path, capfd):
+    folder, _ = made
+    photo = folder / "photos" / "photo0.png"
+    held = photo.read_bytes()
+    with Store.open(folder / "model-run") as store:
+        known = store.image("photo0.png").sha256
+    try:
+        photo.write_bytes((folder / "photos" / "later" / NEW[0]).read_bytes())
+        arguments = (folder / "photos", "--continue", folder / "model", "--out", tmp_path / "out")
+        assert run("sfm", *arguments, "--workers", 0) == 5
+        assert "photo0.png has changed" in capfd.readouterr().err and not (tmp_path / "out").exists()
+        with Store.open(folder / "model-run") as store:
+            assert store.image("photo0.png").sha256 == known  # the model still fits its run
+    finally:
+        photo.write_bytes(held)
+
+
 def test_mistakes_name_their_remedy(made, tmp_path, capfd):
     folder, _ = made
     model, photos, out = folder / "model", folder / "photos", tmp_path / "out"
@@ -252,6 +270,9 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
         ((photos, "--continue", tmp_path), "holds no COLMAP model"),
         ((photos, "--continue", model, "--poses", model), "give one of both"),
         ((photos, "--continue", model, "--max-keypoints", 5), "the settings of its run"),
+        ((photos, "--continue", model, "--preset", "hybrid"), "the settings of its run"),
+        ((photos, "--continue", model, "--no-upright"), "the settings of its run"),
+        ((folder / "model-run", "--preset", "hybrid"), "already matched"),
         ((photos, "--poses", tmp_path / "none.txt"), "cannot be read as poses"),
         ((photos, "--poses", tmp_path / "bad.txt"), "name qw qx qy qz"),
         ((photos, "--poses", tmp_path / "path.tum"), "a trajectory has no names of images"),

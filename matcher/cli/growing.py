@@ -39,7 +39,7 @@ def add_photos(
     out: Path,
     run: Path | None,
     wanted: dict[str, Any],
-    workers: int | None,
+    how: dict[str, Any],
     mapping: dict[str, Any],
     *,
     beside: bool,
@@ -55,9 +55,9 @@ def add_photos(
     if "file" in wanted:
         raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
     with stage_progress() as update:
-        how = dict(run_dir=run, pairs=wanted, on_progress=update, on_round=say_round)
+        steps = dict(run_dir=run, pairs=wanted, on_progress=update, on_round=say_round)
         mapping = {name: value for name, value in mapping.items() if name != "poses"}
-        made = continue_model(model, photos, out, how={"workers": workers}, **how, **mapping)
+        made = continue_model(model, photos, out, how=how, **steps, **mapping)
     for line in summary_lines(made, None):
         show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 4096, "largest"
 # Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
 LIMITS = {"exhaustive_up_to": 100, "neighbours": 30}
-_ALWAYS = {"preset", "device", "upright"}  # options that always have a value
+_ALWAYS = {"preset": options.DEFAULT_PRESET, "device": "auto", "upright": True}  # where nothing is given
+_BESIDE_RUN = {"weights", "frontend_weights", "device"}  # options that a run does not hold
 
 RunOrPhotos = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|IMAGES", show_default=False, help="Folder of photos, or of a run.")
@@ -126,10 +127,11 @@ def sfm(
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
     if continued is not None:
-        beside = any((*selection.values(), *sources.values(), restart, dry_run, set(given) - _ALWAYS))
-        return add_photos(continued, source, out, run, wanted, workers, mapping, beside=beside)
+        how = dict(workers=workers, **{name: given.pop(name) for name in _BESIDE_RUN & given.keys()})
+        beside = any((*selection.values(), *sources.values(), restart, dry_run, _asked(given)))
+        return add_photos(continued, source, out, run, wanted, how, mapping, beside=beside)
     if is_run(source):
-        _refuse_matching(wanted, restart, set(given) - _ALWAYS, run, workers, *sources.values())
+        _refuse_matching(wanted, restart, _asked(given), run, workers, *sources.values())
         return _from_run(source, out, selection, mapping, dry_run)
     sources |= {**selection, "restart": restart}
     return _from_photos(source, run, out, given, wanted, workers, sources, mapping, dry_run)
@@ -191,6 +193,11 @@ def _check_first(
         found = read_given_poses(start)
         if poses is not None:
             check_used(replace(choice, known=found.cameras), found.cam_from_world)
+
+
+def _asked(given: dict[str, Any]) -> set[str]:
+    """Options of the preset that differ from what they are where none is given."""
+    return {name for name, value in given.items() if value != _ALWAYS.get(name)}
 
 
 def _refuse_matching(*values: object) -> None:

@@ -28,11 +28,14 @@ from matcher.collection.reconstruction.reconstruct import (
 from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.runner import OnProgress
 from matcher.collection.schema import DATABASE
+from matcher.collection.sources import Photos
 from matcher.collection.store import Store
 from matcher.data.camera import Camera
 from matcher.data.photos import list_images
 from matcher.data.rig_config import read_rig_config
-from matcher.errors import UsageError
+from matcher.errors import IntegrityError, UsageError
+
+_PHOTOS = "photos"  # the source of a run whose features were extracted by the package
 
 
 def find_run(model: str | Path) -> Path:
@@ -84,13 +87,15 @@ def match_more(
 
     Raises:
         UsageError: the photos lie elsewhere, or there is none that is new.
+        IntegrityError: a known photo has changed.
     """
     with Store.open(run) as store:
         before, folder = [image.name for image in store.images()], store.image_folder
-    present = _names(photos, folder)
-    new = sorted(set(present).difference(known))
-    if not new:
-        raise UsageError(f"the model has all {len(present)} photos of {photos} already")
+        present = _names(photos, folder)
+        new = sorted(set(present).difference(known))
+        if not new:
+            raise UsageError(f"the model has all {len(present)} photos of {photos} already")
+        _refuse_changed(store, set(known))
     collection = Collection.reopen(run, **how)
     kept = [name for name in before if (folder / name).is_file()]
     names = sorted({*kept, *new})
@@ -132,7 +137,7 @@ def continue_model(
 
     Raises:
         UsageError: no model or run, photos that lie elsewhere, or none of them is new.
-        IntegrityError: the model or the run is damaged.
+        IntegrityError: the model or the run is damaged, or a photo of the model has changed.
         ReconstructionError: COLMAP's process ended early.
     """
     given = read_given_poses(model, fixed=False)
@@ -144,6 +149,21 @@ def continue_model(
     with Store.open(run) as store:
         poses = replace(given, cameras=_with_shared_cameras(store, given))
         return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)
+
+
+def _refuse_changed(store: Store, known: set[str]) -> None:
+    """Refuse another picture under the name of one whose pose is known, before the run takes it in."""
+    source = store.settings["source"]
+    if source["kind"] != _PHOTOS or source.get("masks"):
+        return  # digests are of features, or of both files
+    photos = Photos(store.image_folder)
+    for image in store.images():
+        same = image.name not in known or image.status != "done" or not image.path.is_file()
+        if not same and photos.digest(image.name) != image.sha256:
+            raise IntegrityError(
+                f"{image.path} has changed since its keypoints were found, and its pose is that of the old "
+                "file: put that back and give the new one another name, or make the model again"
+            )
 
 
 def _names(photos: str | Path, folder: Path) -> list[str]:
