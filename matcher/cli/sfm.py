@@ -127,9 +127,8 @@ def sfm(
     selection = dict(include=include or (), exclude=exclude or ())
     sources = dict(masks=masks, features=features)
     if continued is not None:
-        how = dict(workers=workers, **{name: given.pop(name) for name in _BESIDE_RUN & given.keys()})
-        beside = any((*selection.values(), *sources.values(), restart, dry_run, _asked(given)))
-        return add_photos(continued, source, out, run, wanted, how, mapping, beside=beside)
+        beside = any((*selection.values(), *sources.values(), restart, dry_run, _asked(given) - _BESIDE_RUN))
+        return add_photos(continued, source, out, run, wanted, _how(given, workers), mapping, beside=beside)
     if is_run(source):
         _refuse_matching(wanted, restart, _asked(given), run, workers, *sources.values())
         return _from_run(source, out, selection, mapping, dry_run)
@@ -198,6 +197,11 @@ def _check_first(
 def _asked(given: dict[str, Any]) -> set[str]:
     """Options of the preset that differ from what they are where none is given."""
     return {name for name, value in given.items() if value != _ALWAYS.get(name)}
+
+
+def _how(given: dict[str, Any], workers: int | None) -> dict[str, Any]:
+    """What a run that is continued is opened with."""
+    return {"workers": workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
 
 
 def _refuse_matching(*values: object) -> None:
