@@ -648,6 +648,10 @@ def test_the_file_of_a_trajectory_is_that_of_its_format(made, tmp_path):
         assert run("localize", folder / "model", folder / "queries", *camera) == 0
     rows = np.loadtxt(tmp_path / "poses.kitti").reshape(-1, 3, 4)
     lines = np.loadtxt(tmp_path / "poses.tum")
+    said = [line for line in (tmp_path / "poses.tum").read_text().splitlines() if " is " in line]
+    assert said == [
+        f'# {time:.6f} is "{query}"' for time, query in enumerate(QUERIES)
+    ]  # no names are numbers
     for row, line, query in zip(rows, lines, QUERIES, strict=True):
         world_from_cam = np.linalg.inv(truth[query])
         np.testing.assert_allclose(row, world_from_cam[:3], atol=0.05)

@@ -65,8 +65,9 @@ def write_named_poses(
 ) -> None:
     """Write poses cam_from_world (4, 4) in the format that the file's name asks for.
 
-    `images.txt` is COLMAP's, any other `.txt` has hloc's result lines, `.tum` has timestamps (the number in
-    an image's name if all names have one, else its place), `.kitti` a line for each image, `.json` all.
+    `images.txt` is COLMAP's, any other `.txt` has hloc's result lines, `.tum` has timestamps (the number that
+    an image is named by if all have another one, else its place, and comments say of which image it is),
+    `.kitti` a line for each image, `.json` all.
 
     Args:
         path: the file, which is replaced.
@@ -106,11 +107,13 @@ def write_named_poses(
 
 
 def _tum_lines(poses: Mapping[str, np.ndarray]) -> list[str]:
-    times = [_time(name) for name in poses]
+    times, said = [_time(name) for name in poses], []
     if None in times or len(set(times)) < len(times):
         times = [float(index) for index in range(len(poses))]
+        said = [f"# {time:.6f} is {json.dumps(name)}" for time, name in zip(times, poses, strict=True)]
     ordered = sorted(zip(times, poses.values(), strict=True), key=lambda row: row[0])
-    return tum_lines([time for time, _ in ordered], [np.linalg.inv(pose) for _, pose in ordered])
+    first, *lines = tum_lines([time for time, _ in ordered], [np.linalg.inv(pose) for _, pose in ordered])
+    return [first, *said, *lines]
 
 
 def _time(name: str) -> float | None:
