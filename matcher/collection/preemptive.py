@@ -20,7 +20,7 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import NOT, verdict_of
 
 KEYPOINTS = 512  # strongest ones of an image that are matched first
-BEST = 8  # partners of an image that are matched in any case where they agree, those with most inliers
+BEST = 6  # partners of an image that are matched in any case where they agree, those with most inliers
 _SURE = 2  # candidates of an image without any likely partner that are matched nevertheless
 _CACHED = 128  # images whose strongest keypoints are kept
 
