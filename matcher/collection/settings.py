@@ -15,7 +15,7 @@ from matcher.config_tables import from_dict, to_dict
 from matcher.data.camera import Camera
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
-from matcher.options import option_at, refuse_second_pass
+from matcher.options import configure, option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.tiling.shared import by_tiles
@@ -62,7 +62,7 @@ def build(setup: Setup) -> Pipeline:
 def _whole(setup: Setup) -> Pipeline:
     """The pipeline without tiles."""
     if setup.config is not None:
-        return build_pipeline(setup.preset, setup.config, setup.options)
+        return build_pipeline(setup.preset, configure(setup.config, setup.options), setup.options)
     if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
         raise UsageError(
