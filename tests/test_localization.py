@@ -533,6 +533,8 @@ def test_pictures_of_a_rig_are_localised_together(made):
             assert 0 < np.sqrt(np.trace(pose.covariance[3:, 3:])) < 0.03
         between = found[1].cam_from_world @ np.linalg.inv(found[0].cam_from_world)
         np.testing.assert_allclose(between, cam_from_rig[1], atol=1e-9)
+        for alike in ((528, 528, 239.5, 179.5), CAMERA.K, [CAMERA, CAMERA.K]):
+            assert [pose.camera for pose in place.localize_rig(queries, cam_from_rig, alike)] == [CAMERA] * 2
         # A picture that shows nothing of the map has a pose by the other one.
         blind = place.localize_rig([queries[0], folder / "elsewhere" / "wall.png"], cam_from_rig, CAMERA)
         assert blind[1].ok and pose_error(blind[1], truth[QUERIES[1]])[0] < 0.06

@@ -157,6 +157,22 @@ def as_camera(value: Any, name: str = "camera") -> Camera:
     raise UsageError(f"{wanted}, not {type(value).__name__} of shape {numbers.shape}")
 
 
+def camera_of_each(value: Any, count: int) -> list[Any]:
+    """What says the camera of each of some pictures, from one for all or one for each, as of `as_camera`.
+
+    Raises:
+        UsageError: another number of cameras.
+    """
+    try:
+        one = np.asarray(value, dtype=np.float64).shape in ((4,), (3, 3))
+    except (TypeError, ValueError):  # a Camera, or several of different kinds
+        one = isinstance(value, Camera)
+    each = [value] * count if one else list(value)
+    if len(each) != count:
+        raise UsageError(f"{count} pictures need as many cameras, not {len(each)}")
+    return each
+
+
 def cameras_of_pair(kind: GeometryKind, camera0: Any, camera1: Any) -> tuple[Camera, Camera] | None:
     """The cameras that the geometry of a pair needs, None for a kind without; camera1 defaults to camera0.
 

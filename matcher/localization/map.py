@@ -18,7 +18,7 @@ from matcher.collection.reconstruction.summary import read_summary
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
-from matcher.data.camera import Camera, as_camera
+from matcher.data.camera import Camera, as_camera, camera_of_each
 from matcher.data.features import Features
 from matcher.data.images import ImageInput
 from matcher.errors import UsageError
@@ -166,7 +166,7 @@ class Map:
         Args:
             images: R of them, each as in `localize`.
             cam_from_rig: R poses (4, 4) in the map's units; one of them may be the identity.
-            cameras: one for all, or one for each.
+            cameras: one for all, or one for each, as in `localize`.
             masks: one for each, as in `localize`; None for pictures without one.
 
         Returns:
@@ -175,9 +175,7 @@ class Map:
         Raises:
             ImageError, UsageError: as in `localize`, and for another number of poses, cameras or masks.
         """
-        each = [cameras] * len(images) if isinstance(cameras, Camera) else list(cameras)
-        if len(each) != len(images):
-            raise UsageError(f"{len(images)} pictures of a rig need as many cameras, not {len(each)}")
+        each = camera_of_each(cameras, len(images))
         if masks is not None and len(masks) != len(images):
             raise UsageError(f"masks must be one for each of the {len(images)} pictures, not {len(masks)}")
         given = zip(images, each, [None] * len(images) if masks is None else masks, strict=True)
