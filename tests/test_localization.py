@@ -29,10 +29,11 @@ from matcher.localization.absolute_pose import (
     log10_false_alarms,
     reprojection_errors,
 )
-from matcher.localization.judgement import doubt_alone, doubt_focal, judge
+from matcher.localization.judgement import doubt_alone, doubt_camera, doubt_focal, judge
 from matcher.localization.recording import LocalizationRecording, axes_of
 from matcher.localization.retrieval_index import RetrievalIndex
 from matcher.localization.settings import LocalizationConfig
+from matcher.localization.unknown_camera import any_camera
 
 pytest.importorskip("pycolmap")
 SIZE = (480, 360)
@@ -130,6 +131,24 @@ def test_a_focal_length_that_is_a_little_wrong_is_noticed_where_depths_vary(fact
         assert found[0] == ("wrong_camera" if wrong else "ok"), (factor, tells)
         if wrong:
             assert f"{528 * factor:.0f} pixels" in found[1] and "has one of 528 pixels" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("depths", "centre"), [((2, 8), (179.5, 239.5)), ((2, 8), (0, 0)), ((4, 4.5), (120, 90))]
+)
+def test_a_wrong_principal_point_is_noticed(depths, centre):
+    rng = np.random.default_rng(4)
+    matches, config = seen(rng, rng.uniform(*depths, 300), 528), LocalizationConfig()
+    for camera, status in ((CAMERA, "ok"), (replace(CAMERA, cx=centre[0], cy=centre[1]), "wrong_camera")):
+        estimate, free = (
+            estimate_pose(matches, each, max_error=4.0, focal_known=known)
+            for each, known in ((camera, True), (any_camera(SIZE), False))
+        )
+        verdict = judge(estimate, matches, 4.0, config, focal_known=True)
+        found = doubt_camera(verdict, estimate, matches, camera, 4.0, config, lambda free=free: free)
+        assert found[0] == status
+    assert f"a principal point at ({centre[0]:.0f}, {centre[1]:.0f}), and 270 with" in found[1]
+    assert "and (240, 180): correct the camera, or give none" in found[1]
 
 
 def doubted(matches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import dist
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from matcher.localization.pose import PoseStatus
 from matcher.localization.settings import LocalizationConfig
 
 # A camera that is given is doubted where fewer of the keypoints than this share agree, and this many times as
-# many do with a focal length that is so many times longer or shorter.
-_DOUBTED_BELOW, _MORE, _OTHER_FOCAL = 0.6, 1.5, 1.15
+# many do with a focal length that is so many times longer or shorter, or with a principal point in the middle
+# that is so many focal lengths away.
+_DOUBTED_BELOW, _MORE, _OTHER_FOCAL, _OTHER_CENTRE = 0.6, 1.5, 1.15, 0.05
 # An accepted pose is doubted where its matches fit a focal length better that is so many times longer or
 # shorter, by this share of their squared errors.
 _NEAR_FOCAL, _LESS_ERROR = 1.04, 0.2
@@ -39,7 +41,7 @@ def doubt_camera(
     config: LocalizationConfig,
     estimate_freely: Callable[[], PoseEstimate | None],
 ) -> tuple[PoseStatus, str, float]:
-    """The verdict, or "wrong_camera" where another focal length than the given one explains far more.
+    """The verdict, or "wrong_camera" where another camera than the given one explains far more.
 
     Args:
         verdict: of `judge`.
@@ -48,21 +50,26 @@ def doubt_camera(
         camera: the given one.
         max_error: of an inlier, stored pixels.
         config: what is asked of a pose.
-        estimate_freely: a pose with its focal length; called only where few agree with the given camera.
+        estimate_freely: a pose with its focal length, the principal point in the middle; called only where
+            few agree with the given camera.
     """
     total = len(np.unique(matches.keypoints))
     agreeing = _agreeing(estimate, matches)
     if agreeing >= _DOUBTED_BELOW * total or (free := estimate_freely()) is None:
         return verdict
     more, given, found = _agreeing(free, matches), _focal(camera), _focal(free.camera)
-    if more < _MORE * agreeing or max(given, found) < _OTHER_FOCAL * min(given, found):
+    centre, middle = (camera.cx, camera.cy), (free.camera.cx, free.camera.cy)
+    other_focal = max(given, found) >= _OTHER_FOCAL * min(given, found)
+    other_centre = dist(centre, middle) >= _OTHER_CENTRE * given
+    if more < _MORE * agreeing or not (other_focal or other_centre):
         return verdict
     if judge(free, matches, max_error, config, focal_known=False)[0] != "ok":
         return verdict
     return (
         "wrong_camera",
         f"{agreeing} of {total} matched keypoints agree with the camera that is given, of a focal length of "
-        f"{given:.0f} pixels, and {more} with one of {found:.0f}: correct the camera, or give none",
+        f"{given:.0f} pixels and a principal point at {_place(centre)}, and {more} with one of "
+        f"{found:.0f} and {_place(middle)}: correct the camera, or give none",
         verdict[2],
     )
 
@@ -150,6 +157,10 @@ def _agreeing(estimate: PoseEstimate | None, matches: Matches3d) -> int:
 
 def _focal(camera: Camera) -> float:
     return (camera.fx + camera.fy) / 2
+
+
+def _place(point: tuple[float, float]) -> str:
+    return f"({point[0]:.0f}, {point[1]:.0f})"
 
 
 def judge(

@@ -18,7 +18,7 @@ PoseStatus = Literal[
     "no_model",  # no pose agrees with the matches
     "not_significant",  # so few agree that wrong matches could do so by chance
     "ambiguous",  # nearly as many of the other matches agree with another pose
-    "wrong_camera",  # far more matches agree, or agree much better, with another focal length
+    "wrong_camera",  # far more matches agree, or agree much better, with another camera
     "implausible",  # the pose cannot be: points behind the camera, or inliers in one spot
 ]
 

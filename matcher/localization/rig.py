@@ -121,7 +121,7 @@ def _doubted(
     errors: Sequence[float],
     config: LocalizationConfig,
 ) -> tuple[PoseStatus, str, float]:
-    """The common verdict, or "wrong_camera" where a picture alone says that its focal length does not fit."""
+    """The common verdict, or "wrong_camera" where a picture alone says that its camera does not fit."""
     for number, (query, own, estimate, error) in enumerate(
         zip(queries, matches, estimates, errors, strict=True)
     ):
