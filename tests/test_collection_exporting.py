@@ -418,3 +418,18 @@ def test_a_camera_of_another_size_is_refused(store):
     camera = Camera(900, 900, 511.5, 383.5, (640, 480))
     with pytest.raises(UsageError, match="640 x 480"):
         group_cameras(list(store.images()), CameraChoice(camera=camera))
+
+
+@pytest.mark.parametrize("room", [1 << 14, 1 << 17])
+def test_a_database_that_the_disk_cannot_hold_is_an_error(tmp_path, rng, room):
+    """A transaction of COLMAP's own ends the process there."""
+    resource = pytest.importorskip("resource")
+    pytest.importorskip("pycolmap")
+    store, limits = synthetic_store(rng)[0], resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not write its database|the disk is full"):
+            export(store, "colmap", tmp_path / "colmap.db")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []

@@ -85,11 +85,12 @@ def write_colmap(
     rig = None if choice is None else choice.rig
     if rig is not None:
         rig.frames(image.name for image in images)  # they fit
+    # Without a DatabaseTransaction, whose end kills the process where the disk is full.
     with (
         whole_file(out) as part,
         _translated_errors(out),
+        _whole_database(part),
         pycolmap.Database.open(part) as database,
-        pycolmap.DatabaseTransaction(database),
     ):
         camera_of = _write_cameras(pycolmap, database, cameras, report)
         numbers = {}  # ascending with the names, so that image 0 of a pair has the smaller number
@@ -165,6 +166,14 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
             rotation = pycolmap.Rotation3d(geometry.cam1_from_cam0[:3, :3])
             verified.cam2_from_cam1 = pycolmap.Rigid3d(rotation, geometry.cam1_from_cam0[:3, 3])
     return verified
+
+
+@contextmanager
+def _whole_database(path: Path) -> Iterator[None]:
+    """Refuse a closed database of which some is still in SQLite's log, because the disk is full."""
+    yield
+    if path.with_name(f"{path.name}-wal").exists():
+        raise OSError(errno.ENOSPC, f"{path.parent}: the disk is full")
 
 
 @contextmanager
