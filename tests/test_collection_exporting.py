@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -420,16 +421,15 @@ def test_a_camera_of_another_size_is_refused(store):
         group_cameras(list(store.images()), CameraChoice(camera=camera))
 
 
-@pytest.mark.parametrize("room", [1 << 14, 1 << 17])
-def test_a_database_that_the_disk_cannot_hold_is_an_error(tmp_path, rng, room):
+def test_a_database_that_the_disk_cannot_hold_is_an_error(tmp_path, rng):
     """A transaction of COLMAP's own ends the process there."""
-    resource = pytest.importorskip("resource")
     pytest.importorskip("pycolmap")
-    store, limits = synthetic_store(rng)[0], resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("no small disk can be mounted here")
     try:
-        with pytest.raises(OSError, match=r"could not write its database|the disk is full"):
-            export(store, "colmap", tmp_path / "colmap.db")
+        with pytest.raises(OSError, match="the disk is full"):
+            export(synthetic_store(rng)[0], "colmap", tmp_path / "colmap.db")
+        assert list(tmp_path.iterdir()) == []
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == []
+        subprocess.run(["umount", str(tmp_path)], check=True)
