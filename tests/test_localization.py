@@ -13,7 +13,7 @@ import pytest
 from collection_scene import render_photos, texture
 
 import matcher
-from matcher.cli import main
+from matcher.cli import main, options
 from matcher.collection.reconstruction.given_poses import GivenPoses, find_model, read_georegistration
 from matcher.collection.reconstruction.reconstruct import reconstruct
 from matcher.collection.store import Store
@@ -38,6 +38,7 @@ from matcher.localization.unknown_camera import any_camera
 pytest.importorskip("pycolmap")
 SIZE = (480, 360)
 CAMERA = Camera(528.0, 528.0, 239.5, 179.5, SIZE)
+CAMERA_TEXT = "528,528,239.5,179.5"
 QUERIES = ("photo2.png", "photo4.png")
 
 
@@ -526,6 +527,37 @@ def test_runs_with_the_same_features_share_a_map(made, tmp_path):
     ):
         with pytest.raises(UsageError, match=rf"{difference}.*matcher sfm .* --poses"):
             matcher.Map.open(folder / "model", run_dir=other)
+
+
+def test_a_model_of_another_program_is_mapped_once(made, tmp_path, monkeypatch, capfd):
+    import pycolmap
+
+    folder, truth = made
+    monkeypatch.setattr(options, "DEFAULT_PRESET", "nearest")  # is faster
+    model = pycolmap.Reconstruction(find_model(folder / "model"))
+    (tmp_path / "theirs").mkdir()
+    model.write(tmp_path / "theirs")
+    command = ("localize", tmp_path / "theirs", folder / "queries", "--json", "--camera", CAMERA_TEXT)
+    assert run(*command) == 2 and "--pictures" in capfd.readouterr().err
+    for said in ("its map is made from", "is the map of 5 of the 5 pictures"):
+        assert run(*command, "--pictures", folder / "photos") == 0
+        printed = capfd.readouterr()
+        rows = json.loads(printed.out)["poses"]
+        assert said in printed.err and printed.err.count("extracting images: 5 of 5") == ("made" in said)
+        for name in QUERIES:
+            np.testing.assert_allclose(rows[name]["cam_from_world"], truth[name], atol=0.05)
+    with matcher.Map.open(tmp_path / "theirs-map") as place:
+        assert len(place.names) == 5
+    assert run(*command, "--pictures", folder / "photos", "--features", tmp_path / "f.h5") == 2
+    own = ("localize", folder / "model", folder / "queries", "--pictures", folder / "photos")
+    assert run(*own) == 2 and "leave --pictures out" in capfd.readouterr().err
+    image = model.image(model.reg_image_ids()[0])
+    pose = image.frame.rig_from_world
+    pose.translation = pose.translation + 1
+    image.frame.rig_from_world = pose
+    model.write(tmp_path / "theirs")
+    assert run(*command, "--pictures", folder / "photos") == 2
+    assert "was not made from the poses" in capfd.readouterr().err
 
 
 def test_the_run_is_found_after_both_are_moved(made, tmp_path):

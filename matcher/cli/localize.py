@@ -14,6 +14,7 @@ from matcher.cli.collecting import Masks
 from matcher.cli.exits import PARTIAL
 from matcher.cli.localized import kept_poses, line_of, say_absent, show_poses, write_poses
 from matcher.cli.messages import complain, show
+from matcher.cli.other_models import Pictures, map_of
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
@@ -28,7 +29,8 @@ ModelFolder = Annotated[
     typer.Argument(
         metavar="MODEL",
         show_default=False,
-        help="Folder of a model that `matcher sfm` wrote, or of `matcher track --map`.",
+        help="Folder of a model that `matcher sfm` wrote, or of `matcher track --map`; with --pictures, a "
+        "COLMAP model of any program.",
     ),
 ]
 Photos = Annotated[
@@ -96,6 +98,7 @@ def localize(
     model: ModelFolder,
     photos: Photos,
     output: Output = None,
+    pictures: Pictures = None,
     run: RunFolder = None,
     camera: CameraText = None,
     rig: RigFile = None,
@@ -122,8 +125,12 @@ def localize(
     named = _expand(photos)
     cameras, masked = _cameras(camera, named), _masks(masks, named, features)
     fixed = _rig(rig, features)
+    if pictures is not None and features is not None:
+        raise typer.BadParameter("the map of --pictures has features of our own; leave --features out")
     _check(output, plot, recording, overwrite)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
+    if pictures is not None:
+        model = map_of(model, pictures, run, chosen)
     chosen["config"] = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     opened = Map.open(model, run_dir=run, **chosen)
     with opened as place, _recording(recording, place) as record:

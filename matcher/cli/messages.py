@@ -36,6 +36,22 @@ def detail(text: str) -> None:
     logging.getLogger(LOGGER).debug("%s", text)
 
 
+@contextmanager
+def results_as_notices() -> Iterator[None]:
+    """Print results of a step on the way as notices, so that standard output holds those of the command."""
+    logger = logging.getLogger(LOGGER)
+
+    def note(record: logging.LogRecord) -> bool:
+        record.is_result = False
+        return True
+
+    logger.addFilter(note)
+    try:
+        yield
+    finally:
+        logger.removeFilter(note)
+
+
 def complain(text: str) -> None:
     """Print a failure on standard error, even with `-q`."""
     logging.getLogger(LOGGER).error("%s", text)

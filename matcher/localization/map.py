@@ -75,7 +75,8 @@ class Map:
             run_dir: folder of the run with the features; by default the one that the model was made from.
                 Another one must have the same features (front end, its weights and settings), and may
                 match them by another network: runs of `nearest` and `hybrid` share their maps. For a model
-                of another program, make both by `matcher sfm PHOTOS --poses MODEL --out NEW`.
+                of another program, make both by `matcher sfm PHOTOS --poses MODEL --out NEW`, as `matcher
+                localize MODEL PHOTOS --pictures DIR` does.
             config: policy: how many images a photo is matched with, when a pose is refused.
             options: of `matcher.load` that no run holds: device, precision, weights, frontend_weights.
 
