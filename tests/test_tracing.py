@@ -1,0 +1,56 @@
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def tracing(monkeypatch):
+    """Modules of scripts/tracing by name."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return lambda name: importlib.import_module(f"tracing.{name}")
+
+
+def over_the_floor(cameras, at, target):
+    return cameras.looking(np.array(at), np.array(target), 0.1, 500.0)
+
+
+def depth_of_the_floor(camera):
+    """(240, 320) z of the plane z = 0 at every second pixel."""
+    grid = np.stack(np.meshgrid(np.arange(0, 640, 2.0), np.arange(0, 480, 2.0)), -1).reshape(-1, 2)
+    rays = camera.rays(grid)
+    with np.errstate(divide="ignore"):
+        z = -camera.centre[2] / rays[:, 2]
+    return np.where(z > 0, z, np.inf).reshape(240, 320)
+
+
+def test_pairs_are_listed_with_their_overlap_and_angle(tracing):
+    cameras = tracing("cameras")
+    near = over_the_floor(cameras, (-1.5, 0, 1.5), (0, 0, 0))
+    opposite = over_the_floor(cameras, (1.5, 0, 1.5), (0, 0, 0))
+    elsewhere = over_the_floor(cameras, (40, 0, 1.5), (41, 0, 0))
+    views = [near, opposite, near, elsewhere]
+    rows = cameras.list_pairs(views, [depth_of_the_floor(view) for view in views])
+    assert [row[:2] for row in rows] == [[0, 1], [0, 2], [1, 2]]
+    assert [row[3] for row in rows] == pytest.approx([90, 0, 90], abs=0.1)
+    assert rows[1][2] == pytest.approx(1, abs=0.02) and 0.2 < rows[0][2] < 0.9
+
+
+def test_views_have_exact_depth_and_light_that_falls_off(tracing):
+    for needed in ("embreex", "numba", "trimesh"):
+        pytest.importorskip(needed)
+    cameras, meshes, shading = (tracing(name) for name in ("cameras", "meshes", "shading"))
+    floor = meshes.quad([(-9, -9, 0), (9, -9, 0), (9, 9, 0), (-9, 9, 0)], meshes.Material())
+    lamp = shading.Lamp(np.array([0, 0, 1.0]), np.diag([0.02, 0.02, 0])[:2], np.ones(3), np.zeros(3))
+    camera = over_the_floor(cameras, (-1.5, 0, 1.5), (0, 0, 0))
+    colours, z = shading.Scene([floor]).draw(camera, shading.Lighting([lamp], [], np.zeros(3), 0.0))
+    np.testing.assert_allclose(z, depth_of_the_floor(camera), rtol=1e-5)
+    assert colours.shape == (959, 1279, 3) and np.isfinite(colours).all()
+    assert colours[479, 639] == pytest.approx(
+        0.7, rel=0.03
+    )  # straight below the lamp: its light times the tint
+    assert colours[900, 639].max() < 0.5 * colours[479, 639].min()
+    assert shading.develop(colours, np.random.default_rng(0)).shape == (480, 640, 3)
