@@ -3,7 +3,8 @@
 How far right matches lie from their epipolar lines differs from pair to pair: a tenth of a pixel where they
 are refined on sharp images of a rigid scene, some pixels in weak texture. A narrow threshold finds an exact
 model in the first case and too few inliers in the second, so several are tried, of all matches and of the
-more probable ones, unless most matches agree with the first. Of poses also those that a plane allows.
+more probable ones, unless most matches agree with the first. Of poses also those that a plane allows, and the
+mean of those near the likeliest.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from matcher.verify.hypotheses import (
     MatchedPoints,
     TwoViewModel,
     likeliest,
+    made,
     trials,
 )
 from matcher.verify.likelihood import epipolar_likelihood
 from matcher.verify.plane_poses import poses_of_plane
+from matcher.verify.pose_mean import mean_pose
 
 _MIN_ITERATIONS = 100  # enough where most matches are right; PoseLib's own 1,000 take longer than all else
 # Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
@@ -57,13 +60,14 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewMo
             model = TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
             yield Hypothesis(model, likelihood, np.count_nonzero(found) / len(matched))
 
-    return likeliest(hypotheses())
+    best = likeliest(made(hypotheses()))
+    return None if best is None else best.model
 
 
 def estimated_essential(
     matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float, seed: int
 ) -> TwoViewModel | None:
-    """The likeliest relative pose by PoseLib's LO-RANSAC; inliers lie in front of both cameras."""
+    """The mean of the likeliest poses by PoseLib's LO-RANSAC; inliers lie in front of both cameras."""
     known = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
     spread = Spread.of(matched.covariances, len(matched))
 
@@ -93,7 +97,11 @@ def estimated_essential(
             inliers = judged(pose, 0.0).model.inliers
             yield judged(refined(refine, *matched.sides, pose, inliers, matched.covariances), 0.0)
 
-    return likeliest(hypotheses())
+    found = made(hypotheses())
+    best = likeliest(found)
+    if best is None or (mean := mean_pose(found, best)) is None:
+        return None if best is None else best.model
+    return judged(mean, best.agreeing).model
 
 
 def _sampled_pose(

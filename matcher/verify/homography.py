@@ -18,6 +18,7 @@ from matcher.verify.hypotheses import (
     MatchedPoints,
     TwoViewModel,
     likeliest,
+    made,
 )
 from matcher.verify.likelihood import homography_likelihood
 
@@ -44,7 +45,8 @@ def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewMod
             likelihood = homography_likelihood(matrix, matched, spread)
             yield Hypothesis(TwoViewModel(matrix, inliers), likelihood, float(np.mean(inliers)))
 
-    return likeliest(hypotheses())
+    best = likeliest(made(hypotheses()))
+    return None if best is None else best.model
 
 
 def sampled_homography(matched: MatchedPoints, threshold: float) -> np.ndarray | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,12 +96,17 @@ class Hypothesis:
     agreeing: float  # share of all matches, by the threshold that it was found with
 
 
-def likeliest(hypotheses: Iterable[Hypothesis]) -> TwoViewModel | None:
-    """The model of the likeliest hypothesis; those after one that most matches agree with are not made."""
-    best = None
+def made(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
+    """The hypotheses up to the first that most matches agree with; those after it are not made."""
+    found = []
     for one in hypotheses:
-        if best is None or not one.likelihood <= best.likelihood:
-            best = one
+        found.append(one)
         if one.agreeing >= _AGREED:
             break
-    return None if best is None else best.model
+    return found
+
+
+def likeliest(hypotheses: Sequence[Hypothesis]) -> Hypothesis | None:
+    """The likeliest hypothesis, the earliest of equals; None where none has a likelihood."""
+    known = [one for one in hypotheses if not np.isnan(one.likelihood)]
+    return max(known, key=lambda one: one.likelihood, default=None)
