@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from matcher.cli import options
@@ -56,6 +55,8 @@ def map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any
 
 def _check_same(made: Path, model: Path) -> None:
     """Refuse a map whose poses are not, or no longer, those of the model."""
+    import numpy as np
+
     from matcher.collection.reconstruction.given_poses import read_given_poses
     from matcher.errors import UsageError
 
