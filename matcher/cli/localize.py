@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,6 @@ from matcher.cli.collecting import Masks
 from matcher.cli.exits import PARTIAL
 from matcher.cli.localized import kept_poses, line_of, say_absent, show_poses, write_poses
 from matcher.cli.messages import complain, show
-from matcher.cli.other_models import Pictures, map_of
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
@@ -31,6 +30,15 @@ ModelFolder = Annotated[
         show_default=False,
         help="Folder of a model that `matcher sfm` wrote, or of `matcher track --map`; with --pictures, a "
         "COLMAP model of any program.",
+    ),
+]
+Pictures = Annotated[
+    Path | None,
+    typer.Option(
+        "--pictures",
+        metavar="DIR",
+        help="Pictures of a MODEL that another program made. The first time its map is made as by `matcher "
+        "sfm DIR --poses MODEL --out MODEL-map`, and kept there.",
     ),
 ]
 Photos = Annotated[
@@ -129,8 +137,7 @@ def localize(
         raise typer.BadParameter("the map of --pictures has features of our own; leave --features out")
     _check(output, plot, recording, overwrite)
     chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
-    if pictures is not None:
-        model = map_of(model, pictures, run, chosen)
+    model = model if pictures is None else _map_of(model, pictures, run, chosen)
     chosen["config"] = LocalizationConfig(neighbours=neighbours, refine=not no_refine)
     opened = Map.open(model, run_dir=run, **chosen)
     with opened as place, _recording(recording, place) as record:
@@ -264,6 +271,12 @@ def _recording(path: Path | None, place: Map) -> AbstractContextManager[Localiza
     from matcher.localization.recording import LocalizationRecording
 
     return nullcontext() if path is None else LocalizationRecording(path, place)
+
+
+def _map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any]) -> Path:
+    from matcher.cli.other_models import map_of
+
+    return map_of(model, pictures, run, loading)
 
 
 def _check(output: Path | None, plot: Path | None, recording: Path | None, overwrite: bool) -> None:

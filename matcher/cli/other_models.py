@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from matcher.cli import options
 from matcher.cli.messages import results_as_notices, say
-
-Pictures = Annotated[
-    Path | None,
-    typer.Option(
-        "--pictures",
-        metavar="DIR",
-        help="Pictures of a MODEL that another program made. The first time its map is made as by `matcher "
-        "sfm DIR --poses MODEL --out MODEL-map`, and kept there.",
-    ),
-]
 
 
 def map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any]) -> Path:
