@@ -6,7 +6,7 @@ Runs in an environment of its own: Python 3.11,
 `pip install embreex trimesh numba numpy opencv-python-headless pillow`.
 A room is composed from its seed: furniture of the training worlds (`small_house.glb`, `hospital.glb` and
 `warehouse.glb` in DIR) and new pieces, materials, posters, clutter and lamps; every fifth or so is one of
-the worlds. Cameras look at a common spot from all sides. Each room is a set OUT/room-NNNN as
+the worlds. Cameras look at a common spot from all sides. Each room is a set OUT/roomNNNN as
 `matcher.lab.pairs.stored` reads it, written as a whole; rooms that exist are skipped. The rows of pairs.json
 have the angle between the optical axes in degrees as their fourth number.
 """
@@ -115,7 +115,7 @@ def main() -> None:
     cv2.setNumThreads(1)
     library, photos = load_library(asked.worlds), Photos(asked.photos)
     for seed in range(asked.first_seed, asked.first_seed + asked.rooms):
-        folder = asked.out / f"room-{seed:04d}"
+        folder = asked.out / f"room{seed:04d}"
         if folder.exists():
             continue
         unfinished = folder.with_name(f".{folder.name}.new")
