@@ -532,6 +532,8 @@ def test_runs_with_the_same_features_share_a_map(made, tmp_path):
 def test_a_model_of_another_program_is_mapped_once(made, tmp_path, monkeypatch, capfd):
     import pycolmap
 
+    import matcher.cli.sfm
+
     folder, truth = made
     monkeypatch.setattr(options, "DEFAULT_PRESET", "nearest")  # is faster
     model = pycolmap.Reconstruction(find_model(folder / "model"))

@@ -58,7 +58,7 @@ def find_run(model: str | Path) -> Path:
     raise UsageError(
         f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
         "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
-        f"{folder} --out NEW_MODEL`, or give `matcher localize` its --pictures"
+        f"{folder} --out NEW_MODEL`, or localise by `matcher localize {folder} PHOTOS --pictures DIR`"
     )
 
 
