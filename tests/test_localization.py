@@ -532,7 +532,7 @@ def test_runs_with_the_same_features_share_a_map(made, tmp_path):
 def test_a_model_of_another_program_is_mapped_once(made, tmp_path, monkeypatch, capfd):
     import pycolmap
 
-    import matcher.cli.sfm
+    import matcher.cli.sfm  # it keeps the default preset when it is imported
 
     folder, truth = made
     monkeypatch.setattr(options, "DEFAULT_PRESET", "nearest")  # is faster
