@@ -125,6 +125,7 @@ def main() -> None:
         try:
             pairs = draw_room(unfinished, seed, asked.views, library, photos)
         except RuntimeError as error:
+            shutil.rmtree(unfinished)
             print(f"{folder.name}: left out, {error}", flush=True)
             continue
         unfinished.rename(folder)
