@@ -14,6 +14,7 @@ from matcher.lab.train.losses import (
     decisions,
     match_probability_loss,
     matchability_loss,
+    mean_similarity_loss,
 )
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.match.sinkhorn import log_assignment, sinkhorn
@@ -167,6 +168,19 @@ def test_matchability_loss_is_the_cross_entropy_of_known_points():
     softplus = torch.nn.functional.softplus
     expected = softplus(torch.tensor(-2.0)) + softplus(torch.tensor([-1.0, -3.0])).mean()
     torch.testing.assert_close(found, expected)
+
+
+def test_mean_similarity_loss_sees_what_assignments_do_not():
+    scores = random_scores(4, 4)[:1]
+    raised = scores.clone()
+    raised[:, 2] += 9.0  # all scores of a point, its dustbin's included
+    before, after = (log_assignment(each, 200, 2) for each in (scores, raised))
+    torch.testing.assert_close(before, after, atol=1e-4, rtol=1e-4)
+    means = scores[:, :-1, :-1].mean(2), scores[:, :-1, :-1].mean(1)
+    torch.testing.assert_close(
+        mean_similarity_loss(scores), means[0].square().mean() + means[1].square().mean()
+    )
+    assert mean_similarity_loss(raised) > mean_similarity_loss(scores) + 9
 
 
 def test_correspondence_loss_counts_visible_points_only_and_is_steep_for_small_errors():

@@ -41,6 +41,20 @@ def matchability_loss(scores: Tensor, partner0: Tensor, partner1: Tensor) -> Ten
     )
 
 
+def mean_similarity_loss(scores: Tensor) -> Tensor:
+    """Mean square of each point's mean similarity, over the points of both images.
+
+    What is added to all scores of a point, its dustbin's included, changes no assignment, so that nothing in
+    `assignment_loss` keeps it small: without this, similarities drift to hundreds, where rounding and the
+    limited number of Sinkhorn iterations spoil assignments.
+
+    Args:
+        scores: (B, N+1, M+1) with dustbins, as the head gives them.
+    """
+    similarities = scores[:, :-1, :-1]
+    return similarities.mean(2).square().mean() + similarities.mean(1).square().mean()
+
+
 def correspondence_loss(predicted: Tensor, ground_truth: Tensor, visible: Tensor) -> Tensor:
     """Robust distance of predicted positions (…, N, 2) from the ground truth, over `visible` points (…, N).
 

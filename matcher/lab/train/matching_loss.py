@@ -14,6 +14,7 @@ from matcher.lab.train.losses import (
     correspondence_loss,
     log_dual_softmax,
     matchability_loss,
+    mean_similarity_loss,
 )
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.stage import mixed_precision
@@ -50,10 +51,11 @@ def matching_loss(
     for depth in (*inner, len(states) - 1):
         with mixed_precision(device):
             scores = model.scores(*states[depth], depth)
-        matchability = recipe.matchability_weight * matchability_loss(scores, *partners)
+        steady = recipe.matchability_weight * matchability_loss(scores, *partners)
+        steady = steady + recipe.mean_similarity_weight * mean_similarity_loss(scores)
         rounds = 0 if depth in inner else model.config.assignment.consensus
         found = assignments(model, scores, states[depth], recipe, rounds)
-        losses += [assignment_loss(log_p, *partners) + matchability for log_p in found]
+        losses += [assignment_loss(log_p, *partners) + steady for log_p in found]
     loss = torch.stack(losses).mean() + losses[-1]
     if model.guidance is None:
         return loss

@@ -57,7 +57,8 @@ class OptimiserRecipe:
     inner_layers: int = 3  # layers below the last that are supervised at each step, drawn at random
     unrolled_iterations: int = 2  # Sinkhorn iterations with gradients
     sinkhorn_iterations: int = 6  # iterations before them, without gradients
-    matchability_weight: float = 0.1
+    matchability_weight: float = 1.0
+    mean_similarity_weight: float = 1e-3  # against a drift of scores that no assignment shows
     correspondence_weight: float = 2.0  # of the predicted correspondences of guided tokens
     start_share: float = 0.0  # weight of the initial parameters in the final ones
     confidence_steps: int = 600  # second stage: confidence and match-probability heads on frozen features
