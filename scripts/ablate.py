@@ -34,7 +34,6 @@ from matcher.lab.train.trainer import Trainer
 from matcher.lab.train.validation import validate, validation_pairs
 from matcher.lab.train.views import ViewCache
 
-THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 TRIAL_STEPS = 12  # to measure the speed of a variant, which decides its number of steps
 VALIDATION_SCENES, VALIDATION_POINTS = 96, 512
 DEPTH = 5  # of the ablated networks
@@ -187,11 +186,8 @@ def train_variant(
         loss = trainer.step(batch)
         if trainer.progress.step % 50 == 0:
             print(f"{name}: step {trainer.progress.step} of {steps}, loss {loss:.3f}", file=sys.stderr)
-    network, found = trainer.average, []
-    for threshold in THRESHOLDS:
-        changed = network.with_policy(replace(network.config.policy, match_threshold=threshold))
-        found.append(validate(changed, pairs, recipe.pair, options.device))
-    best = max(found, key=lambda scores: scores["f1"])
+    network = trainer.average
+    best = validate(network, pairs, recipe.pair, options.device)
     parameters = sum(p.numel() for p in network.parameters())
     return {"name": name, "parameters": parameters, "pairs": trainer.progress.pairs, **best}
 

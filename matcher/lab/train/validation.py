@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from matcher.lab.train.sampler import PairSampler
 from matcher.lab.train.views import CachedView
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.model import MatchingNetwork
+
+THRESHOLDS = (0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 
 def validation_pairs(sampler: PairSampler, count: int, points: int) -> list[ViewPair]:
@@ -30,26 +33,60 @@ def _strongest(view: CachedView, points: int) -> CachedView:
 def validate(
     model: MatchingNetwork, pairs: Sequence[ViewPair], recipe: PairRecipe, device: str = "cpu"
 ) -> dict[str, float]:
-    """Mean precision and recall at the recipe's match distance, with all layers, and matches per pair.
+    """Precision and recall at the recipe's match distance, with all layers, means over the pairs.
 
-    Precision: share of matches with a reprojection error below that distance. Recall: share of ground-truth
-    matches that are found. `f1` is the harmonic mean of the two.
+    Of several thresholds of the match probability the one with the highest F1 counts: training also moves the
+    probabilities, and at one threshold that would show as better or worse matches.
+
+    Returns:
+        precision: share of matches with a reprojection error below the match distance.
+        recall: share of ground-truth matches that are found.
+        matches: number a pair.
+        f1: harmonic mean of precision and recall.
+        threshold: the one they are of.
     """
-    full_depth = replace(model.config.policy, early_exit=False, pruning=False)
-    matcher = AttentionMatcher(model.with_policy(full_depth), device=device)
-    rows = [_measure(matcher, view0, view1, recipe) for view0, view1 in pairs]
-    precisions, recalls, kept = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    precision, recall = (
-        float(x[np.isfinite(x)].mean()) if np.isfinite(x).any() else 0.0 for x in (precisions, recalls)
+    policy = replace(
+        model.config.policy,
+        early_exit=False,
+        pruning=False,
+        match_threshold=THRESHOLDS[0],
+        threshold_doubles_at=0.0,
     )
+    matcher = AttentionMatcher(model.with_policy(policy), device=device)
+    judged = [_judge(matcher, view0, view1, recipe) for view0, view1 in pairs]
+    return max((_mean_scores(judged, least) for least in THRESHOLDS), key=lambda scores: scores["f1"])
+
+
+class _Judged(NamedTuple):
+    """The matches of one pair, beside what is known of them."""
+
+    probabilities: np.ndarray  # (K,)
+    known: np.ndarray  # (K,) bool: the true place of either point is known
+    correct: np.ndarray  # (K,) bool, where known
+    found: np.ndarray  # (K,) bool: a ground-truth match
+    possible: int  # ground-truth matches
+
+
+def _mean_scores(judged: Sequence[_Judged], threshold: float) -> dict[str, float]:
+    """What `validate` returns, at one threshold; pairs without matches have no precision."""
+    kept = [each.probabilities > threshold for each in judged]
+    precisions = [
+        each.correct[chosen & each.known].mean()
+        for each, chosen in zip(judged, kept, strict=True)
+        if (chosen & each.known).any()
+    ]
+    recalls = [
+        each.found[chosen].sum() / each.possible
+        for each, chosen in zip(judged, kept, strict=True)
+        if each.possible
+    ]
+    precision, recall = (float(np.mean(x)) if x else 0.0 for x in (precisions, recalls))
     f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-    return {"precision": precision, "recall": recall, "matches": float(kept.mean()), "f1": f1}
+    matches = float(np.mean([chosen.sum() for chosen in kept])) if kept else 0.0
+    return {"precision": precision, "recall": recall, "matches": matches, "f1": f1, "threshold": threshold}
 
 
-def _measure(
-    matcher: AttentionMatcher, view0: CachedView, view1: CachedView, recipe: PairRecipe
-) -> tuple[float, float, int]:
-    """Precision (NaN without matches), recall (NaN without ground-truth matches) and matches of one pair."""
+def _judge(matcher: AttentionMatcher, view0: CachedView, view1: CachedView, recipe: PairRecipe) -> _Judged:
     matches = matcher(*(Features.stack([to_features(view)]) for view in (view0, view1)))[0]
     labels = label_partners(view0, view1, recipe)
     (corresponding0, known0), (corresponding1, known1) = (
@@ -60,9 +97,7 @@ def _measure(
     forward = np.linalg.norm(corresponding0[index0] - view1.keypoints[index1], axis=1)
     backward = np.linalg.norm(corresponding1[index1] - view0.keypoints[index0], axis=1)
     error = (np.where(known0[index0], forward, backward) + np.where(known1[index1], backward, forward)) / 2
-    known = known0[index0] | known1[index1]
-    correct = np.nan_to_num(error[known], nan=np.inf) < recipe.match_distance
+    correct = np.nan_to_num(error, nan=np.inf) < recipe.match_distance
+    possible = int((labels.partner0 >= 0).sum())
     found = labels.partner0[index0] == index1
-    possible = (labels.partner0 >= 0).sum()
-    precision = correct.mean() if len(correct) else np.nan
-    return float(precision), float(found.sum() / possible) if possible else np.nan, len(matches)
+    return _Judged(matches.scores, known0[index0] | known1[index1], correct, found, possible)
