@@ -35,8 +35,8 @@ def validate(
 ) -> dict[str, float]:
     """Precision and recall at the recipe's match distance, with all layers, means over the pairs.
 
-    Of several thresholds of the match probability the one with the highest F1 counts: training also moves the
-    probabilities, and at one threshold that would show as better or worse matches.
+    Of several thresholds of the match probability (`credible_matches`) the one with the highest F1 counts:
+    training also moves the probabilities, and at one threshold that would show as better or worse matches.
 
     Returns:
         precision: share of matches with a reprojection error below the match distance.
@@ -54,7 +54,9 @@ def validate(
     )
     matcher = AttentionMatcher(model.with_policy(policy), device=device)
     judged = [_judge(matcher, view0, view1, recipe) for view0, view1 in pairs]
-    return max((_mean_scores(judged, least) for least in THRESHOLDS), key=lambda scores: scores["f1"])
+    doubles_at = model.config.policy.threshold_doubles_at
+    found = (_mean_scores(judged, threshold, doubles_at) for threshold in THRESHOLDS)
+    return max(found, key=lambda scores: scores["f1"])
 
 
 class _Judged(NamedTuple):
@@ -66,10 +68,16 @@ class _Judged(NamedTuple):
     found: np.ndarray  # (K,) bool: a ground-truth match
     possible: int  # ground-truth matches
 
+    def above(self, threshold: float, doubles_at: float) -> np.ndarray:
+        """(K,) bool: which matches are kept; see `credible_matches`."""
+        expected = self.probabilities[self.probabilities > threshold].sum()
+        raised = threshold * (1 + doubles_at / expected) if expected else threshold
+        return self.probabilities > raised
 
-def _mean_scores(judged: Sequence[_Judged], threshold: float) -> dict[str, float]:
+
+def _mean_scores(judged: Sequence[_Judged], threshold: float, doubles_at: float) -> dict[str, float]:
     """What `validate` returns, at one threshold; pairs without matches have no precision."""
-    kept = [each.probabilities > threshold for each in judged]
+    kept = [each.above(threshold, doubles_at) for each in judged]
     precisions = [
         each.correct[chosen & each.known].mean()
         for each, chosen in zip(judged, kept, strict=True)
