@@ -111,15 +111,15 @@ PRESETS: dict[str, PipelineConfig] = {
             position=PositionConfig(inputs=("xy",)),
             policy=replace(
                 _HYBRID.matcher.policy,
-                match_threshold=0.1,
+                match_threshold=0.05,
                 exit_share=0.95,
                 prune_matchability=0.03,
                 calibration=CalibrationConfig(
-                    offset=0.88,
-                    slope=0.75,
-                    share_slope=0.82,
+                    offset=0.8,
+                    slope=0.58,
+                    share_slope=0.49,
                     refined=RefinedCalibrationConfig(
-                        offset=0.98, slope=0.61, refined=1.88, variance_slope=-0.5, further_passes=-1.0
+                        offset=0.44, slope=0.84, refined=1.23, variance_slope=-0.11, further_passes=-0.89
                     ),
                 ),
             ),
