@@ -239,6 +239,7 @@ class SecondPassConfig:
     confident_inliers: int = 200
     confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer
     confident_inlier_ratio: float = 0.6  # and inliers / matches
+    counted_probability: float = 0.25  # match probability from which inliers count; all do for their ratio
     same_point: float = 1.5  # pixels of the resized image within which points of two passes are one
 
 

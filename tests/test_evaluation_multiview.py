@@ -147,6 +147,19 @@ def test_rendered_views_are_two_sets(rendered):
     assert "| different lights | 1 | nearest |" in text and "essential geometry by PoseLib" in text
 
 
+def test_rendered_views_may_list_their_pairs(rendered):
+    path = rendered / "cameras.json"
+    scene = json.loads(path.read_text())
+    views = [{key: row[key] for key in row if key != "light"} for row in scene["views"]]
+    path.write_text(json.dumps({"views": views, "depth_step": 2}))
+    (rendered / "pairs.json").write_text(json.dumps([[0, 2, 0.5, 4.6]]))
+    (found,) = find_sets(str(rendered), SetOptions())
+    assert [pair.name for pair in found.pairs] == ["0-2"] and found.pairs[0].groups[2] == "same light"
+    (rendered / "pairs.json").write_text(json.dumps([[0, 9]]))
+    with pytest.raises(UsageError, match=r"pairs\.json"):
+        find_sets(str(rendered), SetOptions())
+
+
 def test_recorded_views_have_their_pairs(recorded):
     (found,) = find_sets(str(recorded), SetOptions())
     (pair,) = found.pairs

@@ -88,15 +88,18 @@ def test_a_common_region_is_seen_at_one_scale(rng, change):
 def test_confident_means_many_inliers_that_are_most_matches():
     config = SecondPassConfig(confident_inliers=100, confident_keypoint_share=0.5, confident_inlier_ratio=0.6)
 
-    def confident(matches: int, inliers: int, keypoints: int, status: str = "ok") -> bool:
+    def confident(matches: int, inliers: int, keypoints: int, status: str = "ok", probable=None) -> bool:
         agree = np.arange(matches) < inliers
-        return Evidence.of(TwoViewGeometry("fundamental", status, agree), keypoints).is_confident(config)
+        counted = np.arange(matches) < (matches if probable is None else probable)
+        geometry = TwoViewGeometry("fundamental", status, agree)
+        return Evidence.of(geometry, counted, keypoints).is_confident(config)
 
     assert confident(150, 110, 1000) and confident(60, 50, 90)
     assert not confident(150, 90, 1000)  # few
     assert not confident(300, 110, 1000)  # most are wrong
     assert not confident(150, 110, 1000, "degenerate")
     assert not confident(0, 0, 0, "too_few")
+    assert confident(150, 110, 1000, probable=105) and not confident(150, 110, 1000, probable=90)
 
 
 def test_points_of_two_passes_that_are_the_same_count_once():

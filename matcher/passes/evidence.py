@@ -16,15 +16,26 @@ class Evidence:
 
     matches: int
     inliers: int  # of the geometry
+    probable_inliers: int  # of these, whose match probability counts
     keypoints: int  # of the image with fewer
 
     @staticmethod
-    def of(geometry: TwoViewGeometry, keypoints: int) -> Evidence:
-        """The evidence of a geometry; `keypoints` is their number in the image with fewer."""
-        inliers = int(np.count_nonzero(geometry.inliers)) if geometry.status == "ok" else 0
-        return Evidence(len(geometry.inliers), inliers, keypoints)
+    def of(geometry: TwoViewGeometry, probable: np.ndarray, keypoints: int) -> Evidence:
+        """The evidence of a geometry.
+
+        Args:
+            geometry: estimated from K matches.
+            probable: (K,) bool, the matches that count.
+            keypoints: their number in the image with fewer.
+        """
+        inliers = geometry.inliers if geometry.status == "ok" else np.zeros_like(geometry.inliers)
+        counts = (int(np.count_nonzero(each)) for each in (inliers, inliers & probable))
+        return Evidence(len(geometry.inliers), *counts, keypoints)
 
     def is_confident(self, config: SecondPassConfig) -> bool:
         """Whether no further pass is needed: enough inliers, which are most of the matches."""
         enough = min(config.confident_inliers, config.confident_keypoint_share * self.keypoints)
-        return self.inliers >= enough and self.inliers >= config.confident_inlier_ratio * self.matches > 0
+        return (
+            self.probable_inliers >= enough
+            and self.inliers >= config.confident_inlier_ratio * self.matches > 0
+        )

@@ -110,7 +110,7 @@ class _Pair:
 
     def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
         """Run passes until the evidence is confident."""
-        if self.is_confident(geometry):
+        if self.evidence(geometry).is_confident(self.further.config):
             return
         if self.has_few_inliers(geometry) and (change := self.change()) is not None:
             one = self.further.own.match(change.name, *change.applied(self.images, self.further.longer_side))
@@ -120,10 +120,10 @@ class _Pair:
                 geometry = self.geometry()
             yield one
         steps = [self.gradients, self.other_features, self.from_above, self.turned_from_above]
-        reliable = Evidence.of(geometry, 0).inliers >= _RELIABLE_REGION
+        reliable = self.evidence(geometry).probable_inliers >= _RELIABLE_REGION
         steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
-            if self.is_confident(geometry) or (one := step(geometry)) is None:
+            if self.evidence(geometry).is_confident(self.further.config) or (one := step(geometry)) is None:
                 continue
             self.found.append(one)
             yield one
@@ -177,15 +177,15 @@ class _Pair:
         scale = threshold_scale(*(f.scale.tolist() for f in self.features), "fundamental")
         return estimate(one.points0, one.points1, scores=one.scores, thresholds_scale=scale)
 
-    def is_confident(self, geometry: TwoViewGeometry) -> bool:
-        """Whether the matches that `geometry` was estimated from need no further pass."""
-        keypoints = min(map(len, self.features))
-        return Evidence.of(geometry, keypoints).is_confident(self.further.config)
+    def evidence(self, geometry: TwoViewGeometry) -> Evidence:
+        """Support of `geometry`, estimated from all matches so far."""
+        probable = self.joined()[2].scores >= self.further.config.counted_probability
+        return Evidence.of(geometry, probable, min(map(len, self.features)))
 
     def has_few_inliers(self, geometry: TwoViewGeometry) -> bool:
         """Whether there are so few inliers that the images may differ by more than the viewpoint."""
-        inliers = np.count_nonzero(geometry.inliers) if geometry.status == "ok" else 0
-        return inliers < _LOW_INLIERS * min(map(len, self.features))
+        evidence = self.evidence(geometry)
+        return evidence.probable_inliers < _LOW_INLIERS * evidence.keypoints
 
     def change(self) -> Change | None:
         """The change of scale or inversion that the descriptors suggest, if any."""
@@ -194,7 +194,7 @@ class _Pair:
 
     def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
-        if not self.further.config.region or Evidence.of(geometry, 0).inliers < _MIN_REGION_INLIERS:
+        if not self.further.config.region or self.evidence(geometry).probable_inliers < _MIN_REGION_INLIERS:
             return None
         matches = self.joined()[2]
         inliers = np.flatnonzero(geometry.inliers)

@@ -1,7 +1,8 @@
 """Readers of multi-view sets: calibrated views of a scene with depth maps.
 
 Both kinds have a `cameras.json`. A recorded set has frames with tracked poses, and `pairs.json` lists the
-pairs to measure; a rendered set has groups of views with exact depth and poses, under several lights.
+pairs to measure; a rendered set, also by `scripts/trace_views.py` or `scripts/label_views.py`, has groups of
+views with depth and poses, maybe under several lights, and pairs to measure only where it lists some.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _SAMPLING = 16  # pixels between the points by which overlap is measured
 
 def is_recorded(folder: Path) -> bool:
     """Whether a folder has the layout of `read_recorded`."""
-    return (folder / "cameras.json").is_file() and (folder / "pairs.json").is_file()
+    return (folder / "cameras.json").is_file() and not is_rendered(folder)
 
 
 def is_rendered(folder: Path) -> bool:
     """Whether a folder has the layout of `read_rendered`."""
-    return (folder / "cameras.json").is_file() and not (folder / "pairs.json").exists()
+    path = folder / "cameras.json"
+    return path.is_file() and (not (folder / "pairs.json").exists() or b'"views"' in path.read_bytes())
 
 
 def read_recorded(folder: Path) -> list[PairSet]:
@@ -86,20 +88,17 @@ def read_rendered(folder: Path) -> list[PairSet]:
     path = folder / "cameras.json"
     scene = read_object(path, ("views", "depth_step"))
     posed, relit = [], []
-    for row0, row1 in combinations(scene["views"], 2):
-        if row0["group"] != row1["group"]:
-            continue
+    for row0, row1 in _rendered_pairs(folder, scene["views"]):
         sides = [PairImage(folder / row["image"]) for row in (row0, row1)]
         views = [_rendered_camera(row, folder, int(scene["depth_step"]), path) for row in (row0, row1)]
         name = "-".join(Path(row["image"]).stem for row in (row0, row1))
-        lights = [_light(row, scene) for row in (row0, row1)]
         if row0["E"] == row1["E"]:
-            group = " and ".join(sorted(lights))
+            group = " and ".join(sorted(_light(row, scene) for row in (row0, row1)))
             relit.append(HomographyPair(name, group, *sides, np.eye(3)))
             continue
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= MIN_OVERLAP:
-            light = "same light" if row0["light"] == row1["light"] else "different lights"
+            light = "same light" if row0.get("light") == row1.get("light") else "different lights"
             groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
             posed.append(depth_pair(name, groups, sides, views))
     title = folder.resolve().name
@@ -107,6 +106,18 @@ def read_rendered(folder: Path) -> list[PairSet]:
     if relit:
         found.append(PairSet(f"{title}-light", "homography", tuple(relit), oracle=True))
     return found
+
+
+def _rendered_pairs(folder: Path, views: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
+    """The pairs of views that `pairs.json` lists; without it all pairs of a group."""
+    path = folder / "pairs.json"
+    if not path.exists():
+        return [pair for pair in combinations(views, 2) if pair[0]["group"] == pair[1]["group"]]
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [tuple(views[number] for number in row[:2]) for row in rows]
+    except (OSError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"{path}: not pairs of views of cameras.json ({error}); make it again") from error
 
 
 def _frames(folder: Path) -> dict[str, DepthCamera]:
