@@ -206,8 +206,7 @@ def test_images_of_another_sensor_are_matched_by_their_gradients(photo):
     """Grey values go up and down along the curve; the first pass and the other front end find little."""
     grey = cv2.cvtColor(photo, cv2.COLOR_RGB2GRAY)
     other = np.interp(grey, np.arange(0, 256, 51), [200, 30, 200, 30, 200, 30]).astype(np.uint8)
-    # At the preset's lower threshold the first pass finds enough here that gradients are not asked.
-    pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512, match_threshold=0.2)
+    pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512)
     config = replace(pipeline.passes.config, negative=False)
     pipeline = replace(pipeline, passes=replace(pipeline.passes, config=config))
     result = pipeline.match(grey, other)
