@@ -223,10 +223,11 @@ class EstimationConfig:
 class SecondPassConfig:
     """Further passes over a pair whose first pass was not confident; none follows once one is.
 
-    Matches are confident if there are enough inliers and these are most of the matches. Otherwise, with few
-    inliers, other scales, an inversion of grey values and gradient magnitudes are tried; then other features
-    (`preset`), both images stretched as if seen from higher above, also with one turned by 45 degrees, and
-    the common region at equal scale. Under homographies, keypoints left over look where these predict.
+    Matches are confident if there are enough probable inliers, and if all inliers are most of the matches.
+    Otherwise, with few probable inliers, other scales, an inversion of grey values and gradient magnitudes
+    are tried; then other features (`preset`), both images stretched as if seen from higher above, also with
+    one turned by 45 degrees, and the common region at equal scale. Under homographies, keypoints left over
+    look where these predict.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
@@ -236,10 +237,10 @@ class SecondPassConfig:
     from_above: bool = True
     region: bool = True
     guided: bool = True
-    confident_inliers: int = 200
+    confident_inliers: int = 200  # that are probable
     confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer
     confident_inlier_ratio: float = 0.6  # and inliers / matches
-    counted_probability: float = 0.25  # match probability from which inliers count; all do for their ratio
+    confident_probability: float = 0.25  # match probability from which inliers are probable
     same_point: float = 1.5  # pixels of the resized image within which points of two passes are one
 
 

@@ -12,7 +12,7 @@ from matcher.config import EstimationConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, IntegrityError, UsageError
 from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
 from matcher.lab.evaluate.run import Method, evaluate
 from matcher.lab.evaluate.tables import as_markdown, as_object
@@ -156,7 +156,7 @@ def test_rendered_views_may_list_their_pairs(rendered):
     (found,) = find_sets(str(rendered), SetOptions())
     assert [pair.name for pair in found.pairs] == ["0-2"] and found.pairs[0].groups[2] == "same light"
     (rendered / "pairs.json").write_text(json.dumps([[0, 9]]))
-    with pytest.raises(UsageError, match=r"pairs\.json"):
+    with pytest.raises(IntegrityError, match=r"pairs\.json"):
         find_sets(str(rendered), SetOptions())
 
 

@@ -16,7 +16,7 @@ class Evidence:
 
     matches: int
     inliers: int  # of the geometry
-    probable_inliers: int  # of these, whose match probability counts
+    probable_inliers: int  # of these, those of probable matches
     keypoints: int  # of the image with fewer
 
     @staticmethod
@@ -25,7 +25,7 @@ class Evidence:
 
         Args:
             geometry: estimated from K matches.
-            probable: (K,) bool, the matches that count.
+            probable: (K,) bool, matches that are probable enough to count as support.
             keypoints: their number in the image with fewer.
         """
         inliers = geometry.inliers if geometry.status == "ok" else np.zeros_like(geometry.inliers)

@@ -88,7 +88,7 @@ class FurtherPasses:
         for one in pair.passes(geometry):
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
             start = perf_counter()
-        return Joined(*pair.joined(), tuple(reports))
+        return Joined(*pair.joined, tuple(reports))
 
 
 @dataclass(eq=False)
@@ -110,12 +110,12 @@ class _Pair:
 
     def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
         """Run passes until the evidence is confident."""
-        if self.evidence(geometry).is_confident(self.further.config):
+        if self.is_confident(geometry):
             return
         if self.has_few_inliers(geometry) and (change := self.change()) is not None:
             one = self.further.own.match(change.name, *change.applied(self.images, self.further.longer_side))
             if self.verified(one).status == "ok":
-                self.found.append(one)
+                self.add(one)
                 self.negative = change.negative
                 geometry = self.geometry()
             yield one
@@ -123,9 +123,9 @@ class _Pair:
         reliable = self.evidence(geometry).probable_inliers >= _RELIABLE_REGION
         steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
-            if self.evidence(geometry).is_confident(self.further.config) or (one := step(geometry)) is None:
+            if self.is_confident(geometry) or (one := step(geometry)) is None:
                 continue
-            self.found.append(one)
+            self.add(one)
             yield one
             geometry = self.geometry()
 
@@ -160,6 +160,12 @@ class _Pair:
             return None
         return self.above.match(name, degrees, negative=self.negative)
 
+    def add(self, one: PassMatches) -> None:
+        """Join the matches of another pass."""
+        self.found.append(one)
+        vars(self).pop("joined", None)
+
+    @cached_property
     def joined(self) -> tuple[Features, Features, Matches]:
         """The features and matches of all passes; those of the first if there is no other."""
         if not self.found:
@@ -168,7 +174,7 @@ class _Pair:
 
     def geometry(self) -> TwoViewGeometry:
         """The fundamental matrix estimated from all matches so far."""
-        matches = self.joined()[2]
+        matches = self.joined[2]
         return self.verified(PassMatches("", matches.points0, matches.points1, matches.scores))
 
     def verified(self, one: PassMatches) -> TwoViewGeometry:
@@ -179,8 +185,12 @@ class _Pair:
 
     def evidence(self, geometry: TwoViewGeometry) -> Evidence:
         """Support of `geometry`, estimated from all matches so far."""
-        probable = self.joined()[2].scores >= self.further.config.counted_probability
+        probable = self.joined[2].scores >= self.further.config.confident_probability
         return Evidence.of(geometry, probable, min(map(len, self.features)))
+
+    def is_confident(self, geometry: TwoViewGeometry) -> bool:
+        """Whether the matches that `geometry` was estimated from need no further pass."""
+        return self.evidence(geometry).is_confident(self.further.config)
 
     def has_few_inliers(self, geometry: TwoViewGeometry) -> bool:
         """Whether there are so few inliers that the images may differ by more than the viewpoint."""
@@ -196,7 +206,7 @@ class _Pair:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
         if not self.further.config.region or self.evidence(geometry).probable_inliers < _MIN_REGION_INLIERS:
             return None
-        matches = self.joined()[2]
+        matches = self.joined[2]
         inliers = np.flatnonzero(geometry.inliers)
         originals = [original() for original in self.originals]
         region = common_region(*originals, matches.points0[inliers], matches.points1[inliers])

@@ -19,6 +19,7 @@ from matcher.errors import UsageError
 from matcher.lab.pairs.depth import DepthCamera, reproject
 from matcher.lab.pairs.folders import read_array, read_rows
 from matcher.lab.pairs.protocols import DepthPair, HomographyPair, PairImage, PairSet
+from matcher.lab.pairs.stored import pairs_of
 
 OVERLAPS = (0.0, 0.3, 0.5, 1.01)  # bounds of the overlap groups
 ANGLES = (0, 15, 30, 60, 181)  # degrees between the optical axes
@@ -88,7 +89,8 @@ def read_rendered(folder: Path) -> list[PairSet]:
     path = folder / "cameras.json"
     scene = read_object(path, ("views", "depth_step"))
     posed, relit = [], []
-    for row0, row1 in _rendered_pairs(folder, scene["views"]):
+    for pair in pairs_of(folder, scene["views"]):
+        row0, row1 = (scene["views"][number] for number in pair)
         sides = [PairImage(folder / row["image"]) for row in (row0, row1)]
         views = [_rendered_camera(row, folder, int(scene["depth_step"]), path) for row in (row0, row1)]
         name = "-".join(Path(row["image"]).stem for row in (row0, row1))
@@ -106,18 +108,6 @@ def read_rendered(folder: Path) -> list[PairSet]:
     if relit:
         found.append(PairSet(f"{title}-light", "homography", tuple(relit), oracle=True))
     return found
-
-
-def _rendered_pairs(folder: Path, views: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
-    """The pairs of views that `pairs.json` lists; without it all pairs of a group."""
-    path = folder / "pairs.json"
-    if not path.exists():
-        return [pair for pair in combinations(views, 2) if pair[0]["group"] == pair[1]["group"]]
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return [tuple(views[number] for number in row[:2]) for row in rows]
-    except (OSError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"{path}: not pairs of views of cameras.json ({error}); make it again") from error
 
 
 def _frames(folder: Path) -> dict[str, DepthCamera]:

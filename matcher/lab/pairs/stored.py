@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -84,15 +85,29 @@ def read_set(folder: Path) -> StoredSet:
     try:
         stored = json.loads((folder / "cameras.json").read_text(encoding="utf-8"))
         views, step = stored["views"], int(stored["depth_step"])
-        listed = folder / "pairs.json"
-        if listed.exists():
-            rows = json.loads(listed.read_text(encoding="utf-8"))
-            pairs = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
-        else:
-            pairs = _pairs_of_groups([view["group"] for view in views])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{folder / 'cameras.json'} is damaged ({error})") from error
-    return StoredSet(folder, views, step, pairs)
+    return StoredSet(folder, views, step, pairs_of(folder, views))
+
+
+def pairs_of(folder: Path, views: Sequence[dict]) -> np.ndarray:
+    """(P, 2) int64 the pairs of views that `pairs.json` lists; without it all pairs of a group.
+
+    Raises:
+        IntegrityError: the views have no groups, or `pairs.json` is damaged or not of these views.
+    """
+    path = folder / "pairs.json"
+    try:
+        if not path.exists():
+            path = folder / "cameras.json"
+            return _pairs_of_groups([view["group"] for view in views])
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        pairs = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path} is damaged ({error})") from error
+    if pairs.size and not 0 <= pairs.min() <= pairs.max() < len(views):
+        raise IntegrityError(f"{path} lists views that are not in {folder / 'cameras.json'}")
+    return pairs
 
 
 def _pairs_of_groups(groups: list[int]) -> np.ndarray:
