@@ -18,6 +18,7 @@ LAYOUTS = [Layout(((40, 40),)), Layout(((33, 70), (0, 5), (12, 1)))]
 CONFIGS = {
     "lightglue": ContextConfig(dim=64, heads=2),
     "superglue": ContextConfig(dim=64, heads=4, shared_qk=False, norm="batch", activation="relu"),
+    "scaled": ContextConfig(dim=64, heads=2, scale_logits_above=8),
     "without bias": ContextConfig(dim=64, heads=2, bias=False),
     "additive": ContextConfig(dim=64, heads=2, attention="additive"),
     "general": ContextConfig(dim=64, heads=2, attention="general"),

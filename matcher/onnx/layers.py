@@ -6,6 +6,7 @@ are multiplied together, as in `matcher.match.network.fused`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,7 +84,9 @@ class Layers:
 
     def _attend(self, q: Value, k: Value, v: Value) -> Value:
         """Softmax attention of q (N, dim) to k and v (M, dim) → (N, dim)."""
-        g, heads = self.graph, self.config.heads
+        g, heads, above = self.graph, self.config.heads, self.config.scale_logits_above
+        if above is not None:  # see `matcher.match.network.packed.scaled_queries`
+            q = q * (g.Log(g.Max(g.real(g.size(k, 0)), float(above))) * (1 / math.log(above)))
         if self.fused_attention:
             one = [g.Unsqueeze(each, [0]) for each in (q, k, v)]
             found = g.MultiHeadAttention(*one, domain=CONTRIBUTED, num_heads=heads)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from matcher.attention import Kernel, MultiHeadAttention
 from matcher.config import ContextConfig
-from matcher.match.network.packed import Layout, attend, attend_to
+from matcher.match.network.packed import Layout, attend, attend_to, scaled_queries, scaled_queries_to
 from matcher.match.network.position import rotate
 
 QueriesKeys = tuple[Tensor, Tensor]  # (T, heads, head_dim) each
@@ -55,6 +55,7 @@ class SelfBlock(nn.Module):
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
         self.attention = MultiHeadAttention(config.dim, config.heads, config.attention, bias=config.bias)
+        self.scale_above = config.scale_logits_above
         self.message_norm = outer_norm(config)
         self.ffn = FeedForward(config)
         self._initialise_local(config)
@@ -72,7 +73,7 @@ class SelfBlock(nn.Module):
 
     def forward(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> Tensor:
         """Tokens (T, dim), rotations (T, 2, head_dim/2) or none → tokens (T, dim)."""
-        q, k, v = self._project(x, rotations)
+        q, k, v = self._project(x, rotations, layout)
         message = attend(q, k, v, layout, self.attention.score, cross=False)
         return self.ffn(x, self.message_norm(self.attention.out(message)))
 
@@ -81,15 +82,15 @@ class SelfBlock(nn.Module):
         """The score function."""
         return self.attention.score
 
-    def queries_keys(self, x: Tensor, rotations: Tensor | None) -> QueriesKeys:
+    def queries_keys(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> QueriesKeys:
         """Of tokens (T, dim): whose products the attention weights are made of."""
-        return self._project(x, rotations)[:2]
+        return self._project(x, rotations, layout)[:2]
 
-    def _project(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         parts = self.attention.project(x)  # (T, 3, heads, head_dim)
         qk, v = parts[:, :2].flatten(1, 2), parts[:, 2]
         q, k = (qk if rotations is None else rotate(qk, rotations)).chunk(2, dim=1)
-        return q, k, v
+        return scaled_queries(q, layout, self.scale_above, cross=False), k, v
 
 
 class CrossBlock(nn.Module):
@@ -97,7 +98,7 @@ class CrossBlock(nn.Module):
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__()
-        self.sequential = config.sequential_cross
+        self.sequential, self.scale_above = config.sequential_cross, config.scale_logits_above
         self.attention = MultiHeadAttention(
             config.dim, config.heads, config.attention, bias=config.bias, shared_qk=config.shared_qk
         )
@@ -122,6 +123,7 @@ class CrossBlock(nn.Module):
             return self._sequential(x, layout)
         parts = self.attention.project(x)
         q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
+        q = scaled_queries(q, layout, self.scale_above, cross=True)
         message = attend(q, k, v, layout, self.attention.score, cross=True)
         return self.ffn(x, self.message_norm(self.attention.out(message)))
 
@@ -137,7 +139,7 @@ class CrossBlock(nn.Module):
         if self.sequential:  # the keys of image 0 are those of its updated points
             first = layout.sides[0].to(x.device)
             k = k.index_copy(0, first, self.attention.project(self(x, layout)[first], -2)[:, 0])
-        return q, k
+        return scaled_queries(q, layout, self.scale_above, cross=True), k
 
     def _sequential(self, x: Tensor, layout: Layout) -> Tensor:
         """Image 0 attends first; image 1 then attends to its updated points."""
@@ -147,6 +149,7 @@ class CrossBlock(nn.Module):
             query = self.attention.project(states[side], 0, 1)[:, 0]
             key, value = self.attention.project(states[1 - side], -2).unbind(1)
             counts = [(pair[side], pair[1 - side]) for pair in layout.counts]
+            query = scaled_queries_to(query, counts, self.scale_above)
             message = attend_to(query, key, value, counts, self.attention.score)
             states[side] = self.ffn(states[side], self.message_norm(self.attention.out(message)))
         return torch.cat(states)[torch.cat(sides).argsort()]
@@ -168,7 +171,8 @@ class Layer(nn.Module):
     ) -> tuple[QueriesKeys, QueriesKeys]:
         """Queries and keys of self- and of cross-attention, for tokens (T, dim) that the layer takes."""
         middle = self.self_block(x, rotations, layout)
-        return self.self_block.queries_keys(x, rotations), self.cross_block.queries_keys(middle, layout)
+        own = self.self_block.queries_keys(x, rotations, layout)
+        return own, self.cross_block.queries_keys(middle, layout)
 
 
 def build_layer(config: ContextConfig) -> Layer:

@@ -24,7 +24,7 @@ from matcher.kernels.calls import (
 )
 from matcher.kernels.linear import CACHED_ROWS, linear, linear_at_once, rows_at_once
 from matcher.match.network.context import CrossBlock, FeedForward, Layer, QueriesKeys, SelfBlock
-from matcher.match.network.packed import Layout, attend
+from matcher.match.network.packed import Layout, attend, scaled_queries
 
 
 class FusedFeedForward(nn.Module):
@@ -88,6 +88,7 @@ class FusedSelfBlock(nn.Module):
     def __init__(self, block: SelfBlock, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads, self.score, qkv = block.attention.heads, block.attention.score, block.attention.qkv
+        self.scale_above = block.scale_above
         dim = qkv.in_features
         # Channel c of the first half of a head rotates with channel c of its second half: side by side they
         # are one complex number. Queries and keys are permuted equally, so their products stay.
@@ -103,14 +104,14 @@ class FusedSelfBlock(nn.Module):
     def forward(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> Tensor:
         """Tokens (T, dim), rotations (T, 2, head_dim/2) or none → tokens (T, dim)."""
         joint, tokens, message = joined(x, self.weight.dtype)
-        message.copy_(attend(*self._project(tokens, rotations), layout, self.score, cross=False))
+        message.copy_(attend(*self._project(tokens, rotations, layout), layout, self.score, cross=False))
         return self.ffn(x, joint)
 
-    def queries_keys(self, x: Tensor, rotations: Tensor | None) -> QueriesKeys:
+    def queries_keys(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> QueriesKeys:
         """Of tokens (T, dim), their channels in one and the same order."""
-        return self._project(x.to(self.weight.dtype), rotations)[:2]
+        return self._project(x.to(self.weight.dtype), rotations, layout)[:2]
 
-    def _project(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, rotations: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (T, dim), rotations (T, 2, head_dim/2) or none → q, k, v (T, heads, head_dim)."""
         if rotations is not None and have_turns(x):
             qkv = linear(x, self.weight)
@@ -119,7 +120,8 @@ class FusedSelfBlock(nn.Module):
             qkv = linear(x, self.weight, self.bias)
             if rotations is not None and len(x):
                 self._rotate(qkv[:, : self.rotated], torch.complex(*rotations.unbind(1)).unsqueeze(1))
-        return qkv.unflatten(1, (3, self.heads, -1)).unbind(1)
+        q, k, v = qkv.unflatten(1, (3, self.heads, -1)).unbind(1)
+        return scaled_queries(q, layout, self.scale_above, cross=False), k, v
 
     def _rotate(self, qk: Tensor, rotations: Tensor) -> None:
         """Rotate queries and keys (T, 2·dim) in place by rotations (T, 1, head_dim/2), complex."""
@@ -140,6 +142,7 @@ class FusedCrossBlock(nn.Module):
     def __init__(self, block: CrossBlock, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads, self.score, qkv = block.attention.heads, block.attention.score, block.attention.qkv
+        self.scale_above = block.scale_above
         self.register_buffer("weight", qkv.weight.detach().to(dtype, copy=True))
         self.register_buffer("bias", None if qkv.bias is None else qkv.bias.detach().to(dtype, copy=True))
         self.ffn = FusedFeedForward(block.attention, block.ffn, dtype)
@@ -149,13 +152,14 @@ class FusedCrossBlock(nn.Module):
         joint, tokens, message = joined(x, self.weight.dtype)
         parts = self._project(tokens)
         q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
+        q = scaled_queries(q, layout, self.scale_above, cross=True)
         message.copy_(attend(q, k, v, layout, self.score, cross=True))
         return self.ffn(x, joint)
 
     def queries_keys(self, x: Tensor, layout: Layout) -> QueriesKeys:
         """Of tokens (T, dim)."""
         parts = self._project(x.to(self.weight.dtype))
-        return parts[:, 0], parts[:, -2]
+        return scaled_queries(parts[:, 0], layout, self.scale_above, cross=True), parts[:, -2]
 
     def _project(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.bias)

@@ -6,6 +6,7 @@ only attention looks at images.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -81,6 +82,43 @@ def attend(
     if q.device.type != "cpu" and kernel is scaled_dot_product and len(q):
         return _attend_padded(q, k, v, layout, cross)
     return _attend_ragged(q, k, v, layout, cross, kernel)
+
+
+def scaled_queries(q: Tensor, layout: Layout, above: int | None, *, cross: bool) -> Tensor:
+    """Queries (T, heads, head_dim) whose attention logits are scaled by the number of keys.
+
+    With n > `above` keys they are multiplied by log n / log `above` (Chiang and Cholak 2022, "Overcoming a
+    theoretical limitation of self-attention"): softmax over more keys is flatter, and this undoes it.
+
+    Args:
+        q: (T, heads, head_dim).
+        layout: which tokens are which image.
+        above: number of keys up to which logits stay as they are; None: always.
+        cross: the keys are the tokens of the other image.
+    """
+    if above is None or not len(q):
+        return q
+    if layout.live is not None:
+        live = _other_images(layout.live) if cross else layout.live
+        gains = (live.sum(1).clamp_min(above).log() / math.log(above)).repeat_interleave(layout.uniform)
+        return q * gains[:, None, None].to(q.dtype)
+    if layout.uniform:  # no copy to the device, which no CUDA graph may hold
+        return q if layout.uniform <= above else q * _logit_gain(layout.uniform, above)
+    pairs = (((n, m), (m, n)) if cross else ((n, n), (m, m)) for n, m in layout.counts)
+    return scaled_queries_to(q, [sides for pair in pairs for sides in pair], above)
+
+
+def scaled_queries_to(q: Tensor, counts: Sequence[tuple[int, int]], above: int | None) -> Tensor:
+    """The same of queries (ΣN, heads, head_dim), of which N each have the M keys of `counts` (N, M)."""
+    if above is None or all(keys <= above for _, keys in counts):
+        return q
+    queries = torch.tensor([n for n, _ in counts])
+    gains = torch.tensor([_logit_gain(keys, above) for _, keys in counts]).repeat_interleave(queries)
+    return q * gains[:, None, None].to(q.device, q.dtype)
+
+
+def _logit_gain(keys: int, above: int) -> float:
+    return math.log(max(keys, above)) / math.log(above)
 
 
 def _attend_uniform(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool, kernel: Kernel) -> Tensor:

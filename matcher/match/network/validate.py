@@ -45,6 +45,14 @@ def _shapes(config: NetworkConfig) -> Rules:
             f"context.dim {context.dim} must be a multiple of twice context.heads {context.heads}",
         ),
         (
+            context.scale_logits_above is None or context.attention == "softmax",
+            "context.scale_logits_above goes with context.attention 'softmax'",
+        ),
+        (
+            context.scale_logits_above is None or context.scale_logits_above >= 2,
+            "context.scale_logits_above must be at least 2",
+        ),
+        (
             config.project or config.descriptor_dim == context.dim,
             "without project, descriptor_dim must be context.dim",
         ),
