@@ -109,6 +109,7 @@ PRESETS: dict[str, PipelineConfig] = {
             kind="learned",
             descriptor_dim=64,
             position=PositionConfig(inputs=("xy",)),
+            context=replace(_HYBRID.matcher.context, scale_logits_above=384),
             policy=replace(
                 _HYBRID.matcher.policy,
                 match_threshold=0.05,
