@@ -13,7 +13,7 @@ from matcher.match.network.model import MatchingNetwork
 
 CONFIG = NetworkConfig(
     descriptor_dim=32,
-    context=ContextConfig(dim=48, heads=2, depth=5, scale_logits_above=20),
+    context=ContextConfig(dim=48, heads=2, depth=5, scale_logits_above=40),
     policy=MatchingPolicy(exit_share=0.6, prune_matchability=0.2),
 )
 
