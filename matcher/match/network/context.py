@@ -121,9 +121,7 @@ class CrossBlock(nn.Module):
         """Tokens (T, dim) → tokens (T, dim)."""
         if self.sequential:
             return self._sequential(x, layout)
-        parts = self.attention.project(x)
-        q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
-        q = scaled_queries(q, layout, self.scale_above, cross=True)
+        q, k, v = self._project(x, layout)
         message = attend(q, k, v, layout, self.attention.score, cross=True)
         return self.ffn(x, self.message_norm(self.attention.out(message)))
 
@@ -134,12 +132,16 @@ class CrossBlock(nn.Module):
 
     def queries_keys(self, x: Tensor, layout: Layout) -> QueriesKeys:
         """Of tokens (T, dim): whose products the attention weights are made of."""
-        parts = self.attention.project(x)
-        q, k = parts[:, 0], parts[:, -2]
+        q, k, _ = self._project(x, layout)
         if self.sequential:  # the keys of image 0 are those of its updated points
             first = layout.sides[0].to(x.device)
             k = k.index_copy(0, first, self.attention.project(self(x, layout)[first], -2)[:, 0])
-        return scaled_queries(q, layout, self.scale_above, cross=True), k
+        return q, k
+
+    def _project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        parts = self.attention.project(x)  # (T, 2 or 3, heads, head_dim)
+        q = scaled_queries(parts[:, 0], layout, self.scale_above, cross=True)
+        return q, parts[:, -2], parts[:, -1]
 
     def _sequential(self, x: Tensor, layout: Layout) -> Tensor:
         """Image 0 attends first; image 1 then attends to its updated points."""

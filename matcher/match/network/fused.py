@@ -150,20 +150,18 @@ class FusedCrossBlock(nn.Module):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """Tokens (T, dim) → tokens (T, dim)."""
         joint, tokens, message = joined(x, self.weight.dtype)
-        parts = self._project(tokens)
-        q, k, v = parts[:, 0], parts[:, -2], parts[:, -1]
-        q = scaled_queries(q, layout, self.scale_above, cross=True)
-        message.copy_(attend(q, k, v, layout, self.score, cross=True))
+        message.copy_(attend(*self._project(tokens, layout), layout, self.score, cross=True))
         return self.ffn(x, joint)
 
     def queries_keys(self, x: Tensor, layout: Layout) -> QueriesKeys:
         """Of tokens (T, dim)."""
-        parts = self._project(x.to(self.weight.dtype))
-        return scaled_queries(parts[:, 0], layout, self.scale_above, cross=True), parts[:, -2]
+        return self._project(x.to(self.weight.dtype), layout)[:2]
 
-    def _project(self, x: Tensor) -> Tensor:
+    def _project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         y = linear(x, self.weight, self.bias)
-        return y.unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
+        parts = y.unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
+        q = scaled_queries(parts[:, 0], layout, self.scale_above, cross=True)
+        return q, parts[:, -2], parts[:, -1]
 
 
 def fuse_layer(layer: Layer, dtype: torch.dtype) -> Layer:
