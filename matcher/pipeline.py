@@ -179,9 +179,8 @@ class Pipeline:
         if len(joined.passes) == 1:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
-        matches = calibrated_by_refinement(
-            matches, joined.features1.scale.tolist(), calibration_of(self.matcher), True
-        )
+        scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
+        matches = calibrated_by_refinement(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         further = perf_counter() - start

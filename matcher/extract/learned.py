@@ -10,7 +10,7 @@ Map k has a sample at every 2ᵏ-th pixel, beginning with the first, so pixel x 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -46,6 +46,16 @@ _HIDDEN = 256  # of the descriptor's MLP
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
 
 
+def _fused_convolution() -> Callable[..., Tensor] | None:
+    """oneDNN's convolution that ends with a ReLU, which spares a pass over the map; None without it.
+
+    It is missing in some builds of PyTorch, and refuses bfloat16 on processors without AVX-512.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+
+
 class ConvNormRelu(nn.Sequential):
     """Convolution, batch normalisation, ReLU; once trained, the second is part of the first."""
 
@@ -60,9 +70,8 @@ class ConvNormRelu(nn.Sequential):
         """(B, inputs, H, W) → (B, outputs, H / stride, W / stride)."""
         convolution, norm, _ = self
         half = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled()
-        # oneDNN's convolution that ends with a ReLU, where this PyTorch has it, spares a pass over the map.
-        fused = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
-        if not half or isinstance(norm, nn.BatchNorm2d) or fused is None:
+        fused = _fused_convolution() if half and not isinstance(norm, nn.BatchNorm2d) else None
+        if fused is None:
             return super().forward(x)
         sizes = (convolution.padding, convolution.stride, convolution.dilation, convolution.groups)
         return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")

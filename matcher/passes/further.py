@@ -50,6 +50,17 @@ class Joined:
     matches: Matches
     passes: tuple[PassReport, ...]  # the first one included
 
+    def with_keypoints(self, matches: Matches) -> Matches:
+        """These matches after refinement, unrefined ones at their keypoints.
+
+        The first pass had refined its own, with other matches around them.
+        """
+        if matches.refinement is None:
+            return matches
+        places = self.features1.numpy()["keypoints"][matches.indices[:, 1]]
+        accepted = matches.refinement.accepted[:, None]
+        return replace(matches, points1=np.where(accepted, matches.points1, places))
+
 
 @dataclass(frozen=True, eq=False)
 class FurtherPasses:
