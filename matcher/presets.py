@@ -120,7 +120,7 @@ PRESETS: dict[str, PipelineConfig] = {
                     slope=0.58,
                     share_slope=0.49,
                     refined=RefinedCalibrationConfig(
-                        offset=0.44, slope=0.84, refined=1.23, variance_slope=-0.11, further_passes=-0.89
+                        offset=0.9, slope=0.85, refined=1.75, variance_slope=-0.31, further_passes=-1.56
                     ),
                 ),
             ),
