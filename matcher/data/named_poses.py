@@ -7,7 +7,7 @@ the image's name; TUM and KITTI trajectories hold world_from_cam without names.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,11 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
             found = _from_json(json.loads(text))
         elif path.name == COLMAP_IMAGES:
             lines = [line for line in text.splitlines() if not line.startswith("#")]
-            rows = [line.split(maxsplit=9) for line in lines[::2]]  # between them are the lines of points
-            found = _from_rows([(row[9], row[1:8]) for row in rows if row]), {}
+            rows = (line.split(maxsplit=9) for line in lines[::2])  # between them are the lines of points
+            found = _from_rows((row[9], row[1:8]) for row in rows if row), {}
         else:
-            rows = [line.rsplit(maxsplit=7) for line in _lines(text)]
-            found = _from_rows([(row[0], row[1:]) for row in rows]), {}
+            rows = (line.rsplit(maxsplit=7) for line in _lines(text))
+            found = _from_rows((row[0], row[1:]) for row in rows), {}
     except MALFORMED as error:
         raise UsageError(
             f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
@@ -129,16 +129,19 @@ def _wxyz(pose: np.ndarray) -> list[float]:
     return [w, x, y, z, *pose[:3, 3]]
 
 
-def _from_rows(rows: list[tuple[str, list[str]]]) -> dict[str, np.ndarray]:
-    """Poses (4, 4) by name, of rows of a name and the words qw qx qy qz tx ty tz."""
-    poses = np.tile(np.eye(4), (len(rows), 1, 1))
-    for pose, (_, words) in zip(poses, rows, strict=True):
-        w, x, y, z, *translation = map(float, words)
-        if len(translation) != 3:
+def _from_rows(rows: Iterable[tuple[str, list[str]]]) -> dict[str, np.ndarray]:
+    """Poses (4, 4) by name, of rows of a name and the words qw qx qy qz tx ty tz; any other row raises."""
+    names, values = [], []
+    for name, words in rows:
+        if len(words) != 7:
             raise ValueError(f"{len(words)} numbers in a line that needs 7")
-        pose[:3, :3], pose[:3, 3] = as_rotation(np.array([x, y, z, w])), translation
-    check_poses(poses)  # of all at once: one by one takes most of the time
-    return dict(zip((name for name, _ in rows), poses, strict=True))
+        names.append(name)
+        values.append([float(word) for word in words])
+    values = np.array(values).reshape(-1, 7)
+    poses = np.tile(np.eye(4), (len(values), 1, 1))
+    poses[:, :3, :3], poses[:, :3, 3] = as_rotation(np.roll(values[:, :4], -1, axis=1)), values[:, 4:]
+    check_poses(poses)
+    return dict(zip(names, poses, strict=True))
 
 
 def _from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:

@@ -24,20 +24,21 @@ def as_quaternion(rotation: np.ndarray) -> np.ndarray:
     return longest / np.linalg.norm(longest) * (-1 if longest[3] < 0 else 1)
 
 
-def as_rotation(quaternion: np.ndarray) -> np.ndarray:
-    """(3, 3) of a quaternion x y z w of any length but 0.
+def as_rotation(quaternions: np.ndarray) -> np.ndarray:
+    """(…, 3, 3) of quaternions (…, 4) x y z w of any length but 0.
 
     Raises:
         ValueError: a quaternion of length 0, or values that are not finite.
     """
-    q = np.asarray(quaternion, np.float64)
-    largest = np.abs(q).max()
-    if not 0 < largest < np.inf:
+    q = np.asarray(quaternions, np.float64)
+    largest = np.abs(q).max(axis=-1, keepdims=True)
+    if not ((largest > 0) & (largest < np.inf)).all():
         raise ValueError("a quaternion of length 0, or without finite values, is no rotation")
     q = q / largest  # or the squares could overflow
-    x, y, z, w = q / np.linalg.norm(q)
-    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
-    return np.eye(3) + 2 * w * cross + 2 * cross @ cross
+    x, y, z, w = np.moveaxis(q / np.linalg.norm(q, axis=-1, keepdims=True), -1, 0)
+    o = np.zeros_like(x)
+    cross = np.stack([o, -z, y, z, o, -x, -y, x, o], axis=-1).reshape(*q.shape[:-1], 3, 3)
+    return np.eye(3) + 2 * w[..., None, None] * cross + 2 * cross @ cross
 
 
 def check_poses(poses: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from matcher.errors import UsageError
 from matcher.files import read_given, write_whole
 
 _ROUNDING = 1e-6  # metres
+_NUMBERS = "12 numbers (KITTI) or 8 (TUM) in every line"
 
 
 @dataclass(frozen=True)
@@ -71,23 +72,29 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     """
     try:
         text = read_given(path).decode("utf-8")
-        rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-        values = np.array([[float(word) for word in row] for row in rows])
+        rows = (line.split() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+        values = np.array([_pose_numbers(row) for row in rows])
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as poses ({error})") from error
-    if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
-        raise UsageError(f"{path}: a pose file has 12 numbers (KITTI) or 8 (TUM) in every line")
+    if values.ndim != 2 or not np.isfinite(values).all():
+        raise UsageError(f"{path}: a pose file has {_NUMBERS}")
     poses = np.tile(np.eye(4), (len(values), 1, 1))
     try:
         if values.shape[1] == 12:
             poses[:, :3] = values.reshape(-1, 3, 4)
         else:
-            poses[:, :3, :3] = [as_rotation(row) for row in values[:, 4:]]
+            poses[:, :3, :3] = as_rotation(values[:, 4:])
             poses[:, :3, 3] = values[:, 1:4]
         check_poses(poses)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     return (values[:, 0] if values.shape[1] == 8 else None), poses
+
+
+def _pose_numbers(words: list[str]) -> list[float]:
+    if len(words) not in (8, 12):
+        raise ValueError(f"a pose file has {_NUMBERS}, not {len(words)}")
+    return [float(word) for word in words]
 
 
 def path_length(poses: np.ndarray) -> np.ndarray:
