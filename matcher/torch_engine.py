@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -48,11 +49,24 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     if isinstance(config.matcher, NearestConfig):
         return LearnedParts(extractor, NearestMatcher(config.matcher, device=device), config, None)
     precision = resolve_precision(given.get("precision", "auto"), device)
+    _warn_of_emulation(precision, device)
     network, source = _trained(config, given)
     matcher = AttentionMatcher(network, device=device, precision=precision, cuda_graphs=graphs)
     if on_grid:
         extractor = _grid_extractor(matcher, source.name)
     return LearnedParts(extractor, matcher, replace(config, matcher=network.config), source)
+
+
+def _warn_of_emulation(precision: str, device: torch.device) -> None:
+    """Half precision is asked for where the processor has no arithmetic for it."""
+    fast = resolve_precision("auto", device)
+    if device.type == "cpu" and precision not in ("float32", fast):
+        warnings.warn(
+            f"this processor emulates {precision}, many times as slowly as it computes in {fast}; the "
+            f"precision 'auto' takes {fast}",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def build_extractor(

@@ -1,6 +1,7 @@
 """Half precision against float32, and what a fixed network has found since these numbers were written."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.data.features import Features
 from matcher.data.image import Image
@@ -119,3 +121,17 @@ def test_loftr_in_bfloat16_describes_cells_alike() -> None:
         a, b = getattr(exact, name), getattr(coarse, name)
         assert a.dtype == b.dtype == torch.float32
         assert 0 < (a - b).abs().max() < 0.02 * a.abs().max()
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_emulated_half_precision_is_said(monkeypatch, emulated):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: not emulated)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        matcher.load("hybrid", precision="auto", device="cpu", second_pass=False)
+        matcher.load("hybrid", precision="float32", device="cpu", second_pass=False)
+        assert not found
+        matcher.load("hybrid", precision="bfloat16", device="cpu", second_pass=False)
+    said = [str(warning.message) for warning in found]
+    assert len(said) == emulated and all("takes float32" in text for text in said)
