@@ -17,7 +17,7 @@ FOREIGN = re.compile(
 
 
 def texts() -> list[Path]:
-    folders = [ROOT / name for name in ("matcher", "scripts", "tests", "weights", ".ci")]
+    folders = [ROOT / name for name in ("matcher", "scripts", "tests", "weights", "measurements", ".ci")]
     found = [path for folder in folders for kind in TEXTS for path in folder.rglob(kind)]
     return [*found, *(path for kind in TEXTS for path in ROOT.glob(kind))]
 

@@ -17,8 +17,9 @@ from matcher.presets import DEFAULT_PRESET, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("matcher", "weights", "scripts", "tests")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "measurements").glob("*.md"))
 README = (ROOT / "README.md").read_text("utf-8")
-DOCUMENTS = ["README.md", "SECURITY.md", *(f"{name}/README.md" for name in FOLDERS)]
+DOCUMENTS = ["README.md", "SECURITY.md", *(f"{name}/README.md" for name in FOLDERS), *PAGES]
 
 
 def blocks(language: str) -> list[str]:
@@ -70,8 +71,32 @@ def test_every_preset_option_variable_and_file_named_exists():
         assert (ROOT / script).is_file(), script
 
 
+def test_every_page_of_measurements_is_linked_from_the_others():
+    assert len(PAGES) > 10
+    for document, base in (("measurements/README.md", ""), ("scripts/README.md", "../measurements/")):
+        text = (ROOT / document).read_text("utf-8")
+        missing = [page for page in PAGES if f"]({base}{Path(page).name})" not in text]
+        assert [page for page in missing if page != document] == []
+
+
+def anchors(path: Path) -> set[str]:
+    """Those of a document's headings, as on GitHub."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     path = ROOT / document
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", path.read_text("utf-8")):
         assert target.startswith("http") or (path.parent / target).exists(), target
+        assert not anchor or target.startswith("http") or anchor in anchors(path.parent / target), anchor
+
+
+@pytest.mark.parametrize("document", ["scripts/README.md", *PAGES])
+def test_every_script_and_test_named_by_a_measurement_exists(document):
+    text = (ROOT / document).read_text("utf-8")
+    for file in re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|md)", text):
+        assert (ROOT / file).is_file(), file
+    for command in re.findall(r"\bmatcher ([a-z]+) ", " ".join(re.findall(r"`([^`]*)`", text))):
+        assert command in typer.main.get_command(build()).commands, command

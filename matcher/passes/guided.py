@@ -2,7 +2,7 @@
 
 A homography says where a partner is to a few pixels, so that descriptors decide among very few keypoints. An
 epipolar line does not, and a local affine map only roughly; what is found along them is wrong too often
-(scripts/README.md has the figures), so other geometries are left alone.
+(measurements/passes.md has the figures), so other geometries are left alone.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from matcher.data.matches import Matches, TwoViewGeometry
 
 VerdictWord = Literal["same", "unsure", "not"]
 
-# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see scripts/README.md.
+# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see measurements/verdict.md.
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
-# Below it a geometry from several passes is not accepted. A match has two coordinates to agree with a
-# homography and one with an epipolar line, so that chance and like edges reach less; see scripts/README.md.
+# Below it a geometry from several passes is not accepted (measurements/verdict.md). A match has two
+# coordinates to agree with a homography, one with an epipolar line, so chance and like edges reach less.
 ACCEPTED: dict[GeometryKind, float] = {
     "fundamental": 0.5,
     "essential": 0.32,
