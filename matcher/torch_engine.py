@@ -36,20 +36,18 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     """
     keep_freed_memory()
     device = resolve_device(given.get("device", "auto"))
+    precision = resolve_precision(given.get("precision", "auto"), device)
+    _warn_of_emulation(precision, device)
     on_grid = config.extractor.kind == GRID_KIND
     if on_grid:
         refuse_for_grid(given)
     else:
-        extractor = build_extractor(
-            config.extractor, given.get("frontend_weights"), device, given.get("precision", "auto")
-        )
+        extractor = build_extractor(config.extractor, given.get("frontend_weights"), device, precision)
     graphs = given.get("cuda_graphs", False)
     if graphs and device.type != "cuda":
         raise UsageError(f"cuda_graphs needs a CUDA device, not {device}; leave it out")
     if isinstance(config.matcher, NearestConfig):
         return LearnedParts(extractor, NearestMatcher(config.matcher, device=device), config, None)
-    precision = resolve_precision(given.get("precision", "auto"), device)
-    _warn_of_emulation(precision, device)
     network, source = _trained(config, given)
     matcher = AttentionMatcher(network, device=device, precision=precision, cuda_graphs=graphs)
     if on_grid:

@@ -123,15 +123,16 @@ def test_loftr_in_bfloat16_describes_cells_alike() -> None:
         assert 0 < (a - b).abs().max() < 0.02 * a.abs().max()
 
 
+@pytest.mark.parametrize("preset", ["hybrid", "nearest-learned"])
 @pytest.mark.parametrize("emulated", [True, False])
-def test_emulated_half_precision_is_said(monkeypatch, emulated):
+def test_emulated_half_precision_is_said(monkeypatch, emulated, preset):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: not emulated)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        matcher.load("hybrid", precision="auto", device="cpu", second_pass=False)
-        matcher.load("hybrid", precision="float32", device="cpu", second_pass=False)
+        matcher.load(preset, precision="auto", device="cpu")
+        matcher.load(preset, precision="float32", device="cpu")
         assert not found
-        matcher.load("hybrid", precision="bfloat16", device="cpu", second_pass=False)
+        matcher.load(preset, precision="bfloat16", device="cpu")
     said = [str(warning.message) for warning in found]
     assert len(said) == emulated and all("takes float32" in text for text in said)

@@ -36,8 +36,8 @@ def as_rotation(quaternions: np.ndarray) -> np.ndarray:
         raise ValueError("a quaternion of length 0, or without finite values, is no rotation")
     q = q / largest  # or the squares could overflow
     x, y, z, w = np.moveaxis(q / np.linalg.norm(q, axis=-1, keepdims=True), -1, 0)
-    o = np.zeros_like(x)
-    cross = np.stack([o, -z, y, z, o, -x, -y, x, o], axis=-1).reshape(*q.shape[:-1], 3, 3)
+    zero = np.zeros_like(x)
+    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=-1).reshape(*q.shape[:-1], 3, 3)
     return np.eye(3) + 2 * w[..., None, None] * cross + 2 * cross @ cross
 
 
