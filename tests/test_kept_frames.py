@@ -1,6 +1,7 @@
 """A map whose making was interrupted: what was tracked is kept whole, and the map is finished later."""
 
 import json
+import os
 import signal
 
 import numpy as np
@@ -143,6 +144,28 @@ def test_a_run_that_is_ended_keeps_its_poses(tmp_path, capfd, number):
     capfd.readouterr()
     assert main(["track", str(out), "--map", str(out)]) == 0
     assert "map of the keyframes" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_signal_within_a_frame_leaves_it_in_all_files(tmp_path, monkeypatch, capfd):
+    folder, out, walls = tmp_path / "frames", tmp_path / "map", make_walls()
+    folder.mkdir()
+    for index in range(8):
+        PIL.Image.fromarray(picture(walls, 0.12 * index)).save(folder / f"{index:03d}.png", compress_level=1)
+    add = KeyframeMap.add
+
+    def ended(self, result, *given, **options):
+        add(self, result, *given, **options)
+        if result.index == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(KeyframeMap, "add", ended)
+    fast = ("--preset", "nearest", "--max-keypoints", "200", "--output", str(tmp_path / "poses.tum"))
+    assert main(["track", str(folder), "--camera", WALLS_CAMERA, *fast, "--map", str(out)]) == 143
+    assert "terminated" in capfd.readouterr().err
+    frames = read_kept(out).frames
+    assert frames[-1].index == 5
+    for path in (tmp_path / "poses.tum", out / TRAJECTORY):
+        assert len(read_poses(path)[1]) == len(frames)
 
 
 LENS = {"fx": 9, "fy": 9, "cx": 4, "cy": 4, "distortion": []}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from matcher.cli import options
-from matcher.cli.exits import PARTIAL, exit_code_of
-from matcher.cli.messages import complain, say, show
+from matcher.cli.exits import PARTIAL
+from matcher.cli.following import follow
+from matcher.cli.messages import show
 from matcher.cli.track_maps import (
     LoadedMap,
     Lookup,
@@ -33,7 +33,6 @@ from matcher.cli.tracked import as_object, summary_of, title_of
 
 if TYPE_CHECKING:
     from matcher.data.camera import Camera
-    from matcher.sequence.capture import FrameSource, SourceFrame
     from matcher.sequence.log import TrackingLog
     from matcher.sequence.recording import Recording
     from matcher.sequence.tracker import Tracker
@@ -140,7 +139,7 @@ def track(
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
     with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live, load_map) as recordings:
-        log, failures, ended = _follow(frames_in, tracker, frames, right is not None, recordings)
+        log, failures, ended = follow(frames_in, tracker, frames, right is not None, recordings)
         finish_in_map(tracker, log, recordings, in_map=load_map is not None, wait=ended is None)
     with kept_if_full(tracker):
         code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
@@ -200,59 +199,6 @@ def _recordings(outputs: list[Path], show: bool, load_map: Path | None) -> Itera
         raise
     for recording in recordings:
         recording.close()
-
-
-def _follow(
-    source: FrameSource,
-    tracker: Tracker,
-    limit: int | None,
-    stereo: bool,
-    recordings: list[Recording],
-) -> tuple[TrackingLog, int, int | None]:
-    """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run.
-
-    Returns:
-        What was tracked, frames that could not be read, and the exit code where tracking was ended.
-    """
-    from matcher.errors import ImageError
-    from matcher.sequence.log import TrackingLog
-
-    log, failures, ended = TrackingLog(), 0, None
-    try:
-        for shot in source:
-            try:
-                result = _push(tracker, shot, stereo)
-            except ImageError as error:
-                complain(f"{error}; the frame is skipped")
-                failures += 1
-                result = tracker.push(None, shot.timestamp)
-            log.add(result)
-            for recording in recordings:
-                image = None if result.passed_over else tracker.pipeline.read(shot.image)
-                recording.add(result, image)
-            if limit is not None and len(log) >= limit:
-                break
-    except KeyboardInterrupt:
-        say("stopped")
-    except SystemExit as stop:  # SIGTERM
-        say("terminated")
-        ended = int(stop.code or 0)
-    except OSError as error:  # a full disk ends tracking, and what was tracked is written all the same
-        ended = exit_code_of(error)
-    if source.problem is not None:
-        complain(str(source.problem))
-        failures += 1
-    if not any(log.counts().get(status) for status in ("first", "tracked", "lost", "blank")):
-        if ended is not None:
-            sys.exit(ended)
-        raise ImageError(f"{source.name}: no frame could be read")
-    return log, failures, ended
-
-
-def _push(tracker: Tracker, shot: SourceFrame, stereo: bool) -> Any:
-    if stereo:
-        return tracker.push_stereo(shot.image, shot.right, shot.timestamp, mask=shot.mask)
-    return tracker.push(shot.image, shot.timestamp, mask=shot.mask)
 
 
 def _finish(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from matcher.cli import options
-from matcher.cli.messages import say, show
+from matcher.cli.interruptions import stop_signals
+from matcher.cli.messages import show
 
 if TYPE_CHECKING:
     from matcher.lab.train.keypoints.recipe import FrontEndRecipe
@@ -112,7 +110,7 @@ def train(
     chosen = enlarged(_recipe(recipe, steps), batch_scale)
     photos, validation = _folders(photos, validation)
     run = run or Path("runs") / chosen.name
-    with _stop_signals() as received:
+    with stop_signals() as received:
         weights = _training_of(chosen)(
             chosen,
             RunOptions(photos, validation, run, device, rendered, real, view_workers),
@@ -170,25 +168,3 @@ def _log(line: str) -> None:
     import time
 
     show(f"{time.strftime('%H:%M:%S')} {line}")
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Signals received: the first stops the run after the current step, a second one ends the process."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def receive(number: int, _: object) -> None:
-        if received:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        received.append(number)
-        say("stopping after this step")
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
