@@ -11,6 +11,7 @@ from matcher.data.features import Features
 from matcher.data.images import read_image
 from matcher.explain.explain import explain
 from matcher.match import steering
+from matcher.match.network import other_turns
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.position import normalise_positions
 from matcher.match.steering import aligned, quarter_turns, steered
@@ -129,9 +130,10 @@ def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
     assert quarter_turns(first, first).tolist() == [0]
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3])
-def test_every_turn_is_tried(views, monkeypatch, turns):
+@pytest.mark.parametrize(("turns", "probed"), [(1, 768), (2, 128), (3, 128)])
+def test_every_turn_is_tried(views, monkeypatch, turns, probed):
     """Descriptors say nothing of the turn; the network finds probable matches only after the right one."""
+    monkeypatch.setattr(other_turns, "PROBED", probed)
     monkeypatch.setattr(steering, "quarter_turns", lambda own, _: own.mask.new_zeros(len(own.mask)).long())
     pipeline = matcher.load("hybrid-learned", device="cpu", max_keypoints=300)
     pictures = [read_image(path, resize=480).pixels for path in views]
@@ -158,6 +160,7 @@ def test_every_turn_is_tried(views, monkeypatch, turns):
     from matcher.onnx import pairs as graphs
     from matcher.onnx.matching import OnnxMatcher
 
+    monkeypatch.setattr(graphs, "PROBED", probed)
     monkeypatch.setattr(graphs, "quarter_turns", lambda graph, *_: graph.value(0))
     same, alone = OnnxMatcher(trained_of(network_below(0.5)))(*pairs)
     agreeing = set(map(tuple, found.indices.tolist())) & set(map(tuple, same.indices.tolist()))

@@ -283,6 +283,10 @@ class Features:
         """Some images of a batch, as a batch."""
         return self._map(lambda _, value: value[chosen])
 
+    def first(self, count: int | None) -> Features:
+        """At most so many points of every image of a batch, which are the strongest of a front end's."""
+        return self._map(lambda name, value: value if name in self._PER_IMAGE else value[:, :count])
+
     def unstack(self) -> list[Features]:
         """A padded batch taken apart into single images without their padding."""
         singles = [self._map(lambda _, value, b=b: value[b]) for b in range(self.keypoints.shape[0])]

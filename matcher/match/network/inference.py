@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +19,10 @@ from matcher.match.network.backbone import fuse_backbone
 from matcher.match.network.context import CrossBlock, SelfBlock
 from matcher.match.network.fused import fuse_layer
 from matcher.match.network.model import MatchingNetwork, check_paired
+from matcher.match.network.other_turns import try_other_turns
 from matcher.match.prediction import PairPrediction
 from matcher.match.steering import aligned, turned_by
-from matcher.match.turns import ACCEPTED_GAIN, ACCEPTED_PART, OTHER_TURNS, STEERABLE, TURNS
+from matcher.match.turns import STEERABLE, TURNS
 
 if TYPE_CHECKING:  # the module is for GPUs: elsewhere it is not imported
     from matcher.match.padded.matching import PairBest
@@ -172,10 +173,12 @@ class AttentionMatcher:
         counts = zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
         enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
 
-        def again(few: list[int], turn: int) -> list[Matches]:
-            return self._matches(features0.entries(few), turned_by(features1.entries(few), turn))
+        def again(few: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
+            some = [features.entries(few).first(strongest) for features in (features0, features1)]
+            return self._matches(some[0], turned_by(some[1], turn))
 
-        turns = torch.tensor(_try_other_turns(found, enough, again), device=self.device)
+        most = max(len(features0), len(features1))
+        turns = torch.tensor(try_other_turns(found, enough, most, again), device=self.device)
         return turned_by(features1, turns) if bool(turns.any()) else features1, found
 
     def _best_view_on_gpu(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
@@ -190,11 +193,12 @@ class AttentionMatcher:
         share = self.model.config.policy.other_turns_below if self.model.config.kind == STEERABLE else 0.0
         enough = [share * min(pair.points0, pair.points1) for pair in pairs]
 
-        def again(few: list[int], turn: int) -> list[Matches]:
-            others = self._padded(features0.entries(few), features1.entries(few), (turns[few] + turn) % TURNS)
-            return [self._read_off(pair) for pair in others]
+        def again(few: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
+            some = (features.entries(few).first(strongest) for features in (features0, features1))
+            return [self._read_off(pair) for pair in self._padded(*some, (turns[few] + turn) % TURNS)]
 
-        turns = (turns + torch.tensor(_try_other_turns(found, enough, again))) % TURNS
+        most = max(len(features0), len(features1))
+        turns = (turns + torch.tensor(try_other_turns(found, enough, most, again))) % TURNS
         return turned_by(features1, turns.to(features1.mask.device)) if turns.any() else features1, found
 
     def _read_off(self, pair: PairBest) -> Matches:
@@ -247,26 +251,3 @@ def off_border(features: Features, border: int) -> Tensor:
     """(…, N) bool: points that lie at least `border` cells within the grid of their front end."""
     far = features.grid.unsqueeze(-2) - border
     return ((features.cells >= border) & (features.cells < far)).all(dim=-1)
-
-
-def _try_other_turns(
-    found: list[Matches], enough: list[float], again: Callable[[list[int], int], list[Matches]]
-) -> list[int]:
-    """Replace the matches of pairs that have few by those at a turn that has more, and return the turns.
-
-    Descriptors alone show the turn of hard pairs less clearly than the network's matches do.
-
-    Args:
-        found: the matches of B pairs.
-        enough: how many of each are not few.
-        again: matches some of the pairs, by number, with image 1 turned further by so many quarter turns.
-    """
-    turns = [0] * len(found)
-    for turn in OTHER_TURNS:
-        few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
-        if not few:
-            break
-        for b, other in zip(few, again(few, turn), strict=True):
-            if len(other) > max(ACCEPTED_PART * enough[b], ACCEPTED_GAIN * len(found[b])):
-                found[b], turns[b] = other, turn
-    return turns

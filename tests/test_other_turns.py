@@ -1,0 +1,79 @@
+"""Which turns of pairs with few matches are tried, and on which keypoints."""
+
+import numpy as np
+import torch
+
+from matcher.data.features import Features
+from matcher.data.matches import Matches
+from matcher.match.network.other_turns import try_other_turns
+from matcher.match.turns import PROBED
+
+
+def matches(count: int) -> Matches:
+    indices = np.stack([np.arange(count)] * 2, axis=1)
+    points = indices.astype(np.float32)
+    return Matches(indices=indices, points0=points, points1=points, scores=np.ones(count, np.float32))
+
+
+class Turned:
+    """Pairs of which the number of matches at every turn is known, for few keypoints and for all."""
+
+    def __init__(self, every: list[list[int]], probes: list[list[int]]) -> None:
+        self.every, self.probes, self.calls = every, probes, []
+
+    def __call__(self, few, turn, strongest):
+        self.calls.append((list(few), turn, strongest))
+        return [matches((self.every if strongest is None else self.probes)[b][turn]) for b in few]
+
+    def tried(self, enough: list[float], keypoints: int = 2048) -> tuple[list[int], list[int]]:
+        found = [matches(row[0]) for row in self.every]
+        turns = try_other_turns(found, enough, keypoints, self)
+        return turns, [len(each) for each in found]
+
+
+def test_pairs_with_enough_matches_are_not_matched_again():
+    pairs = Turned([[80, 500, 500, 500]], [[0] * 4])
+    assert pairs.tried([80.0]) == ([0], [80]) and pairs.calls == []
+
+
+def test_the_strongest_keypoints_show_which_turn_is_matched_whole():
+    pairs = Turned([[3, 200, 150, 0]], [[2, 60, 50, 0]])
+    assert pairs.tried([80.0]) == ([1], [200])
+    assert sorted(pairs.calls[:4], key=str) == [([0], turn, PROBED) for turn in range(4)]
+    assert pairs.calls[4:] == [([0], 1, None)]
+
+
+def test_unrelated_images_are_never_matched_whole_again():
+    pairs = Turned([[1, 0, 0, 0], [0, 0, 0, 0]], [[4, 0, 2, 0], [0, 0, 0, 0]])
+    assert pairs.tried([80.0, 80.0]) == ([0, 0], [1, 0])
+    assert [call[2] for call in pairs.calls] == [PROBED] * 4
+
+
+def test_a_turn_that_all_keypoints_do_not_confirm_is_not_taken():
+    pairs = Turned([[50, 0, 70, 0]], [[10, 0, 40, 0]])  # 1.5 times as many are asked
+    assert pairs.tried([80.0]) == ([0], [50]) and pairs.calls[-1] == ([0], 2, None)
+    pairs = Turned([[3, 0, 0, 39]], [[0, 0, 0, 9]])  # and half of what is enough
+    assert pairs.tried([80.0]) == ([0], [3])
+
+
+def test_few_keypoints_are_all_matched_at_once():
+    pairs = Turned([[3, 0, 0, 90]], [[-1] * 4])
+    assert pairs.tried([20.0], keypoints=PROBED) == ([3], [90])
+    assert [call[1:] for call in pairs.calls] == [(2, None), (1, None), (3, None)]
+
+
+def test_pairs_of_a_batch_are_turned_each_by_itself():
+    every = [[0, 90, 0, 0], [300, 0, 0, 0], [5, 0, 0, 99], [2, 0, 0, 0], [0, 88, 80, 0]]
+    pairs = Turned(every, [[row[0], *(count // 3 for count in row[1:])] for row in every])
+    assert pairs.tried([80.0] * 5) == ([1, 0, 3, 0, 1], [90, 300, 99, 2, 88])
+    assert pairs.calls[4:] == [([0, 4], 1, None), ([2], 3, None)]
+
+
+def test_the_first_points_of_a_batch(rng):
+    batch = Features.stack(
+        [Features(rng.uniform(0, 99, (n, 2)), rng.normal(size=(n, 8)), size=(100, 80)) for n in (5, 2)]
+    )
+    first = batch.first(3)
+    assert first.mask.tolist() == [[True] * 3, [True, True, False]]
+    assert first.descriptors.shape == (2, 3, 8) and torch.equal(first.size, batch.size)
+    assert torch.equal(first.keypoints, batch.keypoints[:, :3]) and len(batch.first(None)) == 5
