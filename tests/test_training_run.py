@@ -205,7 +205,12 @@ def test_a_folder_belongs_to_one_recipe(tmp_path):
     claim_folder(tmp_path / "run", TINY)
     with pytest.raises(UsageError, match=r"another recipe \(optimiser\.steps 6 → 7\); give another --run"):
         claim_folder(tmp_path / "run", with_steps(TINY, 7))
-    (tmp_path / "run" / "recipe.json").write_text("{")
+    note = tmp_path / "run" / "recipe.json"
+    kept = note.read_text()
+    note.write_text(kept.replace(json.loads(kept)["fingerprint"], "0" * 16))
+    with pytest.raises(IntegrityError, match=r"recipe\.json was changed: its fingerprint"):
+        claim_folder(tmp_path / "run", TINY)
+    note.write_text("{")
     with pytest.raises(IntegrityError, match=r"recipe\.json is damaged"):
         claim_folder(tmp_path / "run", TINY)
     (tmp_path / "file").touch()

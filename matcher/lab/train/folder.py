@@ -17,7 +17,7 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
 
     Raises:
         UsageError: it is another recipe's, it holds files but no run, or it cannot be made.
-        IntegrityError: its recipe.json is damaged.
+        IntegrityError: its recipe.json is damaged or was changed.
     """
     note = folder / "recipe.json"
     try:
@@ -39,6 +39,11 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
         raise IntegrityError(f"{note} is damaged; restore it or delete the run folder") from error
     if owner != fingerprint(recipe):
         changes = ", ".join(differences(values, json.loads(json.dumps(to_dict(recipe)))))
+        if not changes:
+            raise IntegrityError(
+                f"{note} was changed: its fingerprint is not that of the recipe in it; give another --run or "
+                "delete the folder"
+            )
         raise UsageError(
             f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
         )
