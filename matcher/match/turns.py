@@ -28,12 +28,11 @@ MIN_DISTANCE = 1e-6  # cosine distance below which descriptors count as equal
 # Evidence per keypoint for no turn above which no other is tried; unrelated images have 0.002.
 CERTAIN = 0.04
 MIN_GAIN = 0.2  # margin of evidence by which a turn must exceed no turn
-# Where the turn that the descriptors suggest gives few matches, the strongest keypoints are matched at all
-# turns, and all keypoints at the one that gives most of those, the first in this order, if that is more than
-# so many times what no turn gives.
-PROBED, OTHER_TURNS, LIKELY_GAIN = 768, (2, 1, 3), 0.5
-# It is accepted if it gives this part of the matches below which it was tried, and this many times the
-# matches without it.
+# Where the turn that the descriptors suggest gives few matches, others are tried until one does not: first
+# upside down, as an image is seen from the other side of a table. All keypoints are matched where so many of
+# the strongest have so many matches. A turn is accepted if it gives this part of the matches below which it
+# was tried, and this many times the matches of the best one before.
+OTHER_TURNS, PROBED, PROMISING = (2, 1, 3), 768, 3
 ACCEPTED_PART, ACCEPTED_GAIN = 0.5, 1.5
 
 

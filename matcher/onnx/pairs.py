@@ -15,9 +15,9 @@ from matcher.errors import UsageError
 from matcher.match.turns import (
     ACCEPTED_GAIN,
     ACCEPTED_PART,
-    LIKELY_GAIN,
     OTHER_TURNS,
     PROBED,
+    PROMISING,
     STEERABLE,
     TURNS,
 )
@@ -150,8 +150,8 @@ class PairsGraph:
     def _best_view(self, points0: Points, points1: Points) -> list[Value]:
         """The matches of a pair, and the turn of image 1 that gave them; steps as of `try_other_turns`.
 
-        One loop, so that the network is written once: all keypoints, the strongest at every turn, and all at
-        the turn that gave most of those.
+        One loop, so that the network is written once: all keypoints, and for each other turn the strongest
+        and, if these have matches, all.
         """
         g, least = self.graph, self.config.policy.other_turns_below
         if self.config.kind != STEERABLE:
@@ -159,26 +159,26 @@ class PairsGraph:
         counts = [g.size(points.keypoints, 0) for points in (points0, points1)]
         enough = g.scalar(g.real(g.Min(*counts))) * least
         first = quarter_turns(g, points0.descriptors, points1.descriptors)
+        further = np.array([0, *np.repeat(OTHER_TURNS, 2)])  # quarter turns of every step
 
-        def step(number: Value, turn: Value, probes: Value, *before: Value):
-            *found, found_turn = before
-            probing, last = self._is_probe(number), g.Equal(number, TURNS + 1)
-            end = g.Where(probing, np.array([PROBED]), np.array([LAST]))
-            turns = g.Mod(first + turn, TURNS)
+        def step(_: Value, number: Value, *before: Value):
+            *found, found_turns = before
+            probing = g.Equal(g.Mod(number, 2), 1)
+            turns = g.Mod(first + g.Gather(further, number), TURNS)
             descriptors, view = steered(g, points1.descriptors, turns), turned_view(g, points1.view, turns)
             seen = replace(points1, descriptors=descriptors, view=view)
+            end = g.Where(probing, np.array([PROBED]), np.array([LAST]))
             other = self.network(*(self._first(points, end) for points in (points0, seen)))
             count, old = (g.scalar(g.real(g.size(each, 0))) for each in (other.scores, found[1]))
             gain = count > g.Max(enough * ACCEPTED_PART, old * ACCEPTED_GAIN)
-            better = g.Equal(number, 0) | (last & gain)
-            kept = g.either(better, lambda: [*other, turns], lambda: [*found, found_turn])
-            probes = g.Concat(g.slice(probes, 0, 1), g.Unsqueeze(count, [0]), axis=0)  # the last four
-            likely, following = self._following(number, probes)
+            better = g.Equal(number, 0) | (~probing & gain)
+            kept = g.either(better, lambda: [*other, turns], lambda: [*found, found_turns])
             few = g.scalar(g.real(g.size(kept[1], 0))) < enough
-            return few & likely & ~last, [following, probes, *kept], []
+            following = number + g.Where(probing & (count < float(PROMISING)), 2, 1)
+            return few & (following < len(further)), [following, *kept], []
 
-        start = [0, np.zeros(TURNS, np.float32), *no_matches(g), 0, g.Concat(*counts, axis=0), 0]
-        return list(g.loop(TURNS + 2, start, step)[2:])
+        start = [0, *no_matches(g), 0, g.Concat(*counts, axis=0), 0]
+        return list(g.loop(len(further), start, step)[1:])
 
     def _first(self, points: Points, end: Value) -> Points:
         """The first (1,) `end` points of an image, which are its strongest."""
@@ -186,16 +186,3 @@ class PairsGraph:
         extra = {name: first(value) for name, value in points.extra.items()}
         columns = dict(keypoints=first(points.keypoints), descriptors=first(points.descriptors))
         return replace(points, **columns, extra=extra)
-
-    def _is_probe(self, number: Value) -> Value:
-        """Whether a repetition matches the strongest keypoints: all but the first and the last."""
-        return (number > 0) & (number < TURNS + 1)
-
-    def _following(self, number: Value, probes: Value) -> tuple[Value, Value]:
-        """Whether a turn after this repetition is worth it, and which it is."""
-        g = self.graph
-        others = g.Gather(probes, np.array(OTHER_TURNS), axis=0)
-        best = g.Gather(np.array(OTHER_TURNS), g.ArgMax(others, axis=0, keepdims=0))
-        likely = g.maximum(others, 0) > g.entry(probes, 0) * LIKELY_GAIN
-        compared = g.Equal(number, TURNS)
-        return likely | ~compared, g.Where(compared, best, number)
