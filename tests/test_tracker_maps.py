@@ -162,7 +162,7 @@ def test_all_cores_for_tracking_are_the_users_choice(monkeypatch, caplog, walls,
     def said(engine=None):
         caplog.clear()
         with caplog.at_level("INFO", "matcher"):
-            leave_a_core(*arguments, budgeted=True, engine=engine)
+            leave_a_core(*arguments, budget_ms=200.0, engine=engine)
         return caplog.text
 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

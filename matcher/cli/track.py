@@ -11,7 +11,6 @@ import typer
 
 from matcher.cli import options
 from matcher.cli.exits import PARTIAL
-from matcher.cli.following import follow
 from matcher.cli.messages import show
 from matcher.cli.track_maps import (
     LoadedMap,
@@ -125,8 +124,8 @@ def track(
     """
     asked = {**locals()}
     options.limit_threads(threads)
-    budgeted = budget_ms is not None
-    leave_a_core(map_dir, loops, load_map, lookup, budgeted=budgeted, engine=given.get("engine"))
+    leave_a_core(map_dir, loops, load_map, lookup, budget_ms=budget_ms, engine=given.get("engine"))
+    from matcher.cli.following import follow
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker
 
@@ -134,7 +133,7 @@ def track(
         return finish_map(map_dir, asked)
     pinhole = options.parse_camera(camera, "--camera")
     truth = _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
-    keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budgeted=budgeted, overwrite=overwrite)
+    keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budget_ms=budget_ms, overwrite=overwrite)
     frames_in = open_frames(source, right, rate, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)

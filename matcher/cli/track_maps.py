@@ -79,7 +79,7 @@ def keyframe_map(
     given: dict[str, Any],
     *,
     loops: str | None,
-    budgeted: bool,
+    budget_ms: float | None,
     overwrite: bool,
 ) -> KeyframeMap | None:
     """What collects the keyframes of a map, where one is wanted."""
@@ -102,12 +102,12 @@ def keyframe_map(
 
     import_pycolmap()
     options = {name: value for name, value in given.items() if name != "match_threshold"}
-    when = loops or _default_loops(budgeted)
+    when = loops or _default_loops(budget_ms)
     return KeyframeMap(folder, camera, loops=when, overwrite=overwrite, **options)
 
 
-def _default_loops(budgeted: bool) -> str:
-    return "background" if budgeted else "end"
+def _default_loops(budget_ms: float | None) -> str:
+    return "end" if budget_ms is None else "background"
 
 
 def leave_a_core(
@@ -116,7 +116,7 @@ def leave_a_core(
     load_map: Path | None,
     lookup: str | None,
     *,
-    budgeted: bool,
+    budget_ms: float | None,
     engine: str | None,
 ) -> None:
     """Where a process will work on a map beside tracking, see that it has a core; before torch is imported.
@@ -126,7 +126,7 @@ def leave_a_core(
     """
     from matcher.threads import compute_threads, threads_are_given, usable_cores
 
-    mapped = folder is not None and (loops or _default_loops(budgeted)) == "background"
+    mapped = folder is not None and (loops or _default_loops(budget_ms)) == "background"
     if not mapped and (load_map is None or lookup == "inline"):
         return
     cores = usable_cores()

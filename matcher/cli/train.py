@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from matcher.cli import options
-from matcher.cli.interruptions import stop_signals
 from matcher.cli.messages import show
 
 if TYPE_CHECKING:
@@ -102,6 +101,7 @@ def train(
     import torch
 
     from matcher.cli.curve import write_curve
+    from matcher.cli.interruptions import stop_signals
     from matcher.errors import UsageError
     from matcher.lab.train.loop import RunOptions
 
