@@ -25,9 +25,9 @@ class Turned:
         self.calls.append((list(few), turn, strongest))
         return [matches((self.every if strongest is None else self.probes)[b][turn]) for b in few]
 
-    def tried(self, enough: list[float], keypoints: int = 2048) -> tuple[list[int], list[int]]:
+    def tried(self, enough: list[float], *keypoints: int) -> tuple[list[int], list[int]]:
         found = [matches(row[0]) for row in self.every]
-        turns = try_other_turns(found, enough, keypoints, self)
+        turns = try_other_turns(found, enough, keypoints or [2048] * len(found), self)
         return turns, [len(each) for each in found]
 
 
@@ -57,7 +57,7 @@ def test_a_turn_that_all_keypoints_do_not_confirm_is_not_taken():
 
 def test_few_keypoints_are_all_matched_at_once():
     pairs = Turned([[3, 0, 0, 90]], [[-1] * 4])
-    assert pairs.tried([20.0], keypoints=PROBED) == ([3], [90])
+    assert pairs.tried([20.0], PROBED) == ([3], [90])
     assert [call[1:] for call in pairs.calls] == [(2, None), (1, None), (3, None)]
 
 
@@ -70,6 +70,13 @@ def test_pairs_of_a_batch_are_turned_each_by_itself():
         ([0], 1, None),
         ([2], 3, None),
     ]
+
+
+def test_a_pair_of_few_keypoints_is_matched_as_alone():
+    """In a batch with one of many, which is probed."""
+    pairs = Turned([[0, 0, 2, 0], [0, 0, 90, 0]], [[-1] * 4, [0] * 4])
+    assert pairs.tried([2.0, 80.0], 50, 2048) == ([2, 0], [2, 0])
+    assert pairs.calls[:2] == [([1], 2, PROBED), ([0], 2, None)]
 
 
 def test_the_first_points_of_a_batch(rng):

@@ -189,7 +189,7 @@ def _at_most(image: Image, longer_side: int) -> Image:
 
 
 def without_other_turns(pipeline: Q) -> Q:
-    """The pipeline without attempts at other turns, which would take up to three times as long."""
+    """The pipeline without attempts at other turns, which can take several times as long."""
     if not can_be_cut(pipeline.matcher):
         return pipeline
     policy = replace(pipeline.matcher.model.config.policy, other_turns_below=0.0)

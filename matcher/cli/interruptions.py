@@ -16,15 +16,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """Signals received: the first stops a run after the current step, a second one ends the process."""
-    received: list[int] = []
-
-    def receive(number: int, _: object) -> None:
-        if received:
-            _end(number)
-        received.append(number)
-        say("stopping after this step")
-
-    with _handled_by(receive):
+    with _held(lambda: say("stopping after this step")) as received:
         yield received
 
 
@@ -36,32 +28,33 @@ def whole_step() -> Iterator[None]:
         KeyboardInterrupt: after the step, for Ctrl-C.
         SystemExit: after the step, for SIGTERM.
     """
+    with _held() as received:
+        yield
+    if received:
+        _end(received[0])
+
+
+@contextmanager
+def _held(at_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Ending signals received, of which the second ends; threads other than the first get none."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:
         received.append(number)
         if len(received) > 1:
             _end(number)
+        at_first()
 
-    with _handled_by(receive):
-        yield
-    if received:
-        _end(received[0])
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, receive) for number in _ENDING}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-
-@contextmanager
-def _handled_by(receive: Callable[[int, object], None]) -> Iterator[None]:
-    """Ending signals go to `receive`; in a thread other than the first, which gets none, they stay."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, receive) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

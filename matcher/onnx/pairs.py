@@ -158,23 +158,25 @@ class PairsGraph:
             return [*self.network(points0, points1), g.value(0)]
         counts = [g.size(points.keypoints, 0) for points in (points0, points1)]
         enough = g.scalar(g.real(g.Min(*counts))) * least
+        small = g.scalar(g.Max(*counts)) < PROBED + 1  # the strongest are all
         first = quarter_turns(g, points0.descriptors, points1.descriptors)
         further = np.array([0, *np.repeat(OTHER_TURNS, 2)])  # quarter turns of every step
 
         def step(_: Value, number: Value, *before: Value):
             *found, found_turns = before
-            probing = g.Equal(g.Mod(number, 2), 1)
+            strongest = g.Equal(g.Mod(number, 2), 1)
+            whole = ~strongest | small
             turns = g.Mod(first + g.Gather(further, number), TURNS)
             descriptors, view = steered(g, points1.descriptors, turns), turned_view(g, points1.view, turns)
             seen = replace(points1, descriptors=descriptors, view=view)
-            end = g.Where(probing, np.array([PROBED]), np.array([LAST]))
+            end = g.Where(strongest, np.array([PROBED]), np.array([LAST]))
             other = self.network(*(self._first(points, end) for points in (points0, seen)))
             count, old = (g.scalar(g.real(g.size(each, 0))) for each in (other.scores, found[1]))
             gain = count > g.Max(enough * ACCEPTED_PART, old * ACCEPTED_GAIN)
-            better = g.Equal(number, 0) | (~probing & gain)
+            better = g.Equal(number, 0) | (whole & gain)
             kept = g.either(better, lambda: [*other, turns], lambda: [*found, found_turns])
             few = g.scalar(g.real(g.size(kept[1], 0))) < enough
-            following = number + g.Where(probing & (count < float(PROMISING)), 2, 1)
+            following = number + g.Where(strongest & (whole | (count < float(PROMISING))), 2, 1)
             return few & (following < len(further)), [following, *kept], []
 
         start = [0, *no_matches(g), 0, g.Concat(*counts, axis=0), 0]

@@ -170,19 +170,19 @@ class AttentionMatcher:
             self.model.check(features)
         features1 = aligned(features0, features1, STEERABLE)
         found = self._matches(features0, features1)
-        counts = zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True)
+        counts = list(zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True))
         enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
 
         def again(few: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
             some = [features.entries(few).first(strongest) for features in (features0, features1)]
             return self._matches(some[0], turned_by(some[1], turn))
 
-        most = max(len(features0), len(features1))
-        turns = torch.tensor(try_other_turns(found, enough, most, again), device=self.device)
+        turns = try_other_turns(found, enough, [max(pair) for pair in counts], again)
+        turns = torch.tensor(turns, device=self.device)
         return turned_by(features1, turns) if bool(turns.any()) else features1, found
 
     def _best_view_on_gpu(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
-        """As `_best_view`; only for pairs with few matches the device is waited for again, once a turn."""
+        """As `_best_view`; for pairs with few matches only the device is waited for again at every turn."""
         for features in (features0, features1):
             self.model.check(features, norms=features.mask.device.type == "cpu")
         check_paired(features0, features1)
@@ -197,7 +197,7 @@ class AttentionMatcher:
             some = (features.entries(few).first(strongest) for features in (features0, features1))
             return [self._read_off(pair) for pair in self._padded(*some, (turns[few] + turn) % TURNS)]
 
-        most = max(len(features0), len(features1))
+        most = [max(pair.points0, pair.points1) for pair in pairs]
         turns = (turns + torch.tensor(try_other_turns(found, enough, most, again))) % TURNS
         return turned_by(features1, turns.to(features1.mask.device)) if turns.any() else features1, found
 
