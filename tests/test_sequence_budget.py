@@ -138,21 +138,6 @@ def test_the_choice_is_applied(network, views):
     assert len(pipeline.matcher.model.layers) == 2
 
 
-def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(small_weights, views, made_up_costs):
-    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
-    tracker = matcher.Tracker(
-        "hybrid", budget_ms=60.0, weights=small_weights, max_keypoints=300, device="cpu", precision="float32"
-    )
-    assert tracker.push(np.zeros_like(picture)).status == "blank"
-    assert tracker.choice is None
-    first = tracker.push(picture)
-    assert tracker.choice.budget_ms == 60.0 and tracker.choice.fits
-    assert len(first.keypoints) <= tracker.choice.max_keypoints
-    again = tracker.push(picture)
-    assert again.status == "tracked"
-    assert np.isin(again.track_ids, first.track_ids).mean() > 0.9
-
-
 def test_the_pace_is_that_of_the_slow_ones():
     pace = Pace()
     assert pace.value == 1.0
@@ -198,6 +183,18 @@ def busy(monkeypatch, small_weights, made_up_costs) -> BusyMachine:
     machine = BusyMachine(matcher.Tracker("hybrid", budget_ms=110.0, **options), made_up_costs["extract"])
     monkeypatch.setattr(StageTimes, "milliseconds", lambda watch: machine.milliseconds(watch))
     return machine
+
+
+def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(busy, views):
+    picture, tracker = cv2.resize(cv2.imread(str(views[0])), (320, 240)), busy.tracker
+    assert tracker.push(np.zeros_like(picture)).status == "blank"
+    assert tracker.choice is None
+    first = tracker.push(picture)
+    assert tracker.choice.budget_ms == 110.0 and tracker.choice.fits
+    assert len(first.keypoints) <= tracker.choice.max_keypoints
+    again = tracker.push(picture)
+    assert again.status == "tracked"
+    assert np.isin(again.track_ids, first.track_ids).mean() > 0.9
 
 
 def test_a_frame_is_matched_with_less_where_its_extraction_shows_that_the_machine_is_busy(busy, views):
