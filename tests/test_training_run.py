@@ -28,7 +28,7 @@ from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.reading import read_recipe, shipped_recipe
 from matcher.lab.train.recipe import Recipe, fingerprint
-from matcher.lab.train.run import _sampler as training_sampler
+from matcher.lab.train.run import _cached_pairs as cached_pairs
 from matcher.lab.train.run import train
 from matcher.weights.files import load_model
 from matcher.weights.header import read_header
@@ -122,9 +122,8 @@ def test_a_run_logs_loss_and_validation(finished):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_recipe_alone_decides_the_batch(root, device):
-    workers = SimpleNamespace(cache=SimpleNamespace(ready=lambda: [0, 1]))
-    sampler, _ = training_sampler(workers, None, TINY, device)
-    assert sampler.recipe == TINY.pair
+    workers = SimpleNamespace(cache=SimpleNamespace(ready=lambda: [0, 1]), log_unreadable=None)
+    assert cached_pairs(workers, None, TINY, device).sampler.recipe == TINY.pair
 
 
 def test_batch_scale_is_part_of_the_recipe(root, finished):

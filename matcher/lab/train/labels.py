@@ -51,6 +51,7 @@ class PairBatch:
     partner1: Tensor  # (B, M)
     corresponding0: Tensor  # (B, N, 2) float32
     corresponding1: Tensor  # (B, M, 2)
+    turns_known: bool = False  # whether features1 are turned to fit by geometry rather than by descriptors
 
     def __len__(self) -> int:
         """Pairs."""

@@ -82,10 +82,11 @@ def paired_states(
         model: the network.
         batch: pairs.
         device: of the network.
-        align: whether to turn descriptors to fit; not where the turn of each image is known.
+        align: whether to turn descriptors to fit, where the batch does not know the turn of each image.
     """
     with mixed_precision(device):
-        tokens = model.tokens(batch.features0.to(device), batch.features1.to(device), align=align)
+        features0, features1 = batch.features0.to(device), batch.features1.to(device)
+        tokens = model.tokens(features0, features1, align=align and not batch.turns_known)
         return [_paired(state.tokens) for state in model.run(tokens, ALL_LAYERS)]
 
 

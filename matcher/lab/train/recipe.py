@@ -75,6 +75,9 @@ class Recipe:
     # descriptors is fitted to `front_end` before the first step.
     start_front_end: str = ""
     seed: int = 0
+    # Whether the device that trains makes the pairs, new ones for every batch, of warped photos
+    # (`sources.planes`) and of stored views; `scene` then only describes what is validated on.
+    pairs_on_device: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)
     scene: SceneRecipe = field(default_factory=SceneRecipe)
     sources: SourceRecipe = SourceRecipe()
@@ -105,6 +108,7 @@ class Recipe:
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             *_network_rules(self.network),
             *self._front_end_rules(),
+            *self._device_rules(),
             (scene.scenes >= 2 and scene.views >= 2, "scene.scenes, scene.views: at least 2 of each"),
             (
                 self.validation_scenes >= 2 and self.validation_pairs >= 1,
@@ -131,6 +135,28 @@ class Recipe:
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
+
+    def _device_rules(self) -> list[tuple[bool, str]]:
+        """What pairs made on the device cannot have, where they are asked for."""
+        if not self.pairs_on_device:
+            return []
+        sources, pair, sides = self.sources, self.pair, (self.sources.width, self.sources.height)
+        nothing = {
+            "sources.relief": sources.relief,
+            "sources.share": sources.share,
+            "sources.pairs": sources.pairs,
+            "pair.crop_share": pair.crop_share,
+            "pair.turned_share": pair.turned_share,
+        }
+        return [
+            (self.network.kind == "learned", "pairs_on_device: only where network.kind is learned"),
+            (
+                not any(side % 16 for side in sides) and min(sides) >= 64,
+                "sources.width, sources.height: multiples of 16, at least 64, where pairs_on_device",
+            ),
+            (any(sources.shares().values()), "sources: at least one share must be above 0"),
+            *((not value, f"{key}: 0 where pairs_on_device") for key, value in nothing.items()),
         ]
 
     def _front_end_rules(self) -> list[tuple[bool, str]]:

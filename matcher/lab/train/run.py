@@ -16,10 +16,12 @@ from matcher.errors import UsageError
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.confidence import ConfidenceTrainer
 from matcher.lab.train.folder import claim_folder
-from matcher.lab.train.labels import ViewPair
+from matcher.lab.train.labels import PairBatch, ViewPair
 from matcher.lab.train.loop import LOG_EVERY, Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.mixed import MixedSampler
+from matcher.lab.train.on_device.sampler import DeviceSampler
+from matcher.lab.train.on_device.views import load_views
 from matcher.lab.train.pair_cache import PairCache
 from matcher.lab.train.projection import fit_projection
 from matcher.lab.train.reading import check_recipe
@@ -73,17 +75,16 @@ def train(
     if recipe.start_front_end and not (options.folder / "checkpoint.pt").exists():
         _fit_projection(trainer, training, log)
     try:
-        with _views(recipe, training, options, log, stopped) as (workers, pair_cache):
+        with _training_pairs(recipe, training, options, log, stopped) as source:
             pairs = _validation_pairs(recipe, held_out, options, log, stopped)
 
             def scores() -> LogRow:
                 return validate(trainer.average, pairs, recipe.pair, options.device)
 
-            loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, workers.log_unreadable)
+            loop = Loop(trainer, scores, options.folder, log, stopped, on_validation, source.on_report)
             loop.resume()
-            sampler, readers = _sampler(workers, pair_cache, recipe, options.device)
-            loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
-            return SecondStage(loop, sampler, readers).run()
+            loop.run(source.batches(trainer.progress.step, recipe.optimiser.steps))
+            return SecondStage(loop, source).run()
     except Stopped:
         return None
     finally:
@@ -104,14 +105,54 @@ def _log_kept_views(views: Path, log: Log) -> None:
     log(f"rendered views ({size / 1e6:.0f} MB) are kept in {views} for later runs; you may delete them")
 
 
-def _sampler(
+@dataclass(frozen=True)
+class TrainingPairs:
+    """Where batches come from."""
+
+    sampler: PairSampler | DeviceSampler
+    readers: int  # threads that prepare batches
+    on_report: Callable[[], None] = lambda: None  # called when progress is reported
+
+    def batches(self, start: int, stop: int) -> Iterator[PairBatch]:
+        """The batches of steps start … stop−1."""
+        return self.sampler.batches(start, stop, self.readers)
+
+
+@contextmanager
+def _training_pairs(
+    recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
+) -> Iterator[TrainingPairs]:
+    """Pairs made on the device, or read from caches that workers fill while the context is open."""
+    if recipe.pairs_on_device:
+        device = torch.device(options.device)
+        used = photos if recipe.sources.planes else ()
+        views = load_views(used, _stored_folders(recipe, options), device, log)
+        yield TrainingPairs(DeviceSampler(views, recipe, device), 1)
+        return
+    with _views(recipe, photos, options, log, stopped) as (workers, pairs):
+        yield _cached_pairs(workers, pairs, recipe, options.device)
+
+
+def _cached_pairs(
     workers: ViewWorkers, pairs: PairCache | None, recipe: Recipe, device: str
-) -> tuple[PairSampler, int]:
-    """The sampler of training pairs, and the number of threads that prepare batches."""
-    readers = CUDA_READERS if device == "cuda" else 1
+) -> TrainingPairs:
     if pairs is None:
-        return PairSampler(workers.cache, recipe.pair, recipe.seed), readers
-    return MixedSampler(workers.cache, pairs, recipe, recipe.seed), readers
+        sampler = PairSampler(workers.cache, recipe.pair, recipe.seed)
+    else:
+        sampler = MixedSampler(workers.cache, pairs, recipe, recipe.seed)
+    readers = CUDA_READERS if device == "cuda" else 1
+    return TrainingPairs(sampler, readers, workers.log_unreadable)
+
+
+def _stored_folders(recipe: Recipe, options: RunOptions) -> dict[str, Path]:
+    """Folders of stored views, by source."""
+    folders = {}
+    for name, folder in (("rendered", options.rendered), ("real", options.real)):
+        if recipe.sources.shares()[name] and folder is None:
+            raise UsageError(f"sources.{name}: the recipe needs stored views, but no folder of them is given")
+        if recipe.sources.shares()[name]:
+            folders[name] = folder
+    return folders
 
 
 @dataclass(frozen=True)
@@ -119,8 +160,7 @@ class SecondStage:
     """Training of the confidence heads on the best parameters of the first stage; writes the weights file."""
 
     first: Loop
-    sampler: PairSampler
-    readers: int
+    source: TrainingPairs
 
     def run(self) -> Path:
         """Train the heads; returns the weights file."""
@@ -149,7 +189,7 @@ class SecondStage:
         recipe = self.first.trainer.recipe
         steps = recipe.optimiser.confidence_steps
         first, last = CONFIDENCE_OFFSET + heads.done, CONFIDENCE_OFFSET + steps
-        for batch in self.sampler.batches(first, last, self.readers):
+        for batch in self.source.batches(first, last):
             loss = heads.step(batch)
             if heads.done % LOG_EVERY == 0:
                 self.first.log(f"confidence step {heads.done} of {steps} loss {loss:.4f}")

@@ -141,6 +141,8 @@ class MatchingNetwork(nn.Module):
             features1 = aligned(features0, features1, self.config.kind)
         masks = (features0.mask, features1.mask)
         counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
+        # A GPU is waited for wherever points are picked by a mask.
+        whole = all(min(n) == mask.shape[1] for n, mask in zip(zip(*counts, strict=True), masks, strict=True))
         columns = []
         for features, mask in zip((features0, features1), masks, strict=True):
             index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
@@ -149,7 +151,9 @@ class MatchingNetwork(nn.Module):
                 values.append(self.position(features))
             if self.guidance is not None:
                 values.append(self.guidance.inputs(features))
-            columns.append([[v[m] for v, m in zip(value, mask, strict=True)] for value in values])
+            columns.append(
+                [[v if whole else v[m] for v, m in zip(value, mask, strict=True)] for value in values]
+            )
         descriptors, index, positions, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
         x, rotations = self.projected(descriptors), None
         if self.guidance is not None:

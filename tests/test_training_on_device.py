@@ -1,0 +1,237 @@
+"""Pairs made on the device that trains; the CPU is a device, too."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_data import write_photos, write_views
+
+from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
+from matcher.errors import UsageError
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE
+from matcher.lab.pairs.posed import sparse_positions
+from matcher.lab.pairs.stored import find_sets, read_view
+from matcher.lab.train.labels import IGNORED, label_partners
+from matcher.lab.train.loop import RunOptions
+from matcher.lab.train.on_device.draws import Draws
+from matcher.lab.train.on_device.framing import draw_framings, render
+from matcher.lab.train.on_device.labels import partners, quarter_turns_of
+from matcher.lab.train.on_device.photometry import _compressed, capture
+from matcher.lab.train.on_device.sampler import DeviceSampler
+from matcher.lab.train.on_device.transfer import Transferred, overlap, project, transfer
+from matcher.lab.train.on_device.views import DeviceViews, load_views
+from matcher.lab.train.pair_cache import CorrespondingView
+from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SourceRecipe
+from matcher.lab.train.run import train
+from matcher.match.steering import quarter_turns, turned_by
+from matcher.weights.files import load_model
+
+CPU = torch.device("cpu")
+RECIPE = Recipe(
+    name="tiny",
+    pairs_on_device=True,
+    network=NetworkConfig(
+        kind="learned",
+        descriptor_dim=64,
+        context=ContextConfig(dim=32, heads=2, depth=2),
+        position=PositionConfig(inputs=("xy",)),
+        guided=True,
+        assignment=AssignmentConfig(consensus=1),
+    ),
+    sources=SourceRecipe(planes=1.0, relief=0.0, rendered=1.0, width=160, height=128),
+    pair=PairRecipe(points=(32, 48), points_per_batch=512, crop_share=0.0, turned_share=0.0),
+    optimiser=OptimiserRecipe(steps=4, warmup_steps=1, confidence_steps=2, inner_layers=1),
+    validate_every=4,
+    save_every=1,
+    validation_scenes=2,
+    validation_pairs=2,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Photos, and two sets of three views of walls whose depth has a hole."""
+    root = tmp_path_factory.mktemp("device")
+    for place in range(2):
+        write_views(root / "views" / f"place_{place}", place)
+    (write_photos(root / "photos", 6) / "broken.png").write_text("text")
+    return root
+
+
+@pytest.fixture(scope="module")
+def views(root) -> DeviceViews:
+    return load_views(sorted((root / "photos").iterdir()), {"rendered": root / "views"}, CPU)
+
+
+def test_views_are_loaded_with_their_pairs_and_unreadable_photos_are_counted(root):
+    lines = []
+    views = load_views(sorted((root / "photos").iterdir()), {"rendered": root / "views"}, CPU, lines.append)
+    assert len(views) == 12 and list(views.photos) == list(range(6))
+    assert [table.min() for table in views.pairs["rendered"]] == [6, 9]
+    assert len(set(views.scenes.tolist())) == 8  # each photo is one
+    assert views.images.shape[1:] == (240, 320)
+    assert views.sizes[0].tolist() == [160, 120] and not views.images[0, 120:].any()
+    assert (views.inverse_depth[0, 60:] == -1).all() and (views.inverse_depth[0, :60, :80] == 0).all()
+    assert lines == [
+        "skipped 1 photos that cannot be read",
+        "6 photos and 6 views with depth in the memory of the device",
+    ]
+    with pytest.raises(UsageError, match="none of the 1 photos"):
+        load_views([root / "photos" / "broken.png"], {}, CPU)
+
+
+def test_points_are_transferred_as_by_the_dense_code(root, views):
+    stored = find_sets(root / "views")[0]
+    rng = np.random.default_rng(0)
+    points = rng.uniform(0, (319, 239), (400, 2)).astype(np.float32)
+    for i, j in ((0, 1), (2, 0)):
+        expected = sparse_positions(*(read_view(stored, n).grey() for n in (i, j)), points)
+        first, second = (torch.tensor([6 + n]) for n in (i, j))
+        found = transfer(views, first, second, torch.from_numpy(points)[None])
+        visible = expected[:, 0] >= 0
+        assert visible.sum() > 200 and (expected == HIDDEN).any() and (expected == UNKNOWN).any()
+        # At the border of the hole every second pixel of depth is too few to agree on.
+        same = (found.states[0] == VISIBLE_STATE).numpy() == visible
+        assert same.mean() > 0.98
+        both = same & visible
+        assert np.abs(found.positions[0].numpy()[both] - expected[both]).max() < 0.05
+    probes = torch.from_numpy(points)[None]
+    assert overlap(views, torch.tensor([6]), torch.tensor([7]), probes) > 0.8
+
+
+def test_a_photo_shows_the_same_at_corresponding_pixels_of_both_images(views):
+    photos = torch.arange(4)
+    framings = draw_framings(
+        views, photos, photos, torch.ones(4, dtype=torch.bool), (160, 128), Draws(1, CPU)
+    )
+    image0, image1 = (render(views, photos, framing, (160, 128)) for framing in framings)
+    y, x = torch.meshgrid(torch.arange(8, 120, 4), torch.arange(8, 152, 4), indexing="ij")
+    points = torch.stack([x, y], 2).view(1, -1, 2).float().expand(4, -1, -1)
+    there, _ = project((framings[1] @ torch.linalg.inv(framings[0])).float(), points)
+    inside = ((there > 4) & (there < torch.tensor([155, 123]))).all(2)
+    assert inside.float().mean() > 0.2
+    size = torch.tensor([160, 128])
+    values = [
+        torch.nn.functional.grid_sample(image, ((2 * where + 1) / size - 1).unsqueeze(1), align_corners=False)
+        for image, where in ((image0, points), (image1, there))
+    ]
+    values = [value[:, 0, 0][inside] for value in values]
+    assert torch.corrcoef(torch.stack(values))[0, 1] > 0.9
+    assert image0.min() >= 0 and image0.max() <= 1 and not torch.equal(image0, image1)
+
+
+def test_partners_are_those_of_the_labels_on_the_processor():
+    rng = np.random.default_rng(4)
+    sides, keypoints = [], [rng.uniform(0, 60, (40, 2)).astype(np.float32) for _ in range(2)]
+    for side in (0, 1):
+        found = keypoints[side] + rng.normal(0, 1.5, (40, 2)).astype(np.float32)
+        states = rng.choice([1, 1, 1, 0, -1], 40).astype(np.int8)
+        found[states != VISIBLE_STATE] = np.nan
+        sides.append((found, states))
+    # Descriptors are all alike, so that distances decide.
+    described = np.tile(np.eye(1, 64, dtype=np.int8) * 127, (40, 1))
+    nothing = np.zeros(40, np.float32)
+    old = [
+        CorrespondingView(
+            points, nothing, nothing, described, np.zeros((0, 0), np.uint8), np.zeros((0, 3, 3)), (64, 64),
+            kind="learned", corresponding=found, states=states,
+        )
+        for points, (found, states) in zip(keypoints, sides, strict=True)
+    ]  # fmt: skip
+    expected = label_partners(*old, PairRecipe())
+    new = [
+        Transferred(torch.from_numpy(f)[None], torch.from_numpy(s.astype(np.int64))[None]) for f, s in sides
+    ]
+    points = [torch.from_numpy(p)[None] for p in keypoints]
+    partner0, partner1 = partners(*points, *new, PairRecipe())
+    assert partner0[0].tolist() == expected.partner0.tolist()
+    assert partner1[0].tolist() == expected.partner1.tolist()
+    assert (partner0 >= 0).sum() > 3 and (partner0 == IGNORED).any() and (partner0 == -1).any()
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_the_turn_of_image_1_is_that_which_undoes_its_rotation(turns):
+    points = torch.rand(1, 20, 2, generator=torch.Generator().manual_seed(turns)) * 100
+    found = points
+    for _ in range(turns):  # image 1 is image 0 rotated clockwise: the right edge becomes the lower one
+        found = torch.stack([100 - found[..., 1], found[..., 0]], 2)
+    assert quarter_turns_of(points, found).tolist() == [-turns % 4]
+    found[:, 5:] = torch.nan
+    assert quarter_turns_of(points, found).tolist() == [0]  # too few points to tell
+
+
+def test_compression_keeps_images_at_best_quality_and_removes_detail_at_the_worst():
+    images = torch.rand(2, 1, 64, 48, generator=torch.Generator().manual_seed(0))
+    best, worst = (_compressed(images, torch.full((2, 1, 1, 1), q)) for q in (100.0, 10.0))
+    assert (best - images).abs().max() < 0.02
+    assert 0.05 < (worst - images).abs().mean() < 0.5
+    captured = capture(images, torch.tensor([True, False]), Draws(0, CPU))
+    assert captured.min() >= 0 and captured.max() <= 1 and captured.shape == images.shape
+    assert torch.allclose(captured * 255, (captured * 255).round(), atol=1e-3)
+
+
+def test_a_batch_is_the_same_again_and_its_matches_look_alike(views):
+    recipe = replace(RECIPE, pair=replace(RECIPE.pair, points=(96,), points_per_batch=2304, negative_share=0))
+    sampler = DeviceSampler(views, recipe, CPU)
+    first, again = sampler.batch(3), sampler.batch(3)
+    assert len(first) == 12 and first.turns_known
+    assert torch.equal(first.partner0, again.partner0)
+    assert torch.equal(first.features1.descriptors, again.features1.descriptors)
+    assert not torch.equal(first.partner0, sampler.batch(4).partner0)
+    pair, row = (first.partner0 >= 0).nonzero(as_tuple=True)
+    column = first.partner0[pair, row]
+    assert len(pair) > 100 and torch.equal(first.partner1[pair, column], row)
+    similarity = (first.features0.descriptors @ first.features1.descriptors.mT).float()
+    alike = similarity[pair, row, column]
+    assert alike.mean() > similarity.mean() + 0.3
+    positions = first.corresponding0[pair, row]
+    assert (positions - first.features1.keypoints[pair, column]).norm(dim=1).max() < 6
+
+
+def test_unrelated_pairs_have_no_partners_and_upright_pairs_no_turn(views):
+    recipe = replace(RECIPE, pair=replace(RECIPE.pair, negative_share=1.0))
+    batch = DeviceSampler(views, recipe, CPU).batch(0)
+    assert (batch.partner0 == -1).all(1).float().mean() > 0.4  # neighbours of one scene stay related
+    upright = DeviceSampler(views, RECIPE, CPU).batch(1)
+    found = quarter_turns(turned_by(upright.features0, 0), upright.features1)
+    assert (found == 0).float().mean() > 0.7
+
+
+def test_a_run_on_the_device_is_resumed_to_the_same_weights(root, monkeypatch):
+    monkeypatch.setenv("MATCHER_CACHE", str(root / "cache"))
+
+    def options(name: str) -> RunOptions:
+        return RunOptions(root / "photos", None, root / name, rendered=root / "views")
+
+    weights, steps = train(RECIPE, options("whole"), lambda line: None), []
+    assert weights is not None
+
+    def stopped() -> bool:
+        steps.append(1)
+        return len(steps) == 8  # some calls come while validation views are rendered
+
+    while (resumed := train(RECIPE, options("parts"), lambda line: None, stopped=stopped)) is None:
+        pass
+    assert len(steps) > 8
+    networks = [load_model(path)[0].state_dict() for path in (weights, resumed)]
+    assert all(torch.equal(value, networks[1][key]) for key, value in networks[0].items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sources": replace(RECIPE.sources, relief=1.0)}, "sources.relief: 0 where"),
+        ({"sources": replace(RECIPE.sources, share=0.5)}, "sources.share: 0 where"),
+        ({"sources": replace(RECIPE.sources, width=150)}, "multiples of 16"),
+        ({"sources": SourceRecipe(relief=0.0)}, "at least one share"),
+        ({"pair": replace(RECIPE.pair, turned_share=0.5)}, "pair.turned_share: 0 where"),
+        ({"network": NetworkConfig()}, "only where network.kind is learned"),
+        ({"sources": replace(RECIPE.sources, real=1.0)}, r"sources\.real: the recipe needs stored views"),
+    ],
+)
+def test_what_the_device_cannot_make_is_refused(root, changes, message, tmp_path):
+    options = RunOptions(root / "photos", None, tmp_path / "run", rendered=root / "views")
+    with pytest.raises(UsageError, match=message):
+        train(replace(RECIPE, **changes), options, lambda line: None)
