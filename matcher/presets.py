@@ -113,8 +113,8 @@ PRESETS: dict[str, PipelineConfig] = {
             policy=replace(
                 _HYBRID.matcher.policy,
                 match_threshold=0.05,
-                exit_share=0.95,
-                prune_matchability=0.03,
+                exit_share=0.7,
+                prune_matchability=0.01,
                 calibration=CalibrationConfig(
                     offset=0.8,
                     slope=0.58,
