@@ -27,7 +27,7 @@ FIRST = "first"
 _RELIABLE_REGION = 60  # inliers with which the common region comes before other features
 # Least inliers for a common region: a crop around a few wrong matches would only add to them.
 _MIN_REGION_INLIERS = 20
-_LOW_INLIERS = 0.15  # inliers per keypoint; wrong matches along edges, as of a negative, give .1
+_LOW_INLIERS = 0.2  # inliers per keypoint; wrong matches along edges, as of a negative, give .1 to .18
 
 _SMOOTHING = 2.0  # pixels, of images of gradient magnitude; among 1.2 and 3
 
