@@ -54,8 +54,8 @@ RECIPE = Recipe(
 def root(tmp_path_factory) -> Path:
     """Photos, and two sets of three views of walls whose depth has a hole."""
     root = tmp_path_factory.mktemp("device")
-    for place in range(2):
-        write_views(root / "views" / f"place_{place}", place)
+    for number, place in enumerate(("hall", "yard")):
+        write_views(root / "views" / place, number)
     (write_photos(root / "photos", 6) / "broken.png").write_text("text")
     return root
 
@@ -80,6 +80,12 @@ def test_views_are_loaded_with_their_pairs_and_unreadable_photos_are_counted(roo
     ]
     with pytest.raises(UsageError, match="none of the 1 photos"):
         load_views([root / "photos" / "broken.png"], {}, CPU)
+
+
+def test_sets_of_one_scene_are_one_scene(tmp_path):
+    for name in ("castle_1", "castle-2", "hut"):
+        write_views(tmp_path / name, 0)
+    assert len(set(load_views([], {"real": tmp_path}, CPU).scenes.tolist())) == 2
 
 
 def test_points_are_transferred_as_by_the_dense_code(root, views):
@@ -235,3 +241,9 @@ def test_what_the_device_cannot_make_is_refused(root, changes, message, tmp_path
     options = RunOptions(root / "photos", None, tmp_path / "run", rendered=root / "views")
     with pytest.raises(UsageError, match=message):
         train(replace(RECIPE, **changes), options, lambda line: None)
+
+
+def test_processes_that_would_have_nothing_to_render_are_refused(root, tmp_path):
+    options = RunOptions(root / "photos", None, tmp_path / "run", rendered=root / "views", view_workers=2)
+    with pytest.raises(UsageError, match="leave out `--view-workers`"):
+        train(RECIPE, options, lambda line: None)

@@ -124,6 +124,8 @@ def _training_pairs(
 ) -> Iterator[TrainingPairs]:
     """Pairs made on the device, or read from caches that workers fill while the context is open."""
     if recipe.pairs_on_device:
+        if options.view_workers > 1:
+            raise UsageError("the device makes the pairs of this recipe; leave out `--view-workers`")
         device = torch.device(options.device)
         used = photos if recipe.sources.planes else ()
         views = load_views(used, _stored_folders(recipe, options), device, log)

@@ -142,7 +142,7 @@ class MatchingNetwork(nn.Module):
         masks = (features0.mask, features1.mask)
         counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
         # A GPU is waited for wherever points are picked by a mask.
-        whole = all(min(n) == mask.shape[1] for n, mask in zip(zip(*counts, strict=True), masks, strict=True))
+        whole = set(counts) <= {tuple(mask.shape[1] for mask in masks)}
         columns = []
         for features, mask in zip((features0, features1), masks, strict=True):
             index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)

@@ -117,10 +117,10 @@ class DeviceSampler:
         """(2, B) int64 views; a set of a source is drawn as often as the root of its number of pairs."""
         drawn = []
         for source in sources:
-            tables = self.views.pairs.get(self._sources[source])
-            if not tables:
+            if self._sources[source] == "planes":
                 drawn.append((rng.choice(self.views.photos),) * 2)
                 continue
+            tables = self.views.pairs[self._sources[source]]
             weights = np.sqrt([len(table) for table in tables])
             table = tables[rng.choice(len(tables), p=weights / weights.sum())]
             pair = table[rng.integers(len(table))]

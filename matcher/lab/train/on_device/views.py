@@ -74,9 +74,11 @@ def load_views(
             raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
         count = len(views)
         scenes, pairs = list(range(count)), {source: [] for source in folders}
+        numbers: dict[tuple[str, str], int] = {}  # of scenes, of which one may have several sets
         for source, stored in _sets(folders):
             pairs[source].append(stored.pairs + len(views))
-            scenes += [scenes[-1] + 1 if scenes else 0] * len(stored.views)
+            scene = numbers.setdefault((source, stored.scene), count + len(numbers))
+            scenes += [scene] * len(stored.views)
             views += pool.map(_read_stored, [stored] * len(stored.views), range(len(stored.views)))
     if len(found) > count:
         log(f"skipped {len(found) - count} photos that cannot be read")
@@ -129,9 +131,7 @@ def _read_photo(path: Path) -> _View | None:
     height, width = grey.shape
     focal = PHOTO_FOCAL * max(height, width)
     K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1]])
-    return _View(
-        grey, np.zeros((-(-height // DEPTH_STEP), -(-width // DEPTH_STEP)), np.float32), K, np.eye(4)
-    )
+    return _View(grey, np.zeros_like(grey[::DEPTH_STEP, ::DEPTH_STEP], np.float32), K, np.eye(4))
 
 
 def _read_stored(stored: StoredSet, number: int) -> _View:
