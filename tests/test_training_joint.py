@@ -222,6 +222,10 @@ def test_the_start_has_its_share_of_both(folder, recipe, tmp_path):
         ({"weight": 0.0}, r"matcher\.weight, matcher\.learning_rate: above 0"),
         ({"name": "small"}, r"matcher\.name: .* another than name"),
         ({"name": "a/b"}, r"matcher\.name"),
+        ({"pairs": 3}, r"matcher\.pairs: from 0 to batch\.pairs"),
+        ({"gradient": -1.0}, r"matcher\.gradient"),
+        ({"kept_shares": ()}, r"matcher\.kept_shares"),
+        ({"kept_shares": (1.5,)}, r"matcher\.kept_shares"),
     ],
 )
 def test_impossible_values_are_refused(recipe, change, complaint):
@@ -231,5 +235,36 @@ def test_impossible_values_are_refused(recipe, change, complaint):
 
 def test_a_matcher_of_other_keypoints_is_refused():
     with pytest.raises(UsageError, match=r"matcher\.start: hybrid matches the keypoints of sift"):
-        load_matcher("hybrid")
-    assert load_matcher("") is None
+        load_matcher(JointRecipe(start="hybrid"))
+    assert load_matcher(JointRecipe()) is None
+
+
+def test_heads_for_pruning_learn_along_where_points_are_dropped(sampler, recipe):
+    random, start = load_matcher(recipe.matcher), recipe.matcher.start + ".foreseeing.safetensors"
+    save_model(MatchingNetwork(replace(random.config, match_probability=True)), start)
+    joint = replace(recipe.matcher, start=start, kept_shares=(1.0, 0.5), pairs=1)
+    trainer = FrontEndTrainer(replace(recipe, matcher=joint), CPU)
+    before = [p.detach().clone() for p in trainer.model.matcher.match_probability.parameters()]
+    for number in range(4):
+        assert np.isfinite(trainer.step(sampler.batch(number)))
+    after = list(trainer.model.matcher.match_probability.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(UsageError, match=r"matcher\.kept_shares: .* has no heads for pruning"):
+        load_matcher(replace(joint, start=recipe.matcher.start))
+
+
+def test_a_part_of_the_batch_is_matched_and_a_part_of_the_gradient_reaches_the_descriptors(sampler, recipe):
+    alone = replace(recipe.optimiser, description_weight=0.0, reliability_weight=0.0, refinement_weight=0.0)
+    batch, found = sampler.batch(0), {}
+    for gradient in (0.0, 0.5, 1.0):
+        joint = replace(recipe.matcher, gradient=gradient, pairs=1)
+        trainer = FrontEndTrainer(replace(recipe, optimiser=alone, matcher=joint), CPU)
+        trainer.loss(batch).backward()
+        found[gradient] = [
+            None if p.grad is None else p.grad.clone() for p in trainer.model.network.descriptor.parameters()
+        ]
+    assert all(g is None or not g.any() for g in found[0.0])
+    for half, whole in zip(found[0.5], found[1.0], strict=True):
+        assert whole.any()
+        torch.testing.assert_close(2 * half, whole, rtol=1e-3, atol=1e-6)
+    assert len(batch.first(1)) == 1 and torch.equal(batch.first(1).pixels, batch.pixels[:2])

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from matcher.errors import IntegrityError
+from matcher.lab.train.labelled_layers import labelled_layers
 from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.losses import confidence_loss, decisions, match_probability_loss
-from matcher.lab.train.matching_loss import assignments, paired_states
+from matcher.lab.train.matching_loss import assignments
 from matcher.lab.train.optimisers import set_learning_rate
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.state import load_state, save_state
@@ -36,7 +37,7 @@ class ConfidenceTrainer:
         """One update of the heads below the last layer; returns the loss."""
         set_learning_rate([self.optimiser], LEARNING_RATE * (1 - self.done / self.recipe.confidence_steps))
         with torch.no_grad():
-            states = paired_states(self.model, batch, self.device)
+            states = [layer.sides for layer in labelled_layers(self.model, batch, self.device)]
             decided = [decisions(self._assigned(sides, depth)) for depth, sides in enumerate(states)]
         losses = []
         for depth, (sides, current) in enumerate(zip(states[:-1], decided[:-1], strict=True)):

@@ -2,99 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from matcher.config import ALL_LAYERS
-from matcher.lab.train.labels import PairBatch
+from matcher.lab.train.labelled_layers import LabelledLayer
 from matcher.lab.train.losses import (
     assignment_loss,
     correspondence_loss,
+    decisions,
     log_dual_softmax,
+    match_probability_loss,
     matchability_loss,
     mean_similarity_loss,
 )
+from matcher.lab.train.optimisers import prunes
 from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.stage import mixed_precision
 from matcher.match.network.consensus import mutual_soft_matches
 from matcher.match.network.correspondence import Side
 from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.position import normalise_positions
-from matcher.match.network.tokens import Tokens
 from matcher.match.sinkhorn import log_assignment
 
 
 def matching_loss(
-    model: MatchingNetwork,
-    states: list[tuple[Side, Side]],
-    batch: PairBatch,
-    recipe: OptimiserRecipe,
-    rng: torch.Generator,
+    model: MatchingNetwork, layers: list[LabelledLayer], recipe: OptimiserRecipe, rng: torch.Generator
 ) -> Tensor:
     """Mean over some inner layers, drawn at random, and the last one, plus the loss of the last one.
 
     Args:
-        model: the network.
-        states: of its layers, from `paired_states`.
-        batch: the pairs with their labels.
+        model: the network. Where points are dropped in training, its heads for that learn along, from batches
+            with all points; the network gets no gradient from them.
+        layers: from `labelled_layers`.
         recipe: weights of the losses, number of inner layers.
         rng: draws the inner layers.
     """
-    device = states[-1][0].x.device
-    inner = torch.randperm(len(states) - 1, generator=rng)[: recipe.inner_layers].tolist()
+    device = layers[-1].sides[0].x.device
+    inner = torch.randperm(len(layers) - 1, generator=rng)[: recipe.inner_layers].tolist()
     if not model.config.assignment.every_layer:  # one head, for the last layer only
         inner = []
-    partners = batch.partner0.to(device), batch.partner1.to(device)
     losses = []
-    for depth in (*inner, len(states) - 1):
+    for depth in (*inner, len(layers) - 1):
+        sides, partners = layers[depth].sides, layers[depth].labels.partners
         with mixed_precision(device):
-            scores = model.scores(*states[depth], depth)
+            scores = model.scores(*sides, depth)
         steady = recipe.matchability_weight * matchability_loss(scores, *partners)
         steady = steady + recipe.mean_similarity_weight * mean_similarity_loss(scores)
         rounds = 0 if depth in inner else model.config.assignment.consensus
-        found = assignments(model, scores, states[depth], recipe, rounds)
+        found = assignments(model, scores, sides, recipe, rounds)
         losses += [assignment_loss(log_p, *partners) + steady for log_p in found]
     loss = torch.stack(losses).mean() + losses[-1]
+    if prunes(recipe) and layers[0].labels is layers[-1].labels:
+        loss = loss + _pruning_loss(model, layers, decisions(found[-1].detach()))
     if model.guidance is None:
         return loss
-    return loss + recipe.correspondence_weight * _correspondence_loss(states, batch, device)
+    return loss + recipe.correspondence_weight * _correspondence_loss(layers)
 
 
-def _correspondence_loss(states: list[tuple[Side, Side]], batch: PairBatch, device: torch.device) -> Tensor:
-    """Mean over all layers and both images."""
+def _pruning_loss(model: MatchingNetwork, layers: list[LabelledLayer], final: Tensor) -> Tensor:
+    """That of the match-probability heads; `final` (B, N + M) are the decisions of the last layer."""
     losses = []
-    sides = (batch.corresponding0, batch.features1), (batch.corresponding1, batch.features0)
-    for side, (positions, other) in enumerate(sides):
-        visible = positions.isfinite().all(-1).to(device)
-        target = normalise_positions(replace(other, keypoints=positions.nan_to_num(0.0))).to(device)
-        losses += [correspondence_loss(pair[side].predicted, target, visible) for pair in states]
+    for head, layer in zip(model.match_probability, layers[:-1], strict=True):
+        x = torch.cat([side.x for side in layer.sides], dim=1).detach()
+        losses.append(match_probability_loss(head(x).squeeze(2), final))
     return torch.stack(losses).mean()
 
 
-def paired_states(
-    model: MatchingNetwork, batch: PairBatch, device: torch.device, *, align: bool = True
-) -> list[tuple[Side, Side]]:
-    """The tokens of image 0 and 1 after each layer, (B, N, …) float32.
-
-    Args:
-        model: the network.
-        batch: pairs.
-        device: of the network.
-        align: whether to turn descriptors to fit, where the batch does not know the turn of each image.
-    """
-    with mixed_precision(device):
-        features0, features1 = batch.features0.to(device), batch.features1.to(device)
-        tokens = model.tokens(features0, features1, align=align and not batch.turns_known)
-        return [_paired(state.tokens) for state in model.run(tokens, ALL_LAYERS)]
-
-
-def _paired(tokens: Tokens) -> tuple[Side, Side]:
-    """Tokens of images with equally many keypoints as (B, N, …)."""
-    columns = [x for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None]
-    columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
-    return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
+def _correspondence_loss(layers: list[LabelledLayer]) -> Tensor:
+    """Mean over all layers and both images."""
+    losses = []
+    for layer in layers:
+        for side, target in zip(layer.sides, layer.labels.targets, strict=True):
+            visible = target.isfinite().all(-1)
+            losses.append(correspondence_loss(side.predicted, target.nan_to_num(0.0), visible))
+    return torch.stack(losses).mean()
 
 
 def assignments(

@@ -16,7 +16,8 @@ from matcher.match.network.model import MatchingNetwork
 def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Optimizer]:
     """Muon (Jordan et al. 2024) for the matrices of the layers if the recipe asks for it, AdamW for the rest.
 
-    The heads for early exit and pruning are left out; the second stage trains them.
+    The heads for early exit are left out; the second stage trains them. So are those for pruning, unless the
+    recipe drops points by them.
 
     Raises:
         UsageError: the recipe asks for Muon, which this PyTorch lacks.
@@ -27,9 +28,8 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
         )
     matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon_rate else []
     chosen = {id(p) for p in matrices}
-    trained = [
-        p for name, p in model.named_parameters() if not name.startswith(("confidence", "match_probability"))
-    ]
+    later = "confidence" if prunes(recipe) else ("confidence", "match_probability")
+    trained = [p for name, p in model.named_parameters() if not name.startswith(later)]
     rest = [p for p in trained if id(p) not in chosen]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -45,6 +45,17 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
         )
         optimisers.append(muon)
     return optimisers
+
+
+class Pruned(Protocol):
+    """Part of a recipe; see `OptimiserRecipe`."""
+
+    kept_shares: tuple[float, ...]
+
+
+def prunes(recipe: Pruned) -> bool:
+    """Whether points are dropped in training, by heads that learn along."""
+    return min(recipe.kept_shares) < 1
 
 
 class Schedule(Protocol):

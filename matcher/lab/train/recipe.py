@@ -54,6 +54,9 @@ class OptimiserRecipe:
     muon_rate: float = 2.0  # Muon's learning rate relative to AdamW's; 0 leaves everything to AdamW
     gradient_clip: float = 1.0
     average_decay: float = 0.999  # exponential moving average of the parameters
+    # Shares of an image's points, the likeliest to match, that go on after one of the first layers, as after
+    # pruning; one is drawn at each step. With any below 1 the heads for pruning learn along, where all go on.
+    kept_shares: tuple[float, ...] = (1.0,)
     inner_layers: int = 3  # layers below the last that are supervised at each step, drawn at random
     unrolled_iterations: int = 2  # Sinkhorn iterations with gradients
     sinkhorn_iterations: int = 6  # iterations before them, without gradients
@@ -132,6 +135,14 @@ class Recipe:
                 "pair.match_distance: 0 to unmatched_distance",
             ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            (
+                all(0 < share <= 1 for share in optimiser.kept_shares or (0,)),
+                "optimiser.kept_shares: above 0 and at most 1",
+            ),
+            (
+                self.network.match_probability or min(optimiser.kept_shares, default=1) == 1,
+                "optimiser.kept_shares: below 1 only where network.match_probability is true",
+            ),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),

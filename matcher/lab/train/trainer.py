@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from matcher.errors import UsageError
+from matcher.lab.train.labelled_layers import Pruning, labelled_layers
 from matcher.lab.train.labels import PairBatch
-from matcher.lab.train.matching_loss import matching_loss, paired_states
+from matcher.lab.train.matching_loss import matching_loss
 from matcher.lab.train.optimisers import build_optimisers
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.stage import Stage
@@ -44,8 +45,10 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
     def loss(self, batch: PairBatch) -> Tensor:
         """As `matching_loss`; random choices depend on the step only."""
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
-        states = paired_states(self.model, batch, self.device)
-        return matching_loss(self.model, states, batch, self.recipe.optimiser, rng)
+        recipe = self.recipe.optimiser
+        pruning = Pruning.drawn(recipe.kept_shares, len(self.model.layers), rng)
+        layers = labelled_layers(self.model, batch, self.device, pruning)
+        return matching_loss(self.model, layers, recipe, rng)
 
 
 def continue_from(model: MatchingNetwork, start: str) -> bool:

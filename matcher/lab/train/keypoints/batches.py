@@ -26,6 +26,10 @@ class ImageBatch:
         """Number of pairs."""
         return len(self.pixels) // 2
 
+    def first(self, pairs: int) -> ImageBatch:
+        """The first pairs."""
+        return ImageBatch(*(values[: 2 * pairs] for values in vars(self).values()))
+
     def to(self, device: torch.device) -> ImageBatch:
         """The same batch on another device."""
         return ImageBatch(self.pixels.to(device), self.positions.to(device), self.turns.to(device))

@@ -7,7 +7,7 @@ end-to-end training (Sarlin et al. 2020, section 5.4).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from matcher.data.matches import UNMATCHED
 from matcher.lab.pairs.dense import UNKNOWN
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.losses import other_of_pair
+from matcher.lab.train.keypoints.recipe import JointRecipe
+from matcher.lab.train.labelled_layers import Pruning, labelled_layers
 from matcher.lab.train.labels import IGNORED, PairBatch
 from matcher.lab.train.losses import decisions
-from matcher.lab.train.matching_loss import assignments, matching_loss, paired_states
+from matcher.lab.train.matching_loss import assignments, matching_loss
 from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe
 from matcher.lab.train.stage import mixed_precision
 from matcher.match.network.model import MatchingNetwork
@@ -43,6 +45,10 @@ class BatchKeypoints:
     corresponding: Tensor  # (2B, K, 2) positions in the other image
     visible: Tensor  # (2B, K) bool, in the other image
     valid: Tensor  # (2B, K) bool, keypoints that exist
+
+    def first(self, pairs: int) -> BatchKeypoints:
+        """Those of the first pairs."""
+        return BatchKeypoints(*(values[: 2 * pairs] for values in vars(self).values()))
 
 
 def labelled(points: BatchKeypoints, batch: ImageBatch, count: int) -> PairBatch:
@@ -110,11 +116,17 @@ def _features(points: BatchKeypoints, batch: ImageBatch, side: int, count: int) 
 
 
 def joint_loss(
-    matcher: MatchingNetwork, pairs: PairBatch, device: torch.device, rng: torch.Generator
+    matcher: MatchingNetwork,
+    pairs: PairBatch,
+    recipe: JointRecipe,
+    device: torch.device,
+    rng: torch.Generator,
 ) -> Tensor:
     """The loss of the matcher, with gradients to the descriptors."""
-    states = paired_states(matcher, pairs, device, align=False)
-    return matching_loss(matcher, states, pairs, OPTIMISER, rng)
+    optimiser = replace(OPTIMISER, kept_shares=recipe.kept_shares)
+    pruning = Pruning.drawn(recipe.kept_shares, len(matcher.layers), rng)
+    layers = labelled_layers(matcher, pairs, device, pruning, align=False)
+    return matching_loss(matcher, layers, optimiser, rng)
 
 
 @torch.no_grad()
@@ -131,11 +143,11 @@ def match_scores(
 
 def _counted(matcher: MatchingNetwork, pairs: PairBatch, device: torch.device) -> Tensor:
     """(3,) right matches, matches, and matches there are."""
-    states = paired_states(matcher, pairs, device, align=False)
+    sides = labelled_layers(matcher, pairs, device, align=False)[-1].sides
     with mixed_precision(device):
-        scores = matcher.scores(*states[-1], len(states) - 1)
+        scores = matcher.scores(*sides, len(matcher.layers) - 1)
     rounds = matcher.config.assignment.consensus
-    found = decisions(assignments(matcher, scores, states[-1], OPTIMISER, rounds)[-1])
+    found = decisions(assignments(matcher, scores, sides, OPTIMISER, rounds)[-1])
     wanted = torch.cat([pairs.partner0, pairs.partner1], dim=1).to(device)
     known = wanted != IGNORED
     return torch.stack(

@@ -59,6 +59,9 @@ class JointRecipe:
     weight: float = 1.0  # of its loss
     learning_rate: float = 0.25  # relative to the front end's
     points: tuple[int, ...] = (256, 384)  # keypoints of each image that are matched, drawn for each batch
+    pairs: int = 0  # of each batch that are matched; 0: all
+    gradient: float = 1.0  # of its loss to the descriptors, relative to that to its own parameters
+    kept_shares: tuple[float, ...] = (1.0,)  # as `optimiser.kept_shares` of a matcher's recipe
 
 
 @dataclass(frozen=True)
@@ -142,5 +145,11 @@ class FrontEndRecipe:
             (
                 not matcher.start or all(0 < n <= most for n in matcher.points or (0,)),
                 "matcher.points: from 1 to optimiser.points",
+            ),
+            (0 <= matcher.pairs <= self.batch.pairs, "matcher.pairs: from 0 to batch.pairs"),
+            (matcher.gradient >= 0, "matcher.gradient: 0 or above"),
+            (
+                all(0 < share <= 1 for share in matcher.kept_shares or (0,)),
+                "matcher.kept_shares: above 0 and at most 1",
             ),
         ]

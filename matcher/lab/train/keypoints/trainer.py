@@ -14,7 +14,8 @@ from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.joint import BatchKeypoints, joint_loss, labelled
-from matcher.lab.train.keypoints.recipe import FrontEndRecipe, KeypointRecipe
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe, JointRecipe, KeypointRecipe
+from matcher.lab.train.optimisers import prunes
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.match.mutual import mutual_best
 from matcher.match.network.model import MatchingNetwork
@@ -48,7 +49,7 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         self._trained = mean_of([recipe.start, *recipe.start_also]) if recipe.start else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            model = Describer(load_matcher(recipe.matcher.start)).to(device)
+            model = Describer(load_matcher(recipe.matcher)).to(device)
         model = model.to(memory_format=torch.channels_last)
         optimisers = build_optimisers(model, recipe.optimiser)
         super().__init__(
@@ -105,16 +106,18 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
             ),
         ]
         if self.model.matcher is not None:
-            points = BatchKeypoints(
-                positions, described[:, : recipe.points], corresponding.detach(), visible, valid
-            )
+            descriptors = described[:, : recipe.points]
+            descriptors = descriptors.detach().lerp(descriptors, self.recipe.matcher.gradient)
+            points = BatchKeypoints(positions, descriptors, corresponding.detach(), visible, valid)
             parts.append(self.recipe.matcher.weight * self._matcher_loss(points, batch, rng))
         return torch.stack(parts).sum()
 
     def _matcher_loss(self, points: BatchKeypoints, batch: ImageBatch, rng: torch.Generator) -> Tensor:
-        counts = self.recipe.matcher.points
-        count = counts[int(torch.randint(len(counts), (1,), generator=rng))]
-        return joint_loss(self.model.matcher, labelled(points, batch, count), self.device, rng)
+        recipe = self.recipe.matcher
+        count = recipe.points[int(torch.randint(len(recipe.points), (1,), generator=rng))]
+        matched = recipe.pairs or len(batch)
+        pairs = labelled(points.first(matched), batch.first(matched), count)
+        return joint_loss(self.model.matcher, pairs, recipe, self.device, rng)
 
     @torch.no_grad()
     def _matched(self, own: Tensor, valid: Tensor, distance: Tensor) -> Tensor:
@@ -124,23 +127,26 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         return mutual & near
 
 
-def load_matcher(start: str) -> MatchingNetwork | None:
-    """The matcher of weights to start from, a shipped name or a file; None if empty.
+def load_matcher(recipe: JointRecipe) -> MatchingNetwork | None:
+    """The matcher of the weights that the recipe starts from; None if it names none.
 
-    Its heads for early exit and pruning are not trained.
+    Its heads for early exit are not trained, those for pruning only if the recipe drops points.
 
     Raises:
         IntegrityError: no such weights, or a damaged file.
-        UsageError: they are not for our front end.
+        UsageError: they are not for our front end, or have no heads for pruning that the recipe needs.
     """
-    if not start:
+    if not recipe.start:
         return None
-    matcher, _, name = load_model(start)
+    matcher, _, name = load_model(recipe.start)
     if matcher.config.kind != STEERABLE:
         raise UsageError(f"matcher.start: {name} matches the keypoints of {matcher.config.kind}, not ours")
     matcher.float().requires_grad_(True)
-    for heads in (matcher.confidence, matcher.match_probability):
-        heads.requires_grad_(False)
+    matcher.confidence.requires_grad_(False)
+    if not prunes(recipe):
+        matcher.match_probability.requires_grad_(False)
+    elif not matcher.config.match_probability:
+        raise UsageError(f"matcher.kept_shares: {name} has no heads for pruning; leave it out")
     return matcher
 
 
