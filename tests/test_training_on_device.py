@@ -12,17 +12,23 @@ from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, Posit
 from matcher.errors import UsageError
 from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE
 from matcher.lab.pairs.posed import sparse_positions
+from matcher.lab.pairs.sources import SourceShares
 from matcher.lab.pairs.stored import find_sets, read_view
+from matcher.lab.train.keypoints.losses import transfer as transfer_dense
+from matcher.lab.train.keypoints.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
+from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.labels import IGNORED, label_partners
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.framing import draw_framings, render
+from matcher.lab.train.on_device.image_sampler import DeviceImageSampler
 from matcher.lab.train.on_device.labels import partners, quarter_turns_of
-from matcher.lab.train.on_device.photometry import _compressed, capture
+from matcher.lab.train.on_device.photometry import _compressed, _curved, capture
 from matcher.lab.train.on_device.sampler import DeviceSampler
 from matcher.lab.train.on_device.transfer import Transferred, overlap, project, transfer
 from matcher.lab.train.on_device.views import DeviceViews, load_views
 from matcher.lab.train.pair_cache import CorrespondingView
+from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SourceRecipe
 from matcher.lab.train.run import train
 from matcher.match.steering import quarter_turns, turned_by
@@ -203,6 +209,77 @@ def test_unrelated_pairs_have_no_partners_and_upright_pairs_no_turn(views):
     upright = DeviceSampler(views, RECIPE, CPU).batch(1)
     found = quarter_turns(turned_by(upright.features0, 0), upright.features1)
     assert (found == 0).float().mean() > 0.7
+
+
+FRONT_END = FrontEndRecipe(
+    trains="front end",
+    name="tiny",
+    pairs_on_device=True,
+    scene=SmallScene(width=160, height=128),
+    sources=SourceShares(planes=1.0, relief=0.0, rendered=1.0),
+    batch=BatchRecipe(pairs=6, turned_share=0.5),
+    optimiser=KeypointRecipe(steps=2, warmup_steps=1, points=40, described=30),
+    validate_every=2,
+    validation_pairs=2,
+    validation_points=60,
+)
+
+
+def test_images_show_the_same_at_corresponding_pixels_however_they_are_turned(views):
+    sampler = DeviceImageSampler(views, FRONT_END, CPU)
+    batch, again = sampler.batch(1), sampler.batch(1)
+    assert torch.equal(batch.pixels, again.pixels) and torch.equal(batch.positions, again.positions)
+    assert batch.pixels.shape == (12, 1, 128, 160) and batch.positions.shape == (12, 2, 128, 160)
+    assert not batch.turns[0::2].any() and batch.turns[1::2].any()
+    size = torch.tensor([160, 128])
+    compared = 0
+    for number, positions in enumerate(batch.positions):
+        visible = positions[0] >= 0
+        assert torch.isin(positions[:, ~visible], torch.tensor([HIDDEN, UNKNOWN])).all()
+        if visible.sum() < 2000:
+            continue
+        there = positions[:, visible].T
+        grid = ((2 * there + 1) / size - 1).view(1, 1, -1, 2)
+        other = torch.nn.functional.grid_sample(batch.pixels[number ^ 1][None], grid, align_corners=False)[
+            0, 0, 0
+        ]
+        values = torch.stack([batch.pixels[number, 0][visible], other])
+        if values.std(1).min() > 0.05:
+            compared += torch.corrcoef(values)[0, 1].abs() > 0.6
+        # There and back again is the same pixel.
+        back, seen = transfer_dense(there[None], batch.positions[number ^ 1][None])
+        here = visible.nonzero().flip(1).float()
+        assert (back[0] - here).norm(dim=1)[seen[0]].median() < 0.5
+    assert compared >= 6
+
+
+def test_turned_images_are_found_by_their_turn(views):
+    photos = replace(FRONT_END, sources=SourceShares(planes=1.0, relief=0.0))
+    batch = DeviceImageSampler(
+        views, replace(photos, batch=BatchRecipe(pairs=24, turned_share=1.0)), CPU
+    ).batch(0)
+    assert (batch.turns[1::2] > 0).float().mean() > 0.7  # those whose camera rolled back are upright
+    upright = DeviceImageSampler(views, replace(photos, batch=BatchRecipe(pairs=24)), CPU).batch(0)
+    assert (upright.turns == 0).float().mean() > 0.8
+
+
+def test_a_front_end_is_trained_on_pairs_of_the_device(root, monkeypatch):
+    monkeypatch.setenv("MATCHER_CACHE", str(root / "cache"))
+    options = RunOptions(root / "photos", None, root / "front", rendered=root / "views")
+    lines: list[str] = []
+    assert train_front_end(FRONT_END, options, lines.append).exists()
+    assert any("views with depth in the memory of the device" in line for line in lines)
+    with pytest.raises(UsageError, match="leave out `--view-workers`"):
+        train_front_end(FRONT_END, replace(options, view_workers=2), lines.append)
+    with pytest.raises(UsageError, match=r"sources\.relief: 0 where pairs_on_device"):
+        check_recipe(replace(FRONT_END, sources=SourceShares()))
+
+
+def test_a_tone_curve_goes_through_its_knots():
+    images = torch.linspace(0, 1, 7).view(1, 1, 1, 7)
+    knots = torch.tensor([[0.1, 0.9, 0.3, 0.3, 0.0, 1.0, 0.5]])
+    torch.testing.assert_close(_curved(images, knots)[0, 0, 0], knots[0])
+    torch.testing.assert_close(_curved(images[..., :1] + 1 / 12, knots).item(), 0.5)
 
 
 def test_a_run_on_the_device_is_resumed_to_the_same_weights(root, monkeypatch):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matcher.errors import MatcherError
+from matcher.errors import MatcherError, UsageError
 from matcher.files import cache_folder, write_whole
 from matcher.lab.train.stage import Stage
 from matcher.lab.train.state import save_state
@@ -38,6 +38,22 @@ class RunOptions:
     def views_folder(self) -> Path:
         """The folder of rendered views, used by this run and later ones."""
         return cache_folder() / "views" if self.views is None else self.views
+
+    def stored_folders(self, shares: Mapping[str, float]) -> dict[str, Path]:
+        """Folders of stored views by source, of the sources that have a share.
+
+        Raises:
+            UsageError: one is missing.
+        """
+        folders = {}
+        for name, folder in (("rendered", self.rendered), ("real", self.real)):
+            if shares[name] and folder is None:
+                raise UsageError(
+                    f"sources.{name}: the recipe needs stored views, but no folder of them is given"
+                )
+            if shares[name]:
+                folders[name] = folder
+        return folders
 
 
 class Stopped(Exception):

@@ -128,7 +128,7 @@ def _training_pairs(
             raise UsageError("the device makes the pairs of this recipe; leave out `--view-workers`")
         device = torch.device(options.device)
         used = photos if recipe.sources.planes else ()
-        views = load_views(used, _stored_folders(recipe, options), device, log)
+        views = load_views(used, options.stored_folders(recipe.sources.shares()), device, log)
         yield TrainingPairs(DeviceSampler(views, recipe, device), 1)
         return
     with _views(recipe, photos, options, log, stopped) as (workers, pairs):
@@ -144,17 +144,6 @@ def _cached_pairs(
         sampler = MixedSampler(workers.cache, pairs, recipe, recipe.seed)
     readers = CUDA_READERS if device == "cuda" else 1
     return TrainingPairs(sampler, readers, workers.log_unreadable)
-
-
-def _stored_folders(recipe: Recipe, options: RunOptions) -> dict[str, Path]:
-    """Folders of stored views, by source."""
-    folders = {}
-    for name, folder in (("rendered", options.rendered), ("real", options.real)):
-        if recipe.sources.shares()[name] and folder is None:
-            raise UsageError(f"sources.{name}: the recipe needs stored views, but no folder of them is given")
-        if recipe.sources.shares()[name]:
-            folders[name] = folder
-    return folders
 
 
 @dataclass(frozen=True)

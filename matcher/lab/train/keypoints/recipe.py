@@ -73,6 +73,9 @@ class FrontEndRecipe:
     start: str = ""  # weights to start from, the shipped "learned" or a file; random parameters if empty
     start_also: tuple[str, ...] = ()  # more of them: training starts from the mean parameters of all
     seed: int = 0
+    # Whether the device that trains makes the pairs, as in a matcher's recipe; `scene` is only its size then,
+    # and what is validated on.
+    pairs_on_device: bool = False
     scene: SmallScene = SmallScene()  # of planes; its width and height are those of all images
     sources: SourceShares = field(default_factory=lambda: SourceShares(planes=1.0, relief=0.0))
     batch: BatchRecipe = BatchRecipe()
@@ -102,7 +105,7 @@ class FrontEndRecipe:
                 "scene.width, scene.height: multiples of 16",
             ),
             (
-                scene.width == scene.height or not batch.turned_share,
+                scene.width == scene.height or not batch.turned_share or self.pairs_on_device,
                 "batch.turned_share: only square images can be rotated, scene.width = scene.height",
             ),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
@@ -127,6 +130,10 @@ class FrontEndRecipe:
                 "validation_pairs, validation_points: at least 1",
             ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            (
+                not (self.pairs_on_device and self.sources.relief),
+                "sources.relief: 0 where pairs_on_device",
+            ),
             *self._matcher_rules(),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]

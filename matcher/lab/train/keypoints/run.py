@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from matcher.config_tables import to_dict
+from matcher.errors import UsageError
 from matcher.extract.learned import STRIDE, folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
@@ -21,6 +22,8 @@ from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer
 from matcher.lab.train.keypoints.validation import validate
 from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
+from matcher.lab.train.on_device.image_sampler import DeviceImageSampler
+from matcher.lab.train.on_device.views import load_views
 from matcher.lab.train.state import load_state
 from matcher.lab.train.trainer import blend_with_start
 from matcher.weights.files import save_front_end, save_model
@@ -44,6 +47,8 @@ def train_front_end(
     """
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
+    if options.view_workers > 1:
+        raise UsageError("a front end's pairs are made while it trains; leave out `--view-workers`")
     claim_folder(options.folder, recipe)
     keep_memory()
     trainer = FrontEndTrainer(recipe, torch.device(options.device))
@@ -71,9 +76,7 @@ def train_front_end(
     )
     loop.resume()
     readers = CUDA_READERS if options.device == "cuda" else 1
-    stored = {"rendered": options.rendered, "real": options.real}
-    mixture = build_mixture(photo_set, recipe.sources.shares(), **stored, scene=recipe.scene)
-    sampler = BatchSampler(mixture, recipe)
+    sampler = _training_sampler(recipe, photo_set, options, log)
     try:
         loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
     except Stopped:
@@ -81,13 +84,27 @@ def train_front_end(
     return _write(loop, scores_of)
 
 
+def _training_sampler(
+    recipe: FrontEndRecipe, photos: PhotoSet, options: RunOptions, log: Log
+) -> BatchSampler | DeviceImageSampler:
+    """Pairs made on the device, or read and warped by threads."""
+    shares = recipe.sources.shares()
+    if recipe.pairs_on_device:
+        device, used = torch.device(options.device), photos.photos if shares["planes"] else ()
+        return DeviceImageSampler(
+            load_views(used, options.stored_folders(shares), device, log), recipe, device
+        )
+    stored = {"rendered": options.rendered, "real": options.real}
+    return BatchSampler(build_mixture(photos, shares, **stored, scene=recipe.scene), recipe)
+
+
 def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> BatchSampler:
     """Single pairs of larger images; relief replaces stored views, none of which are held out."""
-    scene = replace(
-        recipe.scene,
-        width=STRIDE * round(VALIDATION_ENLARGED * recipe.scene.width / STRIDE),
-        height=STRIDE * round(VALIDATION_ENLARGED * recipe.scene.height / STRIDE),
-    )
+    width, height = recipe.scene.width, recipe.scene.height
+    if recipe.batch.turned_share:  # only square images can be turned here
+        width = height = min(width, height)
+    width, height = (STRIDE * round(VALIDATION_ENLARGED * side / STRIDE) for side in (width, height))
+    scene = replace(recipe.scene, width=width, height=height)
     shares = recipe.sources.shares()
     shares["relief"] += shares.pop("rendered") + shares.pop("real")
     ours = replace(recipe, seed=recipe.seed + 1, scene=scene, batch=replace(recipe.batch, pairs=1))

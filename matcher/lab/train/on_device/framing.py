@@ -17,12 +17,18 @@ from matcher.lab.train.on_device.views import DeviceViews
 
 PROBES = 256  # pixels of view 0 among which a covisible one is looked for
 WHOLE_SHARE = 0.4  # pairs whose images are not zoomed in
-PHOTO_ROLL, PHOTO_ROTATION, PHOTO_STRETCH = 15.0, 9.0, 0.15  # degrees; deviation of the log of the aspect
+PHOTO_ROLL, PHOTO_ROTATION, PHOTO_STRETCH = 15.0, 11.0, 0.22  # degrees; deviation of the log of the aspect
 _SHRINKING = 0.7  # of the area, below which an image is smoothed first
 
 
 def draw_framings(
-    views: DeviceViews, first: Tensor, second: Tensor, flat: Tensor, size: tuple[int, int], draws: Draws
+    views: DeviceViews,
+    first: Tensor,
+    second: Tensor,
+    flat: Tensor,
+    size: tuple[int, int],
+    draws: Draws,
+    turned_share: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Homographies (B, 3, 3) float64 from pixels of both views to those of new images of one size.
 
@@ -32,6 +38,7 @@ def draw_framings(
         flat: (B,) bool, pairs of a photo and itself.
         size: width and height of the new images.
         draws: the source of randomness.
+        turned_share: pairs of which the second image is rotated by 90, 180 or 270 degrees.
     """
     count = len(first)
     centre0, centre1 = _covisible(views, first, second, flat, draws)
@@ -43,12 +50,23 @@ def draw_framings(
     least = torch.where(draws.happens(count, BORDER_SHARE), 0.6, 1.0)
     zoom1 = torch.minimum(torch.maximum(zoom * change, least), torch.full_like(zoom, 2.5))
     roll, tilt = torch.where(flat, PHOTO_ROLL, ROLL), torch.where(flat, PHOTO_ROTATION, ROTATION)
-    return (
-        _framing(views, first, centre0, fitting0 * zoom, (roll / 2, tilt / 3, 0 * tilt), size, draws),
-        _framing(
-            views, second, centre1, fitting1 * zoom1, (roll, tilt, PHOTO_STRETCH * flat.float()), size, draws
-        ),
-    )
+    stretch = PHOTO_STRETCH * flat.float()
+    framing0 = _framing(views, first, centre0, fitting0 * zoom, (roll / 2, tilt / 3, 0 * tilt), size, draws)
+    framing1 = _framing(views, second, centre1, fitting1 * zoom1, (roll, tilt, stretch), size, draws)
+    return framing0, _turned(framing1, size, turned_share, draws)
+
+
+def _turned(framing: Tensor, size: tuple[int, int], share: float, draws: Draws) -> Tensor:
+    """Framings (B, 3, 3) of images that are, some of them, rotated about their centre by quarter turns."""
+    count = len(framing)
+    turns = (3 * draws.uniform(count)).long() + 1
+    turns = torch.where(draws.happens(count, share), turns, 0)
+    quarter = framing.new_tensor([[[1, 0], [0, 1]], [[0, -1], [1, 0]], [[-1, 0], [0, -1]], [[0, 1], [-1, 0]]])
+    centre = framing.new_tensor([(side - 1) / 2 for side in size])
+    turn = torch.eye(3, dtype=framing.dtype, device=framing.device).repeat(count, 1, 1)
+    turn[:, :2, :2] = quarter[turns]
+    turn[:, :2, 2] = centre - turn[:, :2, :2] @ centre
+    return turn @ framing
 
 
 def _covisible(

@@ -16,6 +16,7 @@ from matcher.lab.train.on_device.draws import Draws
 
 _BLUR_RADIUS = 5  # pixels of the kernel on either side
 _BLOCK = 8
+_KNOTS = 7  # of a tone curve
 _SHARP = 0.05  # a blur so small that nothing changes
 # Steps of quantisation of a block's cosines at quality 50 (T.81, table K.1).
 _STEPS = (
@@ -51,6 +52,8 @@ def capture(images: Tensor, clean: Tensor, draws: Draws) -> Tensor:
     light = (images.clamp(0, 1) + 1e-6) ** between(-0.7, 0.7).exp()
     toned = ((light - 0.5) * between(0.5, 1.3) + 0.5 + between(-0.15, 0.15)).clamp(0, 1)
     images = torch.where(some(0.6), toned, images)
+    curved = _curved(images, draws.uniform(count, _KNOTS))
+    images = torch.where(some(0.04), curved, torch.where(some(0.02), 1 - images, images))
     coarse = draws.uniform(count, 1, 3, 4, low=0.5, high=1.2)
     shading = F.interpolate(coarse, images.shape[2:], mode="bicubic", align_corners=True)
     images = torch.where(some(0.25), images * shading, images)
@@ -76,6 +79,14 @@ def _blurred(images: Tensor, draws: Draws) -> Tensor:
         images = F.conv2d(images.transpose(0, 1), kernel.view(shape), padding=reach, groups=count)
         images = images.transpose(0, 1)
     return images
+
+
+def _curved(images: Tensor, knots: Tensor) -> Tensor:
+    """Any tone curve: grey values in [0, 1] of knots (B, K), linear in between, as other sensors have it."""
+    place = (images.clamp(0, 1) * (knots.shape[1] - 1)).flatten(1)
+    lower = place.long().clamp_max(knots.shape[1] - 2)
+    low, high = knots.gather(1, lower), knots.gather(1, lower + 1)
+    return (low + (high - low) * (place - lower)).view(images.shape)
 
 
 def _vignette(images: Tensor, strength: Tensor) -> Tensor:
