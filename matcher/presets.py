@@ -113,7 +113,7 @@ PRESETS: dict[str, PipelineConfig] = {
             policy=replace(
                 _HYBRID.matcher.policy,
                 match_threshold=0.05,
-                exit_share=0.7,
+                exit_share=0.9,
                 prune_matchability=0.01,
                 calibration=CalibrationConfig(
                     offset=0.8,
@@ -129,7 +129,7 @@ PRESETS: dict[str, PipelineConfig] = {
         second_pass=SecondPassConfig(),
     ),
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
-    "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.87), weights=None),
+    "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.91), weights=None),
     "superglue-indoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-indoor"),
     "superglue-outdoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-outdoor"),
     "lightglue-superpoint": replace(_ON_SUPERPOINT, matcher=_LIGHTGLUE, weights="lightglue-superpoint"),

@@ -225,7 +225,9 @@ def test_the_start_has_its_share_of_both(folder, recipe, tmp_path):
         ({"pairs": 3}, r"matcher\.pairs: from 0 to batch\.pairs"),
         ({"gradient": -1.0}, r"matcher\.gradient"),
         ({"kept_shares": ()}, r"matcher\.kept_shares"),
-        ({"kept_shares": (1.5,)}, r"matcher\.kept_shares"),
+        ({"kept_shares": (1.0, 1.5)}, r"matcher\.kept_shares"),
+        ({"kept_shares": (0.5,)}, r"matcher\.kept_shares: .* 1 among them"),
+        ({"start": ""}, r"matcher: only with matcher\.start"),
     ],
 )
 def test_impossible_values_are_refused(recipe, change, complaint):
@@ -256,10 +258,14 @@ def test_heads_for_pruning_learn_along_where_points_are_dropped(sampler, recipe)
 def test_a_part_of_the_batch_is_matched_and_a_part_of_the_gradient_reaches_the_descriptors(sampler, recipe):
     alone = replace(recipe.optimiser, description_weight=0.0, reliability_weight=0.0, refinement_weight=0.0)
     batch, found = sampler.batch(0), {}
+    positions = batch.positions.clone()
+    positions[2:] = HIDDEN  # of the second pair, which is not matched
     for gradient in (0.0, 0.5, 1.0):
         joint = replace(recipe.matcher, gradient=gradient, pairs=1)
         trainer = FrontEndTrainer(replace(recipe, optimiser=alone, matcher=joint), CPU)
-        trainer.loss(batch).backward()
+        loss = trainer.loss(batch)
+        assert torch.equal(loss, trainer.loss(replace(batch, positions=positions)))
+        loss.backward()
         found[gradient] = [
             None if p.grad is None else p.grad.clone() for p in trainer.model.network.descriptor.parameters()
         ]
@@ -267,4 +273,5 @@ def test_a_part_of_the_batch_is_matched_and_a_part_of_the_gradient_reaches_the_d
     for half, whole in zip(found[0.5], found[1.0], strict=True):
         assert whole.any()
         torch.testing.assert_close(2 * half, whole, rtol=1e-3, atol=1e-6)
-    assert len(batch.first(1)) == 1 and torch.equal(batch.first(1).pixels, batch.pixels[:2])
+    everything = FrontEndTrainer(replace(recipe, optimiser=alone), CPU)
+    assert not torch.equal(everything.loss(batch), everything.loss(replace(batch, positions=positions)))

@@ -10,7 +10,7 @@ from training_data import write_photos, write_views
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.errors import UsageError
-from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE
+from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, DensePair, dominant_turn
 from matcher.lab.pairs.posed import sparse_positions
 from matcher.lab.pairs.sources import SourceShares
 from matcher.lab.pairs.stored import find_sets, read_view
@@ -199,7 +199,9 @@ def test_a_batch_is_the_same_again_and_its_matches_look_alike(views):
     alike = similarity[pair, row, column]
     assert alike.mean() > similarity.mean() + 0.3
     positions = first.corresponding0[pair, row]
-    assert (positions - first.features1.keypoints[pair, column]).norm(dim=1).max() < 6
+    error = (positions - first.features1.keypoints[pair, column]).norm(dim=1)
+    known = error.isfinite()  # elsewhere the position in image 0 decided
+    assert known.float().mean() > 0.9 and error[known].max() < 6
 
 
 def test_unrelated_pairs_have_no_partners_and_upright_pairs_no_turn(views):
@@ -214,6 +216,7 @@ def test_unrelated_pairs_have_no_partners_and_upright_pairs_no_turn(views):
 FRONT_END = FrontEndRecipe(
     trains="front end",
     name="tiny",
+    start="learned",
     pairs_on_device=True,
     scene=SmallScene(width=160, height=128),
     sources=SourceShares(planes=1.0, relief=0.0, rendered=1.0),
@@ -235,6 +238,10 @@ def test_images_show_the_same_at_corresponding_pixels_however_they_are_turned(vi
     compared = 0
     for number, positions in enumerate(batch.positions):
         visible = positions[0] >= 0
+        if number % 2:
+            pair = [batch.positions[n].numpy() for n in (number - 1, number)]
+            shown = DensePair(*(np.zeros((128, 160), np.uint8) for _ in range(2)), *pair)
+            assert int(batch.turns[number]) == dominant_turn(shown)
         assert torch.isin(positions[:, ~visible], torch.tensor([HIDDEN, UNKNOWN])).all()
         if visible.sum() < 2000:
             continue

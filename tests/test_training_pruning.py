@@ -115,16 +115,19 @@ def test_without_pruning_the_heads_are_left_to_the_second_stage(batch):
     assert not optimised & {id(p) for p in trainer.model.match_probability.parameters()}
 
 
-@pytest.mark.parametrize("shares", [(), (0.0,), (1.2,)])
+@pytest.mark.parametrize("shares", [(), (1.0, 0.0), (1.0, 1.2), (0.5,)])
 def test_impossible_shares_are_refused(shares):
-    with pytest.raises(UsageError, match=r"optimiser\.kept_shares: above 0 and at most 1"):
+    with pytest.raises(UsageError, match=r"optimiser\.kept_shares: above 0 and at most 1, and 1 among them"):
         check_recipe(with_shares(*shares))
 
 
 def test_networks_without_heads_for_it_are_not_pruned():
     recipe = replace(with_shares(1.0, 0.5), network=TINY.network)
-    with pytest.raises(UsageError, match=r"kept_shares: below 1 only where network\.match_probability"):
+    with pytest.raises(UsageError, match=r"kept_shares: below 1 only with network\.match_probability"):
         check_recipe(recipe)
+    shallow = replace(FORESEEING.network, context=replace(FORESEEING.network.context, depth=1))
+    with pytest.raises(UsageError, match=r"kept_shares: .* and 2 layers"):
+        check_recipe(replace(with_shares(1.0, 0.5), network=shallow))
 
 
 def test_ignored_points_stay_ignored(model, batch):

@@ -76,7 +76,7 @@ def labelled_layers(
     *,
     align: bool = True,
 ) -> list[LabelledLayer]:
-    """All layers on a batch, none with early exit.
+    """All layers on a batch, without early exit.
 
     Args:
         model: the network.
@@ -116,7 +116,8 @@ def _pruned(
     """The likeliest points of each image. One whose partner is dropped has none."""
     count = tokens.layout.uniform
     kept_count = max(1, round(pruning.share * count))
-    with torch.no_grad():
+    # In half precision many points would be equally likely.
+    with torch.no_grad(), torch.autocast(tokens.x.device.type, enabled=False):
         probabilities = model.match_probabilities(tokens.x.float(), pruning.after).view(-1, count)
         kept = probabilities.topk(kept_count, dim=1).indices.sort(dim=1).values  # (2B, K)
     images = torch.arange(len(kept), device=kept.device).unsqueeze(1)

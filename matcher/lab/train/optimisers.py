@@ -47,13 +47,13 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
     return optimisers
 
 
-class Pruned(Protocol):
+class HasKeptShares(Protocol):
     """Part of a recipe; see `OptimiserRecipe`."""
 
     kept_shares: tuple[float, ...]
 
 
-def prunes(recipe: Pruned) -> bool:
+def prunes(recipe: HasKeptShares) -> bool:
     """Whether points are dropped in training, by heads that learn along."""
     return min(recipe.kept_shares) < 1
 

@@ -12,6 +12,7 @@ from matcher.config_tables import to_dict
 from matcher.lab.pairs.planes import SceneRecipe
 from matcher.lab.pairs.sources import SourceShares
 
+SHARES = "above 0 and at most 1, and 1 among them"
 DESCRIPTOR_DIMS = {"sift": 128, "learned": 64}  # of the front ends that can be trained on
 
 
@@ -135,13 +136,11 @@ class Recipe:
                 "pair.match_distance: 0 to unmatched_distance",
             ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            (sound_shares(optimiser.kept_shares), f"optimiser.kept_shares: {SHARES}"),
             (
-                all(0 < share <= 1 for share in optimiser.kept_shares or (0,)),
-                "optimiser.kept_shares: above 0 and at most 1",
-            ),
-            (
-                self.network.match_probability or min(optimiser.kept_shares, default=1) == 1,
-                "optimiser.kept_shares: below 1 only where network.match_probability is true",
+                (self.network.match_probability and self.network.context.depth > 1)
+                or min(optimiser.kept_shares, default=1) == 1,
+                "optimiser.kept_shares: below 1 only with network.match_probability and 2 layers",
             ),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
@@ -178,6 +177,11 @@ class Recipe:
             ),
             (bool(self.start) or not self.start_front_end, "start_front_end: only with start"),
         ]
+
+
+def sound_shares(kept: tuple[float, ...]) -> bool:
+    """Whether shares of kept points can be drawn, of which one lets the heads that choose points learn."""
+    return 1 in kept and all(0 < share <= 1 for share in kept)
 
 
 def _network_rules(network: NetworkConfig) -> list[tuple[bool, str]]:

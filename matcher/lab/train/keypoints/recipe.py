@@ -8,6 +8,7 @@ from typing import Literal
 
 from matcher.lab.pairs.planes import SceneRecipe
 from matcher.lab.pairs.sources import SourceShares
+from matcher.lab.train.recipe import SHARES, sound_shares
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,6 @@ class FrontEndRecipe:
             ),
             (0 <= matcher.pairs <= self.batch.pairs, "matcher.pairs: from 0 to batch.pairs"),
             (matcher.gradient >= 0, "matcher.gradient: 0 or above"),
-            (
-                all(0 < share <= 1 for share in matcher.kept_shares or (0,)),
-                "matcher.kept_shares: above 0 and at most 1",
-            ),
+            (sound_shares(matcher.kept_shares), f"matcher.kept_shares: {SHARES}"),
+            (bool(matcher.start) or matcher == JointRecipe(), "matcher: only with matcher.start"),
         ]

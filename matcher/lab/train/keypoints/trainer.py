@@ -59,7 +59,7 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
     def step(self, batch: ImageBatch) -> float:
         """As `Stage.step`; the first one of loaded weights restores batch normalisation from the images."""
         if self.progress.step == 0 and self._trained is not None:
-            network = unfolded(self._trained, batch.pixels)
+            network = unfolded(self._trained.to(self.device), batch.pixels.to(self.device))
             for describer in (self.model, self.average):
                 describer.network.load_state_dict(network.state_dict())
         return super().step(batch)
@@ -145,7 +145,7 @@ def load_matcher(recipe: JointRecipe) -> MatchingNetwork | None:
     matcher.confidence.requires_grad_(False)
     if not prunes(recipe):
         matcher.match_probability.requires_grad_(False)
-    elif not matcher.config.match_probability:
+    elif not len(matcher.match_probability):
         raise UsageError(f"matcher.kept_shares: {name} has no heads for pruning; leave it out")
     return matcher
 

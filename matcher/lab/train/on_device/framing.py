@@ -42,8 +42,12 @@ def draw_framings(
     """
     count = len(first)
     centre0, centre1 = _covisible(views, first, second, flat, draws)
-    new = views.sizes.new_tensor(size)
-    fitting0, fitting1 = ((new / views.sizes[side]).amax(1) for side in (first, second))
+    new = views.sizes.new_tensor(size).expand(count, 2)
+    turns = torch.where(draws.happens(count, turned_share), (3 * draws.uniform(count)).long() + 1, 0)
+    new1 = torch.where((turns % 2 == 1).unsqueeze(1), new.flip(1), new)  # before it is turned
+    fitting0, fitting1 = (
+        (sides / views.sizes[side]).amax(1) for side, sides in ((first, new), (second, new1))
+    )
     whole = draws.happens(count, WHOLE_SHARE)
     zoom = torch.where(whole, 1.0, draws.uniform(count, high=math.log(1.8)).exp())
     change = (draws.normal(count) * torch.where(whole, 0.15, 0.35)).exp().clamp(0.4, 2.5)
@@ -51,21 +55,18 @@ def draw_framings(
     zoom1 = torch.minimum(torch.maximum(zoom * change, least), torch.full_like(zoom, 2.5))
     roll, tilt = torch.where(flat, PHOTO_ROLL, ROLL), torch.where(flat, PHOTO_ROTATION, ROTATION)
     stretch = PHOTO_STRETCH * flat.float()
-    framing0 = _framing(views, first, centre0, fitting0 * zoom, (roll / 2, tilt / 3, 0 * tilt), size, draws)
-    framing1 = _framing(views, second, centre1, fitting1 * zoom1, (roll, tilt, stretch), size, draws)
-    return framing0, _turned(framing1, size, turned_share, draws)
+    framing0 = _framing(views, first, centre0, fitting0 * zoom, (roll / 2, tilt / 3, 0 * tilt), new, draws)
+    framing1 = _framing(views, second, centre1, fitting1 * zoom1, (roll, tilt, stretch), new1, draws)
+    return framing0, _turned(framing1, turns, new1, new)
 
 
-def _turned(framing: Tensor, size: tuple[int, int], share: float, draws: Draws) -> Tensor:
-    """Framings (B, 3, 3) of images that are, some of them, rotated about their centre by quarter turns."""
-    count = len(framing)
-    turns = (3 * draws.uniform(count)).long() + 1
-    turns = torch.where(draws.happens(count, share), turns, 0)
+def _turned(framing: Tensor, turns: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Framings (B, 3, 3) of images after clockwise quarter turns (B,), which change their sizes (B, 2)."""
     quarter = framing.new_tensor([[[1, 0], [0, 1]], [[0, -1], [1, 0]], [[-1, 0], [0, -1]], [[0, 1], [-1, 0]]])
-    centre = framing.new_tensor([(side - 1) / 2 for side in size])
-    turn = torch.eye(3, dtype=framing.dtype, device=framing.device).repeat(count, 1, 1)
+    turn = torch.eye(3, dtype=framing.dtype, device=framing.device).repeat(len(framing), 1, 1)
     turn[:, :2, :2] = quarter[turns]
-    turn[:, :2, 2] = centre - turn[:, :2, :2] @ centre
+    centre, new_centre = (((size - 1) / 2).to(framing).unsqueeze(2) for size in (before, after))
+    turn[:, :2, 2:] = new_centre - turn[:, :2, :2] @ centre
     return turn @ framing
 
 
@@ -89,14 +90,14 @@ def _framing(
     centre: Tensor,
     zoom: Tensor,
     spread: tuple[Tensor, Tensor, Tensor],
-    size: tuple[int, int],
+    sizes: Tensor,
     draws: Draws,
 ) -> Tensor:
-    """(B, 3, 3) of views `chosen` with the pixel `centre` (B, 2) near the middle; `spread` of roll, tilts and
-    stretch."""
+    """(B, 3, 3) of views `chosen` with the pixel `centre` (B, 2) near the middle of images of `sizes` (B, 2);
+    `spread` of roll, tilts and stretch."""
     count, (roll_spread, tilt_spread, stretch_spread) = len(chosen), spread
     K = views.K[chosen]
-    middle = _window_centre(centre, zoom, views.sizes[chosen], size, draws).double()
+    middle = _window_centre(centre, zoom, views.sizes[chosen], sizes, draws).double()
     any_roll = draws.happens(count, ANY_ROLL_SHARE)
     roll = torch.where(any_roll, draws.uniform(count, low=-180, high=180), draws.normal(count) * roll_spread)
     tilts = draws.normal(count, 2) * tilt_spread.unsqueeze(1)
@@ -105,15 +106,15 @@ def _framing(
     focal[:, 0] *= (draws.normal(count) * stretch_spread).exp()
     back = torch.linalg.inv(K)
     ray = (rotation @ back @ F.pad(middle, (0, 1), value=1.0).unsqueeze(2))[..., 0]
-    half = focal.new_tensor([(side - 1) / 2 for side in size])
+    half = (sizes.to(focal) - 1) / 2
     new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
     new[:, :2, 2] = half - focal * ray[:, :2] / ray[:, 2:]
     return new @ rotation @ back
 
 
-def _window_centre(centre: Tensor, zoom: Tensor, old: Tensor, size: tuple[int, int], draws: Draws) -> Tensor:
+def _window_centre(centre: Tensor, zoom: Tensor, old: Tensor, sizes: Tensor, draws: Draws) -> Tensor:
     """(B, 2) centre of a window that contains `centre` and usually stays inside the old image."""
-    half = centre.new_tensor(size) / zoom.unsqueeze(1) / 2
+    half = sizes / zoom.unsqueeze(1) / 2
     middle = centre + draws.uniform(len(centre), 2, low=-0.6, high=0.6) * half
     inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
     return torch.where(draws.happens(len(centre), BORDER_SHARE).unsqueeze(1), middle, inside)

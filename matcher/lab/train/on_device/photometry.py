@@ -1,7 +1,7 @@
 """What a camera does to grey images, in batches: blur, vignette, tone, shading, noise, compression.
 
-As `capture` in `lab/pairs/photometric.py`; compression quantises the cosines of blocks of 8 × 8 pixels as
-JPEG does (ITU-T T.81, annexes A and K).
+As `capture` in `lab/pairs/photometric.py`, and a few images as another sensor or a negative has them.
+Compression quantises the cosines of blocks of 8 × 8 pixels as JPEG does (ITU-T T.81, annexes A and K).
 """
 
 from __future__ import annotations
