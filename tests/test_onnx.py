@@ -197,7 +197,7 @@ def test_the_front_end_finds_the_same_keypoints(views, size):
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
         np.testing.assert_allclose(ours.descriptors, theirs.descriptors, atol=1e-3)
         assert theirs.kind == "learned"
-    assert len(OnnxExtractor(config).limited(5)([image])[0]) == min(5, len(ours))
+    assert len(ours) >= 3 and len(OnnxExtractor(config).limited(3)([image])[0]) == 3
 
 
 def steerable(count: int, turn: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

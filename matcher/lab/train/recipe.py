@@ -135,16 +135,21 @@ class Recipe:
                 0 < pair.match_distance <= pair.unmatched_distance,
                 "pair.match_distance: 0 to unmatched_distance",
             ),
+            *self._pruning_rules(),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
-            (sound_shares(optimiser.kept_shares), f"optimiser.kept_shares: {SHARES}"),
-            (
-                (self.network.match_probability and self.network.context.depth > 1)
-                or min(optimiser.kept_shares, default=1) == 1,
-                "optimiser.kept_shares: below 1 only with network.match_probability and 2 layers",
-            ),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
+
+    def _pruning_rules(self) -> list[tuple[bool, str]]:
+        kept, network = self.optimiser.kept_shares, self.network
+        return [
+            (sound_shares(kept), f"optimiser.kept_shares: {SHARES}"),
+            (
+                (network.match_probability and network.context.depth > 1) or min(kept, default=1) == 1,
+                "optimiser.kept_shares: below 1 only with network.match_probability and 2 layers",
+            ),
         ]
 
     def _device_rules(self) -> list[tuple[bool, str]]:

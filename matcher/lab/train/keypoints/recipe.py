@@ -100,25 +100,11 @@ class FrontEndRecipe:
             "optimiser.start_share": optimiser.start_share,
         }
         return [
-            (min(scene.width, scene.height) >= 64, "scene.width, scene.height: at least 64"),
-            (
-                not (scene.width % 16 or scene.height % 16),
-                "scene.width, scene.height: multiples of 16",
-            ),
-            (
-                scene.width == scene.height or not batch.turned_share or self.pairs_on_device,
-                "batch.turned_share: only square images can be rotated, scene.width = scene.height",
-            ),
+            *self._image_rules(),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             (
                 bool(self.start) or not (self.start_also or optimiser.start_share),
                 "start_also, optimiser.start_share: only with start",
-            ),
-            (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
-            (batch.pairs >= 1, "batch.pairs: at least 1"),
-            (
-                min(self.sources.shares().values()) >= 0 and any(self.sources.shares().values()),
-                "sources: shares of 0 or above, at least one above 0",
             ),
             (1 <= optimiser.described <= optimiser.points, "optimiser.described: from 1 to optimiser.points"),
             (
@@ -131,12 +117,26 @@ class FrontEndRecipe:
                 "validation_pairs, validation_points: at least 1",
             ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
-            (
-                not (self.pairs_on_device and self.sources.relief),
-                "sources.relief: 0 where pairs_on_device",
-            ),
             *self._matcher_rules(),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
+
+    def _image_rules(self) -> list[tuple[bool, str]]:
+        scene, batch, shares = self.scene, self.batch, self.sources.shares()
+        return [
+            (min(scene.width, scene.height) >= 64, "scene.width, scene.height: at least 64"),
+            (not (scene.width % 16 or scene.height % 16), "scene.width, scene.height: multiples of 16"),
+            (
+                scene.width == scene.height or not batch.turned_share or self.pairs_on_device,
+                "batch.turned_share: only square images can be rotated, scene.width = scene.height",
+            ),
+            (scene.max_zoom >= 1, "scene.max_zoom: at least 1"),
+            (batch.pairs >= 1, "batch.pairs: at least 1"),
+            (
+                min(shares.values()) >= 0 and any(shares.values()),
+                "sources: shares of 0 or above, at least one above 0",
+            ),
+            (not (self.pairs_on_device and shares["relief"]), "sources.relief: 0 where pairs_on_device"),
         ]
 
     def _matcher_rules(self) -> list[tuple[bool, str]]:
