@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from matcher import kernels as compiled
-from matcher.extract.learned import FeatureNetwork, candidates, peaks, sample, try_peaks
+from matcher.extract.feature_network import FeatureNetwork, sample
+from matcher.extract.learned import candidates, peaks, try_peaks
 from matcher.kernels import library
 from matcher.kernels import maps as maps_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from random_matcher import WITH_MATCH_PROBABILITY, random_model
 
-from matcher.extract.learned import FeatureNetwork
+from matcher.extract.feature_network import FeatureNetwork
 from matcher.match.network.inference import inference_network
 from matcher.match.network.packed import Layout
 from matcher.match.padded.transport import Transport

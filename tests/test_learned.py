@@ -7,19 +7,15 @@ from random_front_end import build, random_parameters, same, share_found, textur
 
 from matcher.config import ExtractorConfig
 from matcher.data.images import image_from_array
-from matcher.errors import UsageError
-from matcher.extract.learned import (
-    DESCRIPTOR_DIM,
-    STRIDE,
-    WINDOW,
-    FeatureNetwork,
-    folded,
-    peaks,
-    refine,
-    sample,
-    unfolded,
-)
+from matcher.errors import IntegrityError, UsageError
+from matcher.extract.architecture import Architecture, architecture_of
+from matcher.extract.feature_network import DESCRIPTOR_DIM, FeatureNetwork, folded, grown, sample, unfolded
+from matcher.extract.learned import WINDOW, peaks, refine
 from matcher.torch_engine import build_extractor
+from matcher.weights.files import save_front_end
+
+STRIDE = Architecture().stride
+LARGER = Architecture(widths=(20, 32, 64, 130, 48), depths=(2, 3, 3, 4, 2), hidden=300)
 
 
 @pytest.fixture
@@ -56,6 +52,63 @@ def test_unfolding_changes_nothing_on_the_images_it_saw(picture, training):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
     for ours, theirs in zip(maps, expected_maps, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def random_network(sizes: Architecture) -> FeatureNetwork:
+    network = FeatureNetwork(sizes).eval()
+    random_parameters(network)
+    return network
+
+
+@torch.no_grad()
+def test_a_grown_network_computes_the_same(picture):
+    plain = random_network(Architecture())
+    larger = grown(plain, LARGER)
+    pixels = torch.from_numpy(picture[:96])[None, None].float() / 255
+    points = torch.rand(1, 50, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([160.0, 96.0])
+    logits, maps = plain(pixels)
+    large_logits, large_maps = larger(pixels)
+    torch.testing.assert_close(large_logits, logits, rtol=1e-4, atol=1e-4)
+    assert [level.shape[1] for level in large_maps] == list(LARGER.widths)
+    for ours, theirs in zip(maps, large_maps, strict=False):
+        torch.testing.assert_close(theirs[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-4)
+    described = larger.describe(large_maps, points)
+    torch.testing.assert_close(described, plain.describe(maps, points), rtol=1e-4, atol=1e-4)
+    again = grown(plain, LARGER).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in larger.state_dict().items())
+
+
+def test_what_is_new_in_a_grown_network_learns(picture):
+    larger = grown(random_network(Architecture()), LARGER)
+    logits, maps = larger(torch.from_numpy(picture[:96])[None, None].float() / 255)
+    described = larger.describe(maps, torch.tensor([[[40.0, 40.0], [80.0, 50.0]]]))
+    (logits.square().mean() + described[0, 0] @ described[0, 1]).backward()
+    assert larger.lift[-1].weight.grad.abs().sum() > 0
+    assert larger.descriptor[0].weight.grad[:256, -48:].abs().sum() > 0
+    assert larger.descriptor[2].weight.grad[:, 256:].abs().sum() > 0
+
+
+def test_a_weights_file_tells_its_sizes(picture, tmp_path):
+    network = random_network(LARGER)
+    assert architecture_of({name: value.shape for name, value in network.state_dict().items()}) == LARGER
+    save_front_end(network, "learned", tmp_path / "large.safetensors")
+    config = ExtractorConfig(kind="learned", max_keypoints=50)
+    extractor = build_extractor(config, tmp_path / "large.safetensors", precision="float32")
+    assert extractor.network.sizes == LARGER
+    (found,) = extractor([whole(picture[:100])])  # padded to multiples of 32
+    pixels = torch.from_numpy(np.pad(picture[:100], ((0, 28), (0, 0)), mode="edge"))[None, None].float() / 255
+    with torch.no_grad():
+        described = network.describe(network(pixels)[1], found.keypoints[None])[0]
+    assert len(found) > 0
+    torch.testing.assert_close(found.descriptors, described, rtol=0, atol=0.01)  # stored as float32
+
+
+def test_parameters_of_something_else_are_refused(tmp_path):
+    with torch.no_grad():
+        save_front_end(torch.nn.Linear(3, 2), "learned", tmp_path / "other.safetensors")
+    extractor = build_extractor(ExtractorConfig(kind="learned"), tmp_path / "other.safetensors")
+    with pytest.raises(IntegrityError, match=r"other\.safetensors does not hold the tensors of our"):
+        _ = extractor.network
 
 
 @pytest.mark.parametrize("radius", [0, 1, 2, 3, 5])

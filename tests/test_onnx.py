@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -28,6 +29,8 @@ from matcher.config import (
 from matcher.data.features import Features
 from matcher.data.images import read_image
 from matcher.errors import IntegrityError, UsageError
+from matcher.extract.architecture import Architecture
+from matcher.extract.feature_network import grown
 from matcher.match.nearest import NearestMatcher, mutual_nearest
 from matcher.match.nearest_on_device import mutual_nearest_on
 from matcher.match.network.model import MatchingNetwork
@@ -44,6 +47,7 @@ from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_network
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
+from matcher.weights.files import save_front_end
 
 COUNTS = [(60, 45), (45, 60), (50, 50), (1, 30), (30, 1), (1, 1), (0, 20), (20, 0), (0, 0)]
 SUPERGLUE = replace(
@@ -183,15 +187,30 @@ def test_the_oldest_runtime_can_join_products_with_transposing():
     assert found == [1, 0, 0]
 
 
+def larger_front_end(path: Path) -> Path:
+    """The shipped front end with a coarser map and wider ones, of which all matter."""
+    shipped = build_extractor(ExtractorConfig(kind="learned"), precision="float32").network
+    network = grown(shipped, Architecture((16, 32, 72, 128, 24), (2, 2, 3, 4, 2)))
+    generator = torch.Generator().manual_seed(0)
+    for name in ("lift.3.weight", "descriptor.0.weight"):
+        value = network.state_dict()[name]
+        value += 0.05 * torch.randn(value.shape, generator=generator)
+    save_front_end(network, "learned", path)
+    return path
+
+
 @pytest.mark.parametrize("size", [(64, 96), (75, 101), (17, 33)])
-def test_the_front_end_finds_the_same_keypoints(views, size):
+@pytest.mark.parametrize("larger", [False, True])
+def test_the_front_end_finds_the_same_keypoints(views, size, larger, tmp_path):
+    weights = larger_front_end(tmp_path / "larger.safetensors") if larger else None
     config = ExtractorConfig(kind="learned", max_keypoints=80)
     image = read_image(views[0])
     image = image.resized(size[1] / image.pixels.shape[1])
     mask = np.ones(image.pixels.shape[:2], bool)
     mask[:, :9] = False
     for one in (image, replace(image, mask=mask)):
-        ours, theirs = build_extractor(config, precision="float32")([one])[0], OnnxExtractor(config)([one])[0]
+        ours = build_extractor(config, weights, precision="float32")([one])[0]
+        theirs = OnnxExtractor(config, weights)([one])[0]
         assert len(ours) == len(theirs)
         np.testing.assert_allclose(ours.keypoints, theirs.keypoints, atol=0.01)
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)

@@ -15,7 +15,8 @@ from matcher.data.geometry import warp_points
 from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.learned import DESCRIPTOR_DIM, FeatureNetwork, folded
+from matcher.extract.architecture import Architecture, architecture_of
+from matcher.extract.feature_network import DESCRIPTOR_DIM, FeatureNetwork, folded
 from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, dominant_turn, quarter_turned, transfer
 from matcher.lab.pairs.planes import NOTHING, View, plane_positions
 from matcher.lab.pairs.sources import SourceShares, build_mixture
@@ -258,6 +259,44 @@ def test_training_goes_on_from_a_weights_file(sampler, tmp_path):
         expected = folded(first.average.network)(pixels)[0]
         found = second.model.network.train()(pixels)[0]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+LARGER = Architecture(widths=(16, 32, 64, 128, 24), depths=(2, 2, 3, 3, 1), hidden=260)
+
+
+def test_a_network_grows_from_a_smaller_file_and_is_written_whole(folder, tmp_path):
+    first = random_front_end(tmp_path / "small.safetensors", 1)
+    recipe = replace(TINY, start=str(tmp_path / "small.safetensors"), network=LARGER)
+    weights = train_front_end(recipe, RunOptions(folder / "photos", None, tmp_path / "run"), [].append)
+    written = parameters_of(weights)
+    assert architecture_of({name: value.shape for name, value in written.items()}) == LARGER
+    assert written["lift.3.weight"].abs().sum() > 0  # began with 0
+    assert not torch.equal(written["points.weight"], first["points.weight"])
+
+
+def test_a_network_does_not_shrink(tmp_path):
+    save_front_end(FeatureNetwork(LARGER), "learned", tmp_path / "large.safetensors")
+    with pytest.raises(UsageError, match=r"64 128, .* is smaller than .* widths 16 32 64 128 24"):
+        FrontEndTrainer(replace(TINY, start=str(tmp_path / "large.safetensors")), CPU)
+    random_front_end(tmp_path / "small.safetensors", 1)
+    with pytest.raises(UsageError, match="they have no mean"):
+        mean_of([str(tmp_path / "large.safetensors"), str(tmp_path / "small.safetensors")])
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("widths = [16, 32]", "as many widths as depths"),
+        ("widths = [16, 32, 64, 128, 64]\ndepths = [2, 2, 3, 3, 0]", "sizes of at least 1"),
+        ("widths = [9, 9, 9, 9, 9, 9]\ndepths = [1, 1, 1, 1, 1, 1]", "multiples of 64"),
+        ("hidden = 5000", "at most 4096"),
+    ],
+)
+def test_sizes_that_no_network_has_are_refused(tmp_path, network, message):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"{TINY_TOML}\n[network]\n{network}\n")
+    with pytest.raises(UsageError, match=message):
+        read_recipe(recipe)
 
 
 def random_front_end(path: Path, seed: int) -> dict[str, torch.Tensor]:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from matcher.config import ExtractorConfig
+from matcher.extract.architecture import Architecture, architecture_of
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.interface import KIND
 from matcher.onnx.linear import Linear, Numbers, stored
 
-STRIDE = 16  # pixels from one sample of the coarsest map to the next
 WINDOW = 5  # pixels a side, in which a point's position is refined
 GREY = (0.299, 0.587, 0.114)  # of red, green and blue
-_STAGES = ((16, 2), (32, 2), (64, 3), (128, 3))  # channels and convolutions of every resolution
 _LEAST_CONTRAST = 0.02
 
 
@@ -57,6 +57,11 @@ class FrontEndGraph:
     arrays: Mapping[str, np.ndarray]
     numbers: Numbers
 
+    @cached_property
+    def sizes(self) -> Architecture:
+        """Of the network that the parameters are of."""
+        return architecture_of({name: array.shape for name, array in self.arrays.items()})
+
     def __call__(self, image: Value, mask: Value, most: Value) -> tuple[Value, Value, Value]:
         """Keypoints (N, 2), scores (N,) and descriptors (N, 64) of an image (1, 1, H, W)."""
         g = self.graph
@@ -75,8 +80,8 @@ class FrontEndGraph:
 
     def _padded(self, image: Value, height: Value, width: Value) -> Value:
         """Repeated at the right and lower edge to multiples of the stride."""
-        g, none = self.graph, np.zeros(1, np.int64)
-        rests = [g.Mod(STRIDE - g.Mod(side, STRIDE), STRIDE) for side in (height, width)]
+        g, none, stride = self.graph, np.zeros(1, np.int64), self.sizes.stride
+        rests = [g.Mod(stride - g.Mod(side, stride), stride) for side in (height, width)]
         zeros = [g.value(none)] * 6
         return g.Pad(image, g.Concat(*zeros, *rests, axis=0), None, mode="edge")
 
@@ -84,12 +89,12 @@ class FrontEndGraph:
         """Logits (H, W) of all pixels (1, 1, H, W), and the encoder's maps, finest first."""
         g = self.graph
         x, maps = self._normalised(pixels), []
-        for stage, (_, depth) in enumerate(_STAGES):
+        for stage, depth in enumerate(self.sizes.depths):
             for block in range(depth):
                 stride, kernel = (1 if block else 2), (5 if stage == block == 0 else 3)
                 x = g.Relu(self._convolution(f"encoder.{stage}.{block}.0", x, kernel, stride))
             maps.append(x)
-        for level in (2, 1, 0):
+        for level in reversed(range(len(maps) - 1)):
             lifted = self._convolution(f"lift.{level}", x, 1, 1)
             scales = np.array([1, 1, 2, 2], np.float32)
             x = maps[level] + g.Resize(lifted, None, scales, mode="linear")

@@ -18,7 +18,7 @@ from matcher.errors import UsageError
 from matcher.match.turns import COMPARED, MIN_GAIN, STEERABLE, TURNS
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.consensus import ConsensusGraph
-from matcher.onnx.front_end import GREY, STRIDE, FrontEndGraph
+from matcher.onnx.front_end import GREY, FrontEndGraph
 from matcher.onnx.linear import Linear
 from matcher.onnx.network import Compared, NetworkGraph
 from matcher.onnx.pairs import check_exportable
@@ -45,14 +45,15 @@ def opencv_front_end(
         size: width and height of the network's image, to which OpenCV resizes all.
 
     Raises:
-        UsageError: sides that are no multiples of 16.
+        UsageError: sides that are no multiples of the stride of the coarsest map, 16 in the shipped network.
     """
-    if any(side < STRIDE or side % STRIDE for side in size):
-        raise UsageError(f"width and height must be multiples of {STRIDE}, not {size[0]} and {size[1]}")
-    width, height = size
     g = Builder("front_end")
-    image = g.input("image", "float32", 1, 3, height, width)
     front_end = StaticFrontEnd(g, config, arrays, "float32")
+    stride = front_end.sizes.stride
+    if any(side < stride or side % stride for side in size):
+        raise UsageError(f"width and height must be multiples of {stride}, not {size[0]} and {size[1]}")
+    width, height = size
+    image = g.input("image", "float32", 1, 3, height, width)
     keypoints, scores, descriptors = front_end.best(
         g.ReduceSum(image * np.reshape(GREY, (1, 3, 1, 1)), [1]), width, height
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from matcher.config import ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.errors import IntegrityError, UsageError
+from matcher.extract.architecture import architecture_of
 from matcher.onnx.interface import KIND, SETTINGS
 from matcher.weights.arrays import read_arrays
 from matcher.weights.header import front_end_of, network_config
@@ -71,6 +72,7 @@ def trained_front_end(config: ExtractorConfig, weights: str | Path | None = None
     try:
         front_end_of(data, config.kind)
         arrays = read_arrays(data)
+        architecture_of({name: array.shape for name, array in arrays.items()})
     except IntegrityError as error:
         raise IntegrityError(f"{path} {error}") from error
     values = {name: getattr(config, name) for name in SETTINGS if getattr(config, name) is not None}

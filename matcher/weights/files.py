@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import save as pack_tensors
@@ -18,9 +20,16 @@ from matcher.config import architecture
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_whole
 from matcher.match.network.model import MatchingNetwork
-from matcher.weights.header import front_end_of, network_config
+from matcher.weights.header import front_end_of, network_config, shapes_of
 from matcher.weights.manifest import RESTORE, read_bytes, weights_bytes
 from matcher.weights.tensors import read_tensors
+
+
+@runtime_checkable
+class _OfSeveralSizes(Protocol):
+    """A network that takes the sizes of given parameters."""
+
+    def fit(self, shapes: Mapping[str, Sequence[int]]) -> None: ...
 
 
 def load_model(
@@ -120,6 +129,8 @@ def fill_front_end(network: nn.Module, kind: str, path: str | Path | None) -> No
     data = read_bytes(path, remedy)
     try:
         front_end_of(data, kind)
+        if isinstance(network, _OfSeveralSizes):
+            network.fit(shapes_of(data))
         network.load_state_dict(read_tensors(data, network.state_dict(), f"the front end {kind}"))
     except IntegrityError as error:
         raise IntegrityError(f"{path} {error}: {remedy}") from error

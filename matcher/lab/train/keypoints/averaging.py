@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from matcher.config import ExtractorConfig
-from matcher.extract.learned import FeatureNetwork
+from matcher.errors import UsageError
+from matcher.extract.feature_network import FeatureNetwork
 from matcher.torch_engine import build_extractor
 
 SHIPPED = "learned"
@@ -23,8 +24,12 @@ def mean_of(files: Sequence[str]) -> FeatureNetwork:
 
     Raises:
         IntegrityError: a file is absent, damaged, or of another network.
+        UsageError: the networks differ in size.
     """
     networks = [_read(file) for file in files]
+    for file, network in zip(files, networks, strict=True):
+        if network.sizes != networks[0].sizes:
+            raise UsageError(f"{file} has {network.sizes}, {files[0]} {networks[0].sizes}: they have no mean")
     for number, network in enumerate(networks[1:], start=2):
         blend(networks[0], network, 1 / number)
     return networks[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 
-from matcher.extract.learned import sample
+from matcher.extract.feature_network import sample
 
 _MASKED = -1e4  # a logit without probability
 

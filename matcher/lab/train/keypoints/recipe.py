@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from matcher.extract.architecture import Architecture
 from matcher.lab.pairs.planes import SceneRecipe
 from matcher.lab.pairs.sources import SourceShares
 from matcher.lab.train.recipe import SHARES, sound_shares
@@ -74,6 +75,8 @@ class FrontEndRecipe:
     start: str = ""  # weights to start from, the shipped "learned" or a file; random parameters if empty
     start_also: tuple[str, ...] = ()  # more of them: training starts from the mean parameters of all
     seed: int = 0
+    # Of larger sizes than those of `start`, if wanted: what is new begins without effect.
+    network: Architecture = field(default_factory=Architecture)
     # Whether the device that trains makes the pairs, as in a matcher's recipe; `scene` is only its size then,
     # and what is validated on.
     pairs_on_device: bool = False
@@ -100,6 +103,7 @@ class FrontEndRecipe:
             "optimiser.start_share": optimiser.start_share,
         }
         return [
+            *self.network.rules(),
             *self._image_rules(),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             (
@@ -123,9 +127,13 @@ class FrontEndRecipe:
 
     def _image_rules(self) -> list[tuple[bool, str]]:
         scene, batch, shares = self.scene, self.batch, self.sources.shares()
+        stride = self.network.stride
         return [
             (min(scene.width, scene.height) >= 64, "scene.width, scene.height: at least 64"),
-            (not (scene.width % 16 or scene.height % 16), "scene.width, scene.height: multiples of 16"),
+            (
+                not (scene.width % stride or scene.height % stride),
+                f"scene.width, scene.height: multiples of {stride}",
+            ),
             (
                 scene.width == scene.height or not batch.turned_share or self.pairs_on_device,
                 "batch.turned_share: only square images can be rotated, scene.width = scene.height",

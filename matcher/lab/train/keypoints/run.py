@@ -11,14 +11,14 @@ import torch
 
 from matcher.config_tables import to_dict
 from matcher.errors import UsageError
-from matcher.extract.learned import STRIDE, folded
+from matcher.extract.feature_network import folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.folder import claim_folder
-from matcher.lab.train.keypoints.averaging import blend, mean_of
+from matcher.lab.train.keypoints.averaging import blend
 from matcher.lab.train.keypoints.batches import BatchSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
-from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer
+from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer, start_of
 from matcher.lab.train.keypoints.validation import validate
 from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
@@ -103,7 +103,8 @@ def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> Batch
     width, height = recipe.scene.width, recipe.scene.height
     if recipe.batch.turned_share:  # only square images can be turned here
         width = height = min(width, height)
-    width, height = (STRIDE * round(VALIDATION_ENLARGED * side / STRIDE) for side in (width, height))
+    stride = recipe.network.stride
+    width, height = (stride * round(VALIDATION_ENLARGED * side / stride) for side in (width, height))
     scene = replace(recipe.scene, width=width, height=height)
     shares = recipe.sources.shares()
     shares["relief"] += shares.pop("rendered") + shares.pop("real")
@@ -122,7 +123,7 @@ def _write(loop: Loop, scores_of: Callable[[Describer], LogRow]) -> Path:
     validations = [row for row in trainer.progress.history if "f1" in row]
     model.network = folded(model.network).cpu()
     if share:
-        blend(model.network, mean_of([recipe.start, *recipe.start_also]), share)
+        blend(model.network, start_of(recipe), share)
     if share and model.matcher is not None:
         blend_with_start(model.matcher, recipe.matcher.start, share)
     summary = {"recipe": to_dict(recipe), "validation": scores_of(model.cpu()), "history": validations}

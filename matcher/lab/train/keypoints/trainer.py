@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from matcher.errors import UsageError
-from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine, unfolded
+from matcher.extract.architecture import Architecture
+from matcher.extract.feature_network import FeatureNetwork, grown, unfolded
+from matcher.extract.learned import BORDER, NMS_RADIUS, candidates, refine
 from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import ImageBatch
@@ -30,9 +32,9 @@ FIRST_SCALE = 20.0  # of the similarities, initially; it is learned
 class Describer(nn.Module):
     """The network; the scale of the similarities, which is needed in training only; a matcher, if any."""
 
-    def __init__(self, matcher: MatchingNetwork | None) -> None:
+    def __init__(self, sizes: Architecture, matcher: MatchingNetwork | None) -> None:
         super().__init__()
-        self.network = FeatureNetwork(normalised=True)
+        self.network = FeatureNetwork(sizes, normalised=True)
         self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
         self.matcher = matcher
 
@@ -42,14 +44,14 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
 
     Raises:
         IntegrityError: weights to start from are absent, damaged, or of another network.
-        UsageError: the matcher is for another front end.
+        UsageError: the matcher is for another front end; a network to start from is larger than the recipe's.
     """
 
     def __init__(self, recipe: FrontEndRecipe, device: torch.device) -> None:
-        self._trained = mean_of([recipe.start, *recipe.start_also]) if recipe.start else None
+        self._trained = start_of(recipe) if recipe.start else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            model = Describer(load_matcher(recipe.matcher)).to(device)
+            model = Describer(recipe.network, load_matcher(recipe.matcher)).to(device)
         model = model.to(memory_format=torch.channels_last)
         optimisers = build_optimisers(model, recipe.optimiser)
         super().__init__(
@@ -125,6 +127,19 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, valid)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
+
+
+def start_of(recipe: FrontEndRecipe) -> FeatureNetwork:
+    """The network that training starts from, grown to the sizes of the recipe.
+
+    Raises:
+        IntegrityError: weights to start from are absent, damaged, or of another network.
+        UsageError: they are larger than the recipe's network.
+    """
+    start = mean_of([recipe.start, *recipe.start_also])
+    if not recipe.network.contains(start.sizes):
+        raise UsageError(f"network: {recipe.network} is smaller than what it starts from, {start.sizes}")
+    return grown(start, recipe.network)
 
 
 def load_matcher(recipe: JointRecipe) -> MatchingNetwork | None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from matcher.extract.learned import FeatureNetwork, refine
+from matcher.extract.feature_network import FeatureNetwork
+from matcher.extract.learned import refine
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.joint import BatchKeypoints, labelled, match_scores
 from matcher.lab.train.keypoints.losses import mean_of, other_of_pair, transfer

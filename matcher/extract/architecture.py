@@ -1,0 +1,75 @@
+"""Sizes of our front end's network; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matcher.errors import IntegrityError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An encoder's maps, finest first, and the MLP that describes points; the shipped sizes by default."""
+
+    widths: tuple[int, ...] = (16, 32, 64, 128)  # channels of the maps at 1/2, 1/4, 1/8, … of the resolution
+    depths: tuple[int, ...] = (2, 2, 3, 3)  # convolutions of each
+    hidden: int = 256  # of the MLP
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one sample of the coarsest map to the next."""
+        return 2 ** len(self.widths)
+
+    def rules(self) -> list[tuple[bool, str]]:
+        """Conditions on the values, each with the message for a recipe that violates it."""
+        sizes = (*self.widths, *self.depths, self.hidden)
+        return [
+            (2 <= len(self.widths) == len(self.depths), "network: as many widths as depths, at least 2"),
+            (len(self.widths) <= 6, "network.widths: at most 6"),
+            (min(sizes, default=0) >= 1, "network: sizes of at least 1"),
+            (max(sizes, default=0) <= 4096, "network: sizes of at most 4096"),
+        ]
+
+    def __str__(self) -> str:
+        """In words."""
+        widths, depths = (" ".join(map(str, each)) for each in (self.widths, self.depths))
+        return f"widths {widths}, depths {depths}, hidden {self.hidden}"
+
+    def contains(self, smaller: Architecture) -> bool:
+        """Whether a network of those sizes can grow to these."""
+        return self.hidden >= smaller.hidden and all(
+            len(own) >= len(other) and all(a >= b for a, b in zip(own, other, strict=False))
+            for own, other in ((self.widths, smaller.widths), (self.depths, smaller.depths))
+        )
+
+
+def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
+    """The sizes of a network with parameters of these names and shapes.
+
+    Raises:
+        IntegrityError: there is no such network; the message reads on after the file's name.
+    """
+    depths: list[int] = []
+    while (depth := _convolutions(shapes, len(depths))) > 0:
+        depths.append(depth)
+    try:
+        widths = [shapes[_weight(stage, 0)][0] for stage in range(len(depths))]
+        found = Architecture(tuple(widths), tuple(depths), shapes["descriptor.0.weight"][0])
+    except (KeyError, IndexError):
+        found = Architecture((), ())
+    if not all(holds for holds, _ in found.rules()):
+        raise IntegrityError("does not hold the tensors of our front end")
+    return found
+
+
+def _weight(stage: int, block: int) -> str:
+    return f"encoder.{stage}.{block}.0.weight"
+
+
+def _convolutions(shapes: Mapping[str, Sequence[int]], stage: int) -> int:
+    """How many convolutions a map is made by."""
+    depth = 0
+    while _weight(stage, depth) in shapes:
+        depth += 1
+    return depth

@@ -1,0 +1,238 @@
+"""The network of our own front end: an encoder, a decoder that scores pixels, an MLP that describes points.
+
+Map k has a sample at every 2ᵏ-th pixel, beginning with the first, so pixel x lies at x/2ᵏ on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grid_sample, interpolate, normalize, pixel_shuffle
+
+from matcher.extract.architecture import Architecture, architecture_of
+from matcher.kernels.linear import linear
+from matcher.kernels.maps import (
+    add_enlarged_compiled,
+    have_maps,
+    have_samples,
+    sample_compiled,
+    score_pixels_compiled,
+)
+
+DESCRIPTOR_DIM = 64
+_UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
+_LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
+
+
+def _fused_convolution() -> Callable[..., Tensor] | None:
+    """oneDNN's convolution that ends with a ReLU, which spares a pass over the map; None without it.
+
+    It is missing in some builds of PyTorch, and refuses bfloat16 on processors without AVX-512.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+
+
+class ConvNormRelu(nn.Sequential):
+    """Convolution, batch normalisation, ReLU; once trained, the second is part of the first."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, *, normalised: bool) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=not normalised),
+            nn.BatchNorm2d(outputs) if normalised else nn.Identity(),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, H, W) → (B, outputs, H / stride, W / stride)."""
+        convolution, norm, _ = self
+        half = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled()
+        fused = _fused_convolution() if half and not isinstance(norm, nn.BatchNorm2d) else None
+        if fused is None:
+            return super().forward(x)
+        sizes = (convolution.padding, convolution.stride, convolution.dilation, convolution.groups)
+        return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")
+
+
+def _add_enlarged(fine: Tensor, coarse: Tensor) -> Tensor:
+    """fine (B, C, 2h, 2w) + coarse (B, C, h, w) enlarged."""
+    if fine.dtype == coarse.dtype and have_maps(fine, coarse):
+        return add_enlarged_compiled(fine, coarse)
+    return fine + interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
+
+
+class FeatureNetwork(nn.Module):
+    """An encoder of several resolutions, a decoder that scores pixels, an MLP that describes points.
+
+    Args:
+        sizes: of its maps.
+        normalised: with batch normalisation, for training; `folded` makes a network without.
+    """
+
+    def __init__(self, sizes: Architecture = Architecture(), *, normalised: bool = False) -> None:
+        super().__init__()
+        self.normalised = normalised
+        self._build(sizes)
+
+    def _build(self, sizes: Architecture) -> None:
+        normalised, widths = self.normalised, sizes.widths
+        self.sizes = sizes
+        self.encoder = nn.ModuleList()
+        before = 1
+        for width, depth in zip(widths, sizes.depths, strict=True):
+            blocks = [ConvNormRelu(before, width, 5 if before == 1 else 3, 2, normalised=normalised)]
+            blocks += [ConvNormRelu(width, width, 3, 1, normalised=normalised) for _ in range(depth - 1)]
+            self.encoder.append(nn.Sequential(*blocks))
+            before = width
+        self.lift = nn.ModuleList(nn.Conv2d(upper, lower, 1) for lower, upper in pairwise(widths))
+        self.mix = ConvNormRelu(widths[0], widths[0], 3, 1, normalised=normalised)
+        self.points = nn.Conv2d(widths[0], 4, 3, padding=1)
+        self.descriptor = nn.Sequential(
+            nn.Linear(sum(widths), sizes.hidden), nn.ReLU(), nn.Linear(sizes.hidden, DESCRIPTOR_DIM)
+        )
+
+    def fit(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Become a network of the sizes that parameters of these names and shapes have.
+
+        Raises:
+            IntegrityError: there is no such network; the message reads on after the file's name.
+        """
+        sizes = architecture_of(shapes)
+        if sizes != self.sizes:
+            self._build(sizes)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Score every pixel.
+
+        Args:
+            pixels: (B, 1, H, W) grey in [0, 1], H and W multiples of `sizes.stride`.
+
+        Returns:
+            Logits (B, H, W) float32, and the encoder's maps, finest first, to describe points with.
+        """
+        centred = pixels - pixels.mean((2, 3), keepdim=True)
+        # A standard deviation; torch's own takes eight times as long.
+        deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
+        x = (centred / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        maps = []
+        for stage in self.encoder:
+            x = stage(x)
+            maps.append(x)
+        for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
+            x = _add_enlarged(lower, lift(x))
+        x = self.mix(x)
+        if have_maps(x):
+            return score_pixels_compiled(x, self.points.weight, self.points.bias), maps
+        # Half precision would make neighbouring pixels equal.
+        with torch.autocast(x.device.type, enabled=False):
+            return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
+
+    def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
+        """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
+        if have_samples(*maps):
+            sampled = sample_compiled(maps, points, [2.0**-k for k in range(1, len(maps) + 1)])
+        else:
+            columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
+            sampled = torch.cat(columns, dim=-1)
+        widen, activate, narrow = self.descriptor
+        hidden = activate(linear(sampled.flatten(0, -2), widen.weight, widen.bias))
+        described = linear(hidden, narrow.weight, narrow.bias).unflatten(0, sampled.shape[:-1])
+        return normalize(described.float(), dim=-1)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
+        self.to(memory_format=torch.channels_last)
+        for part in (self.encoder, self.lift, self.mix):
+            part.to(dtype)
+
+
+def folded(network: FeatureNetwork) -> FeatureNetwork:
+    """The network in evaluation without batch normalisation, which has become part of its convolutions."""
+    plain = FeatureNetwork(network.sizes).eval()
+    network = network.eval()
+    for ours, trained in zip(plain.modules(), network.modules(), strict=True):
+        if isinstance(ours, ConvNormRelu):
+            convolution, norm, _ = trained
+            gain = norm.weight / (norm.running_var + norm.eps).sqrt()
+            ours[0].weight.data.copy_(convolution.weight * gain[:, None, None, None])
+            ours[0].bias.data.copy_(norm.bias - norm.running_mean * gain)
+    for name in _UNNORMALISED:
+        getattr(plain, name).load_state_dict(getattr(network, name).state_dict())
+    return plain
+
+
+@torch.no_grad()
+def unfolded(plain: FeatureNetwork, pixels: Tensor) -> FeatureNetwork:
+    """A network to train on: batch normalisation begins with the statistics of `pixels` (B, 1, H, W), so that
+    what is computed of them stays as it is."""
+    network, seen = FeatureNetwork(plain.sizes, normalised=True), []
+    blocks = [part for part in plain.modules() if isinstance(part, ConvNormRelu)]
+
+    def look(_: nn.Module, __: tuple[Tensor], maps: Tensor) -> None:
+        seen.append(torch.var_mean(maps, (0, 2, 3), correction=0))
+
+    hooks = [block[0].register_forward_hook(look) for block in blocks]
+    plain(pixels)
+    for hook in hooks:
+        hook.remove()
+    fresh = [part for part in network.modules() if isinstance(part, ConvNormRelu)]
+    for (convolution, norm, _), ours, (variance, mean) in zip(fresh, blocks, seen, strict=True):
+        convolution.weight.copy_(ours[0].weight)
+        norm.weight.copy_((variance + norm.eps).sqrt())
+        norm.bias.copy_(mean)
+        norm.running_mean.copy_(mean - ours[0].bias)
+        norm.running_var.copy_(variance)
+    for name in _UNNORMALISED:
+        getattr(network, name).load_state_dict(getattr(plain, name).state_dict())
+    return network
+
+
+@torch.no_grad()
+def grown(plain: FeatureNetwork, sizes: Architecture) -> FeatureNetwork:
+    """A larger network that computes the same: what is new weighs 0 where it meets what was there.
+
+    Args:
+        plain: without batch normalisation.
+        sizes: as large as its own or larger, in every respect.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # grown again, it is the same
+        network = FeatureNetwork(sizes).eval()
+    old = dict(plain.named_parameters())
+    for name, value in network.named_parameters():
+        if name == "descriptor.0.weight":
+            continue
+        if name in old:
+            _put(value, old[name])
+        elif name.startswith("lift"):
+            value.zero_()
+        elif name.startswith("encoder") and int(name.split(".")[1]) < len(plain.encoder):
+            # Of a map that was there: its last values pass on, as none of them is negative.
+            nn.init.dirac_(value) if value.ndim == 4 else value.zero_()
+    # Columns of the first layer are the channels of all maps, one map after the other.
+    first, before = network.descriptor[0].weight, plain.descriptor[0].weight
+    first[: len(before)] = 0
+    starts = [sum(sizes.widths[:level]) for level in range(len(plain.sizes.widths))]
+    for start, columns in zip(starts, before.split(plain.sizes.widths, dim=1), strict=True):
+        first[: len(before), start : start + columns.shape[1]] = columns
+    return network
+
+
+def _put(value: Tensor, old: Tensor) -> None:
+    """Put smaller parameters at the beginning of larger ones; old outputs ignore new inputs."""
+    value[: len(old)] = 0
+    value[tuple(slice(side) for side in old.shape)] = old
+
+
+def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:
+    """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge, or
+    "zeros"."""
+    size = points.new_tensor([maps.shape[-1], maps.shape[-2]])
+    grid = (2 * points + 1) / size - 1
+    found = grid_sample(maps.float(), grid[:, :, None], padding_mode=beyond, align_corners=False)
+    return found[..., 0].transpose(1, 2)
