@@ -229,7 +229,8 @@ class SecondPassConfig:
     Matches are confident if there are enough probable inliers, and if all inliers are most of the matches.
     Otherwise, with few probable inliers, other scales, an inversion of grey values and gradient magnitudes
     are tried; then other features (`preset`), both images stretched as if seen from higher above, also with
-    one turned by 45 degrees, and the common region at equal scale. Under homographies, keypoints left over
+    one turned by 45 degrees, either one stretched as if seen more from the front, and the common region at
+    equal scale. Under homographies, keypoints left over
     look where these predict.
     """
 
@@ -238,9 +239,10 @@ class SecondPassConfig:
     negative: bool = True
     gradients: bool = True
     from_above: bool = True
+    from_side: bool = True
     region: bool = True
     guided: bool = True
-    confident_inliers: int = 200  # that are probable
+    confident_inliers: int = 400  # that are probable
     confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer
     confident_inlier_ratio: float = 0.6  # and inliers / matches
     confident_probability: float = 0.25  # match probability from which inliers are probable

@@ -65,7 +65,7 @@ def test_a_narrow_one_takes_fewer_points_then_smaller_images_and_says_so(network
 def test_further_passes_follow_only_where_they_fit(network, views, measured):
     with_passes = replace(network, passes=matcher.load("hybrid-learned").passes)
     whole = 107.2
-    enough = whole + 6.0 * (whole + 10) + 100
+    enough = whole + 8.0 * (whole + 10) + 100
     assert planned(with_passes, views, enough + 1)[0].passes is with_passes.passes
     chosen, _, choice = planned(with_passes, views, enough - 1)
     assert chosen.passes is None and choice.without == ("further passes",)
@@ -79,7 +79,7 @@ def test_a_plan_counts_every_further_pass(views, monkeypatch):
     pipeline = matcher.load("hybrid-learned", max_keypoints=300, device="cpu")
     pipeline = replace(pipeline, passes=replace(pipeline.passes, other=None))
     passes = [one.name for one in pipeline.match(*views).passes]
-    assert len(passes) == 6 and "gradients" in passes
+    assert len(passes) == 8 and "gradients" in passes
     assert len(passes) - 1 < pairs._MORE
 
 

@@ -17,9 +17,9 @@ from matcher.data.images import image_from_array, read_image
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.passes.crops import LocalMatcher, PassMatches, crop, image_points, whole
-from matcher.passes.elevation import STRETCH, from_above
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import change_of_scale, common_region, crops_of
+from matcher.passes.stretching import STRETCH, stretched
 from matcher.passes.union import JOINED, joined
 
 
@@ -228,7 +228,7 @@ def test_matches_of_gradients_without_a_geometry_are_not_kept(photo, rng):
 
     pipeline = matcher.load(max_keypoints=256, device="cpu", resize=512)
     own = Random(pipeline.passes.own.extractor, pipeline.passes.own.matcher)
-    others = dict.fromkeys(("scale_search", "negative", "from_above", "region"), False)
+    others = dict.fromkeys(("scale_search", "negative", "from_above", "from_side", "region"), False)
     config = replace(pipeline.passes.config, **others)
     passes = replace(pipeline.passes, own=own, other=None, config=config)
     noise = cv2.resize(rng.integers(0, 256, (48, 64), np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC)
@@ -240,13 +240,14 @@ def test_matches_of_gradients_without_a_geometry_are_not_kept(photo, rng):
 @pytest.mark.parametrize(
     ("size", "enlarged"), [((540, 360), STRETCH**0.5), ((1024, 768), 1.0), ((2048, 1536), 0.5)]
 )
-def test_a_view_from_above_is_stretched_and_has_bounded_pixels(rng, size, enlarged):
+@pytest.mark.parametrize("vertically", [True, False])
+def test_an_image_is_stretched_and_has_bounded_pixels(rng, size, enlarged, vertically):
     image = Image(
         np.zeros((size[1], size[0], 3), np.uint8), size=(2 * size[0], 2 * size[1]), scale=(0.5, 0.5)
     )
-    above = from_above(image, 1024)
+    above = stretched(image, 1024, vertically=vertically)
     scale = 1 / np.diag(above.to_image)
-    assert scale[1] / scale[0] == pytest.approx(STRETCH, rel=0.01)
+    assert scale[1] / scale[0] == pytest.approx(STRETCH if vertically else 1 / STRETCH, rel=0.01)
     assert scale.prod() == pytest.approx(enlarged**2, rel=0.01)
     points = rng.uniform(0, 300, (5, 2))
     inner = (points + 0.5) / scale - 0.5
@@ -293,6 +294,27 @@ def test_a_floor_seen_obliquely_from_two_sides_is_matched_from_above(photo):
     result = pipeline.match(view0, view1)
     assert "from above" in [one.name for one in result.passes]
     assert right(result.first) < 30 and right(result) > 200
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_a_wall_that_one_image_shows_from_the_side_is_matched(photo, narrow):
+    """Neither rotation nor stretching both images brings these two closer to each other."""
+    foreshortened = cv2.resize(photo, None, fx=0.16, fy=1, interpolation=cv2.INTER_AREA)
+    pair = (foreshortened, photo) if narrow == 0 else (photo, foreshortened)
+    pipeline = matcher.load(max_keypoints=512, device="cpu", geometry="homography")
+    others = dict.fromkeys(("scale_search", "negative", "gradients", "from_above", "region"), False)
+    passes = replace(pipeline.passes, other=None, config=replace(pipeline.passes.config, **others))
+
+    def right(passes) -> tuple[int, list[str]]:
+        result = replace(pipeline, passes=passes).match(*pair)
+        small, large = (result.points0, result.points1)[:: 1 if narrow == 0 else -1]
+        expected = (large + 0.5) * [0.16, 1] - 0.5
+        names = [one.name for one in result.passes[1:]]
+        return int((np.linalg.norm(expected - small, axis=1) < 2).sum()), names
+
+    found, names = right(passes)
+    assert f"image {narrow} from the side" in names
+    assert found > 3 * right(None)[0] and found > 80
 
 
 def test_the_second_pass_is_switched_off():

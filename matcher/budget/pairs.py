@@ -32,9 +32,9 @@ from matcher.match.depth import can_be_cut
 
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
-# Cost of further passes in first passes: five extract and match again, one of them from the files, and
+# Cost of further passes in first passes: seven extract and match again, one of them from the files, and
 # changes of scale are searched for. That with another front end is counted apart.
-_MORE = 6.0
+_MORE = 8.0
 
 
 class ImageMatcher(Protocol):
