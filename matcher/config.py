@@ -230,8 +230,7 @@ class SecondPassConfig:
     Otherwise, with few probable inliers, other scales, an inversion of grey values and gradient magnitudes
     are tried; then other features (`preset`), both images stretched as if seen from higher above, also with
     one turned by 45 degrees, either one stretched as if seen more from the front, and the common region at
-    equal scale. Under homographies, keypoints left over
-    look where these predict.
+    equal scale. Under homographies, keypoints left over look where these predict.
     """
 
     preset: str | None = "hybrid"  # another front end and matcher; None: without
@@ -239,7 +238,7 @@ class SecondPassConfig:
     negative: bool = True
     gradients: bool = True
     from_above: bool = True
-    from_side: bool = True
+    from_front: bool = True
     region: bool = True
     guided: bool = True
     confident_inliers: int = 400  # that are probable

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from matcher import kernels as compiled
+from matcher.extract.architecture import Architecture
 from matcher.extract.feature_network import FeatureNetwork, sample
 from matcher.extract.learned import candidates, peaks, try_peaks
 from matcher.kernels import library
@@ -26,19 +27,22 @@ def _kernels(kernels_folder, monkeypatch):
     library._load.cache_clear()
 
 
-def random_network(dtype: torch.dtype) -> FeatureNetwork:
+def random_network(dtype: torch.dtype, sizes: Architecture = Architecture()) -> FeatureNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        network = FeatureNetwork().eval()
+        network = FeatureNetwork(sizes).eval()
     network.prepare(dtype)
     return network
 
 
+@pytest.mark.parametrize("sizes", [Architecture(), Architecture((20, 24, 72, 40, 24), (1, 2, 1, 2, 1), 80)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.03)])
-def test_the_network_with_kernels_is_the_network(monkeypatch, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_network_with_kernels_is_the_network(
+    monkeypatch, dtype: torch.dtype, tolerance: float, sizes: Architecture
+) -> None:
     """Images of two sizes, of which one is a single sample of the coarsest map."""
     rng = torch.Generator().manual_seed(1)
-    network = random_network(dtype)
+    network = random_network(dtype, sizes)
     for batch, height, width in ((2, 96, 176), (1, 16, 16)):
         pixels = torch.rand(batch, 1, height, width, generator=rng)
         points = torch.rand(batch, 50, 2, generator=rng) * torch.tensor([width + 8, height + 8]) - 4
@@ -55,6 +59,15 @@ def test_the_network_with_kernels_is_the_network(monkeypatch, dtype: torch.dtype
         torch.testing.assert_close(described, network.describe(stock, points), atol=1e-4, rtol=0)
         monkeypatch.undo()
         monkeypatch.delenv(compiled.SWITCH, raising=False)
+
+
+def test_a_map_that_does_not_fit_a_coarser_one_is_refused() -> None:
+    """The kernel would write beyond its memory."""
+    fine, coarse = (
+        torch.zeros(1, 8, *size).contiguous(memory_format=torch.channels_last) for size in ((15, 20), (8, 10))
+    )
+    with pytest.raises(ValueError, match="not twice as large"):
+        maps_of.add_enlarged_compiled(fine, coarse)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])

@@ -1,16 +1,21 @@
 """The front end of our own: its parts against their definitions, and images that are hard to take."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
+from safetensors.torch import save_file
 
 from matcher.config import ExtractorConfig
 from matcher.data.images import image_from_array
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import Architecture, architecture_of
-from matcher.extract.feature_network import DESCRIPTOR_DIM, FeatureNetwork, folded, grown, sample, unfolded
+from matcher.extract.architecture import DESCRIPTOR_DIM, Architecture, architecture_of, shapes_of
+from matcher.extract.feature_network import FeatureNetwork, folded, grown, sample, unfolded
 from matcher.extract.learned import WINDOW, peaks, refine
+from matcher.onnx.trained import trained_front_end
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
@@ -101,6 +106,45 @@ def test_a_weights_file_tells_its_sizes(picture, tmp_path):
         described = network.describe(network(pixels)[1], found.keypoints[None])[0]
     assert len(found) > 0
     torch.testing.assert_close(found.descriptors, described, rtol=0, atol=0.01)  # stored as float32
+
+
+def test_images_of_any_size_are_scored(picture):
+    network = random_network(LARGER)
+    odd = torch.from_numpy(picture[:75, :101].copy())[None, None].float() / 255
+    with torch.no_grad():
+        logits, maps = network(odd)
+        padded, _ = network(torch.nn.functional.pad(odd, (0, 27, 0, 21), mode="replicate"))
+    assert logits.shape == (1, 75, 101) and maps[-1].shape[2:] == (3, 4)
+    torch.testing.assert_close(logits, padded[:, :75, :101], rtol=1e-4, atol=1e-4)
+
+
+def test_a_header_that_promises_much_asks_for_no_memory(tmp_path):
+    """Sizes count only where the file has as many numbers."""
+    shapes = shapes_of(Architecture((4096,) * 6, (60,) * 6, 4096))
+    entries = {
+        name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()
+    }
+    header = json.dumps({"__metadata__": {"frontend": "learned"}, **entries}).encode()
+    (tmp_path / "huge.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = ExtractorConfig(kind="learned")
+    with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
+        _ = build_extractor(config, tmp_path / "huge.safetensors").network
+    with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
+        trained_front_end(config, tmp_path / "huge.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("encoder.1.0.0.weight", (32, 15, 3, 3)), ("descriptor.0.weight", (256, 239)), ("more", (3,))],
+)
+def test_both_engines_refuse_tensors_that_do_not_fit_each_other(tmp_path, name, shape):
+    tensors = {**FeatureNetwork().state_dict(), name: torch.zeros(shape)}
+    save_file(tensors, tmp_path / "odd.safetensors", {"frontend": "learned"})
+    config = ExtractorConfig(kind="learned")
+    with pytest.raises(IntegrityError, match=rf"odd\.safetensors does not hold .*: {re.escape(name)}"):
+        _ = build_extractor(config, tmp_path / "odd.safetensors").network
+    with pytest.raises(IntegrityError, match=rf"odd\.safetensors does not hold .*: {re.escape(name)}"):
+        trained_front_end(config, tmp_path / "odd.safetensors")
 
 
 def test_parameters_of_something_else_are_refused(tmp_path):

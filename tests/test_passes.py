@@ -228,7 +228,7 @@ def test_matches_of_gradients_without_a_geometry_are_not_kept(photo, rng):
 
     pipeline = matcher.load(max_keypoints=256, device="cpu", resize=512)
     own = Random(pipeline.passes.own.extractor, pipeline.passes.own.matcher)
-    others = dict.fromkeys(("scale_search", "negative", "from_above", "from_side", "region"), False)
+    others = dict.fromkeys(("scale_search", "negative", "from_above", "from_front", "region"), False)
     config = replace(pipeline.passes.config, **others)
     passes = replace(pipeline.passes, own=own, other=None, config=config)
     noise = cv2.resize(rng.integers(0, 256, (48, 64), np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC)
@@ -313,7 +313,7 @@ def test_a_wall_that_one_image_shows_from_the_side_is_matched(photo, narrow):
         return int((np.linalg.norm(expected - small, axis=1) < 2).sum()), names
 
     found, names = right(passes)
-    assert f"image {narrow} from the side" in names
+    assert f"image {narrow} from the front" in names
     assert found > 3 * right(None)[0] and found > 80
 
 

@@ -276,11 +276,22 @@ def test_a_network_grows_from_a_smaller_file_and_is_written_whole(folder, tmp_pa
 
 def test_a_network_does_not_shrink(tmp_path):
     save_front_end(FeatureNetwork(LARGER), "learned", tmp_path / "large.safetensors")
-    with pytest.raises(UsageError, match=r"64 128, .* is smaller than .* widths 16 32 64 128 24"):
+    with pytest.raises(
+        UsageError, match=r"64 128, .* is smaller than .*large\.safetensors, widths 16 32 64 128 24"
+    ):
         FrontEndTrainer(replace(TINY, start=str(tmp_path / "large.safetensors")), CPU)
+
+
+def test_a_small_and_a_large_start_have_a_mean_and_their_share(folder, tmp_path):
+    save_front_end(FeatureNetwork(LARGER), "learned", tmp_path / "large.safetensors")
     random_front_end(tmp_path / "small.safetensors", 1)
-    with pytest.raises(UsageError, match="they have no mean"):
-        mean_of([str(tmp_path / "large.safetensors"), str(tmp_path / "small.safetensors")])
+    start = [str(tmp_path / f"{name}.safetensors") for name in ("small", "large")]
+    mean = mean_of(start, LARGER).state_dict()
+    recipe = replace(TINY, start=start[0], start_also=(start[1],), network=LARGER)
+    recipe = replace(recipe, optimiser=replace(TINY.optimiser, start_share=1.0))
+    weights = train_front_end(recipe, RunOptions(folder / "photos", None, tmp_path / "run"), [].append)
+    for name, value in parameters_of(weights).items():
+        torch.testing.assert_close(value, mean[name], atol=1e-3, rtol=1e-2, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +301,8 @@ def test_a_network_does_not_shrink(tmp_path):
         ("widths = [16, 32, 64, 128, 64]\ndepths = [2, 2, 3, 3, 0]", "sizes of at least 1"),
         ("widths = [9, 9, 9, 9, 9, 9]\ndepths = [1, 1, 1, 1, 1, 1]", "multiples of 64"),
         ("hidden = 5000", "at most 4096"),
+        (f"widths = {[2] * 5000}\ndepths = {[2] * 5000}", "at most 6"),
+        ("doubt = 3", "unknown key doubt"),
     ],
 )
 def test_sizes_that_no_network_has_are_refused(tmp_path, network, message):
@@ -313,7 +326,7 @@ def parameters_of(path: Path) -> dict[str, torch.Tensor]:
 
 def test_training_starts_from_the_mean_of_several_files(tmp_path):
     each = [random_front_end(tmp_path / f"{seed}.safetensors", seed) for seed in range(3)]
-    mean = mean_of([str(tmp_path / f"{seed}.safetensors") for seed in range(3)])
+    mean = mean_of([str(tmp_path / f"{seed}.safetensors") for seed in range(3)], Architecture())
     for name, value in mean.state_dict().items():
         torch.testing.assert_close(value, sum(one[name] for one in each) / 3, msg=name)
 

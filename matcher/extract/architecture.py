@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from matcher.errors import IntegrityError
+
+DESCRIPTOR_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,27 @@ class Architecture:
         )
 
 
+def shapes_of(sizes: Architecture) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the parameters of such a network, batch normalisation folded away."""
+    widths, found = sizes.widths, {}
+    before = 1
+    for stage, (width, depth) in enumerate(zip(widths, sizes.depths, strict=True)):
+        for block in range(depth):
+            kernel = 5 if stage == block == 0 else 3
+            found[_weight(stage, block)] = (width, before, kernel, kernel)
+            before = width
+    for stage, (lower, upper) in enumerate(pairwise(widths)):
+        found[f"lift.{stage}.weight"] = (lower, upper, 1, 1)
+    found["mix.0.weight"] = (widths[0], widths[0], 3, 3)
+    found["points.weight"] = (4, widths[0], 3, 3)
+    found["descriptor.0.weight"] = (sizes.hidden, sum(widths))
+    found["descriptor.2.weight"] = (DESCRIPTOR_DIM, sizes.hidden)
+    biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in found.items()}
+    return found | biases
+
+
 def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
-    """The sizes of a network with parameters of these names and shapes.
+    """The sizes of the network whose parameters have these names and shapes.
 
     Raises:
         IntegrityError: there is no such network; the message reads on after the file's name.
@@ -55,12 +77,15 @@ def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
         depths.append(depth)
     try:
         widths = [shapes[_weight(stage, 0)][0] for stage in range(len(depths))]
-        found = Architecture(tuple(widths), tuple(depths), shapes["descriptor.0.weight"][0])
+        sizes = Architecture(tuple(widths), tuple(depths), shapes["descriptor.0.weight"][0])
     except (KeyError, IndexError):
-        found = Architecture((), ())
-    if not all(holds for holds, _ in found.rules()):
-        raise IntegrityError("does not hold the tensors of our front end")
-    return found
+        sizes = Architecture((), ())
+    expected = shapes_of(sizes) if all(holds for holds, _ in sizes.rules()) else {}
+    found = {name: tuple(shape) for name, shape in shapes.items()}
+    if not expected or found != expected:
+        strange = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+        raise IntegrityError(f"does not hold the tensors of our front end: {', '.join(strange[:8])}")
+    return sizes
 
 
 def _weight(stage: int, block: int) -> str:

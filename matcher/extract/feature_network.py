@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grid_sample, interpolate, normalize, pixel_shuffle
 
-from matcher.extract.architecture import Architecture, architecture_of
+from matcher.extract.architecture import DESCRIPTOR_DIM, Architecture, architecture_of
+from matcher.extract.shared import padded
 from matcher.kernels.linear import linear
 from matcher.kernels.maps import (
     add_enlarged_compiled,
@@ -22,7 +23,6 @@ from matcher.kernels.maps import (
     score_pixels_compiled,
 )
 
-DESCRIPTOR_DIM = 64
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
 
@@ -109,11 +109,17 @@ class FeatureNetwork(nn.Module):
         """Score every pixel.
 
         Args:
-            pixels: (B, 1, H, W) grey in [0, 1], H and W multiples of `sizes.stride`.
+            pixels: (B, 1, H, W) grey in [0, 1]; repeated at the right and lower edge to multiples of
+                `sizes.stride`.
 
         Returns:
             Logits (B, H, W) float32, and the encoder's maps, finest first, to describe points with.
         """
+        height, width = pixels.shape[2:]
+        logits, maps = self._maps(padded(pixels, self.sizes.stride))
+        return logits[:, :height, :width], maps
+
+    def _maps(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
         centred = pixels - pixels.mean((2, 3), keepdim=True)
         # A standard deviation; torch's own takes eight times as long.
         deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
@@ -195,6 +201,9 @@ def unfolded(plain: FeatureNetwork, pixels: Tensor) -> FeatureNetwork:
 @torch.no_grad()
 def grown(plain: FeatureNetwork, sizes: Architecture) -> FeatureNetwork:
     """A larger network that computes the same: what is new weighs 0 where it meets what was there.
+
+    With more maps it is the same on images whose sides are multiples of its stride; others are repeated
+    further at the edge, which changes their mean and deviation.
 
     Args:
         plain: without batch normalisation.

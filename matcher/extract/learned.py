@@ -18,7 +18,7 @@ from matcher.config import ExtractorConfig
 from matcher.data.image import Image
 from matcher.extract.feature_network import FeatureNetwork
 from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
-from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
+from matcher.extract.shared import Found, FrontEnd, grey, strongest
 from matcher.kernels.maps import peaks_compiled
 from matcher.kernels.trials import Trial
 
@@ -66,17 +66,13 @@ def _build(_: ExtractorConfig) -> nn.Module:
 
 
 def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
-    """Points of images of one size; what lies in the padding is cut off before peaks are looked for."""
+    """Points of images of one size."""
     device = network.points.weight.device
-    stride = network.sizes.stride
-    logits, maps = network(torch.cat([padded(grey(image, device), stride) for image in images]))
-    height, width = images[0].pixels.shape[:2]
+    logits, maps = network(torch.cat([grey(image, device) for image in images]))
     if device.type == "cuda":
-        return _points_of_all(network, logits[:, :height, :width], maps, images, config)
+        return _points_of_all(network, logits, maps, images, config)
     return [
-        _points_of(
-            network, logits[b : b + 1, :height, :width], [level[b : b + 1] for level in maps], image, config
-        )
+        _points_of(network, logits[b : b + 1], [level[b : b + 1] for level in maps], image, config)
         for b, image in enumerate(images)
     ]
 

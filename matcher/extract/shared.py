@@ -148,7 +148,7 @@ def colour(image: Image, device: torch.device) -> Tensor:
 
 
 def padded(pixels: Tensor, multiple: int, least: int = 1) -> Tensor:
-    """(1, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
+    """(B, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
 
     Points keep their coordinates; the caller drops those that lie beyond the image.
     """

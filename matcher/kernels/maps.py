@@ -74,7 +74,12 @@ def try_half_maps() -> Trial:
 
 def add_enlarged_compiled(fine: Tensor, coarse: Tensor) -> Tensor:
     """fine (B, C, 2h, 2w) + coarse (B, C, h, w) enlarged bilinearly, of one precision; needs `have_maps`."""
-    out, (batch, channels, height, width) = torch.empty_like(fine), coarse.shape
+    batch, channels, height, width = coarse.shape
+    if fine.shape != (batch, channels, 2 * height, 2 * width):  # the kernel would write beyond its memory
+        raise ValueError(
+            f"a map of {tuple(fine.shape)} is not twice as large as one of {tuple(coarse.shape)}"
+        )
+    out = torch.empty_like(fine)
     for b in range(batch):
         given = (
             fine[b].data_ptr(),

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import onnxruntime
 
+from matcher.extract import architecture
 from matcher.files import NotOursError, cache_folder, make_private, open_own
 from matcher.kernels.library import processor_flags
 from matcher.onnx.runtime import Model, session
@@ -53,7 +54,7 @@ def _path(identity: Sequence[str]) -> Path | None:
 @cache
 def _sources() -> str:
     """A checksum of what writes the graphs."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(architecture.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -18,7 +18,7 @@ from matcher.passes.crops import LocalMatcher, PassMatches
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import common_region, crops_of
 from matcher.passes.search import Change, best_change
-from matcher.passes.stretching import Above, from_side
+from matcher.passes.stretching import Above, from_front
 from matcher.passes.union import joined
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
@@ -131,7 +131,7 @@ class _Pair:
                 geometry = self.geometry()
             yield one
         steps = [self.gradients, self.other_features, self.from_above, self.turned_from_above]
-        steps += [self.image_0_from_side, self.image_1_from_side]
+        steps += [self.image_0_from_front, self.image_1_from_front]
         reliable = self.evidence(geometry).probable_inliers >= _RELIABLE_REGION
         steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
@@ -172,20 +172,20 @@ class _Pair:
             return None
         return self.above.match(name, degrees, negative=self.negative)
 
-    def image_0_from_side(self, _: TwoViewGeometry) -> PassMatches | None:
+    def image_0_from_front(self, _: TwoViewGeometry) -> PassMatches | None:
         """Match with image 0 stretched horizontally."""
-        return self._from_side(0)
+        return self._from_front(0)
 
-    def image_1_from_side(self, _: TwoViewGeometry) -> PassMatches | None:
+    def image_1_from_front(self, _: TwoViewGeometry) -> PassMatches | None:
         """The same with image 1."""
-        return self._from_side(1)
+        return self._from_front(1)
 
-    def _from_side(self, side: int) -> PassMatches | None:
+    def _from_front(self, side: int) -> PassMatches | None:
         further = self.further
-        if not further.config.from_side or not min(map(len, self.features)):
+        if not further.config.from_front or not min(map(len, self.features)):
             return None
-        name = f"image {side} from the side"
-        return from_side(name, further.own, self.images, further.longer_side, side, negative=self.negative)
+        name = f"image {side} from the front"
+        return from_front(name, further.own, self.images, further.longer_side, side, negative=self.negative)
 
     def add(self, one: PassMatches) -> None:
         """Join the matches of another pass."""

@@ -38,7 +38,7 @@ def stretched(image: Image, longer_side: int, *, vertically: bool) -> Crop:
     return crop(image, (0, 0, width, height), *(factors[::-1] if vertically else factors))
 
 
-def from_side(
+def from_front(
     name: str, own: LocalMatcher, images: Sequence[Image], longer_side: int, side: int, *, negative: bool
 ) -> PassMatches:
     """Matches with one image stretched horizontally, and image 1 inverted if `negative`.

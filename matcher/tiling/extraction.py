@@ -15,9 +15,8 @@ from matcher.data.tensors import to_numpy
 
 TILE = 1024  # pixels a side, without the margin
 MARGIN = 64  # pixels of context around a tile; keypoints there belong to the neighbouring tile
-_GRID = (
-    32  # pixels; tiles start at multiples, so that coarse maps and octaves are sampled as in the whole image
-)
+# Pixels; tiles start at multiples: maps, of five at most, and octaves are sampled as in the whole image.
+_GRID = 32
 _TOGETHER = 4  # tiles per batch
 _IN_A_CELL = 8  # keypoints per cell of the quota's grid, if they are spread evenly
 

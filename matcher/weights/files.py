@@ -20,9 +20,9 @@ from matcher.config import architecture
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_whole
 from matcher.match.network.model import MatchingNetwork
-from matcher.weights.header import front_end_of, network_config, shapes_of
+from matcher.weights.header import front_end_of, network_config
 from matcher.weights.manifest import RESTORE, read_bytes, weights_bytes
-from matcher.weights.tensors import read_tensors
+from matcher.weights.tensors import all_tensors, read_tensors
 
 
 @runtime_checkable
@@ -130,7 +130,7 @@ def fill_front_end(network: nn.Module, kind: str, path: str | Path | None) -> No
     try:
         front_end_of(data, kind)
         if isinstance(network, _OfSeveralSizes):
-            network.fit(shapes_of(data))
+            network.fit({name: tuple(tensor.shape) for name, tensor in all_tensors(data).items()})
         network.load_state_dict(read_tensors(data, network.state_dict(), f"the front end {kind}"))
     except IntegrityError as error:
         raise IntegrityError(f"{path} {error}: {remedy}") from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from matcher.config import ALL_LAYERS, NetworkConfig
 from matcher.config_tables import from_dict
@@ -16,30 +15,11 @@ from matcher.weights.renames import current_config
 
 
 def read_header(data: bytes) -> dict[str, str]:
-    """The metadata in the header.
+    """The metadata in the header, which is 8 bytes of length (little endian), then JSON.
 
     Raises:
         IntegrityError: the bytes are not those of a safetensors file.
     """
-    metadata = _header(data).get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
-
-
-def shapes_of(data: bytes) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors, by name.
-
-    Raises:
-        IntegrityError: the bytes are not those of a safetensors file.
-    """
-    try:
-        entries = {name: one for name, one in _header(data).items() if name != "__metadata__"}
-        return {name: tuple(map(int, one["shape"])) for name, one in entries.items()}
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise IntegrityError("is not an intact safetensors file") from error
-
-
-def _header(data: bytes) -> dict[str, Any]:
-    """The header, which is 8 bytes of length (little endian), then JSON."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]) if 2 <= length <= len(data) - 8 else None
@@ -53,7 +33,8 @@ def _header(data: bytes) -> dict[str, Any]:
             else "is not a safetensors file, or is cut short"
         )
         raise IntegrityError(what)
-    return header
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def network_config(data: bytes) -> NetworkConfig:

@@ -13,8 +13,21 @@ from matcher.errors import IntegrityError
 from matcher.weights.renames import current_names
 
 
+def all_tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by their present names, numbers with a fraction as float32.
+
+    Raises:
+        IntegrityError: the bytes are damaged.
+    """
+    try:
+        tensors = current_names(parse_tensors(data))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise IntegrityError(f"is not an intact safetensors file ({error})") from error
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
 def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """Exactly the expected tensors, by their present names, numbers with a fraction as float32.
+    """As `all_tensors`, exactly the expected ones.
 
     Args:
         data: of a safetensors file.
@@ -24,11 +37,7 @@ def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[s
     Raises:
         IntegrityError: the bytes are damaged, or tensors are missing, extra, misshaped or not finite.
     """
-    try:
-        tensors = current_names(parse_tensors(data))
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise IntegrityError(f"is not an intact safetensors file ({error})") from error
-    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    tensors = all_tensors(data)
     if problems := list_differences(expected, tensors):
         raise IntegrityError(f"does not hold the tensors that {owner} asks for ({'; '.join(problems)})")
     return tensors

@@ -27,7 +27,7 @@ _PASSES: dict[str, dict[str, Any]] = {  # fields of the further passes, as they 
     "gradient images": {"gradients": False},
     "second front end": {"preset": None},
     "view from above": {"from_above": False},
-    "views from the side": {"from_side": False},
+    "view from the front": {"from_front": False},
     "common region": {"region": False},
 }
 PARTS = ("working size", "further passes", *_PASSES, "calibration")

@@ -14,7 +14,7 @@ from matcher.data.image import Image
 from matcher.errors import UsageError
 from matcher.extract.feature_network import FeatureNetwork
 from matcher.extract.learned import BORDER, NMS_RADIUS, candidates, refine
-from matcher.extract.shared import grey, padded
+from matcher.extract.shared import grey
 from matcher.lab.pairs.textures import PhotoSet
 from matcher.match.network.model import MatchingNetwork
 from matcher.match.steering import steered
@@ -69,10 +69,8 @@ def _network(weights: str) -> FeatureNetwork:
 def _descriptors(old: FeatureNetwork, new: FeatureNetwork, photo: np.ndarray) -> tuple[Tensor, Tensor]:
     """Descriptors (4N, 64) of the new front end's keypoints by both networks, in each rotation."""
     image = Image(photo, photo.shape[1::-1])
-    stride = max(old.sizes.stride, new.sizes.stride)
-    pixels = padded(grey(image, torch.device("cpu")), stride)
+    pixels = grey(image, torch.device("cpu"))
     (_, olds), (logits, news) = old(pixels), new(pixels)
-    logits = logits[:, : photo.shape[0], : photo.shape[1]]
     y, x = candidates(logits, NMS_RADIUS, BORDER)[0].nonzero().T
     best = logits[0, y, x].topk(min(POINTS, len(x))).indices
     points = refine(logits, torch.stack([x, y], dim=-1)[None, best])

@@ -33,7 +33,7 @@ def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
                 f"{path}: a recipe has a few kilobytes, and this file more than {_LARGEST // 1024}"
             )
         values = tomllib.loads(data.decode("utf-8"))
-        if "network" in values:
+        if "network" in values and "trains" not in values:
             values["network"] = current_config(values["network"])
         recipe = from_dict(FrontEndRecipe if "trains" in values else Recipe, values, where=path.name)
     except UsageError:

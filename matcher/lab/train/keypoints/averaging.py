@@ -13,23 +13,21 @@ import torch
 
 from matcher.config import ExtractorConfig
 from matcher.errors import UsageError
-from matcher.extract.feature_network import FeatureNetwork
+from matcher.extract.architecture import Architecture
+from matcher.extract.feature_network import FeatureNetwork, grown
 from matcher.torch_engine import build_extractor
 
 SHIPPED = "learned"
 
 
-def mean_of(files: Sequence[str]) -> FeatureNetwork:
-    """The network with the mean parameters of weights files, `SHIPPED` among them.
+def mean_of(files: Sequence[str], sizes: Architecture) -> FeatureNetwork:
+    """The network with the mean parameters of weights files, `SHIPPED` among them, each grown to the sizes.
 
     Raises:
         IntegrityError: a file is absent, damaged, or of another network.
-        UsageError: the networks differ in size.
+        UsageError: one holds a larger network.
     """
-    networks = [_read(file) for file in files]
-    for file, network in zip(files, networks, strict=True):
-        if network.sizes != networks[0].sizes:
-            raise UsageError(f"{file} has {network.sizes}, {files[0]} {networks[0].sizes}: they have no mean")
+    networks = [_read(file, sizes) for file in files]
     for number, network in enumerate(networks[1:], start=2):
         blend(networks[0], network, 1 / number)
     return networks[0]
@@ -42,6 +40,9 @@ def blend(network: FeatureNetwork, other: FeatureNetwork, share: float) -> None:
         ours.lerp_(theirs.to(ours), share)
 
 
-def _read(file: str) -> FeatureNetwork:
+def _read(file: str, sizes: Architecture) -> FeatureNetwork:
     path = None if file == SHIPPED else file
-    return build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
+    network = build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
+    if not sizes.contains(network.sizes):
+        raise UsageError(f"network: {sizes} is smaller than that of {file}, {network.sizes}")
+    return grown(network, sizes)

@@ -92,6 +92,11 @@ class FrontEndRecipe:
 
     def rules(self) -> list[tuple[bool, str]]:
         """Conditions on the values, each with the message for a recipe that violates it."""
+        sizes = self.network.rules()
+        return sizes if not all(holds for holds, _ in sizes) else self._other_rules()
+
+    def _other_rules(self) -> list[tuple[bool, str]]:
+        """Those of a recipe whose network can be built."""
         scene, batch, optimiser = self.scene, self.batch, self.optimiser
         shares = {
             "batch.turned_share": batch.turned_share,
@@ -103,7 +108,6 @@ class FrontEndRecipe:
             "optimiser.start_share": optimiser.start_share,
         }
         return [
-            *self.network.rules(),
             *self._image_rules(),
             (Path(self.name).name == self.name != "", "name: must be a plain file name"),
             (
@@ -127,7 +131,8 @@ class FrontEndRecipe:
 
     def _image_rules(self) -> list[tuple[bool, str]]:
         scene, batch, shares = self.scene, self.batch, self.sources.shares()
-        stride = self.network.stride
+        # Changes of images on the device are made by squares of 8 pixels.
+        stride = max(self.network.stride, 8 if self.pairs_on_device else 1)
         return [
             (min(scene.width, scene.height) >= 64, "scene.width, scene.height: at least 64"),
             (

@@ -15,10 +15,10 @@ from matcher.extract.feature_network import folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
 from matcher.lab.train.folder import claim_folder
-from matcher.lab.train.keypoints.averaging import blend
+from matcher.lab.train.keypoints.averaging import blend, mean_of
 from matcher.lab.train.keypoints.batches import BatchSampler
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
-from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer, start_of
+from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer
 from matcher.lab.train.keypoints.validation import validate
 from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
@@ -123,7 +123,8 @@ def _write(loop: Loop, scores_of: Callable[[Describer], LogRow]) -> Path:
     validations = [row for row in trainer.progress.history if "f1" in row]
     model.network = folded(model.network).cpu()
     if share:
-        blend(model.network, start_of(recipe), share)
+        start = [recipe.start, *recipe.start_also]
+        blend(model.network, mean_of(start, recipe.network), share)
     if share and model.matcher is not None:
         blend_with_start(model.matcher, recipe.matcher.start, share)
     summary = {"recipe": to_dict(recipe), "validation": scores_of(model.cpu()), "history": validations}

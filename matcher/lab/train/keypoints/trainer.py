@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from matcher.errors import UsageError
 from matcher.extract.architecture import Architecture
-from matcher.extract.feature_network import FeatureNetwork, grown, unfolded
+from matcher.extract.feature_network import FeatureNetwork, unfolded
 from matcher.extract.learned import BORDER, NMS_RADIUS, candidates, refine
 from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.averaging import mean_of
@@ -48,7 +48,8 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
     """
 
     def __init__(self, recipe: FrontEndRecipe, device: torch.device) -> None:
-        self._trained = start_of(recipe) if recipe.start else None
+        start = [recipe.start, *recipe.start_also]
+        self._trained = mean_of(start, recipe.network) if recipe.start else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             model = Describer(recipe.network, load_matcher(recipe.matcher)).to(device)
@@ -127,19 +128,6 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         chosen, mutual = mutual_nearest(own @ losses.other_of_pair(own).mT, valid)
         near = distance.gather(2, chosen[..., None])[..., 0] < self.recipe.optimiser.match_distance
         return mutual & near
-
-
-def start_of(recipe: FrontEndRecipe) -> FeatureNetwork:
-    """The network that training starts from, grown to the sizes of the recipe.
-
-    Raises:
-        IntegrityError: weights to start from are absent, damaged, or of another network.
-        UsageError: they are larger than the recipe's network.
-    """
-    start = mean_of([recipe.start, *recipe.start_also])
-    if not recipe.network.contains(start.sizes):
-        raise UsageError(f"network: {recipe.network} is smaller than what it starts from, {start.sizes}")
-    return grown(start, recipe.network)
 
 
 def load_matcher(recipe: JointRecipe) -> MatchingNetwork | None:
