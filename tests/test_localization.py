@@ -276,6 +276,23 @@ def test_a_few_matches_that_agree_are_not_enough(agreeing, count, status):
     assert verdict[0] == status and verdict[2] < -10 and bool(verdict[1]) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("agreeing", "width", "status"), [(50, 0.25, "implausible"), (50, 1.0, "ok"), (80, 0.25, "ok")]
+)
+def test_few_matches_that_agree_in_one_corner_are_not_enough(agreeing, width, status):
+    """Elsewhere in the photo, all others disagree."""
+    rng = np.random.default_rng(agreeing)
+    points = rng.uniform((-2, -2, 5), (2, 2, 8), (200, 3))
+    points[:agreeing, :2] = 1 - width + width * points[:agreeing, :2]
+    seen = points[:, :2] / points[:, 2:] * 528 + [239.5, 179.5]
+    seen[agreeing:] = rng.uniform((0, 0), SIZE, (200 - agreeing, 2))
+    matches = Matches3d(seen, points, np.arange(200))
+    found = estimate_pose(matches, CAMERA, max_error=4.0, focal_known=True)
+    verdict = judge(found, matches, 4.0, LocalizationConfig(), focal_known=True)
+    assert verdict[0] == status
+    assert ("lie in one spot" in verdict[1]) == (status != "ok")
+
+
 def test_the_covariance_is_that_of_repeated_measurements():
     rng = np.random.default_rng(1)
     points = rng.normal(size=(80, 3)) * [2, 2, 1] + [0, 0, 6]

@@ -10,6 +10,8 @@ from training_data import write_photos, write_views
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.errors import UsageError
+from matcher.extract.architecture import Architecture
+from matcher.extract.feature_network import FeatureNetwork
 from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, DensePair, dominant_turn
 from matcher.lab.pairs.posed import sparse_positions
 from matcher.lab.pairs.sources import SourceShares
@@ -32,7 +34,7 @@ from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SourceRecipe
 from matcher.lab.train.run import train
 from matcher.match.steering import quarter_turns, turned_by
-from matcher.weights.files import load_model
+from matcher.weights.files import load_model, save_front_end
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -202,6 +204,16 @@ def test_a_batch_is_the_same_again_and_its_matches_look_alike(views):
     error = (positions - first.features1.keypoints[pair, column]).norm(dim=1)
     known = error.isfinite()  # elsewhere the position in image 0 decided
     assert known.float().mean() > 0.9 and error[known].max() < 6
+
+
+def test_a_front_end_whose_coarsest_map_does_not_divide_the_images_is_used(views, tmp_path):
+    save_front_end(
+        FeatureNetwork(Architecture((8,) * 6, (1,) * 6, 16)), "learned", tmp_path / "six.safetensors"
+    )
+    batch = DeviceSampler(views, replace(RECIPE, front_end=str(tmp_path / "six.safetensors")), CPU).batch(0)
+    points = torch.cat([batch.features0.keypoints, batch.features1.keypoints])
+    assert points.min() >= 0 and (points.amax((0, 1)) <= torch.tensor([159, 127])).all()
+    assert torch.allclose(batch.features0.descriptors.float().norm(dim=2), torch.ones(1), atol=1e-3)
 
 
 def test_unrelated_pairs_have_no_partners_and_upright_pairs_no_turn(views):

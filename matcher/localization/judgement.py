@@ -199,7 +199,11 @@ def judge(
     if agreeing < least or alarms > config.max_log10_false_alarms:
         return "not_significant", f"only {agreeing} of {count} matched keypoints agree with a pose", alarms
     covered = spread(matches.points2d[inliers], size)
-    if covered < config.min_spread:
+    if covered < (config.min_spread_of_few if agreeing < config.few_share * count else config.min_spread):
         share = f"{100 * covered:.1f} %"
-        return "implausible", f"the {agreeing} inliers lie in one spot, {share} of the photo", alarms
+        return (
+            "implausible",
+            f"the {agreeing} of {count} that agree lie in one spot, {share} of the photo",
+            alarms,
+        )
     return "ok", "", alarms
