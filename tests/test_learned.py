@@ -93,6 +93,12 @@ def test_what_is_new_in_a_grown_network_learns(picture):
     assert larger.descriptor[2].weight.grad[:, 256:].abs().sum() > 0
 
 
+def test_parameters_have_the_names_and_shapes_that_their_sizes_say():
+    for sizes in (Architecture(), LARGER, Architecture((1, 1, 8), (1, 2, 1), 5)):
+        shapes = {name: tuple(value.shape) for name, value in FeatureNetwork(sizes).state_dict().items()}
+        assert shapes == shapes_of(sizes) and architecture_of(shapes) == sizes
+
+
 def test_a_weights_file_tells_its_sizes(picture, tmp_path):
     network = random_network(LARGER)
     assert architecture_of({name: value.shape for name, value in network.state_dict().items()}) == LARGER

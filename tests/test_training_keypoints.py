@@ -15,8 +15,8 @@ from matcher.data.geometry import warp_points
 from matcher.data.image import Image
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import Architecture, architecture_of
-from matcher.extract.feature_network import DESCRIPTOR_DIM, FeatureNetwork, folded
+from matcher.extract.architecture import DESCRIPTOR_DIM, Architecture, architecture_of
+from matcher.extract.feature_network import FeatureNetwork, folded
 from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, dominant_turn, quarter_turned, transfer
 from matcher.lab.pairs.planes import NOTHING, View, plane_positions
 from matcher.lab.pairs.sources import SourceShares, build_mixture

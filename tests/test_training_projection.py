@@ -10,7 +10,7 @@ from training_data import TINY, write_photos
 from matcher.config import ExtractorConfig
 from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.feature_network import DESCRIPTOR_DIM
+from matcher.extract.architecture import DESCRIPTOR_DIM
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.projection import fit_projection
 from matcher.lab.train.reading import check_recipe

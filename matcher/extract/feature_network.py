@@ -84,7 +84,7 @@ class FeatureNetwork(nn.Module):
         self.encoder = nn.ModuleList()
         before = 1
         for width, depth in zip(widths, sizes.depths, strict=True):
-            blocks = [ConvNormRelu(before, width, 5 if before == 1 else 3, 2, normalised=normalised)]
+            blocks = [ConvNormRelu(before, width, 3 if self.encoder else 5, 2, normalised=normalised)]
             blocks += [ConvNormRelu(width, width, 3, 1, normalised=normalised) for _ in range(depth - 1)]
             self.encoder.append(nn.Sequential(*blocks))
             before = width

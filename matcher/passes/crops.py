@@ -81,11 +81,18 @@ class LocalMatcher:
         """Matches of two crops, in stored pixels of their images."""
         return self.match_crops(name, (crop0, crop1), self.extractor([crop0.as_image(), crop1.as_image()]))
 
-    def match_crops(self, name: str, crops: Sequence[Crop], features: Sequence[Features]) -> PassMatches:
-        """Matches of two crops with these features, in stored pixels of their images."""
-        crop0, crop1 = crops
+    def match_crops(
+        self, name: str, crops: Sequence[Crop | None], features: Sequence[Features]
+    ) -> PassMatches:
+        """Matches of two crops with these features, in stored pixels of their images.
+
+        Without a crop, the features are of the whole image and in its stored pixels.
+        """
         found = self.match_features(*features)
-        points0, points1 = crop0.to_stored(found.points0), crop1.to_stored(found.points1)
+        points0, points1 = (
+            points if crop is None else crop.to_stored(points)
+            for crop, points in zip(crops, (found.points0, found.points1), strict=True)
+        )
         return PassMatches(name, points0.astype(np.float32), points1.astype(np.float32), found.scores)
 
     def match_images(self, name: str, images: Sequence[Image]) -> PassMatches:

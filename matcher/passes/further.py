@@ -18,7 +18,7 @@ from matcher.passes.crops import LocalMatcher, PassMatches
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import common_region, crops_of
 from matcher.passes.search import Change, best_change
-from matcher.passes.stretching import Above, from_front
+from matcher.passes.stretching import Above, Front
 from matcher.passes.union import joined
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.thresholds import threshold_scale
@@ -184,8 +184,8 @@ class _Pair:
         further = self.further
         if not further.config.from_front or not min(map(len, self.features)):
             return None
-        name = f"image {side} from the front"
-        return from_front(name, further.own, self.images, further.longer_side, side, negative=self.negative)
+        front = Front(further.own, self.images, self.features, further.longer_side)
+        return front.match(f"image {side} from the front", side, negative=self.negative)
 
     def add(self, one: PassMatches) -> None:
         """Join the matches of another pass."""

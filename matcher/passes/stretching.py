@@ -22,7 +22,8 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.passes.crops import Crop, LocalMatcher, PassMatches, crop, whole
 
-STRETCH = 1.6  # of one side relative to the other; chosen on rooms among 1.6 and 2.5
+# Of one side relative to the other; chosen on rooms among 1.6 and 2.5 vertically, 1.6 and 2.2 horizontally.
+STRETCH = 1.6
 _ASPECT = 0.75  # of an image of the largest size
 
 
@@ -38,24 +39,26 @@ def stretched(image: Image, longer_side: int, *, vertically: bool) -> Crop:
     return crop(image, (0, 0, width, height), *(factors[::-1] if vertically else factors))
 
 
-def from_front(
-    name: str, own: LocalMatcher, images: Sequence[Image], longer_side: int, side: int, *, negative: bool
-) -> PassMatches:
-    """Matches with one image stretched horizontally, and image 1 inverted if `negative`.
+@dataclass(frozen=True, eq=False)
+class Front:
+    """Either image of a pair stretched horizontally; of the other one the keypoints are known."""
 
-    Args:
-        name: of the pass.
-        own: front end and matcher.
-        images: both, upright.
-        longer_side: as of `stretched`.
-        side: 0 or 1, the image that is stretched.
-        negative: whether image 1 is matched as a negative.
-    """
-    crop0, crop1 = (
-        stretched(image, longer_side, vertically=False) if number == side else whole(image, 1.0)
-        for number, image in enumerate(images)
-    )
-    return own.match(name, crop0, crop1.inverted() if negative else crop1)
+    own: LocalMatcher
+    images: Sequence[Image]
+    features: Sequence[Features]  # of both images as they are
+    longer_side: int
+
+    def match(self, name: str, side: int, *, negative: bool) -> PassMatches:
+        """Matches with image `side`, 0 or 1, stretched, and image 1 inverted if `negative`."""
+        crops: list[Crop | None] = [None, None]
+        crops[side] = stretched(self.images[side], self.longer_side, vertically=False)
+        if negative:
+            crops[1] = (crops[1] or whole(self.images[1], 1.0)).inverted()
+        features = [
+            known if crop is None else self.own.extractor([crop.as_image()])[0]
+            for crop, known in zip(crops, self.features, strict=True)
+        ]
+        return self.own.match_crops(name, crops, features)
 
 
 @dataclass(frozen=True, eq=False)

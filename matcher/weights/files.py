@@ -22,7 +22,7 @@ from matcher.files import write_whole
 from matcher.match.network.model import MatchingNetwork
 from matcher.weights.header import front_end_of, network_config
 from matcher.weights.manifest import RESTORE, read_bytes, weights_bytes
-from matcher.weights.tensors import all_tensors, read_tensors
+from matcher.weights.tensors import all_tensors, checked, read_tensors
 
 
 @runtime_checkable
@@ -129,9 +129,10 @@ def fill_front_end(network: nn.Module, kind: str, path: str | Path | None) -> No
     data = read_bytes(path, remedy)
     try:
         front_end_of(data, kind)
+        tensors = all_tensors(data)
         if isinstance(network, _OfSeveralSizes):
-            network.fit({name: tuple(tensor.shape) for name, tensor in all_tensors(data).items()})
-        network.load_state_dict(read_tensors(data, network.state_dict(), f"the front end {kind}"))
+            network.fit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        network.load_state_dict(checked(tensors, network.state_dict(), f"the front end {kind}"))
     except IntegrityError as error:
         raise IntegrityError(f"{path} {error}: {remedy}") from error
 

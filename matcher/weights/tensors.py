@@ -27,17 +27,21 @@ def all_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def read_tensors(data: bytes, expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """As `all_tensors`, exactly the expected ones.
+    """The tensors of a safetensors file that holds exactly the expected ones; as `all_tensors`, `checked`."""
+    return checked(all_tensors(data), expected, owner)
+
+
+def checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
+    """These tensors, if they are exactly the expected ones.
 
     Args:
-        data: of a safetensors file.
+        tensors: by name.
         expected: names and shapes.
         owner: whose tensors they are, for the message.
 
     Raises:
-        IntegrityError: the bytes are damaged, or tensors are missing, extra, misshaped or not finite.
+        IntegrityError: tensors are missing, extra, misshaped or not finite.
     """
-    tensors = all_tensors(data)
     if problems := list_differences(expected, tensors):
         raise IntegrityError(f"does not hold the tensors that {owner} asks for ({'; '.join(problems)})")
     return tensors
