@@ -17,9 +17,8 @@ from matcher.errors import UsageError
 from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, DensePair, quarter_turned
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.keypoints.batches import BatchSampler, ImageBatch
+from matcher.lab.train.keypoints.batches import BatchSampler, DenseBatch
 from matcher.lab.train.keypoints.joint import BatchKeypoints, labelled, match_scores
-from matcher.lab.train.keypoints.losses import transfer
 from matcher.lab.train.keypoints.recipe import (
     BatchRecipe,
     FrontEndRecipe,
@@ -80,7 +79,7 @@ def sampler(folder, recipe) -> BatchSampler:
     return BatchSampler(build_mixture(photos, recipe.sources.shares(), scene=recipe.scene), recipe)
 
 
-def shifted(turns: int = 0) -> ImageBatch:
+def shifted(turns: int = 0) -> DenseBatch:
     """One pair: image 1 shows image 0 moved 10 px to the right, and is then turned; of image 0 the left edge
     of what leaves the image is hidden, and ten rows are unknown."""
     y, x = np.mgrid[:SIDE, :SIDE].astype(np.float32)
@@ -91,15 +90,15 @@ def shifted(turns: int = 0) -> ImageBatch:
     pixels = np.zeros((SIDE, SIDE), np.uint8)
     pair = quarter_turned(DensePair(pixels, pixels, forward, backward), turns)
     positions = torch.from_numpy(np.stack([pair.positions0, pair.positions1]))
-    return ImageBatch(torch.zeros(2, 1, SIDE, SIDE), positions, torch.tensor([0, turns]))
+    return DenseBatch(torch.zeros(2, 1, SIDE, SIDE), torch.tensor([0, turns]), positions)
 
 
-def keypoints(batch: ImageBatch, points0: list, points1: list) -> BatchKeypoints:
+def keypoints(batch: DenseBatch, points0: list, points1: list) -> BatchKeypoints:
     """Keypoints of image 1 are given as it was before it was turned."""
     points = torch.tensor([points0, points1], dtype=torch.float32)
     for _ in range(int(batch.turns[1])):
         points[1] = torch.stack([SIDE - 1 - points[1, :, 1], points[1, :, 0]], dim=1)
-    corresponding, visible = transfer(points, batch.positions)
+    corresponding, visible = batch.transfer(points)
     descriptors = torch.nn.functional.normalize(
         torch.randn(2, len(points0), 64, generator=torch.Generator().manual_seed(0)), dim=2
     )

@@ -155,8 +155,8 @@ def test_positions_of_a_pair_are_inverse(sampler):
     batch = sampler.batch(0)
     points = torch.stack(torch.meshgrid(torch.arange(8.0, 88), torch.arange(8.0, 56), indexing="xy"), -1)
     points = points.reshape(1, -1, 2).repeat(len(batch.pixels), 1, 1)
-    transferred, visible = losses.transfer(points, batch.positions)
-    back, again = losses.transfer(losses.other_of_pair(transferred), batch.positions)
+    transferred, visible = batch.transfer(points)
+    back, again = batch.transfer(losses.other_of_pair(transferred))
     both = losses.other_of_pair(again) & visible
     error = (losses.other_of_pair(back) - points).norm(dim=-1)[both]
     assert both.any()

@@ -16,14 +16,14 @@ from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, DensePair, d
 from matcher.lab.pairs.posed import sparse_positions
 from matcher.lab.pairs.sources import SourceShares
 from matcher.lab.pairs.stored import find_sets, read_view
-from matcher.lab.train.keypoints.losses import transfer as transfer_dense
+from matcher.lab.train.keypoints.losses import other_of_pair
 from matcher.lab.train.keypoints.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
 from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.labels import IGNORED, label_partners
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.framing import draw_framings, render
-from matcher.lab.train.on_device.image_sampler import DeviceImageSampler
+from matcher.lab.train.on_device.image_sampler import DeviceImageSampler, interleaved
 from matcher.lab.train.on_device.labels import partners, quarter_turns_of
 from matcher.lab.train.on_device.photometry import _compressed, _curved, capture
 from matcher.lab.train.on_device.sampler import DeviceSampler
@@ -243,33 +243,79 @@ FRONT_END = FrontEndRecipe(
 def test_images_show_the_same_at_corresponding_pixels_however_they_are_turned(views):
     sampler = DeviceImageSampler(views, FRONT_END, CPU)
     batch, again = sampler.batch(1), sampler.batch(1)
-    assert torch.equal(batch.pixels, again.pixels) and torch.equal(batch.positions, again.positions)
-    assert batch.pixels.shape == (12, 1, 128, 160) and batch.positions.shape == (12, 2, 128, 160)
+    assert torch.equal(batch.pixels, again.pixels) and batch.pixels.shape == (12, 1, 128, 160)
     assert not batch.turns[0::2].any() and batch.turns[1::2].any()
+    y, x = torch.meshgrid(torch.arange(128.0), torch.arange(160.0), indexing="ij")
+    points = torch.stack([x, y], dim=2).flatten(0, 1).expand(12, -1, -1)
+    found, visible = batch.transfer(points)
+    assert torch.equal(found, again.transfer(points)[0])
+    back, both = batch.transfer(other_of_pair(found))
+    back, both = other_of_pair(back), other_of_pair(both) & visible
     size = torch.tensor([160, 128])
+    dense = found.where(visible.unsqueeze(2), HIDDEN).mT.unflatten(2, (128, 160)).numpy()
     compared = 0
-    for number, positions in enumerate(batch.positions):
-        visible = positions[0] >= 0
+    for number, (here, there) in enumerate(zip(visible, found, strict=True)):
         if number % 2:
-            pair = [batch.positions[n].numpy() for n in (number - 1, number)]
-            shown = DensePair(*(np.zeros((128, 160), np.uint8) for _ in range(2)), *pair)
+            shown = DensePair(*np.zeros((2, 128, 160), np.uint8), *dense[number - 1 : number + 1])
             assert int(batch.turns[number]) == dominant_turn(shown)
-        assert torch.isin(positions[:, ~visible], torch.tensor([HIDDEN, UNKNOWN])).all()
-        if visible.sum() < 2000:
+        if here.sum() < 2000:
             continue
-        there = positions[:, visible].T
-        grid = ((2 * there + 1) / size - 1).view(1, 1, -1, 2)
+        grid = ((2 * there[here] + 1) / size - 1).view(1, 1, -1, 2)
         other = torch.nn.functional.grid_sample(batch.pixels[number ^ 1][None], grid, align_corners=False)[
             0, 0, 0
         ]
-        values = torch.stack([batch.pixels[number, 0][visible], other])
+        values = torch.stack([batch.pixels[number, 0].flatten()[here], other])
         if values.std(1).min() > 0.05:
             compared += torch.corrcoef(values)[0, 1].abs() > 0.6
         # There and back again is the same pixel.
-        back, seen = transfer_dense(there[None], batch.positions[number ^ 1][None])
-        here = visible.nonzero().flip(1).float()
-        assert (back[0] - here).norm(dim=1)[seen[0]].median() < 0.5
+        assert (back[number] - points[number]).norm(dim=1)[both[number]].median() < 0.5
     assert compared >= 6
+
+
+def test_points_are_surely_hidden_where_nothing_around_them_is_visible(views):
+    batch = DeviceImageSampler(views, FRONT_END, CPU).batch(1)
+    y, x = torch.meshgrid(torch.arange(4.0, 124), torch.arange(4.0, 156), indexing="ij")
+    points = torch.stack([x, y], dim=2).flatten(0, 1).expand(12, -1, -1)
+    hidden = batch.surely_hidden(points)
+    assert 0.02 < hidden.float().mean() < 0.9
+    for shift in torch.tensor([[0, 0], [3, -3], [-3, 0], [0, 3]]):
+        _, visible = batch.transfer(points + shift)
+        assert not (visible & hidden).any()
+
+
+def test_the_first_pairs_of_a_batch_are_the_same_ones(views):
+    batch = DeviceImageSampler(views, FRONT_END, CPU).batch(1)
+    fewer = batch.first(2)
+    assert len(fewer) == 2 and torch.equal(fewer.pixels, batch.pixels[:4])
+    assert torch.equal(fewer.turns, batch.turns[:4]) and torch.equal(
+        interleaved(*fewer.pairs.images.chunk(2)), fewer.pixels
+    )
+    points = torch.rand(12, 40, 2) * torch.tensor([159.0, 127.0])
+    for few, all_of_them in zip(fewer.transfer(points[:4]), batch.transfer(points), strict=True):
+        assert torch.equal(few, all_of_them[:4])
+    assert torch.equal(fewer.surely_hidden(points[:4]), batch.surely_hidden(points)[:4])
+
+
+def test_gradients_of_transferred_points_are_finite_and_those_of_the_homography(views):
+    recipe = replace(FRONT_END, sources=SourceShares(planes=1.0, relief=0.0))
+    batch = DeviceImageSampler(views, recipe, CPU).batch(1)
+    points = (torch.rand(12, 40, 2) * torch.tensor([159.0, 127.0])).requires_grad_()
+    found, visible = batch.transfer(points)
+    found.sum().backward()
+    assert points.grad.isfinite().all() and not points.grad[~visible].any()
+    moved, _ = batch.transfer(points.detach() + 0.01)
+    change = (moved - found).sum(2) / 0.01
+    steady = visible & (change.abs() < 10)
+    assert steady.any() and torch.allclose(points.grad.sum(2)[steady], change[steady], atol=0.1)
+
+
+def test_the_next_batch_is_made_while_one_is_trained_on(views):
+    sampler = DeviceImageSampler(views, FRONT_END, CPU)
+    batches = list(sampler.batches(2, 5))
+    assert len(batches) == 3
+    for step, batch in enumerate(batches, start=2):
+        assert torch.equal(batch.pixels, sampler.batch(step).pixels)
+    assert list(sampler.batches(3, 3)) == []
 
 
 def test_turned_images_are_found_by_their_turn(views):

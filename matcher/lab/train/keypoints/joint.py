@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool2d
 
 from matcher.data.features import Features
 from matcher.data.matches import UNMATCHED
-from matcher.lab.pairs.dense import UNKNOWN
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.losses import other_of_pair
 from matcher.lab.train.keypoints.recipe import JointRecipe
@@ -30,9 +28,6 @@ from matcher.match.steering import turned_by
 
 OPTIMISER = OptimiserRecipe(inner_layers=1)
 LABELS = PairRecipe()
-CONTOUR = (
-    7  # pixels; a hidden keypoint with a visible pixel in a window of that size may lie on either surface
-)
 _FAR = 1e4
 
 
@@ -60,7 +55,7 @@ def labelled(points: BatchKeypoints, batch: ImageBatch, count: int) -> PairBatch
     positions, corresponding, visible, valid = (
         values[:, :count] for values in (points.positions, points.corresponding, points.visible, points.valid)
     )
-    known = valid & _certain(positions, batch.positions[:, 0], visible)
+    known = valid & (visible | batch.surely_hidden(positions))
     apart = torch.cdist(corresponding, other_of_pair(positions))
     apart = apart.masked_fill(~(visible[..., None] & other_of_pair(valid)[:, None]), _FAR)
     forward, backward = apart[0::2], apart[1::2].mT
@@ -75,16 +70,6 @@ def labelled(points: BatchKeypoints, batch: ImageBatch, count: int) -> PairBatch
     sides = [_features(points, batch, side, count) for side in (0, 1)]
     nowhere = corresponding.masked_fill(~visible[..., None], torch.nan)
     return PairBatch(*sides, partner0, partner1, nowhere[0::2], nowhere[1::2])
-
-
-def _certain(positions: Tensor, state: Tensor, visible: Tensor) -> Tensor:
-    """(2B, K) bool: keypoints that are visible, or hidden in an area that is. `state` (2B, H, W)."""
-    height, width = state.shape[1:]
-    at = positions.round().long()
-    at = at[..., 1].clamp(0, height - 1) * width + at[..., 0].clamp(0, width - 1)
-    around = max_pool2d((state[:, None] >= 0).float(), CONTOUR, 1, CONTOUR // 2)[:, 0]
-    hidden = (state.flatten(1).gather(1, at) > UNKNOWN) & (around.flatten(1).gather(1, at) == 0)
-    return visible | hidden
 
 
 def _partners(error: Tensor, known: Tensor) -> Tensor:

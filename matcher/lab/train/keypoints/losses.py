@@ -8,20 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 
-from matcher.extract.feature_network import sample
-
 _MASKED = -1e4  # a logit without probability
 
 
 def other_of_pair(values: Tensor) -> Tensor:
     """For each image, the values of the other image of its pair."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
-def transfer(points: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (B, N, 2) of points in the other image, and (B, N) bool whether they are visible there."""
-    visible = sample((positions[:, :1] >= 0).float(), points, "zeros")[..., 0] > 0.999
-    return sample(positions.clamp(min=0), points, "zeros"), visible
 
 
 def refinement_loss(corresponding: Tensor, others: Tensor, nearest: Tensor, counted: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
             logits, maps = network(batch.pixels)
         points, valid = strongest(logits, recipe.points)
         positions = refine(logits, points)
-        corresponding, visible = losses.transfer(positions, batch.positions)
+        corresponding, visible = batch.transfer(positions)
         visible &= valid
         nearest, distance, mutual = nearest_of_other(corresponding, positions, valid)
         with mixed_precision(self.device):

@@ -11,7 +11,7 @@ from matcher.extract.feature_network import FeatureNetwork
 from matcher.extract.learned import refine
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.joint import BatchKeypoints, labelled, match_scores
-from matcher.lab.train.keypoints.losses import mean_of, other_of_pair, transfer
+from matcher.lab.train.keypoints.losses import mean_of, other_of_pair
 from matcher.lab.train.keypoints.trainer import Describer, mutual_nearest, nearest_of_other, strongest
 from matcher.match.steering import steered
 
@@ -56,7 +56,7 @@ def keypoints_of(network: FeatureNetwork, batch: ImageBatch, count: int) -> Batc
     logits, maps = network(batch.pixels)
     maxima, valid = strongest(logits, count)
     points = refine(logits, maxima)
-    corresponding, visible = transfer(points, batch.positions)
+    corresponding, visible = batch.transfer(points)
     return BatchKeypoints(points, network.describe(maps, points), corresponding, visible & valid, valid)
 
 

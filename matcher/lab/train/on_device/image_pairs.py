@@ -44,6 +44,14 @@ class ImagePairs:
         """Pairs."""
         return len(self.first)
 
+    def first_ones(self, pairs: int) -> ImagePairs:
+        """The first pairs."""
+        framings = tuple(framing[:pairs] for framing in self.framings)
+        images = torch.cat([images[:pairs] for images in self.images.chunk(2)])
+        return ImagePairs(
+            self.views, self.first[:pairs], self.second[:pairs], self.flat[:pairs], framings, images
+        )
+
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of the images."""

@@ -3,20 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from matcher.lab.pairs.dense import HIDDEN, STRIDE, UNKNOWN, UNKNOWN_STATE, VISIBLE_STATE
+from matcher.lab.pairs.dense import HIDDEN_STATE, STRIDE, VISIBLE_STATE
 from matcher.lab.pairs.sources import MIN_OVERLAP
-from matcher.lab.train.keypoints.batches import ImageBatch
+from matcher.lab.train.keypoints.batches import CONTOUR, ImageBatch
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.image_pairs import DrawnPairs, ImagePairs, draw_images
 from matcher.lab.train.on_device.labels import quarter_turns_of
+from matcher.lab.train.on_device.transfer import Transferred
 from matcher.lab.train.on_device.views import DeviceViews
 from matcher.match.turns import TURNS
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnBatch(ImageBatch):
+    """Images that know where any of their points are in each other."""
+
+    pairs: ImagePairs
+
+    def transfer(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ImageBatch.transfer`."""
+        found = self._found(points)
+        return found.positions.nan_to_num(0.0), found.states == VISIBLE_STATE
+
+    @torch.no_grad()
+    def surely_hidden(self, points: Tensor) -> Tensor:
+        """As `ImageBatch.surely_hidden`; around a point it probes eight others."""
+        reach = torch.arange(-1, 2, device=points.device) * (CONTOUR // 2)
+        around = points.unsqueeze(2) + torch.cartesian_prod(reach, reach)
+        states = self._found(around.flatten(1, 2)).states.unflatten(1, (-1, 9))
+        return (states[..., 4] == HIDDEN_STATE) & ~(states == VISIBLE_STATE).any(2)
+
+    def first(self, pairs: int) -> DrawnBatch:
+        """As `ImageBatch.first`."""
+        return DrawnBatch(self.pixels[: 2 * pairs], self.turns[: 2 * pairs], self.pairs.first_ones(pairs))
+
+    def to(self, device: torch.device) -> DrawnBatch:
+        """The batch itself; it stays on its device, which trains.
+
+        Raises:
+            ValueError: another device.
+        """
+        if device.type != self.pixels.device.type:
+            raise ValueError(f"this batch was made on {self.pixels.device}, not on {device}")
+        return self
+
+    def _found(self, points: Tensor) -> Transferred:
+        sides = (self.pairs.found(side, points[side::2]) for side in (0, 1))
+        return Transferred(*(interleaved(*values) for values in zip(*sides, strict=True)))
+
+
+def interleaved(first: Tensor, second: Tensor) -> Tensor:
+    """Values of images 0 and of images 1 of B pairs, in the order of a batch: (2B, …)."""
+    return torch.stack([first, second], dim=1).flatten(0, 1)
 
 
 class DeviceImageSampler:
@@ -33,33 +79,33 @@ class DeviceImageSampler:
         scene, shares = recipe.scene, recipe.sources.shares()
         size = scene.width, scene.height
         self._drawn = DrawnPairs(size, shares, MIN_OVERLAP, recipe.batch.turned_share)
-        y, x = torch.meshgrid(torch.arange(scene.height), torch.arange(scene.width), indexing="ij")
-        self._pixels = torch.stack([x, y], dim=2).float().to(device)  # (H, W, 2)
+        sides = (torch.arange(0, side, STRIDE) for side in size)
+        self._probes = torch.cartesian_prod(*sides).float().to(device)
 
-    def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[ImageBatch]:
-        """The batches of steps start … stop−1; `readers` have nothing to do."""
-        for step in range(start, stop):
-            yield self.batch(step)
+    def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[DrawnBatch]:
+        """The batches of steps start … stop−1; `readers` have nothing to do.
+
+        On a processor the next one is made in a thread meanwhile.
+        """
+        if self.device.type != "cpu":
+            yield from map(self.batch, range(start, stop))
+            return
+        with ThreadPoolExecutor(1) as pool:
+            ahead = [pool.submit(self.batch, step) for step in range(start, min(start + 1, stop))]
+            for step in range(start + 1, stop + 1):
+                batch = ahead.pop().result()
+                if step < stop:
+                    ahead.append(pool.submit(self.batch, step))
+                yield batch
 
     @torch.no_grad()
-    def batch(self, step: int) -> ImageBatch:
+    def batch(self, step: int) -> DrawnBatch:
         """The batch of a step."""
         rng = np.random.default_rng([self.recipe.seed, 3, step])
         draws = Draws(int(rng.integers(2**62)), self.device)
         pairs = draw_images(self.views, self.recipe.batch.pairs, self._drawn, rng, draws)
-        # Images 2b and 2b + 1 are a pair.
-        images = torch.stack(pairs.images.chunk(2), dim=1).flatten(0, 1)
-        positions = torch.stack([self._positions(pairs, side) for side in (0, 1)], dim=1).flatten(0, 1)
-        coarse = self._pixels[::STRIDE, ::STRIDE].flatten(0, 1).expand(len(pairs), -1, -1)
+        probes = self._probes.expand(len(pairs), -1, -1)
         # How image 1 is rotated, which is undone by the opposite turn.
-        turned = -quarter_turns_of(coarse, pairs.found(0, coarse).positions) % TURNS
-        turns = torch.stack([torch.zeros_like(turned), turned], dim=1).flatten()
-        return ImageBatch(images, positions, turns)
-
-    def _positions(self, pairs: ImagePairs, side: int) -> Tensor:
-        """(B, 2, H, W) positions of all pixels of images `side` in the other one, HIDDEN or UNKNOWN."""
-        points = self._pixels.flatten(0, 1).expand(len(pairs), -1, -1)
-        found, states = pairs.found(side, points)
-        nowhere = torch.where(states == UNKNOWN_STATE, UNKNOWN, HIDDEN).unsqueeze(2)
-        found = torch.where((states == VISIBLE_STATE).unsqueeze(2), found, nowhere)
-        return found.mT.unflatten(2, self._pixels.shape[:2])
+        turned = -quarter_turns_of(probes, pairs.found(0, probes).positions) % TURNS
+        turns = interleaved(torch.zeros_like(turned), turned)
+        return DrawnBatch(interleaved(*pairs.images.chunk(2)), turns, pairs)
