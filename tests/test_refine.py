@@ -11,6 +11,7 @@ from rendered_texture import AFFINE, SIZE, Texture, move
 import matcher
 from matcher.config import RefineConfig
 from matcher.data.matches import REFINEMENTS, Matches
+from matcher.refine.least_squares import MAX_DAMPING, _weakest_direction
 from matcher.refine.local_maps import fit_affine_maps
 from matcher.refine.refinement import DEVIATION, ImagePyramid, refine_matches
 
@@ -224,6 +225,14 @@ def test_masked_pixels_are_not_read(views):
     assert np.percentile(errors(found)[chosen], 95) < 0.25
     hidden = refined(picture(images[0], np.zeros_like(mask)), sides[1], points0, move(points0))
     assert set(hidden.refinement.counts()) == {"outside"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_windows_whose_noise_is_all_they_hold_are_fixed_without_overflow():
+    energy = np.float32([1e9, 1e12, 4.0])
+    isotropic = energy[:, None, None] * np.eye(2, dtype=np.float32)
+    _, damping = _weakest_direction(isotropic, np.float32([1e9, 1e12, 1.0]))
+    assert damping.tolist() == pytest.approx([MAX_DAMPING, MAX_DAMPING, 4 / 9])
 
 
 def test_few_absent_and_impossible_matches(views):

@@ -29,6 +29,7 @@ NOISE_ENERGY = 0.08
 MAX_DAMPING = 1e3  # fixes a match along a direction in which the gradient is no more than noise
 INITIAL_NOISE = 0.3  # share of the initial residual that is attributed to noise
 _EPSILON = 1e-12
+_MAX_SHARE = 1e9  # of noise in what is left of a structure tensor without it
 _COMPACT_BELOW = 0.7  # converged matches leave the active set once the others are less than this share of it
 
 
@@ -288,7 +289,9 @@ def _weakest_direction(matrix: np.ndarray, noise: np.ndarray) -> tuple[np.ndarra
     xx, xy, yy = matrix[:, 0, 0], matrix[:, 0, 1], matrix[:, 1, 1]
     angle = 0.5 * np.arctan2(2 * xy, xx - yy) + np.pi / 2
     eigenvalue = 0.5 * (xx + yy) - np.hypot(0.5 * (xx - yy), xy)
-    damping = eigenvalue * (noise / np.maximum(eigenvalue - noise, _EPSILON)) ** 2
+    # Beyond the bound the match is fixed anyway; its square must not overflow in windows without contrast.
+    share = np.minimum(noise / np.maximum(eigenvalue - noise, _EPSILON), _MAX_SHARE)
+    damping = eigenvalue * share**2
     return np.stack([np.cos(angle), np.sin(angle)], axis=1), damping.clip(0, MAX_DAMPING)
 
 
