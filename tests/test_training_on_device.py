@@ -1,5 +1,6 @@
 """Pairs made on the device that trains; the CPU is a device, too."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -309,12 +310,21 @@ def test_gradients_of_transferred_points_are_finite_and_those_of_the_homography(
     assert steady.any() and torch.allclose(points.grad.sum(2)[steady], change[steady], atol=0.1)
 
 
-def test_the_next_batch_is_made_while_one_is_trained_on(views):
-    sampler = DeviceImageSampler(views, FRONT_END, CPU)
-    batches = list(sampler.batches(2, 5))
-    assert len(batches) == 3
+@pytest.mark.parametrize("sampler", [DeviceImageSampler, DeviceSampler])
+def test_the_next_batch_is_made_while_one_is_trained_on(views, sampler):
+    recipe = FRONT_END if sampler is DeviceImageSampler else RECIPE
+    sampler = sampler(views, recipe, CPU)
+    threads, made = threading.active_count(), sampler.batches(2, 5)
+    first = next(made)
+    assert threading.active_count() == threads + 1
+    batches = [first, *made]
+    assert len(batches) == 3 and threading.active_count() == threads
     for step, batch in enumerate(batches, start=2):
-        assert torch.equal(batch.pixels, sampler.batch(step).pixels)
+        again = sampler.batch(step)
+        if recipe is FRONT_END:
+            assert torch.equal(batch.pixels, again.pixels)
+        else:
+            assert torch.equal(batch.features0.keypoints, again.features0.keypoints)
     assert list(sampler.batches(3, 3)) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from matcher.lab.pairs.dense import HIDDEN_STATE, STRIDE, VISIBLE_STATE
 from matcher.lab.pairs.sources import MIN_OVERLAP
 from matcher.lab.train.keypoints.batches import CONTOUR, ImageBatch
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
+from matcher.lab.train.on_device.ahead import made_ahead
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.image_pairs import DrawnPairs, ImagePairs, draw_images
 from matcher.lab.train.on_device.labels import quarter_turns_of
@@ -83,20 +83,8 @@ class DeviceImageSampler:
         self._probes = torch.cartesian_prod(*sides).float().to(device)
 
     def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[DrawnBatch]:
-        """The batches of steps start … stop−1; `readers` have nothing to do.
-
-        On a processor the next one is made in a thread meanwhile.
-        """
-        if self.device.type != "cpu":
-            yield from map(self.batch, range(start, stop))
-            return
-        with ThreadPoolExecutor(1) as pool:
-            ahead = [pool.submit(self.batch, step) for step in range(start, min(start + 1, stop))]
-            for step in range(start + 1, stop + 1):
-                batch = ahead.pop().result()
-                if step < stop:
-                    ahead.append(pool.submit(self.batch, step))
-                yield batch
+        """The batches of steps start … stop−1; `readers` have nothing to do."""
+        return made_ahead(self.batch, start, stop, self.device)
 
     @torch.no_grad()
     def batch(self, step: int) -> DrawnBatch:

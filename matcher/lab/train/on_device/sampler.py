@@ -14,6 +14,7 @@ from matcher.data.features import Features
 from matcher.extract.learned import BORDER, NMS_RADIUS, SCORE_THRESHOLD, candidates, refine
 from matcher.lab.pairs.dense import HIDDEN_STATE
 from matcher.lab.train.labels import PairBatch
+from matcher.lab.train.on_device.ahead import made_ahead
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.image_pairs import DrawnPairs, ImagePairs, draw_images
 from matcher.lab.train.on_device.labels import partners, quarter_turns_of
@@ -47,8 +48,7 @@ class DeviceSampler:
 
     def batches(self, start: int, stop: int, readers: int = 1) -> Iterator[PairBatch]:
         """The batches of steps start … stop−1; `readers` have nothing to do."""
-        for step in range(start, stop):
-            yield self.batch(step)
+        return made_ahead(self.batch, start, stop, self.device)
 
     @torch.no_grad()
     def batch(self, step: int) -> PairBatch:
