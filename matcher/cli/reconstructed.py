@@ -21,6 +21,7 @@ def resized_scale(store: Store) -> float | None:
 
 def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
     """The statistics of a reconstruction, as lines to print."""
+    from matcher.collection.reconstruction.simpler_cameras import SIMPLE
     from matcher.collection.reconstruction.sparse_models import PLOT
 
     model = made.largest
@@ -35,6 +36,11 @@ def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
         f"mean track length: {model.mean_track_length:.2f}",
         f"mean reprojection error: {error}",
     ]
+    if model.began_simply:
+        lines.append(
+            f"the mapping began with {SIMPLE} cameras, because with the ones asked for fewer images were "
+            "registered; these were adjusted afterwards"
+        )
     if (place := model.georegistration) is not None:
         latitude, longitude, _ = place["origin"]
         near = f"{place['images']} positions agree to {place['median_error_metres']:.1f} m (median)"

@@ -19,6 +19,12 @@ from matcher.collection.reconstruction.rigs import (
     posed_frames,
     write_calibration,
 )
+from matcher.collection.reconstruction.simpler_cameras import (
+    enriched,
+    have_few_images,
+    most_images,
+    simplified,
+)
 
 RESULT = "result.json"
 CLOUD = "cloud.npz"  # points (P, 3) and colours (P, 3) of the largest model
@@ -51,6 +57,8 @@ def main() -> None:
     if job["verify"]:
         pycolmap.geometric_verification(job["database"])
     models = _map(pycolmap, job)
+    simple = _begun_simply(pycolmap, job, models)
+    models = simple or models
     if job["max_deviation"] is not None:
         fixed = None if job["mapper"] == "triangulate" else job["fixed_cameras"]
         for model in models.values():
@@ -65,7 +73,8 @@ def main() -> None:
         folder.mkdir(parents=True)
         place, unplaced = _place(pycolmap, model, job, number)
         model.write_binary(str(folder))
-        described.append(_described(model) | {"georegistration": place, "positions_unused": unplaced})
+        how = {"georegistration": place, "positions_unused": unplaced, "began_simply": bool(simple)}
+        described.append(_described(model) | how)
     if ordered:
         if job["rig"] is not None:
             write_calibration(ordered[0], Path(job["rig"]))
@@ -88,19 +97,13 @@ def _place(
 def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:
     work = Path(job["output"]) / "work"
     work.mkdir()
-    images = job["images"] if Path(job["images"]).is_dir() else str(work)
-    arguments = (job["database"], images, str(work))
+    arguments = (job["database"], _colours(job), str(work))
 
     def mapped() -> dict[int, Any]:
         """From the database alone."""
-        options = _options(pycolmap, job)
         if job["mapper"] == "global":
-            return pycolmap.global_mapping(*arguments, options)
-        models = pycolmap.incremental_mapping(*arguments, options)
-        if not models:  # along a street, every pair is one of cameras that move ahead
-            options.mapper.init_max_forward_motion = _ANY_MOTION
-            models = pycolmap.incremental_mapping(*arguments, options)
-        return models
+            return pycolmap.global_mapping(*arguments, _options(pycolmap, job))
+        return _incremental(pycolmap, job, arguments)
 
     if job["rig"] is not None and not job["rig_known"] and not calibrate_rig(pycolmap, job, mapped):
         return {}
@@ -113,6 +116,38 @@ def _map(pycolmap: Any, job: dict[str, Any]) -> dict[int, Any]:
     if job["mapper"] == "triangulate":
         return {0: start}
     return _continued(pycolmap, start, arguments, options, rescale=job["rig"] is None)
+
+
+def _colours(job: dict[str, Any]) -> str:
+    """The folder of the photos, or one without any: only colours are taken from there."""
+    return job["images"] if Path(job["images"]).is_dir() else str(Path(job["output"]) / "work")
+
+
+def _incremental(pycolmap: Any, job: dict[str, Any], arguments: tuple[Any, ...]) -> dict[int, Any]:
+    options = _options(pycolmap, job)
+    models = pycolmap.incremental_mapping(*arguments, options)
+    if not models:  # along a street, every pair is one of cameras that move ahead
+        options.mapper.init_max_forward_motion = _ANY_MOTION
+        models = pycolmap.incremental_mapping(*arguments, options)
+    return models
+
+
+def _begun_simply(pycolmap: Any, job: dict[str, Any], models: dict[int, Any]) -> dict[int, Any]:
+    """Models that began with simpler cameras; none where these do not apply or register no more images."""
+    anew = job["mapper"] == "incremental" and job["poses"] is None and job["rig"] is None
+    if not anew or not have_few_images(pycolmap, models, job["database"]):
+        return {}
+    folder, fixed = Path(job["output"]) / "work" / "simpler", set(job["fixed_cameras"])
+    folder.mkdir()
+    simpler = simplified(pycolmap, job["database"], folder, fixed)
+    others = (
+        {} if simpler is None else _incremental(pycolmap, job, (str(simpler), _colours(job), str(folder)))
+    )
+    if most_images(others) <= most_images(models):
+        return {}
+    for model in others.values():
+        enriched(pycolmap, model, job["database"], fixed, job["threads"])
+    return others
 
 
 def _from_one_frame(pycolmap: Any, job: dict[str, Any], arguments: tuple[Any, ...]) -> dict[int, Any]:

@@ -32,6 +32,7 @@ class SparseModel:
     mean_reprojection_error: float  # stored pixels
     georegistration: dict[str, Any] | None = None  # where on Earth; then units are metres, x east, z up
     positions_unused: str | None = None  # why positions in the photos' headers do not say where on Earth
+    began_simply: bool = False  # whether cameras got all their parameters once the images were registered
 
     @property
     def registered(self) -> int:
@@ -73,7 +74,7 @@ def read_described(
 def _model(row: dict[str, Any]) -> SparseModel:
     poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
     numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
-    found = {name: row[name] for name in (*numbers, "georegistration", "positions_unused")}
+    found = {name: row[name] for name in (*numbers, "georegistration", "positions_unused", "began_simply")}
     return SparseModel(poses, row["cameras"], **found)
 
 
