@@ -33,9 +33,9 @@ class LocalizationConfig:
     min_share: float = 0.2
     min_spread: float = 0.005  # share of the photo that the inliers cover
     # And where less than this share of the matched keypoints agree, as elsewhere in the photo they disagree.
-    # Where points of the map were inexact 27 to 31 % agreed with poses .7 and .9 m off, on 11 to 13 % of the
-    # photo; right ones of as few cover 16 % and more.
-    few_share: float = 0.35
+    # Where points of the map were inexact 27 to 39 % agreed with poses .4 to .9 m off, on 11 to 13 % of the
+    # photo; right ones of as few cover more.
+    few_share: float = 0.45
     min_spread_of_few: float = 0.14
     refine: bool = True  # keypoints of the photo are refined on the images
     seed: int = 0  # of the sampling
