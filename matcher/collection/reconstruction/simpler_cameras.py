@@ -39,20 +39,21 @@ def simplified(pycolmap: Any, database: str, folder: Path, fixed: set[int]) -> P
         folder: that exists.
         fixed: numbers of cameras whose parameters are known.
     """
+    with pycolmap.Database.open(database) as stored:
+        cameras = stored.read_all_cameras()
+    rich = [camera for camera in cameras if camera.model.name in _RICHER and camera.camera_id not in fixed]
+    if not rich:
+        return None
     path = folder / "simpler.db"
     shutil.copyfile(database, path)
-    found = False
     with pycolmap.Database.open(str(path)) as copied:
-        for camera in copied.read_all_cameras():
-            if camera.model.name not in _RICHER or camera.camera_id in fixed:
-                continue
+        for camera in rich:
             simple = pycolmap.Camera.create_from_model_name(
                 camera.camera_id, SIMPLE, camera.mean_focal_length(), camera.width, camera.height
             )
             simple.has_prior_focal_length = camera.has_prior_focal_length
             copied.update_camera(simple)
-            found = True
-    return path if found else None
+    return path
 
 
 def enriched(pycolmap: Any, model: Any, database: str, fixed: set[int], threads: int) -> None:
