@@ -34,7 +34,7 @@ class LocalizationConfig:
     min_spread: float = 0.005  # share of the photo that the inliers cover
     # And where less than this share of the matched keypoints agree, as elsewhere in the photo they disagree.
     # Where points of the map were inexact 27 to 39 % agreed with poses .4 to .9 m off, on 11 to 13 % of the
-    # photo; right ones of as few cover more.
+    # photo; right ones of as few cover more, but for one of SIFT's.
     few_share: float = 0.45
     min_spread_of_few: float = 0.14
     refine: bool = True  # keypoints of the photo are refined on the images

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from matcher.collection.reconstruction.adjustment import adjust
 from matcher.collection.refined_keypoints import RefinedKeypoints
 from matcher.errors import UsageError
 
@@ -77,7 +78,7 @@ def keep_certain(
             if image.points2D[i].has_point3D():  # its point may be gone with another observation
                 model.delete_observation(image.image_id, i)
     if fixed_cameras is not None:
-        _adjust(pycolmap, model, images, fixed_cameras, threads)
+        adjust(pycolmap, model, fixed_cameras, threads)
     model.update_point_3d_errors()
 
 
@@ -88,16 +89,3 @@ def _count_unrefined(model: Any, point: Any, deviation: dict[str, np.ndarray]) -
 
 def _uncertain(deviation: float, limit: float, unrefined: int) -> bool:
     return unrefined > 1 if np.isnan(deviation) else bool(deviation > limit)
-
-
-def _adjust(pycolmap: Any, model: Any, images: list[Any], fixed_cameras: Iterable[int], threads: int) -> None:
-    config, options = pycolmap.BundleAdjustmentConfig(), pycolmap.BundleAdjustmentOptions()
-    options.print_summary = False
-    options.refine_sensor_from_rig = False
-    options.ceres.solver_options.num_threads = threads
-    for image in images:
-        config.add_image(image.image_id)
-    for number in set(fixed_cameras) & {image.camera_id for image in images}:
-        config.set_constant_cam_intrinsics(number)
-    config.fix_gauge(pycolmap.BundleAdjustmentGauge.TWO_CAMS_FROM_WORLD)
-    pycolmap.create_default_bundle_adjuster(options, config, model).solve()

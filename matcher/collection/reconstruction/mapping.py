@@ -140,9 +140,9 @@ def _begun_simply(pycolmap: Any, job: dict[str, Any], models: dict[int, Any]) ->
     folder, fixed = Path(job["output"]) / "work" / "simpler", set(job["fixed_cameras"])
     folder.mkdir()
     simpler = simplified(pycolmap, job["database"], folder, fixed)
-    others = (
-        {} if simpler is None else _incremental(pycolmap, job, (str(simpler), _colours(job), str(folder)))
-    )
+    if simpler is None:
+        return {}
+    others = _incremental(pycolmap, job, (str(simpler), _colours(job), str(folder)))
     if most_images(others) <= most_images(models):
         return {}
     for model in others.values():

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from matcher.collection.reconstruction.adjustment import adjust
+
 SIMPLE = "SIMPLE_RADIAL"
-# Models with the same projection and more parameters, each with the places of k1 among its own.
-_RICHER = {"RADIAL": (3,), "OPENCV": (4,), "FULL_OPENCV": (4,)}
+# Models with the same projection and more parameters, each with the place of k1 among its own.
+_RICHER = {"RADIAL": 3, "OPENCV": 4, "FULL_OPENCV": 4}
 _FEW = 0.5  # of the images
 _MAX_ERROR = 4.0  # pixels, and degrees between rays: COLMAP's limits for observations and points
 _MIN_ANGLE = 1.5
@@ -69,7 +71,7 @@ def enriched(pycolmap: Any, model: Any, database: str, fixed: set[int], threads:
     with pycolmap.Database.open(database) as stored:
         wanted = {camera.camera_id: camera.model.name for camera in stored.read_all_cameras()}
     for number, camera in model.cameras.items():
-        if camera.model.name == wanted[number] or number in fixed:
+        if camera.model.name == wanted[number]:
             continue
         simple = np.array(camera.params)  # f, cx, cy, k
         richer = pycolmap.Camera.create_from_model_name(
@@ -77,18 +79,9 @@ def enriched(pycolmap: Any, model: Any, database: str, fixed: set[int], threads:
         )
         values = np.array(richer.params)
         values[list(richer.principal_point_idxs())] = simple[1:3]
-        values[list(_RICHER[wanted[number]])] = simple[3]
+        values[_RICHER[wanted[number]]] = simple[3]
         camera.model, camera.params = richer.model, values
-    options = pycolmap.BundleAdjustmentOptions()
-    options.print_summary = False
-    options.ceres.solver_options.num_threads = threads
-    config = pycolmap.BundleAdjustmentConfig()
-    for number in model.reg_image_ids():
-        config.add_image(number)
-    for number in fixed & {model.image(each).camera_id for each in model.reg_image_ids()}:
-        config.set_constant_cam_intrinsics(number)
-    config.fix_gauge(pycolmap.BundleAdjustmentGauge.TWO_CAMS_FROM_WORLD)
     for _ in range(2):
-        pycolmap.create_default_bundle_adjuster(options, config, model).solve()
+        adjust(pycolmap, model, fixed, threads)
         pycolmap.ObservationManager(model).filter_all_points3D(_MAX_ERROR, _MIN_ANGLE)
     model.update_point_3d_errors()

@@ -44,7 +44,7 @@ class ImagePairs:
         """Pairs."""
         return len(self.first)
 
-    def first_ones(self, pairs: int) -> ImagePairs:
+    def leading(self, pairs: int) -> ImagePairs:
         """The first pairs."""
         framings = tuple(framing[:pairs] for framing in self.framings)
         images = torch.cat([images[:pairs] for images in self.images.chunk(2)])

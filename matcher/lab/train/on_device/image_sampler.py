@@ -43,7 +43,7 @@ class DrawnBatch(ImageBatch):
 
     def first(self, pairs: int) -> DrawnBatch:
         """As `ImageBatch.first`."""
-        return DrawnBatch(self.pixels[: 2 * pairs], self.turns[: 2 * pairs], self.pairs.first_ones(pairs))
+        return DrawnBatch(self.pixels[: 2 * pairs], self.turns[: 2 * pairs], self.pairs.leading(pairs))
 
     def to(self, device: torch.device) -> DrawnBatch:
         """The batch itself; it stays on its device, which trains.
