@@ -278,7 +278,13 @@ def test_a_few_matches_that_agree_are_not_enough(agreeing, count, status):
 
 @pytest.mark.parametrize(
     ("agreeing", "width", "status"),
-    [(50, 0.25, "implausible"), (50, 1.0, "ok"), (80, 1.0, "ok"), (100, 0.25, "ok")],
+    [
+        (50, 0.25, "implausible"),
+        (80, 0.25, "implausible"),
+        (50, 1.0, "ok"),
+        (80, 1.0, "ok"),
+        (100, 0.25, "ok"),
+    ],
 )
 def test_few_matches_that_agree_in_one_corner_are_not_enough(agreeing, width, status):
     """Elsewhere in the photo, all others disagree."""
