@@ -82,7 +82,7 @@ class Loop:
         write_whole(self.folder / "log.jsonl", lines.encode())
 
     def run(self, batches: Iterable) -> None:
-        """One step per batch, with validations and checkpoints.
+        """One step per batch until the trainer has finished, with validations and checkpoints.
 
         Raises:
             Stopped: the caller asked for it.
@@ -92,6 +92,8 @@ class Loop:
         recipe, progress = self.trainer.recipe, self.trainer.progress
         losses: list[float] = []
         started = time.perf_counter()
+        if self.trainer.finished:
+            return
         for batch in batches:
             losses.append(self.trainer.step(batch))
             progress.seconds += time.perf_counter() - started
@@ -100,7 +102,7 @@ class Loop:
                     f"the loss was not finite in {progress.skipped} steps; lower "
                     "optimiser.learning_rate in the recipe and start in another --run folder"
                 )
-            last = progress.step == recipe.optimiser.steps
+            last = self.trainer.finished
             if progress.step % LOG_EVERY == 0 or last:
                 self._report(losses)
                 losses.clear()
@@ -112,6 +114,8 @@ class Loop:
             if stopping:
                 self.log(f"stopped at step {progress.step}; the same command continues")
                 raise Stopped
+            if last:
+                return
             started = time.perf_counter()
 
     def _report(self, losses: Sequence[float]) -> None:

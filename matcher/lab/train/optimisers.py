@@ -62,6 +62,7 @@ class Schedule(Protocol):
     """Learning rate and moving average; see `OptimiserRecipe`."""
 
     steps: int
+    minutes: float
     learning_rate: float
     warmup_steps: int
     hold_share: float
@@ -70,12 +71,19 @@ class Schedule(Protocol):
     average_decay: float
 
 
-def learning_rate_share(recipe: Schedule, step: int) -> float:
-    """Share of the learning rate at a step: linear warm-up, a plateau, then a linear decay to `final_share`.
+def done_share(recipe: Schedule, step: int, seconds: float) -> float:
+    """How much of a run is done, by steps or by time, whichever is more; 1 at its end."""
+    by_time = seconds / (60 * recipe.minutes) if recipe.minutes else 0.0
+    return min(1.0, max(step / max(1, recipe.steps), by_time))
+
+
+def learning_rate_share(recipe: Schedule, step: int, seconds: float = 0.0) -> float:
+    """Share of the learning rate at a step, after so many seconds: linear warm-up, a plateau, then a linear
+    decay to `final_share`.
 
     A run on the plateau can be prolonged, and ended from any of its checkpoints.
     """
-    left = max(0.0, 1 - step / max(1, recipe.steps))
+    left = 1 - done_share(recipe, step, seconds)
     fall = min(1.0, left / max(1e-9, 1 - recipe.hold_share))
     return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
 

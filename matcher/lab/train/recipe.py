@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class OptimiserRecipe:
     """Muon for the matrices of the layers, AdamW for the rest; warm-up, a plateau, then a linear decay."""
 
     steps: int = 5000
+    minutes: float = 0.0  # of training at most, which then ends before all steps are done; 0: any
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     warmup_steps: int = 60
@@ -138,6 +140,7 @@ class Recipe:
             *self._pruning_rules(),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
+            (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]

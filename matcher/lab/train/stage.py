@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.train.optimisers import Schedule, learning_rate_share, set_learning_rate
+from matcher.lab.train.optimisers import Schedule, done_share, learning_rate_share, set_learning_rate
 from matcher.lab.train.recipe import fingerprint
 from matcher.lab.train.state import load_state, save_state
 from matcher.match.network.inference import resolve_precision
@@ -66,10 +66,15 @@ class Stage(Generic[Net, TrainingBatch]):
         """The loss of one batch, with gradients."""
         raise NotImplementedError
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or the time is over."""
+        return done_share(self.schedule, self.progress.step, self.progress.seconds) == 1
+
     def step(self, batch: TrainingBatch) -> float:
         """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
         schedule, progress = self.schedule, self.progress
-        rate = schedule.learning_rate * learning_rate_share(schedule, progress.step)
+        rate = schedule.learning_rate * learning_rate_share(schedule, progress.step, progress.seconds)
         set_learning_rate(self.optimisers, rate, self.second_rate)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from matcher.errors import UsageError
+from matcher.lab.train.growth import deepened
 from matcher.lab.train.labelled_layers import Pruning, labelled_layers
 from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.matching_loss import matching_loss
@@ -55,10 +56,10 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
     """Load trained parameters into a network.
 
     Heads for exit and pruning that the file lacks keep their values; so do the input projections if the file
-    is for another front end.
+    is for another front end. Layers that it lacks begin without effect.
 
     Args:
-        model: a network of the same architecture as the file.
+        model: a network of the same architecture as the file, or of more layers.
         start: a shipped name or the path of a weights file.
 
     Returns:
@@ -73,6 +74,9 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
     other_front_end = trained.config.kind != model.config.kind
     if other_front_end:
         found = _for_another_front_end(wanted, found)
+    before, depth = (network.config.context.depth for network in (trained, model))
+    if before < depth and trained.config.assignment.every_layer:
+        found = deepened(found, before, depth)
     different = [
         key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "match_probability"))
     ]

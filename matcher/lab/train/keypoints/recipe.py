@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,7 @@ class KeypointRecipe:
     """AdamW with warm-up, a plateau, then a linear decay; weights of the losses."""
 
     steps: int = 6000
+    minutes: float = 0.0  # as `optimiser.minutes` of a matcher's recipe
     learning_rate: float = 2e-3
     weight_decay: float = 1e-3
     warmup_steps: int = 50
@@ -125,6 +127,7 @@ class FrontEndRecipe:
                 "validation_pairs, validation_points: at least 1",
             ),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
             *self._matcher_rules(),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]
