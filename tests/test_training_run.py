@@ -172,6 +172,20 @@ def test_a_run_stopped_and_continued_gives_the_same_weights(root, finished, step
     assert steps_logged == sorted(steps_logged)
 
 
+def test_a_run_whose_time_is_over_is_finished(root, finished):
+    """After its first step it has taken longer; the same command then trains no further."""
+    timed = replace(TINY, optimiser=replace(TINY.optimiser, steps=1000, minutes=1e-6))
+    where, lines = options(root, "timed"), []
+    weights = train(timed, where, lines.append)
+    rows = [json.loads(line) for line in (where.folder / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 1]
+    assert "f1" in rows[-1]
+    first = tensors(weights)
+    assert train(timed, where, lines.append) == weights
+    assert (where.folder / "log.jsonl").read_text().count("\n") == 2
+    assert all(np.array_equal(first[name], value) for name, value in tensors(weights).items())
+
+
 def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_back(root, finished):
     where = options(root, "ahead")
     train(TINY, where, lambda line: None)
@@ -254,6 +268,12 @@ def test_the_shipped_recipe_is_read_and_unchanged_by_a_round_trip():
     [
         ("stepz = 3", "unknown key stepz; known keys: name"),
         ("[optimiser]\nlr = 3", "unknown key lr"),
+        ("[optimiser]\nminutes = -1.0", "optimiser.minutes: 0 or above"),
+        ("start_layers = [0]", "start_layers: only with start"),
+        ('start = "hybrid"\nstart_layers = [1, 0]', "start_layers: rising numbers from 0"),
+        ("[optimiser]\nfrozen_layers = 2", "optimiser.frozen_layers: only with start"),
+        ("[optimiser]\nfrozen_layers = 6", "optimiser.frozen_layers: from 0 to the last but one"),
+        ("[optimiser]\nminutes = inf", "optimiser.minutes: 0 or above"),
         ('[optimiser]\nsteps = "many"', "optimiser.steps: expected int, got 'many'"),
         ("[scene]\nviews = true", "scene.views: expected int"),
         ("[scene]\nviews = 1", "scene.scenes, scene.views: at least 2"),

@@ -11,9 +11,12 @@ from training_data import TINY, random_batch, with_steps
 
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.train.confidence import ConfidenceTrainer
+from matcher.lab.train.labelled_layers import labelled_layers
 from matcher.lab.train.optimisers import build_optimisers, learning_rate_share
-from matcher.lab.train.recipe import OptimiserRecipe
+from matcher.lab.train.recipe import OptimiserRecipe, Recipe
+from matcher.lab.train.start_layers import layer_of
 from matcher.lab.train.trainer import Trainer
+from matcher.match.network.model import MatchingNetwork
 from matcher.weights.files import save_model
 
 CPU = torch.device("cpu")
@@ -101,6 +104,25 @@ def test_the_learning_rate_warms_up_and_falls():
     assert share[800] == pytest.approx(0.5)
     assert share[1000] == pytest.approx(0.02)
     assert (np.diff(share[600:990]) < 0).all()
+
+
+def test_the_learning_rate_falls_with_the_time_too():
+    recipe = OptimiserRecipe(steps=1000, minutes=2.0, warmup_steps=1, hold_share=0.5, final_share=0.02)
+    share = [learning_rate_share(recipe, 10, seconds) for seconds in (0, 60, 90, 120, 500)]
+    assert share == pytest.approx([1.0, 1.0, 0.5, 0.02, 0.02])
+    # Whichever end is nearer decides.
+    assert learning_rate_share(recipe, 750, 0) == pytest.approx(0.5)
+    assert learning_rate_share(recipe, 750, 108) == pytest.approx(0.2)
+    assert learning_rate_share(replace(recipe, minutes=0.0), 750, 1e9) == pytest.approx(0.5)
+
+
+def test_a_run_ends_when_its_minutes_are_over():
+    timed = replace(TINY.optimiser, steps=1000, minutes=1.0)
+    trainer = Trainer(replace(TINY, optimiser=timed), CPU)
+    trainer.step(batches(1)[0])
+    assert not trainer.finished
+    trainer.progress.seconds = 60.0
+    assert trainer.finished
 
 
 def test_every_parameter_but_the_heads_of_exit_and_pruning_is_trained_once():
@@ -194,6 +216,91 @@ def test_training_continues_from_given_weights(tmp_path):
     assert not torch.equal(fresh.model.project.weight, second.model.project.weight)
     second.step(batches(1)[0])  # which would standardise the projection of a network that starts anew
     assert (second.model.project.weight - first.average.project.weight).abs().max() < 0.01
+
+
+def deep(depth: int, recipe: Recipe = FORESEEING) -> Recipe:
+    network = recipe.network
+    return replace(recipe, network=replace(network, context=replace(network.context, depth=depth)))
+
+
+def disturbed(model: MatchingNetwork) -> MatchingNetwork:
+    """With no parameter at its special initial value, such as the zeros that silence new layers."""
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in model.parameters():
+            value += 0.05 * torch.randn(value.shape, generator=rng)
+    return model
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 6)])
+def test_a_deeper_network_begins_with_what_its_start_computes(tmp_path, before, after):
+    small = disturbed(Trainer(deep(before), CPU).average)
+    save_model(small, tmp_path / "small.safetensors", dtype=torch.float32)
+    recipe = replace(deep(after), start=str(tmp_path / "small.safetensors"))
+    trainer = Trainer(recipe, CPU)
+    batch = random_batch(np.random.default_rng(2))
+    found = [labelled_layers(model, batch, CPU, align=False)[-1].sides for model in (small, trainer.model)]
+    scores = [
+        model.scores(*sides, len(model.layers) - 1)
+        for model, sides in zip((small, trainer.model), found, strict=True)
+    ]
+    torch.testing.assert_close(scores[0], scores[1])
+    assert len(trainer.model.confidence) == len(trainer.model.match_probability) == after - 1
+    values = [value.clone() for value in trainer.model.layers[before - 1].parameters()]
+    for one in batches(2):
+        trainer.step(one)
+    changed = [
+        not torch.equal(old, new)
+        for old, new in zip(values, trainer.model.layers[before - 1].parameters(), strict=True)
+    ]
+    assert any(changed)
+
+
+def test_fewer_layers_than_the_start_has_are_refused(tmp_path):
+    save_model(Trainer(deep(3), CPU).average, tmp_path / "deep.safetensors")
+    with pytest.raises(UsageError, match=r"start: the weights deep are of another network"):
+        Trainer(replace(deep(2), start=str(tmp_path / "deep.safetensors")), CPU)
+
+
+def test_some_layers_of_the_start_are_used(tmp_path):
+    trained = disturbed(Trainer(deep(3), CPU).average)
+    save_model(trained, tmp_path / "deep.safetensors", dtype=torch.float32)
+    recipe = replace(deep(2), start=str(tmp_path / "deep.safetensors"), start_layers=(0, 2))
+    model = Trainer(recipe, CPU).model
+    for ours, theirs in ((0, 0), (1, 2)):
+        for part in ("layers", "heads"):
+            values = getattr(model, part)[ours].state_dict()
+            expected = getattr(trained, part)[theirs].state_dict()
+            assert all(torch.equal(value, expected[name]) for name, value in values.items())
+        assert torch.equal(model.guidance.predict[ours].weight, trained.guidance.predict[theirs].weight)
+    assert torch.equal(model.confidence[0].weight, trained.confidence[0].weight)
+    assert torch.equal(model.project.weight, trained.project.weight)
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (3,)])
+def test_layers_that_the_start_lacks_are_refused(tmp_path, layers):
+    save_model(Trainer(deep(3), CPU).average, tmp_path / "deep.safetensors")
+    recipe = replace(deep(len(layers)), start=str(tmp_path / "deep.safetensors"), start_layers=layers)
+    with pytest.raises(UsageError, match=r"start_layers: the weights deep have 3 layers, the first is 0"):
+        Trainer(recipe, CPU)
+
+
+def test_frozen_layers_keep_their_parameters(tmp_path):
+    start = tmp_path / "start.safetensors"
+    save_model(disturbed(Trainer(deep(4), CPU).average), start, dtype=torch.float32)
+    pruned = replace(TINY.optimiser, frozen_layers=2, inner_layers=2, kept_shares=(1.0, 0.5))
+    trainer = Trainer(replace(deep(4), start=str(start), optimiser=pruned), CPU)
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    for batch in batches(6):
+        trainer.step(batch)
+    assert trainer.progress.skipped == 0
+    changed = {
+        name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])
+    }
+    started = {name for name in changed if not name.startswith("match_probability")}
+    assert all(name.startswith("consensus.") or layer_of(name) >= 2 for name in started)
+    assert {layer_of(name) for name in changed} == {None, 0, 1, 2, 3}  # heads for pruning learn along
+    assert all(name in changed for name in before if name.startswith(("layers.3", "heads.3", "consensus")))
 
 
 def test_weights_of_another_shape_to_start_from_are_refused(tmp_path):

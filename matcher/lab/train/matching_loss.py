@@ -37,7 +37,9 @@ def matching_loss(
         rng: draws the inner layers.
     """
     device = layers[-1].sides[0].x.device
-    inner = torch.randperm(len(layers) - 1, generator=rng)[: recipe.inner_layers].tolist()
+    learning = len(layers) - 1 - recipe.frozen_layers
+    inner = torch.randperm(learning, generator=rng)[: recipe.inner_layers] + recipe.frozen_layers
+    inner = inner.tolist()
     if not model.config.assignment.every_layer:  # one head, for the last layer only
         inner = []
     losses = []

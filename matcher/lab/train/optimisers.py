@@ -17,7 +17,7 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
     """Muon (Jordan et al. 2024) for the matrices of the layers if the recipe asks for it, AdamW for the rest.
 
     The heads for early exit are left out; the second stage trains them. So are those for pruning, unless the
-    recipe drops points by them.
+    recipe drops points by them, and parameters that take no gradients.
 
     Raises:
         UsageError: the recipe asks for Muon, which this PyTorch lacks.
@@ -26,10 +26,11 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
         raise UsageError(
             f"optimiser.muon_rate needs PyTorch 2.9 or later, this is {torch.__version__}; set it to 0"
         )
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2] if recipe.muon_rate else []
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2 and p.requires_grad]
+    matrices = matrices if recipe.muon_rate else []
     chosen = {id(p) for p in matrices}
     later = "confidence" if prunes(recipe) else ("confidence", "match_probability")
-    trained = [p for name, p in model.named_parameters() if not name.startswith(later)]
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith(later)]
     rest = [p for p in trained if id(p) not in chosen]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},

@@ -56,6 +56,7 @@ class OptimiserRecipe:
     final_share: float = 0.01  # of the learning rate, at the end
     muon_rate: float = 2.0  # Muon's learning rate relative to AdamW's; 0 leaves everything to AdamW
     gradient_clip: float = 1.0
+    frozen_layers: int = 0  # the first layers, and all before them, that keep the parameters of `start`
     average_decay: float = 0.999  # exponential moving average of the parameters
     # Shares of an image's points, the likeliest to match, that go on after one of the first layers, as after
     # pruning; one is drawn at each step. With any below 1 the heads for pruning learn along, where all go on.
@@ -76,6 +77,8 @@ class Recipe:
 
     name: str = "hybrid"
     start: str = ""  # weights to start from, a shipped name or a file; random parameters if empty
+    # Layers of `start` that are used, the first is 0; all if empty. Further ones begin without effect.
+    start_layers: tuple[int, ...] = ()
     front_end: str = ""  # weights file of the front end of the training views; the shipped one if empty
     # The front end that `start` was trained for, if it is another one, "shipped" or a file: the projection of
     # descriptors is fitted to `front_end` before the first step.
@@ -140,6 +143,11 @@ class Recipe:
             *self._pruning_rules(),
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
+            (
+                0 <= optimiser.frozen_layers < self.network.context.depth,
+                "optimiser.frozen_layers: from 0 to the last but one of network.context.depth layers",
+            ),
+            (bool(self.start) or not optimiser.frozen_layers, "optimiser.frozen_layers: only with start"),
             (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
@@ -184,6 +192,12 @@ class Recipe:
                 "front_end, start_front_end: only where network.kind is learned",
             ),
             (bool(self.start) or not self.start_front_end, "start_front_end: only with start"),
+            (bool(self.start) or not self.start_layers, "start_layers: only with start"),
+            (
+                list(self.start_layers) == sorted(set(self.start_layers))
+                and min(self.start_layers, default=0) >= 0,
+                "start_layers: rising numbers from 0",
+            ),
         ]
 
 

@@ -163,6 +163,7 @@ class SecondStage:
                 recipe.start,
                 recipe.optimiser.start_share,
                 projection=not recipe.start_front_end,
+                layers=recipe.start_layers,
             )
         if len(trainer.average.confidence) and recipe.optimiser.confidence_steps > 0:
             heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from matcher.errors import UsageError
-from matcher.lab.train.growth import deepened
 from matcher.lab.train.labelled_layers import Pruning, labelled_layers
 from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.matching_loss import matching_loss
 from matcher.lab.train.optimisers import build_optimisers
 from matcher.lab.train.recipe import Recipe
 from matcher.lab.train.stage import Stage
+from matcher.lab.train.start_layers import chosen, deepened, layer_of
 from matcher.match.network.model import MatchingNetwork
 from matcher.weights.files import load_model
+
+_INNER_HEADS = ("confidence", "match_probability")
 
 
 class Trainer(Stage[MatchingNetwork, PairBatch]):
@@ -26,7 +29,8 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             model = MatchingNetwork(recipe.network)
-        self._projects = bool(recipe.start) and continue_from(model, recipe.start)
+        self._projects = bool(recipe.start) and continue_from(model, recipe.start, recipe.start_layers)
+        freeze(model, recipe.optimiser.frozen_layers)
         model.to(device)
         optimisers = build_optimisers(model, recipe.optimiser)
         super().__init__(recipe, recipe.optimiser, model, optimisers, device, recipe.optimiser.muon_rate)
@@ -52,7 +56,16 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         return matching_loss(self.model, layers, recipe, rng)
 
 
-def continue_from(model: MatchingNetwork, start: str) -> bool:
+def freeze(model: MatchingNetwork, layers: int) -> None:
+    """Let the first layers of a network, and all before them, keep their parameters; their heads for exit and
+    pruning, which change nothing else, do not."""
+    for name, parameter in model.named_parameters() if layers else ():
+        layer = layer_of(name)
+        ahead = layer < layers if layer is not None else not name.startswith("consensus.")
+        parameter.requires_grad_(not ahead or name.startswith(_INNER_HEADS))
+
+
+def continue_from(model: MatchingNetwork, start: str, layers: Sequence[int] = ()) -> bool:
     """Load trained parameters into a network.
 
     Heads for exit and pruning that the file lacks keep their values; so do the input projections if the file
@@ -61,6 +74,7 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
     Args:
         model: a network of the same architecture as the file, or of more layers.
         start: a shipped name or the path of a weights file.
+        layers: of the file, that are used, in this order; all if empty.
 
     Returns:
         Whether the projection of descriptors was loaded.
@@ -75,11 +89,14 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
     if other_front_end:
         found = _for_another_front_end(wanted, found)
     before, depth = (network.config.context.depth for network in (trained, model))
+    if layers:
+        if max(layers) >= before:
+            raise UsageError(f"start_layers: the weights {name} have {before} layers, the first is 0")
+        found, before = chosen(found, layers), len(layers)
     if before < depth and trained.config.assignment.every_layer:
         found = deepened(found, before, depth)
-    different = [
-        key for key in wanted.keys() ^ found.keys() if not key.startswith(("confidence", "match_probability"))
-    ]
+    found = {key: value for key, value in found.items() if key in wanted or not key.startswith(_INNER_HEADS)}
+    different = [key for key in wanted.keys() ^ found.keys() if not key.startswith(_INNER_HEADS)]
     different += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
     if different:
         raise UsageError(
@@ -91,7 +108,9 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
 
 
 @torch.no_grad()
-def blend_with_start(model: MatchingNetwork, start: str, share: float, *, projection: bool = True) -> None:
+def blend_with_start(
+    model: MatchingNetwork, start: str, share: float, *, projection: bool = True, layers: Sequence[int] = ()
+) -> None:
     """Interpolate between initial and trained parameters, to recover accuracy outside the training data.
 
     WiSE-FT (Wortsman et al. 2022).
@@ -101,12 +120,13 @@ def blend_with_start(model: MatchingNetwork, start: str, share: float, *, projec
         start: a shipped name or the path of a weights file.
         share: weight of the initial parameters, 0 to 1.
         projection: whether to interpolate that of descriptors too; not if it was fitted to another front end.
+        layers: as `continue_from`.
 
     Raises:
         IntegrityError, UsageError: as `continue_from`.
     """
     before = copy.deepcopy(model)
-    if not continue_from(before, start):
+    if not continue_from(before, start, layers):
         raise UsageError("optimiser.start_share: the start is of another front end")
     for (name, value), first in zip(model.named_parameters(), before.parameters(), strict=True):
         if projection or not name.startswith("project."):

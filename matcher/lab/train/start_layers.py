@@ -1,9 +1,9 @@
-"""Matchers of more layers than the weights that they start from: what is added begins without effect."""
+"""Matchers of fewer or more layers than the weights that they start from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,26 @@ from torch import Tensor
 _OF_A_LAYER = re.compile(r"((?:layers|heads|confidence|match_probability|guidance\.\w+)\.)(\d+)(\..+)?")
 # What a layer adds to its tokens.
 _ADDED = re.compile(r"layers\.\d+\.\w+\.ffn\.narrow\..+|guidance\.encode\.\d+\.weight")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer, the first is 0, that a tensor belongs to, or None."""
+    entry = _OF_A_LAYER.fullmatch(name)
+    return None if entry is None else int(entry[2])
+
+
+def chosen(found: Mapping[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors of some layers, and of what belongs to none, as a network of so many layers has them.
+
+    Args:
+        found: trained tensors by name.
+        layers: in the order that they will have.
+    """
+    kept = {name: value for name, value in found.items() if layer_of(name) is None}
+    for name, value in found.items():
+        if (entry := _OF_A_LAYER.fullmatch(name)) is not None and int(entry[2]) in layers:
+            kept[f"{entry[1]}{layers.index(int(entry[2]))}{entry[3] or ''}"] = value
+    return kept
 
 
 def deepened(found: Mapping[str, Tensor], before: int, depth: int) -> dict[str, Tensor]:
@@ -25,7 +45,7 @@ def deepened(found: Mapping[str, Tensor], before: int, depth: int) -> dict[str, 
         before: layers of their network.
         depth: layers of the network that they are for, no fewer.
     """
-    deeper = {name: value for name, value in found.items() if _OF_A_LAYER.fullmatch(name) is None}
+    deeper = {name: value for name, value in found.items() if layer_of(name) is None}
     for name, value in found.items():
         if (entry := _OF_A_LAYER.fullmatch(name)) is None:
             continue
