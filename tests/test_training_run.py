@@ -381,8 +381,9 @@ def test_steps_bound_every_stage_and_nothing_is_left_behind(root, finished, tmp_
 
 
 def test_steps_of_a_front_end_are_its_only_ones():
-    recipe = limited(read_recipe(shipped_recipe("learned")), 3)
-    assert recipe.optimiser.steps == 3
+    recipe = read_recipe(shipped_recipe("learned"))
+    recipe = limited(replace(recipe, optimiser=replace(recipe.optimiser, minutes=1.0)), 3)
+    assert (recipe.optimiser.steps, recipe.optimiser.minutes) == (3, 0.0)
 
 
 def started(root: Path, name: str) -> tuple[subprocess.Popen, Path]:

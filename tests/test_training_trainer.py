@@ -9,6 +9,7 @@ import pytest
 import torch
 from training_data import TINY, random_batch, with_steps
 
+from matcher.config import PositionConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.train.confidence import ConfidenceTrainer
 from matcher.lab.train.labelled_layers import labelled_layers
@@ -301,6 +302,17 @@ def test_frozen_layers_keep_their_parameters(tmp_path):
     assert all(name.startswith("consensus.") or layer_of(name) >= 2 for name in started)
     assert {layer_of(name) for name in changed} == {None, 0, 1, 2, 3}  # heads for pruning learn along
     assert all(name in changed for name in before if name.startswith(("layers.3", "heads.3", "consensus")))
+
+
+def test_no_layer_is_frozen_on_another_kind_of_front_end(tmp_path):
+    save_model(Trainer(TINY, CPU).average, tmp_path / "sift.safetensors")
+    network = replace(
+        TINY.network, kind="learned", descriptor_dim=64, position=PositionConfig(inputs=("xy",))
+    )
+    recipe = replace(TINY, network=network, start=str(tmp_path / "sift.safetensors"))
+    Trainer(recipe, CPU)
+    with pytest.raises(UsageError, match=r"frozen_layers: the start is of another kind"):
+        Trainer(replace(recipe, optimiser=replace(recipe.optimiser, frozen_layers=1)), CPU)
 
 
 def test_weights_of_another_shape_to_start_from_are_refused(tmp_path):

@@ -139,8 +139,8 @@ def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
 
 
 def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRecipe:
-    """The recipe with this number of steps, and at most as many in any later stage."""
-    changes = {"steps": steps}
+    """The recipe with this number of steps, whatever its minutes, and at most as many in later stages."""
+    changes = {"steps": steps, "minutes": 0.0}
     if hasattr(recipe.optimiser, "confidence_steps"):
         changes["confidence_steps"] = min(steps, recipe.optimiser.confidence_steps)
     return replace(recipe, optimiser=replace(recipe.optimiser, **changes))

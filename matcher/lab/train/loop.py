@@ -90,10 +90,10 @@ class Loop:
             OSError: the disk is full; the last good checkpoint is kept.
         """
         recipe, progress = self.trainer.recipe, self.trainer.progress
-        losses: list[float] = []
-        started = time.perf_counter()
         if self.trainer.finished:
             return
+        losses: list[float] = []
+        started = time.perf_counter()
         for batch in batches:
             losses.append(self.trainer.step(batch))
             progress.seconds += time.perf_counter() - started

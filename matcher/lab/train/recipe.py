@@ -141,6 +141,14 @@ class Recipe:
                 "pair.match_distance: 0 to unmatched_distance",
             ),
             *self._pruning_rules(),
+            *self._optimiser_rules(),
+            (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
+            *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
+        ]
+
+    def _optimiser_rules(self) -> list[tuple[bool, str]]:
+        optimiser = self.optimiser
+        return [
             (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (
@@ -149,8 +157,6 @@ class Recipe:
             ),
             (bool(self.start) or not optimiser.frozen_layers, "optimiser.frozen_layers: only with start"),
             (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
-            (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
-            *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]
 
     def _pruning_rules(self) -> list[tuple[bool, str]]:

@@ -30,7 +30,13 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
             torch.manual_seed(recipe.seed)
             model = MatchingNetwork(recipe.network)
         self._projects = bool(recipe.start) and continue_from(model, recipe.start, recipe.start_layers)
-        freeze(model, recipe.optimiser.frozen_layers)
+        frozen = recipe.optimiser.frozen_layers
+        if frozen and not self._projects:
+            raise UsageError(
+                "optimiser.frozen_layers: the start is of another kind of front end, whose projection is "
+                "learned anew; freeze no layers"
+            )
+        freeze(model, frozen)
         model.to(device)
         optimisers = build_optimisers(model, recipe.optimiser)
         super().__init__(recipe, recipe.optimiser, model, optimisers, device, recipe.optimiser.muon_rate)
