@@ -26,8 +26,7 @@ def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Op
         raise UsageError(
             f"optimiser.muon_rate needs PyTorch 2.9 or later, this is {torch.__version__}; set it to 0"
         )
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2 and p.requires_grad]
-    matrices = matrices if recipe.muon_rate else []
+    matrices = [p for p in model.layers.parameters() if recipe.muon_rate and p.ndim == 2 and p.requires_grad]
     chosen = {id(p) for p in matrices}
     later = "confidence" if prunes(recipe) else ("confidence", "match_probability")
     trained = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith(later)]
