@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -187,6 +187,9 @@ class ExtractorConfig:
     # Soft images (enlarged, blurred) are made smaller still, until they are sharp, but not below this longer
     # side; None: never.
     soft_resize: int | None = None
+    # An image with fewer keypoints than `max_keypoints` is searched enlarged, twice at most, to this longer
+    # side; None: never.
+    sparse_resize: int | None = None
     # Keypoints of an image, found by tiles that have `max_keypoints` each, for collections of large images;
     # None: the front end sees whole images.
     tiles: int | None = None
@@ -198,6 +201,10 @@ class ExtractorConfig:
     score_threshold: float | None = None  # points score more
     nms_radius: int | None = None  # pixels around a point in which it is the strongest
     border: int | None = None  # pixels along the edge without points
+
+    def of_size(self, resize: int | None) -> ExtractorConfig:
+        """The same for images that are resized so, whatever they show."""
+        return replace(self, resize=resize, soft_resize=None, sparse_resize=None)
 
 
 @dataclass(frozen=True)

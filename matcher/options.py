@@ -91,7 +91,7 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
                 table = table[step]
             table[key] = given[name]
     if "resize" in given:
-        values["extractor"]["soft_resize"] = None
+        values["extractor"] |= {"soft_resize": None, "sparse_resize": None}
     if "second_pass" in given:
         values["second_pass"] = _second_pass(config, given["second_pass"])
     if "refine" in given:

@@ -19,6 +19,7 @@ from matcher.data.image import Image
 from matcher.data.images import MAX_PIXELS, ImageInput, read_both, read_input
 from matcher.data.matches import Matches, TwoViewGeometry, best_first
 from matcher.data.protocols import Estimator, Extractor, Matcher
+from matcher.extract.enlarging import extracted
 from matcher.extract.sift import SiftExtractor
 from matcher.match.calibration import calibrated_by_refinement, calibration_of
 from matcher.match.nearest import NearestMatcher
@@ -145,7 +146,7 @@ class Pipeline:
     ) -> tuple[Result, np.ndarray]:
         """The result of one pass, in the matcher's order; and its scores before refinement."""
         times = [perf_counter()]
-        features0, features1 = self._extract(images)
+        features0, features1 = self.features_of(images)
         times.append(perf_counter())
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
@@ -228,10 +229,11 @@ class Pipeline:
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""
-        return self._extract([self.read(image, mask)])[0]
+        return self.features_of([self.read(image, mask)])[0]
 
-    def _extract(self, images: Sequence[Image]) -> list[Features]:
-        return one_for_each(self.extractor(images), Features, len(images), "extractor", self.extractor)
+    def features_of(self, images: Sequence[Image]) -> list[Features]:
+        """Keypoints and descriptors of images that `read` gave."""
+        return extracted(self.extractor, images, self.config.extractor)
 
     def match_features(self, features0: Features, features1: Features) -> Matches:
         """Match the features of two images.

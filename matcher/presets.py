@@ -97,7 +97,8 @@ LOFTR_TRANSPORT = replace(
 )
 # Points of a grid lie on no corner, and the network has refined them.
 _ON_GRID = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind=GRID_KIND, resize=640), refine=None)
-_ON_LEARNED = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="learned", soft_resize=640))
+_BY_CONTENT = {"soft_resize": 640, "sparse_resize": 1024}
+_ON_LEARNED = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="learned", **_BY_CONTENT))
 _ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="superpoint"))
 
 PRESETS: dict[str, PipelineConfig] = {

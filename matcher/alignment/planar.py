@@ -32,5 +32,5 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
 def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:
     """An image upright and at its full size, as `Pipeline.read` reads it; an `Image` is taken as it is."""
     config = pipeline.config
-    config = replace(config, extractor=replace(config.extractor, resize=None, soft_resize=None), refine=None)
+    config = replace(config, extractor=config.extractor.of_size(None), refine=None)
     return replace(pipeline, config=config).read(image, mask)

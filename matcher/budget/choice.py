@@ -110,9 +110,8 @@ def limited(pipeline: P, choice: Choice) -> P:
     config = pipeline.config
     if "refinement" in choice.without:
         config = replace(config, refine=None)
-    # The choice is for images of this size, soft or not.
-    size = {"resize": choice.resize, "soft_resize": None}
-    extractor_config = replace(config.extractor, max_keypoints=choice.max_keypoints, **size)
+    # The choice is for images of this size, soft or not, and searched once.
+    extractor_config = replace(config.extractor.of_size(choice.resize), max_keypoints=choice.max_keypoints)
     extractor = pipeline.extractor
     if hasattr(extractor, "limited"):  # ours, whichever library runs them
         extractor = extractor.limited(choice.max_keypoints)

@@ -129,7 +129,7 @@ class JobRunner:
         try:
             given = [result() for _, result in batch]
             images = [one.features for one in given if isinstance(one.features, Image)]
-            found = iter(self.pipeline.extractor(images) if images else ())
+            found = iter(self.pipeline.features_of(images) if images else ())
             done = [
                 replace(one, features=next(found)) if isinstance(one.features, Image) else one
                 for one in given

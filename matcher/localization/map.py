@@ -213,7 +213,7 @@ class Map:
         start = perf_counter()
         pixels = pipeline.read(image, mask)
         read = perf_counter()
-        (features,) = pipeline.extractor([pixels])
+        (features,) = pipeline.features_of([pixels])
         path = None if pixels.path is None else Path(pixels.path)
         query = Query(features, None, path, seconds={"read": read - start, "extract": perf_counter() - read})
         if self.localizer.config.refine and pipeline.config.refine is not None:

@@ -107,6 +107,4 @@ def _of_one_size(pipeline: Pipeline, image: Image) -> Pipeline:
     """The pipeline that resizes all images as it has resized this one."""
     config = pipeline.config.extractor
     resize = max(image.pixels.shape[:2]) if image.is_reduced(config.resize) else config.resize
-    return replace(
-        pipeline, config=replace(pipeline.config, extractor=replace(config, resize=resize, soft_resize=None))
-    )
+    return replace(pipeline, config=replace(pipeline.config, extractor=config.of_size(resize)))

@@ -51,7 +51,7 @@ def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
     """
     if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:
         raise UsageError(f"tiles must be a whole number of keypoints of at least 1, not {most!r}")
-    extractor = replace(pipeline.config.extractor, resize=None, soft_resize=None, tiles=int(most))
+    extractor = replace(pipeline.config.extractor.of_size(None), tiles=int(most))
     return replace(
         pipeline,
         extractor=TiledExtractor(pipeline.extractor, int(most)),

@@ -151,9 +151,7 @@ class TiledPipeline(Pipeline):
         return joined_matches(pairs, found, *points)
 
     def _read_full(self, image: ImageInput, mask: Mask | None) -> Image:
-        config = replace(
-            self.config, extractor=replace(self.config.extractor, resize=None, soft_resize=None), refine=None
-        )
+        config = replace(self.config, extractor=self.config.extractor.of_size(None), refine=None)
         return replace(self, config=config).read(image, mask)
 
     def _small(self, image: Image) -> Image:

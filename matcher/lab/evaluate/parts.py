@@ -35,7 +35,7 @@ PARTS = ("working size", "further passes", *_PASSES, "calibration")
 
 def _without(config: PipelineConfig, part: str) -> PipelineConfig:
     if part == "working size":
-        return replace(config, extractor=replace(config.extractor, soft_resize=None))
+        return replace(config, extractor=config.extractor.of_size(config.extractor.resize))
     if part == "further passes":
         return replace(config, second_pass=None)
     if part == "calibration":

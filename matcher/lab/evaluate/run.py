@@ -101,7 +101,7 @@ class _FeatureCache:
             return self.kept[key]
         config = pipeline.config.extractor
         image = source.open(config.resize, self.shorter_side, config.soft_resize)
-        features = pipeline.extractor([image])[0]
+        features = pipeline.features_of([image])[0]
         extracted = ImageFeatures(features, replace(image, pixels=np.zeros((0, 0), np.uint8), mask=None))
         if source.pixels is None:
             self.kept[key] = extracted

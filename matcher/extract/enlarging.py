@@ -1,0 +1,50 @@
+"""Images of which a front end finds fewer keypoints than wanted, as of plain rooms, are searched enlarged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from matcher.config import ExtractorConfig
+from matcher.data.feature_pairs import one_for_each
+from matcher.data.features import Features
+from matcher.data.image import Image
+from matcher.data.protocols import Extractor
+
+LARGEST = 2.0  # factor
+
+
+def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorConfig) -> list[Features]:
+    """The features of each image; of one with too few keypoints those of the image enlarged, if more.
+
+    The network's finest map has a sample for every second pixel, and keypoints keep some pixels apart: where
+    few places are worth a keypoint, both cost matches.
+
+    Args:
+        extractor: a front end.
+        images: as they are read.
+        config: with `sparse_resize`; without, nothing is enlarged.
+
+    Returns:
+        Features in stored pixels; their `scale` is that of the images as they were read, since no position
+        becomes more exact than the pixels are.
+    """
+    features = one_for_each(extractor(images), Features, len(images), "extractor", extractor)
+    factors = {
+        place: factor
+        for place, (found, image) in enumerate(zip(features, images, strict=True))
+        if 0 < len(found) < config.max_keypoints and (factor := _factor(image, config.sparse_resize)) > 1
+    }
+    if not factors:
+        return features
+    larger = [images[place].resized(factor) for place, factor in factors.items()]
+    again = one_for_each(extractor(larger), Features, len(larger), "extractor", extractor)
+    for place, found in zip(factors, again, strict=True):
+        if len(found) > len(features[place]):
+            features[place] = replace(found, scale=features[place].scale)
+    return features
+
+
+def _factor(image: Image, longer_side: int | None) -> float:
+    """By how much to enlarge an image towards this longer side."""
+    return 1.0 if longer_side is None else min(LARGEST, longer_side / max(image.pixels.shape[:2]))
