@@ -65,7 +65,7 @@ Resize = Annotated[
         "--resize",
         metavar="PX",
         help="Shrink larger images until the longer side has PX pixels. Without it, the learned front end's "
-        "presets shrink soft images further, to 640 at least.",
+        "presets shrink soft images further, to 640 at least, and enlarge small ones with few keypoints.",
     ),
 ]
 Keep = Annotated[

@@ -26,8 +26,8 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
         config: with `sparse_resize`; without, nothing is enlarged.
 
     Returns:
-        Features in stored pixels; their `scale` is that of the images as they were read, since no position
-        becomes more exact than the pixels are.
+        Features in stored pixels, of `scale` 1 where they are of an enlarged image: no position becomes more
+        exact than the pixels are.
     """
     features = one_for_each(extractor(images), Features, len(images), "extractor", extractor)
     factors = {
@@ -46,5 +46,7 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
 
 
 def _factor(image: Image, longer_side: int | None) -> float:
-    """By how much to enlarge an image towards this longer side."""
-    return 1.0 if longer_side is None else min(LARGEST, longer_side / max(image.pixels.shape[:2]))
+    """By how much to enlarge an image towards this longer side; not one that was made smaller."""
+    if longer_side is None or min(image.scale) < 1:
+        return 1.0
+    return min(LARGEST, longer_side / max(image.pixels.shape[:2]))
