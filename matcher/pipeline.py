@@ -216,12 +216,10 @@ class Pipeline:
             image, mask: as in `match`.
 
         Raises:
-            ImageError: the image cannot be read.
-            UsageError: something that is no image, or a mask of another size.
+            ImageError, UsageError: an image that cannot be read or is none, a mask of another size.
         """
-        config, stored = self.config.extractor, self.config.refine is not None
-        sizes = {"resize": config.resize, "soft_resize": config.soft_resize}
-        return self._read(image, mask, **sizes, keep_stored=stored)
+        sizes = {name: getattr(self.config.extractor, name) for name in ("resize", "soft_resize")}
+        return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
         options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)

@@ -21,7 +21,7 @@ def test_each_row_lacks_one_part_and_nothing_else():
     assert fewer["second front end"].passes.other is None and methods[ALL].passes.other is not None
     assert not fewer["common region"].passes.config.region and fewer["common region"].passes.config.negative
     assert fewer["calibration"].config.matcher.policy.calibration is None
-    size = replace(whole, extractor=replace(whole.extractor, soft_resize=None))
+    size = replace(whole, extractor=whole.extractor.of_size(1024))
     assert fewer["working size"].config == size != whole
 
 
