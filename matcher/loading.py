@@ -42,9 +42,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         cuda_graphs: on a GPU, capture a network's work for each size of tables once and replay it, which
             spares the time of queueing it; the memory for the last few sizes is kept. Off by default.
         max_keypoints: at most so many in an image.
-        resize: longer side in pixels; larger images are made smaller. By default 1024, and the presets of
-            the front end `learned` make soft (enlarged, blurred) images smaller still, but not below 640, and
-            enlarge small ones with few keypoints, twice at most.
+        resize: longer side in pixels, to which larger images are made smaller. By default 1024; presets of
+            the front end `learned` also shrink soft images (to 640) and enlarge small ones with few keypoints.
         keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
         match_threshold: least score of a match, 0 to 1, as the network gives it, before calibration.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
