@@ -43,7 +43,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
             spares the time of queueing it; the memory for the last few sizes is kept. Off by default.
         max_keypoints: at most so many in an image.
         resize: longer side in pixels, to which larger images are made smaller. By default 1024; presets of
-            the front end `learned` also shrink soft images (to 640) and enlarge small ones with few keypoints.
+            the front end `learned` also shrink soft images (to 640) and enlarge small ones of few keypoints.
         keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
         match_threshold: least score of a match, 0 to 1, as the network gives it, before calibration.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
