@@ -187,8 +187,8 @@ class ExtractorConfig:
     # Soft images (enlarged, blurred) are made smaller still, until they are sharp, but not below this longer
     # side; None: never.
     soft_resize: int | None = None
-    # An image with fewer keypoints than `max_keypoints` is searched enlarged, twice at most, to this longer
-    # side; None: never.
+    # An image with fewer keypoints than `max_keypoints`, and than 2,048, is searched enlarged, twice at most,
+    # to this longer side; None: never.
     sparse_resize: int | None = None
     # Keypoints of an image, found by tiles that have `max_keypoints` each, for collections of large images;
     # None: the front end sees whole images.

@@ -91,7 +91,10 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
                 table = table[step]
             table[key] = given[name]
     if "resize" in given:
-        values["extractor"] |= {"soft_resize": None, "sparse_resize": None}
+        sparse = config.extractor.sparse_resize
+        if sparse is not None and given["resize"] is not None:
+            sparse = min(sparse, given["resize"])
+        values["extractor"] |= {"soft_resize": None, "sparse_resize": sparse}
     if "second_pass" in given:
         values["second_pass"] = _second_pass(config, given["second_pass"])
     if "refine" in given:

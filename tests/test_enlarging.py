@@ -67,6 +67,16 @@ def test_only_those_with_too_few_are_searched_again():
     assert extracted(front_end, images, ExtractorConfig(max_keypoints=60))[0].keypoints.shape == (48, 2)
 
 
+def test_two_thousand_keypoints_are_enough_even_if_more_are_wanted():
+    front_end = Recorder()
+    for size, searches in (((760, 440), 2), ((2080, 1600), 1)):  # 209 keypoints; 2,080
+        front_end.seen.clear()
+        extracted(
+            front_end, [blank(*size, resize=4096)], ExtractorConfig(sparse_resize=4096, max_keypoints=8000)
+        )
+        assert len(front_end.seen) == searches
+
+
 def test_an_image_without_any_keypoint_or_with_none_more_stays():
     class Fixed(Recorder):
         def one(self, image):
@@ -104,7 +114,10 @@ def test_the_default_preset_finds_more_in_a_plain_room_with_masks_and_in_pixels_
     keep[:, :240] = True
     masked = pipe.extract(pixels, keep)
     assert len(masked) and (np.asarray(masked.keypoints)[:, 0] < 240).all()
-    assert len(matcher.load(resize=1024).extract(pixels)) == len(few)  # a size that is given is kept
+    within = matcher.load(resize=480)  # the longer side, which nothing exceeds
+    assert within.config.extractor.sparse_resize == 480 and len(within.extract(pixels)) == len(few)
+    assert matcher.load(resize=2048).config.extractor.sparse_resize == 1024
+    assert matcher.load(resize=None).config.extractor.sparse_resize == 1024
 
 
 def test_presets_of_our_front_end_do_so_and_others_do_not():
@@ -120,7 +133,7 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
     torch, onnx = (
         matcher.load(engine=engine, precision="float32").extract(paths[0]) for engine in ("torch", "onnx")
     )
-    assert len(torch) == len(onnx) > len(matcher.load(resize=1024).extract(paths[0]))
+    assert len(torch) == len(onnx) > len(matcher.load(resize=480).extract(paths[0]))
     collection = matcher.Collection.open(tmp_path / "run", workers=1, precision="float32")
     collection.add_images(tmp_path)
     collection.add_pairs(exhaustive=True)
@@ -132,7 +145,7 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
 def test_frames_and_time_budgets_search_once(rng):
     tracker, pixels = matcher.Tracker(), plain_room(rng)
     tracker.push(pixels)
-    found = matcher.load(resize=1024).extract(pixels)
+    found = matcher.load(resize=480).extract(pixels)
     assert len(tracker.pipeline.extractor([tracker.pipeline.read(pixels)])[0]) == len(found)
     result = matcher.load(second_pass=False).match(pixels, pixels, budget_ms=100_000)
     assert len(result.features0) == len(found)

@@ -127,9 +127,11 @@ def test_points_of_two_passes_that_are_the_same_count_once():
 
 def test_images_whose_scales_differ_four_times_are_matched(photo):
     small = cv2.resize(photo, None, fx=0.25, fy=0.25, interpolation=cv2.INTER_AREA)
-    # At the preset's lower threshold, or with the small image enlarged for its keypoints (no size given), the
-    # first pass finds enough here that other scales are not asked.
-    pipeline = matcher.load(max_keypoints=1024, resize=1024, device="cpu", match_threshold=0.2)
+    # At the preset's lower threshold, or with the small image enlarged, the first pass finds enough here that
+    # other scales are not asked.
+    pipeline = matcher.load(max_keypoints=1024, device="cpu", match_threshold=0.2)
+    as_stored = pipeline.config.extractor.of_size(1024)
+    pipeline = replace(pipeline, config=replace(pipeline.config, extractor=as_stored))
     result = pipeline.match(photo, small)
     error = np.abs((result.points0 + 0.5) / 4 - 0.5 - result.points1).max(axis=1)
     assert (error < 1).sum() > 50 and (error < 1).mean() > 0.8

@@ -12,6 +12,7 @@ from matcher.data.image import Image
 from matcher.data.protocols import Extractor
 
 LARGEST = 2.0  # factor
+ENOUGH = 2048  # keypoints, even if more are wanted
 
 
 def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorConfig) -> list[Features]:
@@ -33,7 +34,8 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
     factors = {
         place: factor
         for place, (found, image) in enumerate(zip(features, images, strict=True))
-        if 0 < len(found) < config.max_keypoints and (factor := _factor(image, config.sparse_resize)) > 1
+        if 0 < len(found) < min(config.max_keypoints, ENOUGH)
+        and (factor := _factor(image, config.sparse_resize)) > 1
     }
     if not factors:
         return features
