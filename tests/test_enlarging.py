@@ -69,12 +69,14 @@ def test_only_those_with_too_few_are_searched_again():
 
 def test_two_thousand_keypoints_are_enough_even_if_more_are_wanted():
     front_end = Recorder()
-    for size, searches in (((760, 440), 2), ((2080, 1600), 1)):  # 209 keypoints; 2,080
+    for size, searches, count in (
+        ((1600, 1200), 2, 2048),
+        ((2080, 1600), 1, 2080),
+    ):  # 1,200 and 2,080 at first
         front_end.seen.clear()
-        extracted(
-            front_end, [blank(*size, resize=4096)], ExtractorConfig(sparse_resize=4096, max_keypoints=8000)
-        )
-        assert len(front_end.seen) == searches
+        config = ExtractorConfig(sparse_resize=4096, max_keypoints=8000)
+        (found,) = extracted(front_end, [blank(*size, resize=4096)], config)
+        assert (len(front_end.seen), len(found)) == (searches, count)
 
 
 def test_an_image_without_any_keypoint_or_with_none_more_stays():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from matcher.config import ExtractorConfig
 from matcher.data.feature_pairs import one_for_each
 from matcher.data.features import Features
@@ -12,7 +14,7 @@ from matcher.data.image import Image
 from matcher.data.protocols import Extractor
 
 LARGEST = 2.0  # factor
-ENOUGH = 2048  # keypoints, even if more are wanted
+ENOUGH = 2048  # keypoints, even if more are wanted: no more are taken of an enlarged image
 
 
 def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorConfig) -> list[Features]:
@@ -43,7 +45,8 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
     again = one_for_each(extractor(larger), Features, len(larger), "extractor", extractor)
     for place, found in zip(factors, again, strict=True):
         if len(found) > len(features[place]):
-            features[place] = replace(found, scale=features[place].scale)
+            strongest = found.select(np.arange(min(len(found), ENOUGH)))  # they come first
+            features[place] = replace(strongest, scale=features[place].scale)
     return features
 
 
