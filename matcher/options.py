@@ -90,11 +90,13 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
             for step in tables:
                 table = table[step]
             table[key] = given[name]
+    sizes = values["extractor"]
+    if sizes["kind"] != config.extractor.kind:
+        sizes["sparse_resize"] = None  # only the preset's own front end is known to gain
     if "resize" in given:
-        sparse = config.extractor.sparse_resize
-        if sparse is not None and given["resize"] is not None:
-            sparse = min(sparse, given["resize"])
-        values["extractor"] |= {"soft_resize": None, "sparse_resize": sparse}
+        sizes["soft_resize"] = None
+        if None not in (sizes["sparse_resize"], given["resize"]):
+            sizes["sparse_resize"] = min(sizes["sparse_resize"], given["resize"])
     if "second_pass" in given:
         values["second_pass"] = _second_pass(config, given["second_pass"])
     if "refine" in given:

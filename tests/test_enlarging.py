@@ -13,6 +13,7 @@ from matcher.config import ExtractorConfig
 from matcher.data.features import Features
 from matcher.data.images import image_from_array
 from matcher.extract.enlarging import LARGEST, extracted
+from matcher.options import configure
 from matcher.presets import PRESETS
 
 
@@ -126,6 +127,8 @@ def test_presets_of_our_front_end_do_so_and_others_do_not():
     enlarging = {name for name, config in PRESETS.items() if config.extractor.sparse_resize is not None}
     assert enlarging == {"hybrid-learned", "nearest-learned"}
     assert LARGEST == 2
+    other = configure(PRESETS["nearest-learned"], {"frontend": "disk", "resize": 800})
+    assert other.extractor.sparse_resize is None
 
 
 def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
