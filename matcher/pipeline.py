@@ -135,7 +135,7 @@ class Pipeline:
         if chosen.passes is not None:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
-            result = self._with_further_passes(result, scores, images, originals, *cameras)
+            result = chosen._with_further_passes(result, scores, images, originals, *cameras)
         result = _best_first(result)
         if chosen.passes is not None and budget_ms is None and self.passes.config.guided:
             result = self._with_guided(result, images)  # no plan knows what it costs
@@ -177,6 +177,7 @@ class Pipeline:
         features, before = (first.features0, first.features1), first.seconds["total"]
         compared = replace(first.matches, scores=scores)
         joined = self.passes(images, originals, features, compared, first.geometry, before)
+        first = replace(first, budget=first.budget.leaving_out(joined.passes)) if joined.left_out else first
         if len(joined.passes) == 1:
             return first
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches

@@ -2,7 +2,9 @@
 
     python scripts/measure_budget.py pairs --budget-ms 400 --load 4
     python scripts/measure_budget.py sequence --budget-ms 250 --load 1 --count 150
+    python scripts/measure_budget.py poses --budget-ms 1000 --count 60
 
+`poses` says what a budget costs in accuracy, on as many of the kitchen's pairs, with nothing beside it.
 `multiview` must be in the folder that MATCHER_DATA names (default ../shared). Programs that compute without
 end are pinned to the core of this one. All ways take turns, photo by photo, so they meet the same load. At
 last the load begins several times, after a while without, and the first five photos beside it are looked at.
@@ -20,10 +22,13 @@ from pathlib import Path
 from time import perf_counter, sleep
 
 import numpy as np
+import torch
 
 import matcher
 from matcher.budget import pairs
 from matcher.budget.pace import Pace
+from matcher.lab.evaluate.metrics import auc, pose_error
+from matcher.lab.pairs.sets import SetOptions, find_sets
 from matcher.sequence import extraction
 
 SCENE = "multiview/val/kitchen/images"
@@ -100,12 +105,32 @@ def of_frames(photos: list[Path], budget_ms: float) -> list[Callable[[int], obje
     return [way(tracker) for tracker in (once, from_frames, within)]
 
 
+def measure_poses(budget_ms: float, count: int) -> None:
+    """Print the accuracy of the poses of real rooms within a budget, and how well it is kept."""
+    pipe = matcher.load(geometry="essential")
+    errors, times, passes = [], [], []
+    for number, pair in enumerate(find_sets("kitchen", SetOptions(pairs=count))[0].pairs):
+        cameras = dict(camera0=pair.K0, camera1=pair.K1)
+        files = pair.image0.path, pair.image1.path
+        if not number:
+            pipe.match(*files, **cameras, budget_ms=budget_ms)  # which measures what the machine needs
+        start = perf_counter()
+        result = pipe.match(*files, **cameras, budget_ms=budget_ms)
+        times.append(1000 * (perf_counter() - start))
+        errors.append(max(pose_error(result.geometry.cam1_from_cam0, pair.cam1_from_cam0)))
+        passes.append(max(1, len(result.passes)))
+    accuracy = "/".join(f"{auc(np.array(errors), degrees):.3f}" for degrees in (5, 10, 20))
+    print(
+        f"pose AUC@5/10/20 {accuracy}, {np.mean(passes):.1f} passes; {described(np.array(times), budget_ms)}"
+    )
+
+
 def main() -> None:
     """Measure alone, then beside the load, then each time it begins."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=tuple(WAYS))
+    parser.add_argument("kind", choices=(*WAYS, "poses"))
     parser.add_argument("--budget-ms", type=float, default=400.0)
     parser.add_argument("--load", type=int, default=1, help="programs beside this one")
     parser.add_argument("--count", type=int, default=40, help="pairs or frames of each measurement")
@@ -114,6 +139,10 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     photos = sorted((Path(os.environ.get("MATCHER_DATA", "../shared")) / SCENE).glob("*.jpg"))
     kind, budget_ms = arguments.kind, arguments.budget_ms
+    if kind == "poses":
+        torch.set_num_threads(1)
+        measure_poses(budget_ms, arguments.count)
+        return
     runs = {"pairs": of_pairs, "sequence": of_frames}[kind](photos, budget_ms)
     numbers, last = count(), {}
 

@@ -62,25 +62,73 @@ def test_a_narrow_one_takes_fewer_points_then_smaller_images_and_says_so(network
     assert not least.fits and "nothing smaller" in str(least)
 
 
-def test_further_passes_follow_only_where_they_fit(network, views, measured):
+def test_further_passes_follow_while_there_is_time(network, views, measured):
     with_passes = replace(network, passes=matcher.load("hybrid-learned").passes)
-    whole = 107.2
-    enough = whole + 8.0 * (whole + 10) + 100
-    assert planned(with_passes, views, enough + 1)[0].passes is with_passes.passes
-    chosen, _, choice = planned(with_passes, views, enough - 1)
-    assert chosen.passes is None and choice.without == ("further passes",)
+    chosen, _, choice = planned(with_passes, views, 1000.0)
+    assert choice.passes and choice.without == () and "for the first pass" in str(choice)
+    searched = 20e-6 * pairs._SEARCHED * 1024**2
+    limit = chosen.passes.limit
+    assert limit.total == pytest.approx((1000 - 600 / 20 - 600 / 100) / 1000)
+    assert limit.own == pytest.approx((searched + 3 * 600 / 50 + 600 / 100) / 1000) and limit.other == 0.1
+    assert chosen.passes.own.extractor is chosen.extractor
+    chosen, _, choice = planned(with_passes, views, 90.0)
+    assert chosen.passes is None and choice.without == ("refinement", "further passes")
 
 
-def test_a_plan_counts_every_further_pass(views, monkeypatch):
-    """Where a pair needs all of them, and none is confident."""
+@pytest.fixture
+def unsure(monkeypatch) -> matcher.Pipeline:
+    """A pipeline to which no pair is confident, so that it needs all passes, of which one is SIFT's."""
     monkeypatch.setattr(further, "_LOW_INLIERS", 2.0)
     monkeypatch.setattr(further, "best_change", lambda *_, **__: Change("negative", negative=True))
     monkeypatch.setattr(Evidence, "is_confident", lambda *_: False)
-    pipeline = matcher.load("hybrid-learned", max_keypoints=300, device="cpu")
-    pipeline = replace(pipeline, passes=replace(pipeline.passes, other=None))
-    passes = [one.name for one in pipeline.match(*views).passes]
-    assert len(passes) == 8 and "gradients" in passes
-    assert len(passes) - 1 < pairs._MORE
+    return matcher.load("hybrid-learned", max_keypoints=300, device="cpu")
+
+
+def passes_within(pipeline, views, **limit) -> tuple[list[str], tuple[str, ...]]:
+    """The names of the passes, and what was left out."""
+    own_plan = pairs.plan
+
+    def limited(*arguments):
+        chosen, images, choice = own_plan(*arguments)
+        return replace(chosen, passes=chosen.passes.within(**limit)), images, choice
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairs, "plan", limited)
+        result = pipeline.match(*views, budget_ms=1e6)
+    return [one.name for one in result.passes], result.budget.without
+
+
+def test_each_pass_is_left_out_that_does_not_fit(views, unsure, measured):
+    every, without = passes_within(unsure, views, total=600, own=0.1, other=0.1)
+    assert len(every) == 9 and "gradients" in every and without == ()
+    some, without = passes_within(unsure, views, total=600, own=0.1, other=601)
+    assert set(every) - set(some) == {"hybrid"} and without == ("some further passes",)
+    none, without = passes_within(unsure, views, total=1e-6, own=0.1, other=0.1)
+    assert none == [] and without == ("further passes",)
+
+
+def test_other_turns_are_tried_where_they_fit(views, measured):
+    pipeline = matcher.load("hybrid-learned", max_keypoints=600, second_pass=False, precision="float32")
+    below = lambda one: one.matcher.model.config.policy.other_turns_below  # noqa: E731
+    wide, _, choice = planned(pipeline, views, 1000.0)
+    assert choice.without == () and below(wide) == below(pipeline) > 0
+    narrow, _, choice = planned(pipeline, views, 200.0)
+    assert choice.without == ("other turns",) and below(narrow) == 0 and choice.max_keypoints >= 512
+
+
+def test_images_of_few_keypoints_are_enlarged_where_that_fits(views, measured):
+    pipeline = matcher.load("hybrid-learned", max_keypoints=600, second_pass=False, precision="float32")
+    enlarging = lambda one: one.config.extractor.sparse_resize  # noqa: E731
+    first, _, without = planned(pipeline, views, 530.0)
+    second, _, choice = planned(pipeline, views, 1000.0)
+    assert (enlarging(first), enlarging(second)) == (None, 1024)
+    assert choice.predicted_ms - without.predicted_ms == pytest.approx(20e-6 * 2 * 1024 * 768, rel=0.01)
+
+
+def test_poses_fit_a_budget_too(small_weights, views):
+    pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=300, geometry="essential")
+    result = pipeline.match(*views, camera0=matcher.Camera(700, 700, 399.5, 299.5), budget_ms=5000.0)
+    assert result.geometry.kind == "essential" and result.budget.fits
 
 
 def test_refinement_is_left_out_before_keypoints_are_few(network, views, measured):

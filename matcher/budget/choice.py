@@ -21,10 +21,11 @@ POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extracted from, tried in turn
 BUDGETS = (1e-3, 1e9)  # milliseconds that may be asked for
 _LEAST_LAYERS = 2
-POINTS_REFINED = 512  # rather than fewer, refinement is left out
+POINTS_WHOLE = 512  # rather than fewer, stages are left out
+REFINEMENT, OTHER_TURNS = "refinement", "other turns"  # stages that can be left out
 _MATCHES_REFINED = (200, 1000)  # on which its cost is measured
 _REST = 6.0  # milliseconds for geometry, tracks and pose
-_SLACK = 0.85  # share of the budget that is planned; the rest is a margin for slower frames
+SLACK = 0.85  # share of the budget that is planned; the rest is a margin for slower frames
 _BUSY = 1.2  # a pace that is worth a word
 _REPEATS = 3  # runs of each measurement; the median counts
 
@@ -53,14 +54,20 @@ class Choice:
     resize: int  # longer side of the image that features are extracted from, pixels
     predicted_ms: float  # per frame
     fits: bool  # False: even the cheapest settings, which were chosen, exceed the budget
-    without: tuple[str, ...] = ()  # stages left out: "refinement", "further passes"
+    without: tuple[str, ...] = ()  # left out: "other turns", "refinement", "further passes", or some of these
     pace: float = 1.0  # of the predicted time: times as long as on a machine left alone, as works before took
     took_ms: float | None = None  # of the pair that was matched with it
+    passes: bool = False  # further ones follow if a pair needs them, while there is time
 
     @property
     def exceeded(self) -> bool:
         """Whether the pair took longer than its budget."""
         return self.took_ms is not None and self.took_ms > self.budget_ms
+
+    def leaving_out(self, passes: Sequence[object] = ()) -> Choice:
+        """The same where there was no time for more than these passes."""
+        name = "some further passes" if len(passes) > 1 else "further passes"
+        return replace(self, without=(*self.without, name))
 
     def __str__(self) -> str:
         """One line for a person."""
@@ -69,10 +76,11 @@ class Choice:
         verdict = "" if self.fits else "; nothing smaller is offered, so this takes longer"
         verdict += f"; the machine is busy, {self.pace:.1f} times as slow" if self.pace > _BUSY else ""
         verdict += f"; it took {self.took_ms:.0f} ms, over the budget" if self.exceeded else ""
-        return (
-            f"{self.max_keypoints} points{layers}, images of at most {self.resize} pixels: about "
-            f"{self.predicted_ms:.0f} ms of {self.budget_ms:.0f} ms{verdict}"
+        follow = self.passes and "further passes" not in self.without
+        time = "about {:.0f} ms{} of {:.0f} ms".format(
+            self.predicted_ms, " for the first pass" if follow else "", self.budget_ms
         )
+        return f"{self.max_keypoints} points{layers}, images of at most {self.resize} pixels: {time}{verdict}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +116,7 @@ def enough(pipeline: Parts, choice: Choice, points: int) -> bool:
 def limited(pipeline: P, choice: Choice) -> P:
     """The pipeline with the chosen keypoints, layers, image size, and refinement or not."""
     config = pipeline.config
-    if "refinement" in choice.without:
+    if REFINEMENT in choice.without:
         config = replace(config, refine=None)
     # The choice is for images of this size, soft or not, and searched once.
     extractor_config = replace(config.extractor.of_size(choice.resize), max_keypoints=choice.max_keypoints)
@@ -187,7 +195,7 @@ def best_choice(
     rows = []
     for count, layers in product(counts, _depths(pipeline)):
         predicted = times * (extract_ms + cost(count, layers)) + _REST
-        rows.append(Choice(budget_ms, count, layers, resize, predicted, predicted <= _SLACK * budget_ms))
+        rows.append(Choice(budget_ms, count, layers, resize, predicted, predicted <= SLACK * budget_ms))
     fitting = [row for row in rows if row.fits]
     if fitting:
         return max(fitting, key=lambda row: (max(1, row.layers) * row.max_keypoints**0.5, -row.predicted_ms))

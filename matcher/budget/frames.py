@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from matcher.budget.choice import (
-    POINTS_REFINED,
+    POINTS_WHOLE,
+    REFINEMENT,
     SIZES,
     Choice,
     Parts,
@@ -97,9 +98,9 @@ class FrameCosts:
         if pipeline.config.refine is None:
             return fitting(_nothing)
         best = fitting(self._refine)
-        if enough(pipeline, best, POINTS_REFINED):
+        if enough(pipeline, best, POINTS_WHOLE):
             return best
-        return replace(fitting(_nothing), without=("refinement",))
+        return replace(fitting(_nothing), without=(REFINEMENT,))
 
     def _with_refinement(
         self, match: Callable[[int, int], float], refine: Callable[[float], float]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from matcher.budget.choice import (
     BUDGETS,
-    POINTS_REFINED,
+    OTHER_TURNS,
+    POINTS_WHOLE,
+    REFINEMENT,
     SIZES,
+    SLACK,
     Choice,
     Parts,
     at_pace,
@@ -25,16 +29,24 @@ from matcher.budget.choice import (
 )
 from matcher.budget.pace import Pace
 from matcher.config import GRID_KIND
+from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
+from matcher.data.protocols import Extractor, Matcher
 from matcher.errors import UsageError, check_number
+from matcher.extract.enlarging import pixels_enlarged
 from matcher.match.depth import can_be_cut
+from matcher.match.turns import OTHER_TURNS as TURNS_TRIED
+from matcher.match.turns import PROBED, STEERABLE
 
+# Stages that are left out before only fewer keypoints than these are left.
+_LEFT_OUT = (((), POINTS_WHOLE), ((OTHER_TURNS,), POINTS_WHOLE), ((OTHER_TURNS, REFINEMENT), 0))
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
-# Cost of further passes in first passes: seven extract and match again, one of them from the files, and
-# changes of scale are searched for. That with another front end is counted apart.
-_MORE = 8.0
+_CAMERA = Camera(1000.0, 1000.0, 500.0, 500.0)  # of these matches
+# Pixels that a further pass searches at most, of a square as large as its crops may be: both images at 4:3,
+# or one of these turned by 45 degrees.
+_SEARCHED = 1.55
 
 
 class ImageMatcher(Protocol):
@@ -48,6 +60,13 @@ class Passes(Protocol):
     """What follows a first pass of which too few matches agree."""
 
     other: Callable[[], ImageMatcher] | None
+    longer_side: int  # of what is matched, pixels
+
+    def within(self, total: float, own: float, other: float) -> Passes:
+        """The passes that fit in so many seconds; one takes `own` at most, with another front end `other`."""
+
+    def using(self, extractor: Extractor, matcher: Matcher) -> Passes:
+        """The passes with this front end and matcher of their own."""
 
 
 class PairParts(Parts, Protocol):
@@ -69,6 +88,10 @@ class PairCosts:
     refine: Callable[[float], float]  # by matches
     verify: Callable[[float], float]  # by matches, all of them wrong
     other: float  # of the further pass with another front end and matcher
+
+    def turns(self, points: int, layers: int) -> float:
+        """Of trying the other turns: each with a few keypoints, and one that is promising with all."""
+        return len(TURNS_TRIED) * self.match(min(points, PROBED), layers) + self.match(points, layers)
 
 
 def measured_costs(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
@@ -113,8 +136,9 @@ def plan(
 ) -> tuple[Q, list[Image], Choice]:
     """The pipeline that fits the budget, the images resized for it, and the choice.
 
-    Images are made smaller only if less than 256 keypoints would be left. Further passes are kept
-    only if all of them fit together with an unreduced first pass.
+    Images are made smaller only if less than 256 keypoints would be left. Where nothing
+    has to be reduced, images of few keypoints are enlarged if that fits too; further passes follow while
+    there is time.
 
     Args:
         pipeline: its `max_keypoints`, depth, `passes` and image size are upper limits.
@@ -129,26 +153,55 @@ def plan(
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
     costs, pace = measured_costs(pipeline, images), pace_of(pipeline).value
-    refined = pipeline.config.refine is not None
     reading_ms /= pace  # which was as slow as the rest will be
+    has = {REFINEMENT: pipeline.config.refine is not None, OTHER_TURNS: _tries_turns(pipeline)}
 
     def chosen(within_ms: float) -> Choice:
-        best = largest_that_fits(pipeline, images, costs, within_ms, reading_ms, refined=refined)
-        if not refined or enough(pipeline, best, POINTS_REFINED):
-            return best
-        best = largest_that_fits(pipeline, images, costs, within_ms, reading_ms, refined=False)
-        return replace(best, without=("refinement",))
+        for stages, least in _LEFT_OUT:
+            without = tuple(stage for stage in stages if has[stage])
+            best = largest_that_fits(pipeline, images, costs, within_ms, reading_ms, without)
+            if enough(pipeline, best, least):
+                break
+        return replace(best, without=without)
 
     choice = at_pace(chosen, budget_ms, pace)
     smaller = [_at_most(image, choice.resize) for image in images]
-    whole = (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers)
-    further = _MORE * (choice.predicted_ms + pace * reading_ms) + pace * costs.other
-    if pipeline.passes is None:
-        return without_other_turns(limited(pipeline, choice)), smaller, choice
-    if whole and not choice.without and choice.predicted_ms + further <= budget_ms:
-        return pipeline, smaller, choice
-    choice = replace(choice, without=(*choice.without, "further passes"))
-    return replace(without_other_turns(limited(pipeline, choice)), passes=None), smaller, choice
+    fitted = limited(pipeline, choice)
+    fitted = without_other_turns(fitted) if OTHER_TURNS in choice.without else fitted
+    reduced = any(a is not b for a, b in zip(images, smaller, strict=True))
+    if choice.without or reduced or not choice.fits:
+        choice = choice if pipeline.passes is None else choice.leaving_out()
+        return replace(fitted, passes=None), smaller, choice
+    if (choice.max_keypoints, choice.layers) == (_most(pipeline), pipeline.layers):
+        fitted, choice = _enlarging(pipeline, fitted, images, costs, choice)
+    if fitted.passes is None:
+        return fitted, images, choice
+    passes = _in_time(fitted, costs, choice)
+    return replace(fitted, passes=passes), images, replace(choice, passes=True)
+
+
+def _enlarging(
+    pipeline: PairParts, fitted: Q, images: Sequence[Image], costs: PairCosts, choice: Choice
+) -> tuple[Q, Choice]:
+    """What was fitted, with images of few keypoints enlarged, if there is time for that."""
+    config = pipeline.config.extractor
+    searched = pixels_enlarged(images, config)
+    predicted = choice.predicted_ms + choice.pace * sum(costs.extract(pixels) for pixels in searched)
+    if not searched or predicted > SLACK * choice.budget_ms:
+        return fitted, choice
+    enlarging = replace(fitted.config.extractor, sparse_resize=config.sparse_resize)
+    config = replace(fitted.config, extractor=enlarging)
+    return replace(fitted, config=config), replace(choice, predicted_ms=predicted)
+
+
+def _in_time(fitted: PairParts, costs: PairCosts, choice: Choice) -> Passes:
+    """The further passes of what was fitted, each only while there is time for the dearest of its kind."""
+    most, passes = _most(fitted), fitted.passes
+    searched = costs.extract(_SEARCHED * passes.longer_side**2)
+    own = searched + costs.match(most, choice.layers) + costs.verify(most)
+    total = choice.budget_ms / choice.pace - costs.refine(most) - costs.verify(most)
+    passes = passes.using(fitted.extractor, without_other_turns(fitted).matcher)
+    return passes.within(*(choice.pace * each / 1000 for each in (total, own, costs.other)))
 
 
 def largest_that_fits(
@@ -157,15 +210,15 @@ def largest_that_fits(
     costs: PairCosts,
     budget_ms: float,
     reading_ms: float,
-    *,
-    refined: bool,
+    without: Sequence[str],
 ) -> Choice:
-    """The choice for the largest images at which enough keypoints fit."""
-    best = None
+    """The choice for the largest images at which enough keypoints fit, without some of the stages."""
+    best, turns = None, _tries_turns(pipeline) and OTHER_TURNS not in without
 
     def matched(points: int, layers: int) -> float:
-        refining = costs.refine(points) if refined else 0.0
-        return costs.match(points, layers) + refining + costs.verify(points)
+        refining = 0.0 if REFINEMENT in without else costs.refine(points)
+        turning = costs.turns(points, layers) if turns else 0.0
+        return costs.match(points, layers) + turning + refining + costs.verify(points)
 
     for factor in SIZES:
         resize = max(1, round(factor * max(max(image.pixels.shape[:2]) for image in images)))
@@ -177,6 +230,11 @@ def largest_that_fits(
         if enough(pipeline, found, _LEAST_POINTS):
             break
     return best
+
+
+def _tries_turns(pipeline: Parts) -> bool:
+    """Whether its matcher tries turns other than the one that the descriptors suggest."""
+    return can_be_cut(pipeline.matcher) and pipeline.config.extractor.kind == STEERABLE
 
 
 def _most(pipeline: Parts) -> int:
@@ -191,7 +249,7 @@ def _at_most(image: Image, longer_side: int) -> Image:
 def without_other_turns(pipeline: Q) -> Q:
     """The pipeline without attempts at other turns, which can take several times as long."""
     if not can_be_cut(pipeline.matcher):
-        return pipeline
+        return pipeline  # it tries none
     policy = replace(pipeline.matcher.model.config.policy, other_turns_below=0.0)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
@@ -210,7 +268,9 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         matching_cost(single, features, other) for other in (None, _with_random_descriptors(features))
     )
     counts = [min(count, max(_MATCHES)) for count in _MATCHES]
-    verify = line(counts, [milliseconds(lambda n=n: pipeline.estimator(*_random(n))) for n in counts])
+    cameras = (_CAMERA, _CAMERA) if pipeline.config.estimation.kind == "essential" else None
+    estimate = partial(pipeline.estimator, cameras=cameras)
+    verify = line(counts, [milliseconds(lambda n=n: estimate(*_random(n))) for n in counts])
     refine = refining_cost(pipeline, images[0])
     other = 0.0
     if pipeline.passes is not None and pipeline.passes.other is not None:

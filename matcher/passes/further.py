@@ -14,6 +14,7 @@ from matcher.data.features import Features
 from matcher.data.gradients import gradient_image
 from matcher.data.image import Image
 from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.protocols import Extractor, Matcher
 from matcher.passes.crops import LocalMatcher, PassMatches
 from matcher.passes.evidence import Evidence
 from matcher.passes.regions import common_region, crops_of
@@ -41,6 +42,15 @@ class PassReport:
     seconds: float
 
 
+@dataclass(frozen=True)
+class TimeLimit:
+    """How long the passes of a pair may take, in seconds."""
+
+    total: float  # of all passes, the first one included
+    own: float  # that a pass, or a search for a change of scale, takes at most
+    other: float  # the same of that with another front end
+
+
 @dataclass(frozen=True, eq=False)
 class Joined:
     """A pair after all its passes."""
@@ -49,6 +59,7 @@ class Joined:
     features1: Features
     matches: Matches
     passes: tuple[PassReport, ...]  # the first one included
+    left_out: int = 0  # further passes that the pair might have needed and there was no time for
 
     def with_keypoints(self, matches: Matches) -> Matches:
         """These matches after refinement, unrefined ones at their keypoints.
@@ -71,6 +82,15 @@ class FurtherPasses:
     other: Callable[[], LocalMatcher] | None = None  # another front end and matcher, loaded on first use
     estimation: EstimationConfig = field(default_factory=EstimationConfig)
     longer_side: int = 1024  # of a crop, pixels
+    limit: TimeLimit | None = None
+
+    def within(self, total: float, own: float, other: float) -> FurtherPasses:
+        """The passes that fit a time limit, of these seconds (`TimeLimit`)."""
+        return replace(self, limit=TimeLimit(total, own, other))
+
+    def using(self, extractor: Extractor, matcher: Matcher) -> FurtherPasses:
+        """The same passes with this front end and matcher."""
+        return replace(self, own=LocalMatcher(extractor, matcher))
 
     def __call__(
         self,
@@ -91,7 +111,7 @@ class FurtherPasses:
             geometry: estimated from these matches, of any kind.
             seconds: duration of the first pass.
         """
-        pair = _Pair(self, images, originals, features, matches)
+        pair = _Pair(self, images, originals, features, matches, perf_counter() - seconds)
         reports = [PassReport(FIRST, len(matches), seconds)]
         if geometry.kind != "fundamental":
             geometry = pair.geometry()
@@ -99,7 +119,7 @@ class FurtherPasses:
         for one in pair.passes(geometry):
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
             start = perf_counter()
-        return Joined(*pair.joined, tuple(reports))
+        return Joined(*pair.joined, tuple(reports), pair.left_out)
 
 
 @dataclass(eq=False)
@@ -111,6 +131,8 @@ class _Pair:
     originals: Sequence[Callable[[], Image]]
     features: tuple[Features, Features]
     first: Matches
+    begun: float  # by `perf_counter`
+    left_out: int = 0
     found: list[PassMatches] = field(default_factory=list)
     negative: bool = False  # image 1 is matched inverted from here on
 
@@ -135,11 +157,21 @@ class _Pair:
         reliable = self.evidence(geometry).probable_inliers >= _RELIABLE_REGION
         steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
-            if self.is_confident(geometry) or (one := step(geometry)) is None:
+            if self.is_confident(geometry) or not self.has_time_for(step) or (one := step(geometry)) is None:
                 continue
             self.add(one)
             yield one
             geometry = self.geometry()
+
+    def has_time_for(self, step: Callable[..., object]) -> bool:
+        """Whether a step still fits the time limit; one that does not is counted."""
+        limit = self.further.limit
+        if limit is None:
+            return True
+        needed = limit.other if step == self.other_features else limit.own
+        fits = perf_counter() - self.begun + needed <= limit.total
+        self.left_out += not fits
+        return fits
 
     def gradients(self, geometry: TwoViewGeometry) -> PassMatches | None:
         """Match images of gradient magnitude, if grey values may be what differs.
@@ -226,6 +258,8 @@ class _Pair:
 
     def change(self) -> Change | None:
         """The change of scale or inversion that the descriptors suggest, if any."""
+        if not self.has_time_for(self.change):
+            return None
         config, extractor = self.further.config, self.further.own.extractor
         return best_change(extractor, self.images, scales=config.scale_search, negative=config.negative)
 

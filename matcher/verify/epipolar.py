@@ -33,6 +33,7 @@ from matcher.verify.likelihood import epipolar_likelihood
 from matcher.verify.plane_poses import poses_of_plane
 from matcher.verify.pose_mean import mean_pose
 
+_MOST_ITERATIONS = 2_000  # of a pose; five times as many give no better ones where most matches are wrong
 _MIN_ITERATIONS = 100  # enough where most matches are right; PoseLib's own 1,000 take longer than all else
 # Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
@@ -119,7 +120,7 @@ def _sampled_pose(
     options = {
         "max_epipolar_error": threshold,
         "min_iterations": _MIN_ITERATIONS,
-        "max_iterations": MAX_ITERATIONS,
+        "max_iterations": _MOST_ITERATIONS,
         "success_prob": CONFIDENCE,
         "seed": seed,
         "progressive_sampling": order is not None,
