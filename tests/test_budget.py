@@ -159,6 +159,18 @@ def test_real_costs_grow_with_the_work(views):
     assert 0 < costs.verify(100) <= costs.verify(2000) and costs.other == 0
 
 
+@pytest.mark.parametrize("preset", ["nearest", "hybrid-learned"])
+@pytest.mark.parametrize("shape", [(300, 400), (20, 31)])
+def test_costs_are_measured_on_noise_where_the_first_image_is_dark(preset, shape, views):
+    pipeline = matcher.load(preset, max_keypoints=300, second_pass=None if preset == "nearest" else False)
+    dark = np.zeros(shape, np.uint8)
+    result = pipeline.match(dark, dark, budget_ms=500.0)
+    assert len(result.matches) == 0 and result.budget.fits
+    (costs,) = (each for each in pipeline.costs.values() if isinstance(each, PairCosts))
+    assert costs.match(300, 6) > 0 or shape == (20, 31)
+    assert pipeline.match(*views, budget_ms=500.0).budget.max_keypoints > 0
+
+
 def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(measured, views):
     class Grid:
         def __call__(self, images):

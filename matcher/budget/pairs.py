@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+import cv2
 import numpy as np
 
 from matcher.budget.choice import (
@@ -262,11 +263,13 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         sizes.append(image.pixels.shape[0] * image.pixels.shape[1])
         times.append(milliseconds(lambda image=image: pipeline.extractor([image])))
     extract = line(sizes, times)
-    features = pipeline.extractor([images[0]])[0]
+    features = _features(pipeline, images[0])
     single = without_other_turns(pipeline)
-    easy, hard = (
-        matching_cost(single, features, other) for other in (None, _with_random_descriptors(features))
-    )
+    easy = hard = _nothing  # even in noise there is no keypoint in so small an image
+    if len(features):
+        hard, easy = (
+            matching_cost(single, features, other) for other in (_with_random_descriptors(features), None)
+        )
     counts = [min(count, max(_MATCHES)) for count in _MATCHES]
     cameras = (_CAMERA, _CAMERA) if pipeline.config.estimation.kind == "essential" else None
     estimate = partial(pipeline.estimator, cameras=cameras)
@@ -283,6 +286,21 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         verify,
         other,
     )
+
+
+def _features(pipeline: PairParts, image: Image) -> Features:
+    """Features to match for a measurement: of an image or, if it shows next to nothing, of noise as large."""
+    features = pipeline.extractor([image])[0]
+    if len(features) >= _LEAST_POINTS:
+        return features
+    noise = np.random.default_rng(0).integers(0, 256, image.pixels.shape, dtype=np.uint8)
+    noise = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 1.0), None, 0, 255, cv2.NORM_MINMAX)
+    return max(features, pipeline.extractor([replace(image, pixels=noise, mask=None)])[0], key=len)
+
+
+def _nothing(points: int, layers: int) -> float:
+    """The cost of matching no keypoints."""
+    return 0.0
 
 
 def _with_random_descriptors(features: Features) -> Features:
