@@ -78,6 +78,23 @@ def test_models_are_more_exact_where_covariances_are_known(kind, differ):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_probable_matches_count_for_more(kind):
+    """Half of the matches are improbable, and lie off by as much, all in one direction."""
+    with_scores, without = [], []
+    for seed in range(9):
+        rng = np.random.default_rng(seed)
+        points0, points1 = scene(kind, rng)
+        improbable = rng.random(len(points0)) < 0.5
+        points1 = points1 + 0.1 * rng.normal(size=points1.shape) + 0.5 * improbable[:, None]
+        covariances = np.tile(0.05**2 * np.eye(2), (len(points0), 1, 1))
+        scores = np.where(improbable, 0.05, 0.9)
+        for scores_, errors in ((scores, with_scores), (None, without)):
+            found = estimate(kind, points0, points1, covariances=covariances, scores=scores_)
+            errors.append(error(kind, found))
+    assert np.median(with_scores) < 0.8 * np.median(without)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_neither_the_order_nor_the_scale_of_pixels_matters(kind, rng):
     points0, points1 = scene(kind, rng)
     covariances = spread(rng, len(points0), 0.1, 1.0, "by match")

@@ -2,7 +2,8 @@
 
 Levenberg-Marquardt under a Cauchy loss. The residual of a match is divided by its standard deviation: of its
 refined position along the residual (for an epipolar line, across the line; a match on an edge along the line
-says much, one on an edge across it little), and of what no covariance knows, the same for all.
+says much, one on an edge across it little), and of what no covariance knows, the same for all. A match also
+counts by how probable it is (`_weights`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+from matcher.verify.hypotheses import MatchedPoints
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
 _ROUNDS, _ATTEMPTS = 15, 8
@@ -56,23 +59,33 @@ class Spread(NamedTuple):
 
 
 def refined(
-    refine: Callable[..., np.ndarray],
-    points0: np.ndarray,
-    points1: np.ndarray,
-    model: np.ndarray,
-    inliers: np.ndarray,
-    covariances: np.ndarray | None,
+    refine: Callable[..., np.ndarray], matched: MatchedPoints, model: np.ndarray, inliers: np.ndarray
 ) -> np.ndarray:
     """What `refine` makes of a model by its inliers; the model itself if they are few or that fails."""
     if np.count_nonzero(inliers) <= _LEAST_REFINED:
         return model
-    covariances = None if covariances is None else covariances[inliers]
-    found = refine(model, points0[inliers], points1[inliers], covariances)
+    known = None if matched.covariances is None else matched.covariances[inliers]
+    sides, weights = (points[inliers] for points in matched.sides), _weights(matched.probable[inliers])
+    found = refine(model, *sides, known, weights)
     return found if np.isfinite(found).all() and found.any() else model
 
 
+def _weights(probable: np.ndarray) -> np.ndarray:
+    """(N,) how much each match counts, 1 on average, from match probabilities.
+
+    The square root: nearly as good as the probability itself where that is calibrated, and no worse than the
+    same for all where it is only a similarity of descriptors.
+    """
+    weights = np.sqrt(probable)
+    return weights / weights.mean()
+
+
 def adjusted_homography(
-    homography: np.ndarray, points0: np.ndarray, points1: np.ndarray, covariances: np.ndarray
+    homography: np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    covariances: np.ndarray,
+    weights: np.ndarray,
 ) -> np.ndarray:
     """The homography of least loss near one; its scale is arbitrary.
 
@@ -80,6 +93,7 @@ def adjusted_homography(
         homography: (3, 3).
         points0, points1: (N, 2) its inliers, resized pixels.
         covariances: (N, 2, 2) of points1.
+        weights: (N,) of the matches.
     """
     condition = _conditioning(points0)
     x, spread = _lifted(points0) @ condition.T, Spread.of(covariances, len(points0))
@@ -98,11 +112,15 @@ def adjusted_homography(
     def moved(model: np.ndarray, step: np.ndarray) -> np.ndarray:
         return model @ (np.eye(3) + np.append(step, 0.0).reshape(3, 3))
 
-    return _minimised(homography @ np.linalg.inv(condition), residuals, moved) @ condition
+    return _minimised(homography @ np.linalg.inv(condition), residuals, moved, weights) @ condition
 
 
 def adjusted_fundamental(
-    fundamental: np.ndarray, points0: np.ndarray, points1: np.ndarray, covariances: np.ndarray | None
+    fundamental: np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    covariances: np.ndarray | None,
+    weights: np.ndarray,
 ) -> np.ndarray:
     """The fundamental matrix of least loss near one: two rotations and the ratio of its singular values.
 
@@ -110,6 +128,7 @@ def adjusted_fundamental(
         fundamental: (3, 3).
         points0, points1: (N, 2) its inliers, resized pixels.
         covariances: (N, 2, 2) of points1, if they are known.
+        weights: (N,) of the matches.
     """
     right, left = _conditioning(points0), _conditioning(points1).T
     u, values, v = np.linalg.svd(np.linalg.inv(left) @ fundamental @ np.linalg.inv(right))
@@ -128,7 +147,7 @@ def adjusted_fundamental(
         u, ratio, v = model
         return u @ _rotation(step[:3]), ratio + step[6], _rotation(step[3:6]) @ v
 
-    u, ratio, v = _minimised((u, values[1] / values[0], v), residuals, moved)
+    u, ratio, v = _minimised((u, values[1] / values[0], v), residuals, moved, weights)
     return left @ (u @ np.diag([1.0, ratio, 0.0]) @ v) @ right
 
 
@@ -138,6 +157,7 @@ def adjusted_pose(
     points0: np.ndarray,
     points1: np.ndarray,
     covariances: np.ndarray | None,
+    weights: np.ndarray,
 ) -> np.ndarray:
     """The pose of least loss near one; its translation keeps length 1.
 
@@ -146,6 +166,7 @@ def adjusted_pose(
         inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1, for resized pixels.
         points0, points1: (N, 2) its inliers, resized pixels.
         covariances: (N, 2, 2) of points1, if they are known.
+        weights: (N,) of the matches.
     """
     right, left = inverse_calibrations[0], inverse_calibrations[1].T
     sides = _lifted(points0).T.copy(), _lifted(points1).T.copy()
@@ -163,7 +184,7 @@ def adjusted_pose(
 
     pose = np.eye(4)
     start = cam1_from_cam0[:3, :3], cam1_from_cam0[:3, 3]
-    pose[:3, :3], pose[:3, 3] = _minimised(start, residuals, moved)
+    pose[:3, :3], pose[:3, 3] = _minimised(start, residuals, moved, weights)
     return pose
 
 
@@ -197,12 +218,13 @@ def _minimised(
     model: Model,
     residuals: Callable[[Model], Residuals],
     moved: Callable[[Model, np.ndarray], Model],
+    weights: np.ndarray,
 ) -> Model:
     """The model of least Cauchy loss, one standard deviation wide, that steps downhill lead to."""
     found, slopes = residuals(model)
-    loss, damping = _loss(found), _DAMPING
+    loss, damping = _loss(found, weights), _DAMPING
     for _ in range(_ROUNDS):
-        weight = 1 / (1 + np.sum(found**2, axis=1))
+        weight = weights / (1 + np.sum(found**2, axis=1))
         flat, rows = slopes.reshape(-1, slopes.shape[2]), np.repeat(weight, found.shape[1])
         normal, gradient = (flat.T * rows) @ flat, (flat.T * rows) @ found.reshape(-1)
         before = loss
@@ -213,7 +235,7 @@ def _minimised(
                 return model
             other = moved(model, step)
             values, derivatives = residuals(other)
-            if (lower := _loss(values)) < loss:
+            if (lower := _loss(values, weights)) < loss:
                 model, found, slopes, loss, damping = other, values, derivatives, lower, damping / 10
                 break
             damping *= 10
@@ -222,9 +244,9 @@ def _minimised(
     return model
 
 
-def _loss(found: np.ndarray) -> float:
+def _loss(found: np.ndarray, weights: np.ndarray) -> float:
     with np.errstate(over="ignore"):
-        loss = float(np.log1p(np.sum(found**2, axis=1)).sum())
+        loss = float(weights @ np.log1p(np.sum(found**2, axis=1)))
     return np.inf if np.isnan(loss) else loss
 
 

@@ -33,7 +33,7 @@ from matcher.verify.likelihood import epipolar_likelihood
 from matcher.verify.plane_poses import poses_of_plane
 from matcher.verify.pose_mean import mean_pose
 
-_MOST_ITERATIONS = 2_000  # of a pose; five times as many give no better ones where most matches are wrong
+_MOST_ITERATIONS = 5_000  # of a pose; twice as many give no better ones, even where most matches are wrong
 _MIN_ITERATIONS = 100  # enough where most matches are right; PoseLib's own 1,000 take longer than all else
 # Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
@@ -56,7 +56,7 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewMo
             if (matrix := _magsac(part, factor * threshold)) is None:
                 continue
             found = sampson(*part.sides, matrix) <= factor * threshold
-            matrix = refined(adjusted_fundamental, *part.sides, matrix, found, part.covariances)
+            matrix = refined(adjusted_fundamental, part, matrix, found)
             likelihood = epipolar_likelihood(matrix, matched, spread)
             model = TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
             yield Hypothesis(model, likelihood, np.count_nonzero(found) / len(matched))
@@ -88,7 +88,7 @@ def estimated_essential(
             pose, found = _sampled_pose(part, cameras, factor * threshold, seed, progressive=number > 0)
             if pose is not None:
                 if part.covariances is not None:
-                    pose = refined(refine, *part.sides, pose, found, part.covariances)
+                    pose = refined(refine, part, pose, found)
                 yield judged(pose, np.count_nonzero(found) / len(matched))
             if number == 0:
                 yield from of_plane()
@@ -96,7 +96,7 @@ def estimated_essential(
     def of_plane() -> Iterator[Hypothesis]:
         for pose in poses_of_plane(matched, cameras, _OFF_PLANE * threshold):
             inliers = judged(pose, 0.0).model.inliers
-            yield judged(refined(refine, *matched.sides, pose, inliers, matched.covariances), 0.0)
+            yield judged(refined(refine, matched, pose, inliers), 0.0)
 
     found = made(hypotheses())
     best = likeliest(found)

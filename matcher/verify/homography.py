@@ -37,9 +37,9 @@ def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewMod
                 continue
             # Of H[2, 2] = 1: if the first pixel lies beyond the horizon, all points would be behind it.
             matrix = facing(matrix, matched.points0)
-            for refine in (_refine_homography, adjusted_homography)[: 1 if covariances is None else 2]:
+            for refine in _REFINEMENTS[: 1 if covariances is None else None]:
                 found = transfer_error(*matched.sides, matrix) <= threshold
-                matrix = refined(refine, *matched.sides, matrix, found, covariances)
+                matrix = refined(refine, matched, matrix, found)
                 matrix = facing(matrix, matched.points0)
             inliers = transfer_error(*matched.sides, matrix) <= threshold
             likelihood = homography_likelihood(matrix, matched, spread)
@@ -89,7 +89,11 @@ def transfer_error(points0: np.ndarray, points1: np.ndarray, homography: np.ndar
 
 
 def _refine_homography(
-    matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, _: np.ndarray | None
+    matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, *_: np.ndarray | None
 ) -> np.ndarray:
     options = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE, "max_iterations": 50}
     return poselib.refine_homography(points0, points1, matrix, options)[0]
+
+
+# One after the other, each with the inliers of the one before; only the first needs no covariances.
+_REFINEMENTS = (_refine_homography, adjusted_homography, adjusted_homography)
