@@ -129,6 +129,9 @@ def test_poses_fit_a_budget_too(small_weights, views):
     pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=300, geometry="essential")
     result = pipeline.match(*views, camera0=matcher.Camera(700, 700, 399.5, 299.5), budget_ms=5000.0)
     assert result.geometry.kind == "essential" and result.budget.fits
+    chosen, _, _ = planned(pipeline, views, 5000.0)
+    assert chosen.estimator.pose_samples < pipeline.estimator.pose_samples
+    assert sum(isinstance(each, PairCosts) for each in pipeline.costs.values()) == 1
 
 
 def test_refinement_is_left_out_before_keypoints_are_few(network, views, measured):

@@ -39,12 +39,15 @@ from matcher.extract.enlarging import pixels_enlarged
 from matcher.match.depth import can_be_cut
 from matcher.match.turns import OTHER_TURNS as TURNS_TRIED
 from matcher.match.turns import PROBED, STEERABLE
+from matcher.verify.estimation import RobustEstimator
 
 # Stages that are left out before only fewer keypoints than these are left.
 _LEFT_OUT = (((), POINTS_WHOLE), ((OTHER_TURNS,), POINTS_WHOLE), ((OTHER_TURNS, REFINEMENT), 0))
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
-_CAMERA = Camera(1000.0, 1000.0, 500.0, 500.0)  # of these matches
+# For a pose: where most matches are wrong, they take most of the time; more hardly ever find a better one.
+_POSE_SAMPLES = 2_000
+_CAMERA = Camera(1000.0, 1000.0, 500.0, 500.0)  # of random matches
 # Pixels that a further pass searches at most, of a square as large as its crops may be: both images at 4:3,
 # or one of these turned by 45 degrees.
 _SEARCHED = 1.55
@@ -137,9 +140,8 @@ def plan(
 ) -> tuple[Q, list[Image], Choice]:
     """The pipeline that fits the budget, the images resized for it, and the choice.
 
-    Images are made smaller only if less than 256 keypoints would be left. Where nothing
-    has to be reduced, images of few keypoints are enlarged if that fits too; further passes follow while
-    there is time.
+    Images are made smaller only if less than 256 keypoints would be left. Where nothing has to be reduced,
+    images of few keypoints are enlarged if that fits too; further passes follow while there is time.
 
     Args:
         pipeline: its `max_keypoints`, depth, `passes` and image size are upper limits.
@@ -153,6 +155,8 @@ def plan(
     check_number(budget_ms, "budget_ms", *BUDGETS)
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
+    if isinstance(pipeline.estimator, RobustEstimator):
+        pipeline = replace(pipeline, estimator=replace(pipeline.estimator, pose_samples=_POSE_SAMPLES))
     costs, pace = measured_costs(pipeline, images), pace_of(pipeline).value
     reading_ms /= pace  # which was as slow as the rest will be
     has = {REFINEMENT: pipeline.config.refine is not None, OTHER_TURNS: _tries_turns(pipeline)}

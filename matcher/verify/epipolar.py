@@ -33,7 +33,7 @@ from matcher.verify.likelihood import epipolar_likelihood
 from matcher.verify.plane_poses import poses_of_plane
 from matcher.verify.pose_mean import mean_pose
 
-_MOST_ITERATIONS = 5_000  # of a pose; twice as many give no better ones, even where most matches are wrong
+SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even where most matches are wrong
 _MIN_ITERATIONS = 100  # enough where most matches are right; PoseLib's own 1,000 take longer than all else
 # Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
@@ -66,7 +66,11 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewMo
 
 
 def estimated_essential(
-    matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float, seed: int
+    matched: MatchedPoints,
+    cameras: tuple[Camera, Camera],
+    threshold: float,
+    seed: int,
+    samples: int = SAMPLES,
 ) -> TwoViewModel | None:
     """The mean of the likeliest poses by PoseLib's LO-RANSAC; inliers lie in front of both cameras."""
     known = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
@@ -85,7 +89,8 @@ def estimated_essential(
 
     def hypotheses() -> Iterator[Hypothesis]:
         for number, (factor, part) in enumerate(trials(matched, _ESSENTIAL)):
-            pose, found = _sampled_pose(part, cameras, factor * threshold, seed, progressive=number > 0)
+            reach, progressive = factor * threshold, number > 0
+            pose, found = _sampled_pose(part, cameras, reach, seed, samples, progressive=progressive)
             if pose is not None:
                 if part.covariances is not None:
                     pose = refined(refine, part, pose, found)
@@ -106,7 +111,13 @@ def estimated_essential(
 
 
 def _sampled_pose(
-    matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float, seed: int, *, progressive: bool
+    matched: MatchedPoints,
+    cameras: tuple[Camera, Camera],
+    threshold: float,
+    seed: int,
+    samples: int,
+    *,
+    progressive: bool,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """cam1_from_cam0 (4, 4), None if there is none, and its inliers (N,); PoseLib refines on these.
 
@@ -120,7 +131,7 @@ def _sampled_pose(
     options = {
         "max_epipolar_error": threshold,
         "min_iterations": _MIN_ITERATIONS,
-        "max_iterations": _MOST_ITERATIONS,
+        "max_iterations": samples,
         "success_prob": CONFIDENCE,
         "seed": seed,
         "progressive_sampling": order is not None,

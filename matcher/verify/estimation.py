@@ -15,7 +15,7 @@ from matcher.data.camera import Camera
 from matcher.data.matches import TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.verify.degeneracy import chance_inlier, log_false_alarms, on_a_line, only_rotates
-from matcher.verify.epipolar import estimated_essential, estimated_fundamental, sampled_fundamental
+from matcher.verify.epipolar import SAMPLES, estimated_essential, estimated_fundamental, sampled_fundamental
 from matcher.verify.homography import estimated_homography
 from matcher.verify.hypotheses import MatchedPoints, TwoViewModel
 from matcher.verify.likelihood import probabilities
@@ -39,6 +39,7 @@ class RobustEstimator:
 
     config: EstimationConfig
     adjusted: bool = True  # False: fundamental matrices are a single hypothesis, as MAGSAC++ leaves it
+    pose_samples: int = SAMPLES  # for each hypothesis of an essential matrix, at most
     takes_covariances = True  # see `matcher.data.protocols.Estimator`
 
     def __call__(
@@ -104,7 +105,7 @@ class RobustEstimator:
         if any(on_a_line(side, every, threshold, minimum, chance) for side in (points0, points1)):
             return "degenerate", None
         if kind == "essential":
-            model = estimated_essential(matched, cameras, threshold, self.config.seed)
+            model = estimated_essential(matched, cameras, threshold, self.config.seed, self.pose_samples)
         elif homography:
             model = estimated_homography(matched, threshold)
         else:
