@@ -120,9 +120,8 @@ def measure_poses(budget_ms: float, count: int) -> None:
         errors.append(max(pose_error(result.geometry.cam1_from_cam0, pair.cam1_from_cam0)))
         passes.append(max(1, len(result.passes)))
     accuracy = "/".join(f"{auc(np.array(errors), degrees):.3f}" for degrees in (5, 10, 20))
-    print(
-        f"pose AUC@5/10/20 {accuracy}, {np.mean(passes):.1f} passes; {described(np.array(times), budget_ms)}"
-    )
+    kept = described(np.array(times), budget_ms)
+    print(f"pose AUC@5/10/20 {accuracy}, {np.mean(passes):.1f} passes; {kept}; {result.budget}")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ from matcher.match.turns import PROBED, STEERABLE
 from matcher.verify.estimation import RobustEstimator
 
 # Stages that are left out before only fewer keypoints than these are left.
-_LEFT_OUT = (((), POINTS_WHOLE), ((OTHER_TURNS,), POINTS_WHOLE), ((OTHER_TURNS, REFINEMENT), 0))
+_LEFT_OUT = (((), 1024), ((OTHER_TURNS,), POINTS_WHOLE), ((OTHER_TURNS, REFINEMENT), 0))
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
 # For a pose: where most matches are wrong, they take most of the time; more hardly ever find a better one.
