@@ -85,8 +85,7 @@ class Pipeline:
             parts = [f"{name}={type(getattr(self, name)).__name__}" for name in ("extractor", "matcher")]
         if self.layers:
             parts.append(f"{self.layers} layers")
-        own = [name for name in ("device", "precision") if hasattr(self.matcher, name)]
-        parts += [str(getattr(self.matcher, name)) for name in own]
+        parts += [str(getattr(self.matcher, n)) for n in ("device", "precision") if hasattr(self.matcher, n)]
         resize = self.config.extractor.resize
         size = "any size" if resize is None else f"up to {resize} pixels"
         return f"Pipeline({', '.join([*parts, size, self.config.estimation.kind])})"
@@ -116,7 +115,7 @@ class Pipeline:
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K; camera1 defaults to camera0.
             budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
-                (`Result.budget`). The first such call also measures what they cost here: some seconds.
+                (`Result.budget`), with fewer samples of a pose and no guided matching. The first measures.
 
         Raises:
             ImageError: an image cannot be read; the message names it.
@@ -179,17 +178,15 @@ class Pipeline:
         joined = self.passes(images, originals, features, compared, first.geometry, before)
         first = replace(first, budget=first.budget.leaving_out(joined.passes)) if joined.left_out else first
         if len(joined.passes) == 1:
-            return first
+            return first if first.budget is None else _with_stage(first, FURTHER_PASSES, start)
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
         matches = calibrated_by_refinement(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
-        further = perf_counter() - start
-        seconds = {**first.seconds, FURTHER_PASSES: further, "total": before + further}
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=_best_first(first))
         sides = dict(features0=joined.features0, features1=joined.features1)
-        return replace(first, **sides, **found, seconds=seconds)
+        return _with_stage(replace(first, **sides, **found), FURTHER_PASSES, start)
 
     def _with_guided(self, result: Result, images: Sequence[Image]) -> Result:
         """The result with matches at the places that its homographies predict."""
@@ -199,9 +196,7 @@ class Pipeline:
         matches, geometry = with_guided(*sides, result.matches, result.geometry, refine)
         if matches is result.matches:
             return result
-        spent = perf_counter() - start
-        seconds = {**result.seconds, GUIDED: spent, "total": result.seconds["total"] + spent}
-        return replace(result, matches=matches, geometry=geometry, seconds=seconds)
+        return _with_stage(replace(result, matches=matches, geometry=geometry), GUIDED, start)
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
         """An image with more of its pixels, where these show more than those that were matched."""
@@ -313,6 +308,11 @@ class Pipeline:
         """
         kind = self.config.estimation.kind
         return verify_matches(self.estimator, kind, features0, features1, matches, camera0, camera1)
+
+
+def _with_stage(result: Result, stage: str, start: float) -> Result:
+    spent = perf_counter() - start
+    return replace(result, seconds={**result.seconds, stage: spent, "total": result.seconds["total"] + spent})
 
 
 def _best_first(result: Result) -> Result:

@@ -1,16 +1,19 @@
 """A time budget for a pair: what fits is chosen, measured once, and said where nothing fits."""
 
 from dataclasses import replace
+from time import sleep
 
 import numpy as np
 import pytest
 
 import matcher
-from matcher.budget import pairs
-from matcher.budget.pairs import PairCosts, measured_costs, plan
+from matcher.budget import costs, pairs
+from matcher.budget.costs import PairCosts, measured_costs
+from matcher.budget.pairs import plan
 from matcher.passes import further
 from matcher.passes.evidence import Evidence
 from matcher.passes.search import Change
+from matcher.pipeline import FURTHER_PASSES
 
 
 @pytest.fixture
@@ -30,10 +33,10 @@ def measured(monkeypatch) -> list[int]:
             match=lambda points, layers: max(1, layers) * points / 50,
             refine=lambda matches: matches / 20,
             verify=lambda matches: matches / 100,
-            other=100.0,
+            other=lambda pixels: 100.0,
         )
 
-    monkeypatch.setattr(pairs, "_measure", measure)
+    monkeypatch.setattr(costs, "_measure", measure)
     return calls
 
 
@@ -66,7 +69,7 @@ def test_further_passes_follow_while_there_is_time(network, views, measured):
     with_passes = replace(network, passes=matcher.load("hybrid-learned").passes)
     chosen, _, choice = planned(with_passes, views, 1000.0)
     assert choice.passes and choice.without == () and "for the first pass" in str(choice)
-    searched = 20e-6 * pairs._SEARCHED * 1024**2
+    searched = 20e-6 * 2 * pairs._ASPECT * 1024**2
     limit = chosen.passes.limit
     assert limit.total == pytest.approx((1000 - 600 / 20 - 600 / 100) / 1000)
     assert limit.own == pytest.approx((searched + 3 * 600 / 50 + 600 / 100) / 1000) and limit.other == 0.1
@@ -99,11 +102,11 @@ def passes_within(pipeline, views, **limit) -> tuple[list[str], tuple[str, ...]]
 
 
 def test_each_pass_is_left_out_that_does_not_fit(views, unsure, measured):
-    every, without = passes_within(unsure, views, total=600, own=0.1, other=0.1)
+    every, without = passes_within(unsure, views, total=600, own=0.1, other=0.1, region=0.1)
     assert len(every) == 9 and "gradients" in every and without == ()
-    some, without = passes_within(unsure, views, total=600, own=0.1, other=601)
+    some, without = passes_within(unsure, views, total=600, own=0.1, other=601, region=0.1)
     assert set(every) - set(some) == {"hybrid"} and without == ("some further passes",)
-    none, without = passes_within(unsure, views, total=1e-6, own=0.1, other=0.1)
+    none, without = passes_within(unsure, views, total=1e-6, own=0.1, other=0.1, region=0.1)
     assert none == [] and without == ("further passes",)
 
 
@@ -159,19 +162,50 @@ def test_real_costs_grow_with_the_work(views):
     costs = measured_costs(pipeline, images)
     assert 0 < costs.extract(20_000) <= costs.extract(200_000)
     assert 0 < costs.match(100, 0) <= costs.match(2000, 0)
-    assert 0 < costs.verify(100) <= costs.verify(2000) and costs.other == 0
+    assert 0 < costs.verify(100) <= costs.verify(2000) and costs.other(1e6) == 0
 
 
 @pytest.mark.parametrize("preset", ["nearest", "hybrid-learned"])
-@pytest.mark.parametrize("shape", [(300, 400), (20, 31)])
-def test_costs_are_measured_on_noise_where_the_first_image_is_dark(preset, shape, views):
-    pipeline = matcher.load(preset, max_keypoints=300, second_pass=None if preset == "nearest" else False)
+@pytest.mark.parametrize("shape", [(600, 800), (300, 400, 3), (20, 31), (1, 1)])
+def test_costs_are_measured_on_noise_where_the_first_image_is_dark_or_tiny(preset, shape, views):
+    options = dict(second_pass=None if preset == "nearest" else False, max_keypoints=1000)
+    after, alone = matcher.load(preset, **options), matcher.load(preset, **options)
     dark = np.zeros(shape, np.uint8)
-    result = pipeline.match(dark, dark, budget_ms=500.0)
+    result = after.match(dark, dark, budget_ms=5000.0)
     assert len(result.matches) == 0 and result.budget.fits
-    (costs,) = (each for each in pipeline.costs.values() if isinstance(each, PairCosts))
-    assert costs.match(300, 6) > 0 or shape == (20, 31)
-    assert pipeline.match(*views, budget_ms=500.0).budget.max_keypoints > 0
+    for pipeline in (after, alone):
+        pipeline.match(*views, budget_ms=5000.0)
+    found, expected = (
+        next(each for each in pipeline.costs.values() if isinstance(each, PairCosts))
+        for pipeline in (after, alone)
+    )
+    assert 0.2 < found.extract(480_000) / expected.extract(480_000) < 8
+    assert 0.2 < found.match(1000, 6) / expected.match(1000, 6) < 8
+
+
+def test_other_turns_come_before_a_thousand_keypoints_and_not_before_more(views, measured):
+    pipeline = matcher.load("hybrid-learned", second_pass=False, precision="float32")
+    with_turns = planned(pipeline, views, 900.0)[2]
+    without = planned(pipeline, views, 700.0)[2]
+    assert with_turns.without == () and 1024 <= with_turns.max_keypoints < 2048
+    assert without.without == ("other turns",) and without.max_keypoints > 1024
+
+
+def test_stages_are_left_out_before_images_are_made_smaller(views, measured):
+    pipeline = matcher.load("hybrid-learned", max_keypoints=256, second_pass=False, precision="float32")
+    for budget in range(150, 420, 15):
+        choice = planned(pipeline, views, float(budget))[2]
+        assert choice.resize == 800 and choice.max_keypoints == 256
+
+
+def test_time_on_a_search_that_found_nothing_counts(views, unsure, measured, monkeypatch):
+    fits = iter([True])
+    monkeypatch.setattr(further._Pair, "has_time", lambda *_: next(fits, False))
+    monkeypatch.setattr(further, "best_change", lambda *_, **__: sleep(0.2))
+    result = unsure.match(*views, budget_ms=1e6)
+    assert result.passes == () and result.seconds[FURTHER_PASSES] >= 0.2
+    stages = [time for stage, time in result.seconds.items() if stage != "total"]
+    assert result.seconds["total"] == pytest.approx(sum(stages)) == result.budget.took_ms / 1000
 
 
 def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(measured, views):

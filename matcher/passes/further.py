@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
+from typing import Literal
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class TimeLimit:
     total: float  # of all passes, the first one included
     own: float  # that a pass, or a search for a change of scale, takes at most
     other: float  # the same of that with another front end
+    region: float  # and of the common region, for which images may be read again
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +86,9 @@ class FurtherPasses:
     longer_side: int = 1024  # of a crop, pixels
     limit: TimeLimit | None = None
 
-    def within(self, total: float, own: float, other: float) -> FurtherPasses:
+    def within(self, total: float, own: float, other: float, region: float) -> FurtherPasses:
         """The passes that fit a time limit, of these seconds (`TimeLimit`)."""
-        return replace(self, limit=TimeLimit(total, own, other))
+        return replace(self, limit=TimeLimit(total, own, other, region))
 
     def using(self, extractor: Extractor, matcher: Matcher) -> FurtherPasses:
         """The same passes with this front end and matcher."""
@@ -145,7 +147,7 @@ class _Pair:
         """Run passes until the evidence is confident."""
         if self.is_confident(geometry):
             return
-        if self.has_few_inliers(geometry) and (change := self.change()) is not None:
+        if self.has_few_inliers(geometry) and (change := self.change()) is not None and self.has_time():
             one = self.further.own.match(change.name, *change.applied(self.images, self.further.longer_side))
             if self.verified(one).status == "ok":
                 self.add(one)
@@ -157,19 +159,16 @@ class _Pair:
         reliable = self.evidence(geometry).probable_inliers >= _RELIABLE_REGION
         steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
-            if self.is_confident(geometry) or not self.has_time_for(step) or (one := step(geometry)) is None:
+            if self.is_confident(geometry) or (one := step(geometry)) is None:
                 continue
             self.add(one)
             yield one
             geometry = self.geometry()
 
-    def has_time_for(self, step: Callable[..., object]) -> bool:
-        """Whether a step still fits the time limit; one that does not is counted."""
+    def has_time(self, kind: Literal["own", "other", "region"] = "own") -> bool:
+        """Whether a pass of a kind (`TimeLimit`) still fits; one that does not is counted."""
         limit = self.further.limit
-        if limit is None:
-            return True
-        needed = limit.other if step == self.other_features else limit.own
-        fits = perf_counter() - self.begun + needed <= limit.total
+        fits = limit is None or perf_counter() - self.begun + getattr(limit, kind) <= limit.total
         self.left_out += not fits
         return fits
 
@@ -179,7 +178,8 @@ class _Pair:
         Edges of unrelated images look more alike than their grey values, so without a geometry of their own
         none of these matches is kept.
         """
-        if not self.further.config.gradients or not self.has_few_inliers(geometry):
+        wanted = self.further.config.gradients and self.has_few_inliers(geometry)
+        if not wanted or not self.has_time():
             return None
         images = [gradient_image(image, _SMOOTHING) for image in self.images]
         one = self.further.own.match_images("gradients", images)
@@ -187,7 +187,7 @@ class _Pair:
 
     def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
         """Match the same images by the other front end."""
-        if self.further.other is None:
+        if self.further.other is None or not self.has_time("other"):
             return None
         return self.further.other().match_images(self.further.config.preset, self.images)
 
@@ -200,7 +200,8 @@ class _Pair:
         return self._above("from above, turned", 45.0)
 
     def _above(self, name: str, degrees: float) -> PassMatches | None:
-        if not self.further.config.from_above or not min(map(len, self.features)):
+        wanted = self.further.config.from_above and min(map(len, self.features)) > 0
+        if not wanted or not self.has_time():
             return None
         return self.above.match(name, degrees, negative=self.negative)
 
@@ -214,7 +215,8 @@ class _Pair:
 
     def _from_front(self, side: int) -> PassMatches | None:
         further = self.further
-        if not further.config.from_front or not min(map(len, self.features)):
+        wanted = further.config.from_front and min(map(len, self.features)) > 0
+        if not wanted or not self.has_time():
             return None
         front = Front(further.own, self.images, self.features, further.longer_side)
         return front.match(f"image {side} from the front", side, negative=self.negative)
@@ -258,14 +260,15 @@ class _Pair:
 
     def change(self) -> Change | None:
         """The change of scale or inversion that the descriptors suggest, if any."""
-        if not self.has_time_for(self.change):
-            return None
         config, extractor = self.further.config, self.further.own.extractor
+        if not (config.scale_search or config.negative) or not self.has_time():
+            return None
         return best_change(extractor, self.images, scales=config.scale_search, negative=config.negative)
 
     def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
-        if not self.further.config.region or self.evidence(geometry).probable_inliers < _MIN_REGION_INLIERS:
+        located = self.evidence(geometry).probable_inliers >= _MIN_REGION_INLIERS
+        if not self.further.config.region or not located or not self.has_time("region"):
             return None
         matches = self.joined[2]
         inliers = np.flatnonzero(geometry.inliers)

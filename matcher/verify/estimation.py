@@ -30,8 +30,8 @@ class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
     Each is the likeliest of several hypotheses (`epipolar.py`, `homography.py`), refined over its inliers
-    under a Cauchy loss: where covariances are known weighed by them, and a fundamental matrix always, by
-    `adjustment.py`; else by PoseLib.
+    under a Cauchy loss: where covariances are known by `adjustment.py`, which weighs matches by these and by
+    their probability, and so a fundamental matrix always; else by PoseLib, where all count the same.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
