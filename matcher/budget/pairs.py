@@ -45,7 +45,7 @@ _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _POSE_SAMPLES = 2_000
 # Sides of 4:3: stretched images have no more pixels, and one turned by 45 degrees as many as two.
 _ASPECT = 0.77
-# Of the time of reading, what reading again for the common region takes at most; refinement reads files whole.
+# Of the time of reading, what reading again for the common region takes at most; refinement reads all pixels.
 _READ_AGAIN = {True: 1.5, False: 4.0}  # with refinement, without
 
 
