@@ -90,11 +90,11 @@ def without_other_turns(pipeline: Q) -> Q:
 
 def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
     """Measure costs on the given pair; matching also without any correspondence, which takes longer."""
-    images = [_telling(pipeline, image, seed) for seed, image in enumerate(images)]
+    images = [_to_measure(pipeline, image, seed) for seed, image in enumerate(images)]
     sizes, times = [], []
     for factor in (1.0, SIZES[-1]):
         image = images[0] if factor == 1.0 else images[0].resized(factor)
-        sizes.append(image.pixels.shape[0] * image.pixels.shape[1])
+        sizes.append(number_of_pixels([image]))
         times.append(milliseconds(lambda image=image: pipeline.extractor([image])))
     features = pipeline.extractor([images[0]])[0]
     single = without_other_turns(pipeline)
@@ -103,19 +103,18 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         hard, easy = (
             matching_cost(single, features, other) for other in (_with_random_descriptors(features), None)
         )
-    counts = [min(count, max(_MATCHES)) for count in _MATCHES]
     cameras = (_CAMERA, _CAMERA) if pipeline.config.estimation.kind == "essential" else None
     estimate = partial(pipeline.estimator, cameras=cameras)
     return PairCosts(
         extract=line(sizes, times),
         match=lambda points, layers: max(easy(points, layers), hard(points, layers)),
         refine=refining_cost(pipeline, images[0]),
-        verify=line(counts, [milliseconds(lambda n=n: estimate(*_random(n))) for n in counts]),
+        verify=line(_MATCHES, [milliseconds(lambda n=n: estimate(*_random(n))) for n in _MATCHES]),
         other=_other(pipeline, images),
     )
 
 
-def _telling(pipeline: PairParts, image: Image, seed: int) -> Image:
+def _to_measure(pipeline: PairParts, image: Image, seed: int) -> Image:
     """The image or, if it is tiny or shows next to nothing, noise at least as large."""
     shape = image.pixels.shape
     small = shape[0] < _LEAST_SIDES[0] and shape[1] < _LEAST_SIDES[1]

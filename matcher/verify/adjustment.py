@@ -73,8 +73,8 @@ def refined(
 def _weights(probable: np.ndarray) -> np.ndarray:
     """(N,) how much each match counts, 1 on average, from match probabilities.
 
-    The square root: nearly as good as the probability itself where that is calibrated, and no worse than the
-    same for all where it is only a similarity of descriptors.
+    The square root: nearly as good as the probability itself where that is calibrated, and hardly worse than
+    the same for all where it is only a similarity of descriptors.
     """
     weights = np.sqrt(probable)
     return weights / weights.mean()
