@@ -50,10 +50,13 @@ def _decided(best: Tensor, partner: Tensor, back: Tensor, known: Tensor, recipe:
 
 
 def _distances(found: Tensor, points: Tensor) -> Tensor:
-    """(B, N, M) distances of points (B, N, 2) and (B, M, 2), far from those that are NaN."""
-    return torch.cdist(
-        found.nan_to_num(-_FAR), points, compute_mode="donot_use_mm_for_euclid_dist"
-    )  # exact to a fraction of a pixel, which squares of coordinates are not
+    """(B, N, M) distances of points (B, N, 2) and (B, M, 2), far from those that are NaN.
+
+    By differences: products of coordinates lose a fraction of a pixel, and `torch.cdist` without products is
+    made for long vectors: on a GPU it took more than half of a training step.
+    """
+    dx, dy = (found.nan_to_num(-_FAR)[..., k, None] - points[:, None, :, k] for k in (0, 1))
+    return dx.square_().add_(dy.square_()).sqrt_()
 
 
 def quarter_turns_of(points: Tensor, found: Tensor) -> Tensor:
