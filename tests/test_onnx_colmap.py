@@ -108,8 +108,8 @@ def test_the_matches_are_those_of_the_pipeline(files, views, turns):
     images[1] = np.ascontiguousarray(np.rot90(images[1], turns))
     theirs, ours = as_colmap_and_as_the_pipeline(files, images, 400)
     assert len(ours) > 50
-    assert near(theirs, ours) > 0.9  # the padding changes what is normalised, by little
-    assert 0.9 < len(theirs) / len(ours) < 1.1
+    assert near(theirs, ours) > 0.85  # the padding changes what is normalised, by little
+    assert 0.8 < len(theirs) / len(ours) < 1.1  # and some of the 400 keypoints lie in it
 
 
 @pytest.mark.slow
