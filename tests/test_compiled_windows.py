@@ -10,7 +10,7 @@ from rendered_texture import AFFINE, SIZE, Texture, move
 
 from matcher import kernels as compiled
 from matcher.kernels import library
-from matcher.refine import fitting
+from matcher.refine import fitting, least_squares
 from matcher.refine.least_squares import Windows
 from matcher.refine.windows import Grid, Pyramid, middle_frames
 
@@ -122,6 +122,20 @@ def test_a_fit_by_numpy_does_not_wait_for_others(monkeypatch) -> None:
     for k in range(40, 90):
         alone = fitting.fit_windows(windows.select(slice(k, k + 1)), Grid.of(15), np.zeros((1, 6)), 2)
         np.testing.assert_allclose(alone.change[0], together.change[k], atol=1e-4)
+
+
+def test_windows_without_contrast_stay_regular_for_numpy(monkeypatch) -> None:
+    """Their equations are so large that the prior is below float32's last digit; these were singular."""
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    huge = np.zeros((6, 6), np.float32)
+    huge[1, [1, 3, 5]] = [2.0**21, -(2.0**23), -(2.0**24)]
+    huge[3, [1, 3, 5]] = [-(2.0**23), 3.1815222e12, 2.0**26]
+    huge[5, [1, 3, 5]] = [-(2.0**24), 2.0**26, 2.0**27]
+    monkeypatch.setattr(least_squares, "_normal_matrix", lambda light, dx, *_: np.tile(huge, (len(dx), 1, 1)))
+    texture = Texture()
+    windows = windows_of(*(pyramid(texture.image(*view)) for view in ((), (AFFINE,))), AFFINE[:, :2])
+    found = fitting.fit_windows(windows, Grid.of(15), np.zeros((len(windows.affine0), 6)), 2)
+    assert np.isfinite(found.change).all()
 
 
 def test_what_it_declines(kernel, monkeypatch) -> None:

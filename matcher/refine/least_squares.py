@@ -252,9 +252,12 @@ class Fitting:
         weakest, damping = _weakest_direction(
             matrix[:, :2, :2], NOISE_ENERGY * (residual * residual @ self.grid.weights)
         )
+        # In float32 the huge equations of a window without contrast would swallow the prior, and be singular.
+        matrix = matrix.astype(np.float64)
         matrix[:, range(6), range(6)] += prior
         matrix[:, :2, :2] += damping[:, None, None] * weakest[:, :, None] * weakest[:, None]
-        return _Equations(illumination, z, dx, dy, blur, weakest, damping, np.linalg.inv(matrix), prior)
+        inverse = np.linalg.inv(matrix).astype(np.float32)
+        return _Equations(illumination, z, dx, dy, blur, weakest, damping, inverse, prior)
 
 
 def _inner(outer: np.ndarray, side: int) -> np.ndarray:
