@@ -8,6 +8,7 @@ import pytest
 
 import matcher
 from matcher.budget import costs, pairs
+from matcher.budget.choice import Choice
 from matcher.budget.costs import PairCosts, measured_costs
 from matcher.budget.pairs import plan
 from matcher.passes import further
@@ -189,6 +190,15 @@ def test_other_turns_come_before_a_thousand_keypoints_and_not_before_more(views,
     without = planned(pipeline, views, 700.0)[2]
     assert with_turns.without == () and 1024 <= with_turns.max_keypoints < 2048
     assert without.without == ("other turns",) and without.max_keypoints > 1024
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [(("a",), "without a,"), (("a", "b"), "without a and b,"), (("a", "b", "c"), "without a, b and c,")],
+)
+def test_what_is_left_out_is_said_in_words(without, words):
+    assert words in str(Choice(100.0, 512, 6, 640, 80.0, True, without))
+    assert "without" not in str(Choice(100.0, 512, 6, 640, 80.0, True))
 
 
 def test_stages_are_left_out_before_images_are_made_smaller(views, measured):

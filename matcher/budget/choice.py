@@ -72,7 +72,7 @@ class Choice:
     def __str__(self) -> str:
         """One line for a person."""
         layers = f", {self.layers} layers" if self.layers else ""
-        layers += f", without {' and '.join(self.without)}" if self.without else ""
+        layers += f", without {_in_words(self.without)}" if self.without else ""
         verdict = "" if self.fits else "; nothing smaller is offered, so this takes longer"
         verdict += f"; the machine is busy, {self.pace:.1f} times as slow" if self.pace > _BUSY else ""
         verdict += f"; it took {self.took_ms:.0f} ms, over the budget" if self.exceeded else ""
@@ -81,6 +81,11 @@ class Choice:
             self.predicted_ms, " for the first pass" if follow else "", self.budget_ms
         )
         return f"{self.max_keypoints} points{layers}, images of at most {self.resize} pixels: {time}{verdict}"
+
+
+def _in_words(stages: Sequence[str]) -> str:
+    *others, last = stages
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 @dataclass(frozen=True, eq=False)

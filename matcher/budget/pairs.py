@@ -38,8 +38,9 @@ from matcher.match.depth import can_be_cut
 from matcher.match.turns import STEERABLE
 from matcher.verify.estimation import RobustEstimator
 
+_POINTS_WITH_TURNS = 1024  # rather than fewer, other turns are left out
 # Stages that are left out before only fewer keypoints than these are left.
-_LEFT_OUT = (((), 1024), ((OTHER_TURNS,), POINTS_WHOLE), ((OTHER_TURNS, REFINEMENT), 0))
+_LEFT_OUT = (((), _POINTS_WITH_TURNS), ((OTHER_TURNS,), POINTS_WHOLE), ((OTHER_TURNS, REFINEMENT), 0))
 _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 # For a pose: where most matches are wrong, they take most of the time; more hardly ever find a better one.
 _POSE_SAMPLES = 2_000
