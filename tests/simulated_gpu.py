@@ -229,11 +229,8 @@ class _Devices(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if name == "tolist" and isinstance(args[0], OnDevice):
             return OnDevice.tolist(args[0])
-        if func is torch.Tensor.to:
-            args = tuple(
-                value.device if i and isinstance(value, torch.Tensor) else value
-                for i, value in enumerate(args)
-            )
+        if func is torch.Tensor.to and isinstance(args[1] if len(args) > 1 else None, torch.Tensor):
+            args = (args[0], args[1].device, args[1].dtype)
         kwargs.pop("pin_memory", None)
         if "device" in kwargs or func is torch.Tensor.to:
             args, kwargs = _mapped(_renamed, (args, kwargs))
@@ -348,6 +345,13 @@ class SimulatedEvent:
         _count("reads")
 
 
+class SimulatedGenerator(torch.Generator):
+    """Random numbers of the processor."""
+
+    def __new__(cls, device=None) -> SimulatedGenerator:
+        return super().__new__(cls)
+
+
 def _no_grad(mode: torch.inference_mode) -> torch.no_grad:
     return mode.__dict__.setdefault("_instead", torch.no_grad())
 
@@ -365,6 +369,7 @@ def simulated_gpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+        patch.setattr(torch, "Generator", SimulatedGenerator)
         patch.setattr(torch.cuda, "Event", SimulatedEvent)
         patch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
         patch.setattr(torch.cuda, "graph", _captured)

@@ -216,12 +216,13 @@ def test_the_start_has_its_share_of_both(folder, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"points": (24, 41)}, r"matcher\.points: from 1 to optimiser\.points"),
+        ({"points": (24, 9999)}, r"matcher\.points: at least 1, at most one to 100 pixels"),
         ({"points": ()}, r"matcher\.points"),
         ({"weight": 0.0}, r"matcher\.weight, matcher\.learning_rate: above 0"),
         ({"name": "small"}, r"matcher\.name: .* another than name"),
         ({"name": "a/b"}, r"matcher\.name"),
-        ({"pairs": 3}, r"matcher\.pairs: from 0 to batch\.pairs"),
+        ({"points_per_batch": -1}, r"matcher\.points_per_batch: 0 or above"),
+        ({"muon_rate": -1.0}, r"matcher\.muon_rate: 0 or above"),
         ({"gradient": -1.0}, r"matcher\.gradient"),
         ({"kept_shares": ()}, r"matcher\.kept_shares"),
         ({"kept_shares": (1.0, 1.5)}, r"matcher\.kept_shares"),
@@ -243,7 +244,7 @@ def test_a_matcher_of_other_keypoints_is_refused():
 def test_heads_for_pruning_learn_along_where_points_are_dropped(sampler, recipe):
     random, start = load_matcher(recipe.matcher), recipe.matcher.start + ".foreseeing.safetensors"
     save_model(MatchingNetwork(replace(random.config, match_probability=True)), start)
-    joint = replace(recipe.matcher, start=start, kept_shares=(1.0, 0.5), pairs=1)
+    joint = replace(recipe.matcher, start=start, kept_shares=(1.0, 0.5), points_per_batch=64)
     trainer = FrontEndTrainer(replace(recipe, matcher=joint), CPU)
     before = [p.detach().clone() for p in trainer.model.matcher.match_probability.parameters()]
     for number in range(4):
@@ -254,13 +255,42 @@ def test_heads_for_pruning_learn_along_where_points_are_dropped(sampler, recipe)
         load_matcher(replace(joint, start=recipe.matcher.start))
 
 
+def test_more_points_can_be_matched_than_the_losses_of_keypoints_see(sampler, recipe):
+    batch, few = sampler.batch(0), recipe.optimiser.points // 2
+    joint = replace(recipe.matcher, points=(recipe.optimiser.points,), weight=1e-6)
+    optimiser = replace(recipe.optimiser, points=few, described=few)
+    losses = [
+        FrontEndTrainer(replace(recipe, optimiser=optimiser, matcher=chosen), CPU).loss(batch)
+        for chosen in (joint, replace(joint, points=(few,)))
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)  # but for the matcher's, which weighs nothing
+    alone = replace(optimiser, description_weight=0.0, reliability_weight=0.0, refinement_weight=0.0)
+    counts = (recipe.optimiser.points, few)
+    matched = [
+        FrontEndTrainer(
+            replace(recipe, optimiser=alone, matcher=replace(joint, weight=1.0, points=(count,))), CPU
+        ).loss(batch)
+        for count in counts
+    ]
+    assert abs(float(matched[0].detach() - matched[1].detach())) > 1e-3
+
+
+def test_muon_trains_the_matrices_of_the_layers(sampler, recipe):
+    trainer = FrontEndTrainer(replace(recipe, matcher=replace(recipe.matcher, muon_rate=2.0)), CPU)
+    assert [type(optimiser).__name__ for optimiser in trainer.optimisers] == ["AdamW", "AdamW", "Muon"]
+    trainer.step(sampler.batch(0))
+    rates = [optimiser.param_groups[0]["lr"] for optimiser in trainer.optimisers]
+    share = recipe.matcher.learning_rate
+    assert rates == pytest.approx([rates[0], share * rates[0], 2 * share * rates[0]])
+
+
 def test_a_part_of_the_batch_is_matched_and_a_part_of_the_gradient_reaches_the_descriptors(sampler, recipe):
     alone = replace(recipe.optimiser, description_weight=0.0, reliability_weight=0.0, refinement_weight=0.0)
     batch, found = sampler.batch(0), {}
     positions = batch.positions.clone()
     positions[2:] = HIDDEN  # of the second pair, which is not matched
     for gradient in (0.0, 0.5, 1.0):
-        joint = replace(recipe.matcher, gradient=gradient, pairs=1)
+        joint = replace(recipe.matcher, gradient=gradient, points_per_batch=64)
         trainer = FrontEndTrainer(replace(recipe, optimiser=alone, matcher=joint), CPU)
         loss = trainer.loss(batch)
         assert torch.equal(loss, trainer.loss(replace(batch, positions=positions)))

@@ -149,6 +149,16 @@ class Features:
         return f"Features({', '.join(parts)})"
 
     @classmethod
+    def of_valid(cls, **values: Tensor | str) -> Features:
+        """As the constructor, of tensors of the fields' types, which are not checked: on a GPU every check
+        waits for it."""
+        made = object.__new__(cls)
+        for f in fields(cls):
+            object.__setattr__(made, f.name, values.get(f.name, f.default))
+        made._fill_defaults()
+        return made
+
+    @classmethod
     def from_image(
         cls,
         image: Image,

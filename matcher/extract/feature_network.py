@@ -241,7 +241,8 @@ def _put(value: Tensor, old: Tensor) -> None:
 def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:
     """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge, or
     "zeros"."""
-    size = points.new_tensor([maps.shape[-1], maps.shape[-2]])
-    grid = (2 * points + 1) / size - 1
+    height, width = maps.shape[-2:]
+    # A tensor of both sizes would have to be uploaded, which a GPU's queue waits for.
+    grid = torch.stack([(2 * points[..., 0] + 1) / width, (2 * points[..., 1] + 1) / height], dim=-1) - 1
     found = grid_sample(maps.float(), grid[:, :, None], padding_mode=beyond, align_corners=False)
     return found[..., 0].transpose(1, 2)

@@ -35,7 +35,8 @@ class ConfidenceTrainer:
 
     def step(self, batch: PairBatch) -> float:
         """One update of the heads below the last layer; returns the loss."""
-        set_learning_rate([self.optimiser], LEARNING_RATE * (1 - self.done / self.recipe.confidence_steps))
+        rate = LEARNING_RATE * (1 - self.done / self.recipe.confidence_steps)
+        set_learning_rate([self.optimiser], [rate])
         with torch.no_grad():
             states = [layer.sides for layer in labelled_layers(self.model, batch, self.device)]
             decided = [decisions(self._assigned(sides, depth)) for depth, sides in enumerate(states)]

@@ -88,7 +88,7 @@ def labelled_layers(
     labels, layers = Labels.of(batch, device), []
     with mixed_precision(device):
         features0, features1 = batch.features0.to(device), batch.features1.to(device)
-        tokens = model.tokens(features0, features1, align=align and not batch.turns_known)
+        tokens = model.tokens(features0, features1, align=align and not batch.turns_known, complete=True)
         for depth in range(len(model.layers)):
             tokens = model.advance(tokens, depth)
             layers.append(LabelledLayer(_paired(tokens), labels))
@@ -99,7 +99,7 @@ def labelled_layers(
 
 def _targets(positions: Tensor, other: Features) -> Tensor:
     """Positions (B, N, 2) in the other image, normalised; NaN stays."""
-    normalised = normalise_positions(replace(other, keypoints=positions.nan_to_num(0.0)))
+    normalised = normalise_positions(other.with_valid(keypoints=positions.nan_to_num(0.0)))
     return normalised.masked_fill(positions.isnan(), torch.nan)
 
 

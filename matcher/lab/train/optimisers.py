@@ -14,7 +14,7 @@ from matcher.match.network.model import MatchingNetwork
 
 
 def build_optimisers(model: MatchingNetwork, recipe: OptimiserRecipe) -> list[Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices of the layers if the recipe asks for it, AdamW for the rest.
+    """AdamW, and Muon (Jordan et al. 2024) for the matrices of the layers if the recipe asks for it.
 
     The heads for early exit are left out; the second stage trains them. So are those for pruning, unless the
     recipe drops points by them, and parameters that take no gradients.
@@ -88,9 +88,8 @@ def learning_rate_share(recipe: Schedule, step: int, seconds: float = 0.0) -> fl
     return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
 
 
-def set_learning_rate(optimisers: Sequence[Optimizer], rate: float, second_rate: float = 1.0) -> None:
-    """The same rate for every group; the second optimiser's is `second_rate` times as large."""
-    for optimiser in optimisers:
-        share = second_rate if len(optimisers) > 1 and optimiser is optimisers[-1] else 1.0
+def set_learning_rate(optimisers: Sequence[Optimizer], rates: Sequence[float]) -> None:
+    """The rate of each optimiser, for all its groups."""
+    for optimiser, rate in zip(optimisers, rates, strict=True):
         for group in optimiser.param_groups:
-            group["lr"] = rate * share
+            group["lr"] = rate

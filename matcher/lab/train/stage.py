@@ -46,6 +46,14 @@ class Stage(Generic[Net, TrainingBatch]):
     """A network, its moving average and its optimisers; `step` takes one batch.
 
     A subclass defines the loss.
+
+    Args:
+        recipe: of the subclass.
+        schedule: learning rate, moving average and end.
+        model: the network.
+        optimisers: of its parameters.
+        device: that it is on.
+        rates: learning rate of each optimiser, relative to the schedule's.
     """
 
     def __init__(
@@ -55,10 +63,10 @@ class Stage(Generic[Net, TrainingBatch]):
         model: Net,
         optimisers: Sequence[Optimizer],
         device: torch.device,
-        second_rate: float = 1.0,
+        rates: Sequence[float],
     ) -> None:
-        self.recipe, self.schedule, self.device, self.second_rate = recipe, schedule, device, second_rate
-        self.model, self.optimisers = model, list(optimisers)
+        self.recipe, self.schedule, self.device = recipe, schedule, device
+        self.model, self.optimisers, self.rates = model, list(optimisers), rates
         self.average = copy.deepcopy(model).requires_grad_(False).eval()
         self.progress = Progress()
 
@@ -75,16 +83,15 @@ class Stage(Generic[Net, TrainingBatch]):
         """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
         schedule, progress = self.schedule, self.progress
         rate = schedule.learning_rate * learning_rate_share(schedule, progress.step, progress.seconds)
-        set_learning_rate(self.optimisers, rate, self.second_rate)
+        set_learning_rate(self.optimisers, [rate * relative for relative in self.rates])
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         loss = self.loss(batch)
-        finite = bool(loss.isfinite())
-        if finite:
-            loss.backward()
-            finite = bool(
-                nn.utils.clip_grad_norm_(self.model.parameters(), schedule.gradient_clip).isfinite()
-            )
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), schedule.gradient_clip)
+        # The only time in a step that a GPU is waited for: both numbers are read together.
+        value, norm = torch.stack([loss.detach(), norm]).tolist()
+        finite = math.isfinite(value) and math.isfinite(norm)
         if finite:
             for optimiser in self.optimisers:
                 optimiser.step()
@@ -92,7 +99,7 @@ class Stage(Generic[Net, TrainingBatch]):
         progress.skipped += not finite
         progress.step += 1
         progress.pairs += len(batch)
-        return float(loss.detach()) if finite else math.nan
+        return value if finite else math.nan
 
     @torch.no_grad()
     def _update_average(self) -> None:

@@ -39,7 +39,8 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
         freeze(model, frozen)
         model.to(device)
         optimisers = build_optimisers(model, recipe.optimiser)
-        super().__init__(recipe, recipe.optimiser, model, optimisers, device, recipe.optimiser.muon_rate)
+        rates = (1.0, recipe.optimiser.muon_rate)[: len(optimisers)]
+        super().__init__(recipe, recipe.optimiser, model, optimisers, device, rates)
 
     def step(self, batch: PairBatch) -> float:
         """As `Stage.step`; before the first one, a random projection is scaled to the descriptors."""

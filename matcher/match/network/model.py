@@ -130,19 +130,31 @@ class MatchingNetwork(nn.Module):
         """
         check_features(self.config, features, norms=norms)
 
-    def tokens(self, features0: Features, features1: Features, *, align: bool = True) -> Tokens:
-        """The valid points of B pairs as packed tokens, descriptors turned to fit; raises as `check` does."""
+    def tokens(
+        self, features0: Features, features1: Features, *, align: bool = True, complete: bool = False
+    ) -> Tokens:
+        """The valid points of B pairs as packed tokens; raises as `check` does.
+
+        Args:
+            features0, features1: batches.
+            align: whether to turn descriptors to fit.
+            complete: all points are valid, and their descriptors of the network's front end, so that nothing
+                has to be read from a GPU.
+        """
         device = next(self.parameters()).device
         features0, features1 = (f.to(device) for f in (features0, features1))
         for features in (features0, features1):
-            self.check(features)
+            self.check(features, norms=not complete)
         check_paired(features0, features1)
         if align:
             features1 = aligned(features0, features1, self.config.kind)
         masks = (features0.mask, features1.mask)
-        counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
+        most = tuple(mask.shape[1] for mask in masks)
+        counts = (most,) * len(masks[0])
+        if not complete:
+            counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
         # A GPU is waited for wherever points are picked by a mask.
-        whole = set(counts) <= {tuple(mask.shape[1] for mask in masks)}
+        whole = set(counts) <= {most}
         columns = []
         for features, mask in zip((features0, features1), masks, strict=True):
             index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)

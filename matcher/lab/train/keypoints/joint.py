@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from matcher.data.features import Features
-from matcher.data.matches import UNMATCHED
+from matcher.lab.pairs.dense import HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE
 from matcher.lab.train.keypoints.batches import ImageBatch
-from matcher.lab.train.keypoints.losses import other_of_pair
 from matcher.lab.train.keypoints.recipe import JointRecipe
 from matcher.lab.train.labelled_layers import Pruning, labelled_layers
 from matcher.lab.train.labels import IGNORED, PairBatch
 from matcher.lab.train.losses import decisions
 from matcher.lab.train.matching_loss import assignments, matching_loss
+from matcher.lab.train.on_device.labels import partners
+from matcher.lab.train.on_device.small import constant
+from matcher.lab.train.on_device.transfer import Transferred
 from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe
 from matcher.lab.train.stage import mixed_precision
 from matcher.match.network.model import MatchingNetwork
@@ -28,14 +30,13 @@ from matcher.match.steering import turned_by
 
 OPTIMISER = OptimiserRecipe(inner_layers=1)
 LABELS = PairRecipe()
-_FAR = 1e4
 
 
 @dataclass(frozen=True, eq=False)
 class BatchKeypoints:
     """The keypoints of a batch of 2B images; images 2b and 2b + 1 are a pair."""
 
-    positions: Tensor  # (2B, K, 2)
+    positions: Tensor  # (2B, K, 2), the strongest first
     descriptors: Tensor  # (2B, K, D), as the images are turned
     corresponding: Tensor  # (2B, K, 2) positions in the other image
     visible: Tensor  # (2B, K) bool, in the other image
@@ -45,55 +46,42 @@ class BatchKeypoints:
         """Those of the first pairs."""
         return BatchKeypoints(*(values[: 2 * pairs] for values in vars(self).values()))
 
+    def strongest(self, count: int) -> BatchKeypoints:
+        """The first of each image."""
+        return BatchKeypoints(*(values[:, :count] for values in vars(self).values()))
+
 
 def labelled(points: BatchKeypoints, batch: ImageBatch, count: int) -> PairBatch:
     """The first `count` keypoints of each image as pairs with ground-truth partners.
 
-    Labels are those of `matcher.lab.train.labels`. Keypoints are ignored that do not exist, whose visibility
-    is unknown, or that are hidden beside a contour.
+    Keypoints are ignored that do not exist, whose visibility is unknown, or that are hidden beside a contour.
     """
-    positions, corresponding, visible, valid = (
-        values[:, :count] for values in (points.positions, points.corresponding, points.visible, points.valid)
+    points = points.strongest(count)
+    positions, corresponding = points.positions.detach(), points.corresponding.detach()
+    visible, valid = points.visible, points.valid
+    hidden = torch.where(batch.surely_hidden(positions), HIDDEN_STATE, UNKNOWN_STATE)
+    states = torch.where(visible, VISIBLE_STATE, hidden).masked_fill(~valid, UNKNOWN_STATE)
+    found = corresponding.masked_fill(~visible[..., None], torch.nan)
+    there = positions.masked_fill(~valid[..., None], torch.inf)
+    labels = partners(
+        there[0::2],
+        there[1::2],
+        Transferred(found[0::2], states[0::2]),
+        Transferred(found[1::2], states[1::2]),
+        LABELS,
     )
-    known = valid & (visible | batch.surely_hidden(positions))
-    apart = torch.cdist(corresponding, other_of_pair(positions))
-    apart = apart.masked_fill(~(visible[..., None] & other_of_pair(valid)[:, None]), _FAR)
-    forward, backward = apart[0::2], apart[1::2].mT
-    known0, known1 = known[0::2], known[1::2]
-    # Where one direction is unknown, the other one counts twice.
-    error = torch.where(known0[..., None], forward, backward) + torch.where(
-        known1[:, None], backward, forward
-    )
-    error = error / 2
-    partner0, partner1 = _partners(error, known0), _partners(error.mT, known1)
-    partner0, partner1 = _mutual(partner0, partner1), _mutual(partner1, partner0)
-    sides = [_features(points, batch, side, count) for side in (0, 1)]
-    nowhere = corresponding.masked_fill(~visible[..., None], torch.nan)
-    return PairBatch(*sides, partner0, partner1, nowhere[0::2], nowhere[1::2])
+    sides = [_features(points, batch, side) for side in (0, 1)]
+    return PairBatch(*sides, *labels, found[0::2], found[1::2])
 
 
-def _partners(error: Tensor, known: Tensor) -> Tensor:
-    """(B, N) the nearest partner by errors (B, N, M), UNMATCHED or IGNORED."""
-    least, nearest = error.min(2)
-    unmatched = torch.where(known & (least > LABELS.unmatched_distance), UNMATCHED, IGNORED)
-    return torch.where(least < LABELS.match_distance, nearest, unmatched)
-
-
-def _mutual(partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Partners (B, N) of one image; those that are not partners of each other are ignored."""
-    back = partner1.gather(1, partner0.clamp(min=0))
-    own = torch.arange(partner0.shape[1], device=partner0.device)
-    return torch.where((partner0 < 0) | (back == own), partner0, IGNORED)
-
-
-def _features(points: BatchKeypoints, batch: ImageBatch, side: int, count: int) -> Features:
+def _features(points: BatchKeypoints, batch: ImageBatch, side: int) -> Features:
     """The keypoints of one image of each pair, turned as the first image of the pair."""
     height, width = batch.pixels.shape[2:]
-    positions = points.positions[side::2, :count].detach()
-    features = Features(
+    positions = points.positions[side::2].detach()
+    features = Features.of_valid(
         keypoints=positions,
-        descriptors=points.descriptors[side::2, :count].float(),
-        size=positions.new_tensor([width, height]).expand(len(positions), 2),
+        descriptors=points.descriptors[side::2].float(),
+        size=constant((width, height), positions.dtype, positions.device).expand(len(positions), 2),
         view_orientation=torch.ones(len(positions), dtype=torch.int64, device=positions.device),
         kind="learned",
     )

@@ -67,8 +67,7 @@ def description_loss(
     """
     own, corresponding = points.descriptors[:, chosen], points.corresponding[:, chosen]
     matching = points.corresponding_descriptors[:, chosen]
-    itself = torch.zeros(len(chosen), points.valid.shape[1], dtype=torch.bool, device=own.device)
-    itself[torch.arange(len(chosen)), chosen] = True
+    itself = chosen.unsqueeze(1) == torch.arange(points.valid.shape[1], device=own.device)
     # Each chosen point with the corresponding positions and the keypoints of the other image.
     near = (torch.cdist(corresponding, corresponding) < apart) | ~visible[:, None]
     near &= ~torch.eye(len(chosen), dtype=torch.bool, device=own.device)
@@ -81,7 +80,7 @@ def description_loss(
     masked = torch.cdist(points.positions[:, chosen], points.positions) < apart
     masked = (masked | ~points.valid[:, None]) & ~itself
     similarity = (scale * matching @ points.descriptors.mT).masked_fill(masked, _MASKED)
-    backward = similarity.log_softmax(2)[:, itself]
+    backward = similarity.log_softmax(2).gather(2, chosen.expand(len(own), -1).unsqueeze(2)).squeeze(2)
     return mean_of(-(forward + backward), visible)
 
 

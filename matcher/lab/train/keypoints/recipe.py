@@ -62,8 +62,11 @@ class JointRecipe:
     name: str = "hybrid-learned"  # of its weights file
     weight: float = 1.0  # of its loss
     learning_rate: float = 0.25  # relative to the front end's
+    muon_rate: float = 0.0  # as `optimiser.muon_rate` of a matcher's recipe, relative to that
     points: tuple[int, ...] = (256, 384)  # keypoints of each image that are matched, drawn for each batch
-    pairs: int = 0  # of each batch that are matched; 0: all
+    points_per_batch: int = (
+        0  # of all images that are matched, so of fewer pairs where points are many; 0: all
+    )
     gradient: float = 1.0  # of its loss to the descriptors, relative to that to its own parameters
     kept_shares: tuple[float, ...] = (1.0,)  # as `optimiser.kept_shares` of a matcher's recipe
 
@@ -156,7 +159,7 @@ class FrontEndRecipe:
         ]
 
     def _matcher_rules(self) -> list[tuple[bool, str]]:
-        matcher, most = self.matcher, self.optimiser.points
+        matcher, most = self.matcher, self.scene.width * self.scene.height // 100
         return [
             (
                 Path(matcher.name).name == matcher.name != "" and matcher.name != self.name,
@@ -168,9 +171,10 @@ class FrontEndRecipe:
             ),
             (
                 not matcher.start or all(0 < n <= most for n in matcher.points or (0,)),
-                "matcher.points: from 1 to optimiser.points",
+                "matcher.points: at least 1, at most one to 100 pixels of the scene",
             ),
-            (0 <= matcher.pairs <= self.batch.pairs, "matcher.pairs: from 0 to batch.pairs"),
+            (matcher.points_per_batch >= 0, "matcher.points_per_batch: 0 or above"),
+            (matcher.muon_rate >= 0, "matcher.muon_rate: 0 or above"),
             (matcher.gradient >= 0, "matcher.gradient: 0 or above"),
             (sound_shares(matcher.kept_shares), f"matcher.kept_shares: {SHARES}"),
             (bool(matcher.start) or matcher == JointRecipe(), "matcher: only with matcher.start"),

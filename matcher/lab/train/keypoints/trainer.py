@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import ImageBatch
 from matcher.lab.train.keypoints.joint import BatchKeypoints, joint_loss, labelled
-from matcher.lab.train.keypoints.recipe import FrontEndRecipe, JointRecipe, KeypointRecipe
-from matcher.lab.train.optimisers import prunes
+from matcher.lab.train.keypoints.recipe import FrontEndRecipe, JointRecipe
+from matcher.lab.train.on_device.small import uploaded
+from matcher.lab.train.optimisers import build_optimisers, prunes
+from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.stage import Stage, mixed_precision
 from matcher.match.mutual import mutual_best
 from matcher.match.network.model import MatchingNetwork
@@ -54,10 +57,10 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
             torch.manual_seed(recipe.seed)
             model = Describer(recipe.network, load_matcher(recipe.matcher)).to(device)
         model = model.to(memory_format=torch.channels_last)
-        optimisers = build_optimisers(model, recipe.optimiser)
-        super().__init__(
-            recipe, recipe.optimiser, model, optimisers, device, second_rate=recipe.matcher.learning_rate
-        )
+        optimisers = optimisers_of(model, recipe)
+        matching = recipe.matcher.learning_rate
+        rates = (1.0, matching, matching * recipe.matcher.muon_rate)[: len(optimisers)]
+        super().__init__(recipe, recipe.optimiser, model, optimisers, device, rates)
 
     def step(self, batch: ImageBatch) -> float:
         """As `Stage.step`; the first one of loaded weights restores batch normalisation from the images."""
@@ -69,58 +72,76 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
 
     def loss(self, batch: ImageBatch) -> Tensor:
         """The weighted sum of the losses; random choices depend on the step only."""
-        recipe, network, batch = self.recipe.optimiser, self.model.network, batch.to(self.device)
+        network, batch, points = self.model.network, batch.to(self.device), self.recipe.optimiser.points
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
+        matched = self._matched_points(rng)
         with mixed_precision(self.device):
             logits, maps = network(batch.pixels)
-        points, valid = strongest(logits, recipe.points)
-        positions = refine(logits, points)
+        maxima, valid = strongest(logits, max(points, matched))
+        positions = refine(logits, maxima)
         corresponding, visible = batch.transfer(positions)
-        visible &= valid
-        nearest, distance, mutual = nearest_of_other(corresponding, positions, valid)
         with mixed_precision(self.device):
             # Descriptors of an image at its own keypoints and at those transferred from the other image.
-            both = torch.cat([positions, losses.other_of_pair(corresponding)], dim=1).detach()
+            both = torch.cat([positions, losses.other_of_pair(corresponding[:, :points])], dim=1).detach()
             described = network.describe(maps, both)
-            own, others = steered(described, -batch.turns).chunk(2, dim=1)
-        corresponding_descriptors = losses.other_of_pair(others)
-        matched = self._matched(own, valid, distance)
-        chosen = torch.randperm(recipe.points, generator=rng)[: recipe.described].to(self.device)
-        at = (points[..., 1] * logits.shape[2] + points[..., 0]).long()
-        parts = [
-            recipe.refinement_weight
-            * losses.refinement_loss(
-                corresponding,
-                losses.other_of_pair(positions),
-                nearest,
-                visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance),
-            ),
-            recipe.reliability_weight
-            * losses.reliability_loss(logits.flatten(1).gather(1, at), matched, visible),
-            recipe.description_weight
-            * losses.description_loss(
-                losses.DescribedKeypoints(
-                    own, corresponding_descriptors, positions.detach(), corresponding.detach(), valid
-                ),
-                chosen,
-                visible[:, chosen],
-                self.model.log_scale.exp(),
-                APART,
-            ),
-        ]
+        found = BatchKeypoints(
+            positions, described[:, : positions.shape[1]], corresponding, visible & valid, valid
+        )
+        at = maxima[..., 1] * logits.shape[2] + maxima[..., 0]
+        scored = logits.flatten(1).gather(1, at[:, :points])
+        total = self._keypoint_loss(found.strongest(points), described[:, -points:], scored, batch.turns, rng)
         if self.model.matcher is not None:
-            descriptors = described[:, : recipe.points]
-            descriptors = descriptors.detach().lerp(descriptors, self.recipe.matcher.gradient)
-            points = BatchKeypoints(positions, descriptors, corresponding.detach(), visible, valid)
-            parts.append(self.recipe.matcher.weight * self._matcher_loss(points, batch, rng))
-        return torch.stack(parts).sum()
+            total = total + self.recipe.matcher.weight * self._matcher_loss(found, batch, matched, rng)
+        return total
 
-    def _matcher_loss(self, points: BatchKeypoints, batch: ImageBatch, rng: torch.Generator) -> Tensor:
-        recipe = self.recipe.matcher
-        count = recipe.points[int(torch.randint(len(recipe.points), (1,), generator=rng))]
-        matched = recipe.pairs or len(batch)
-        pairs = labelled(points.first(matched), batch.first(matched), count)
-        return joint_loss(self.model.matcher, pairs, recipe, self.device, rng)
+    def _keypoint_loss(
+        self, points: BatchKeypoints, others: Tensor, logits: Tensor, turns: Tensor, rng: torch.Generator
+    ) -> Tensor:
+        """That of positions, scores and descriptors (2B, K).
+
+        Args:
+            points: keypoints.
+            others: (2B, K, D) descriptors of each image at the keypoints of the other one.
+            logits: (2B, K) of their scores.
+            turns: (2B,) of the images.
+            rng: draws the keypoints whose descriptors are supervised.
+        """
+        recipe, (positions, corresponding) = self.recipe.optimiser, (points.positions, points.corresponding)
+        nearest, distance, mutual = nearest_of_other(corresponding, positions, points.valid)
+        own, others = (steered(each, -turns) for each in (points.descriptors, others))
+        chosen = uploaded(torch.randperm(recipe.points, generator=rng)[: recipe.described], self.device)
+        near = points.visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance)
+        repeatable = self._matched(own, points.valid, distance)
+        described = losses.DescribedKeypoints(
+            own, losses.other_of_pair(others), positions.detach(), corresponding.detach(), points.valid
+        )
+        refinement = losses.refinement_loss(corresponding, losses.other_of_pair(positions), nearest, near)
+        reliability = losses.reliability_loss(logits, repeatable, points.visible)
+        description = losses.description_loss(
+            described, chosen, points.visible[:, chosen], self.model.log_scale.exp(), APART
+        )
+        return (
+            recipe.refinement_weight * refinement
+            + recipe.reliability_weight * reliability
+            + recipe.description_weight * description
+        )
+
+    def _matched_points(self, rng: torch.Generator) -> int:
+        """Keypoints of each image that are matched in this step."""
+        counts = self.recipe.matcher.points
+        return counts[int(torch.randint(len(counts), (1,), generator=rng))] if self.model.matcher else 0
+
+    def _matcher_loss(
+        self, points: BatchKeypoints, batch: ImageBatch, count: int, rng: torch.Generator
+    ) -> Tensor:
+        """That of the matcher, on as many of the pairs as the recipe has points for."""
+        recipe, pairs = self.recipe.matcher, len(batch)
+        if recipe.points_per_batch:
+            pairs = min(pairs, max(1, recipe.points_per_batch // (2 * count)))
+        found = points.first(pairs)
+        descriptors = found.descriptors.detach().lerp(found.descriptors, recipe.gradient)
+        labels = labelled(replace(found, descriptors=descriptors), batch.first(pairs), count)
+        return joint_loss(self.model.matcher, labels, recipe, self.device, rng)
 
     @torch.no_grad()
     def _matched(self, own: Tensor, valid: Tensor, distance: Tensor) -> Tensor:
@@ -153,17 +174,26 @@ def load_matcher(recipe: JointRecipe) -> MatchingNetwork | None:
     return matcher
 
 
-def build_optimisers(model: Describer, recipe: KeypointRecipe) -> list[Optimizer]:
-    """AdamW for the front end, and a second one for the matcher if there is one."""
-    front_end = [*model.network.parameters(), model.log_scale]
+def optimisers_of(model: Describer, recipe: FrontEndRecipe) -> list[Optimizer]:
+    """AdamW for the front end; those of the matcher if there is one.
+
+    Raises:
+        UsageError: as `build_optimisers`.
+    """
+    front_end, rate = [*model.network.parameters(), model.log_scale], recipe.optimiser.learning_rate
     groups = [
-        {"params": [p for p in front_end if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in front_end if p.ndim >= 2], "weight_decay": recipe.optimiser.weight_decay},
         {"params": [p for p in front_end if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=recipe.learning_rate)]
+    optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=rate)]
     if model.matcher is not None:
-        trained = [p for p in model.matcher.parameters() if p.requires_grad]
-        optimisers.append(torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=0.0))
+        matching = OptimiserRecipe(
+            learning_rate=rate,
+            weight_decay=0.0,
+            muon_rate=recipe.matcher.muon_rate,
+            kept_shares=recipe.matcher.kept_shares,
+        )
+        optimisers += build_optimisers(model.matcher, matching)
     return optimisers
 
 

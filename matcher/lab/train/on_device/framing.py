@@ -12,12 +12,15 @@ from torch.nn import functional as F
 from matcher.lab.pairs.dense import VISIBLE_STATE
 from matcher.lab.pairs.framing import ANY_ROLL_SHARE, BORDER_SHARE, ROLL, ROTATION
 from matcher.lab.train.on_device.draws import Draws
+from matcher.lab.train.on_device.small import constant, inverse
 from matcher.lab.train.on_device.transfer import project, transfer
 from matcher.lab.train.on_device.views import DeviceViews
 
 PROBES = 256  # pixels of view 0 among which a covisible one is looked for
 WHOLE_SHARE = 0.4  # pairs whose images are not zoomed in
 PHOTO_ROLL, PHOTO_ROTATION, PHOTO_STRETCH = 15.0, 11.0, 0.22  # degrees; deviation of the log of the aspect
+# Rotations of an image by clockwise quarter turns.
+_QUARTERS = (((1, 0), (0, 1)), ((0, -1), (1, 0)), ((-1, 0), (0, -1)), ((0, 1), (-1, 0)))
 _SHRINKING = 0.7  # of the area, below which an image is smoothed first
 
 
@@ -42,7 +45,7 @@ def draw_framings(
     """
     count = len(first)
     centre0, centre1 = _covisible(views, first, second, flat, draws)
-    new = views.sizes.new_tensor(size).expand(count, 2)
+    new = constant(size, views.sizes.dtype, views.sizes.device).expand(count, 2)
     turns = torch.where(draws.happens(count, turned_share), (3 * draws.uniform(count)).long() + 1, 0)
     new1 = torch.where((turns % 2 == 1).unsqueeze(1), new.flip(1), new)  # before it is turned
     fitting0, fitting1 = (
@@ -62,7 +65,7 @@ def draw_framings(
 
 def _turned(framing: Tensor, turns: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Framings (B, 3, 3) of images after clockwise quarter turns (B,), which change their sizes (B, 2)."""
-    quarter = framing.new_tensor([[[1, 0], [0, 1]], [[0, -1], [1, 0]], [[-1, 0], [0, -1]], [[0, 1], [-1, 0]]])
+    quarter = constant(_QUARTERS, framing.dtype, framing.device)
     turn = torch.eye(3, dtype=framing.dtype, device=framing.device).repeat(len(framing), 1, 1)
     turn[:, :2, :2] = quarter[turns]
     centre, new_centre = (((size - 1) / 2).to(framing).unsqueeze(2) for size in (before, after))
@@ -104,7 +107,7 @@ def _framing(
     rotation = _rotations(torch.deg2rad(torch.cat([tilts, roll.unsqueeze(1)], dim=1)).double())
     focal = zoom.double().unsqueeze(1) * K.diagonal(dim1=1, dim2=2)[:, :2]
     focal[:, 0] *= (draws.normal(count) * stretch_spread).exp()
-    back = torch.linalg.inv(K)
+    back = inverse(K)
     ray = (rotation @ back @ F.pad(middle, (0, 1), value=1.0).unsqueeze(2))[..., 0]
     half = (sizes.to(focal) - 1) / 2
     new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
@@ -121,24 +124,27 @@ def _window_centre(centre: Tensor, zoom: Tensor, old: Tensor, sizes: Tensor, dra
 
 
 def _rotations(axes: Tensor) -> Tensor:
-    """Rotation matrices (B, 3, 3) of rotation vectors (B, 3)."""
+    """Rotation matrices (B, 3, 3) of rotation vectors (B, 3), by Rodrigues' formula."""
     x, y, z = axes.unbind(1)
     nothing = torch.zeros_like(x)
-    rows = torch.stack([nothing, -z, y, z, nothing, -x, -y, x, nothing], dim=1)
-    return torch.linalg.matrix_exp(rows.view(-1, 3, 3))
+    cross = torch.stack([nothing, -z, y, z, nothing, -x, -y, x, nothing], dim=1).view(-1, 3, 3)
+    angle = axes.norm(dim=1).view(-1, 1, 1) / math.pi
+    straight = torch.eye(3, dtype=axes.dtype, device=axes.device)
+    return straight + torch.sinc(angle) * cross + torch.sinc(angle / 2).square() / 2 * (cross @ cross)
 
 
 def render(views: DeviceViews, chosen: Tensor, framing: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, 1, height, width) in [0, 1]: views `chosen` as their framings show them, black beyond."""
     width, height = size
     device = views.images.device
-    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    pixels = torch.stack([x, y], dim=2).view(1, -1, 2).float().to(device)
-    old, depth = project(torch.linalg.inv(framing).float(), pixels.expand(len(chosen), -1, -1))
+    y, x = (torch.arange(side, dtype=torch.float32, device=device) for side in (height, width))
+    pixels = torch.cartesian_prod(y, x).flip(1).unsqueeze(0)
+    old, depth = project(inverse(framing).float(), pixels.expand(len(chosen), -1, -1))
     old = old.masked_fill((depth <= 0).unsqueeze(2), -1e4)
     images = views.images[chosen].unsqueeze(1).float() / 255
-    shrinking = torch.linalg.det(framing[:, :2, :2]).abs() < _SHRINKING
+    area = framing[:, 0, 0] * framing[:, 1, 1] - framing[:, 0, 1] * framing[:, 1, 0]
+    shrinking = area.abs() < _SHRINKING
     images = torch.where(shrinking.view(-1, 1, 1, 1), F.avg_pool2d(images, 3, 1, 1), images)
-    canvas = old.new_tensor([images.shape[-1], images.shape[-2]])
+    canvas = constant((images.shape[-1], images.shape[-2]), old.dtype, device)
     grid = ((2 * old + 1) / canvas - 1).view(-1, height, width, 2)
     return F.grid_sample(images, grid, align_corners=False)

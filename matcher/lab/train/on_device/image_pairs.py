@@ -13,6 +13,7 @@ from matcher.lab.pairs.dense import HIDDEN_STATE, VISIBLE_STATE
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.framing import PROBES, draw_framings, render
 from matcher.lab.train.on_device.photometry import capture
+from matcher.lab.train.on_device.small import constant, inverse, uploaded
 from matcher.lab.train.on_device.transfer import Transferred, overlap, project, transfer, within
 from matcher.lab.train.on_device.views import DeviceViews
 
@@ -61,13 +62,13 @@ class ImagePairs:
         """Points (B, N, 2) of images `side` in the other image of their pair, NaN where not visible."""
         sides = (self.first, self.second), self.framings
         (source, target), (framing, other) = (each if side == 0 else each[::-1] for each in sides)
-        old, _ = project(torch.linalg.inv(framing).float(), points)
+        old, _ = project(inverse(framing).float(), points)
         inside = within(old, self.views.sizes[source])
         found, states = transfer(self.views, source, target, old)
         found = torch.where(self.flat.view(-1, 1, 1), old, found)
         states = torch.where(self.flat.unsqueeze(1), VISIBLE_STATE, states).where(inside, HIDDEN_STATE)
         new, depth = project(other.float(), found)
-        shown = within(new, new.new_tensor(self.size).expand(len(new), 2)) & (depth > 0)
+        shown = within(new, constant(self.size, new.dtype, new.device).expand(len(new), 2)) & (depth > 0)
         states = torch.where((states == VISIBLE_STATE) & ~shown, HIDDEN_STATE, states)
         return Transferred(new.masked_fill((states != VISIBLE_STATE).unsqueeze(2), torch.nan), states)
 
@@ -105,10 +106,10 @@ def _choose(
     shares = np.array([drawn.shares[name] for name in names])
     sources = [names[k] for k in rng.choice(len(names), count, p=shares / shares.sum())]
     candidates = [_pairs(views, sources, rng) for _ in range(2)]
-    flat, real = (
-        torch.tensor([source == name for source in sources], device=draws.device)
-        for name in ("planes", "real")
-    )
+    kinds = [[source == name for source in sources] for name in ("planes", "real")]
+    drawn_here = torch.from_numpy(np.concatenate([*candidates, kinds]))
+    *numbers, flat, real = uploaded(drawn_here, draws.device)
+    candidates, flat, real = [numbers[:2], numbers[2:]], flat.bool(), real.bool()
     first, second = candidates[0]
     probes = draws.uniform(count, PROBES, 2) * (views.sizes[first] - 1).unsqueeze(1)
     kept = overlap(views, first, second, probes) >= drawn.min_overlap
@@ -117,7 +118,7 @@ def _choose(
     return first, second, flat, real
 
 
-def _pairs(views: DeviceViews, sources: list[str], rng: np.random.Generator) -> Tensor:
+def _pairs(views: DeviceViews, sources: list[str], rng: np.random.Generator) -> np.ndarray:
     """(2, B) int64 views; a set of a source is drawn as often as the root of its number of pairs."""
     drawn = []
     for source in sources:
@@ -129,4 +130,4 @@ def _pairs(views: DeviceViews, sources: list[str], rng: np.random.Generator) -> 
         table = tables[rng.choice(len(tables), p=weights / weights.sum())]
         pair = table[rng.integers(len(table))]
         drawn.append(pair if rng.random() < 0.5 else pair[::-1])
-    return torch.tensor(np.array(drawn).T, device=views.images.device)
+    return np.array(drawn, np.int64).T

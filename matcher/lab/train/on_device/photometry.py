@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.lab.train.on_device.draws import Draws
+from matcher.lab.train.on_device.small import constant
 
 _BLUR_RADIUS = 5  # pixels of the kernel on either side
 _BLOCK = 8
@@ -109,7 +110,7 @@ def _compressed(images: Tensor, quality: Tensor) -> Tensor:
     """As JPEG of a quality (B, 1, 1, 1) from 1 to 100 would store them, but for the rounding of pixels."""
     count, _, height, width = images.shape
     scale = torch.where(quality < 50, 50 / quality, 2 - quality / 50)
-    steps = (images.new_tensor(_STEPS) * scale).clamp_min(1).unsqueeze(1)
+    steps = (constant(_STEPS, images.dtype, images.device) * scale).clamp_min(1).unsqueeze(1)
     cosines = _cosines(images.device)
     blocks = (255 * images[:, 0] - 128).view(count, height // _BLOCK, _BLOCK, width // _BLOCK, _BLOCK)
     levels = (cosines @ blocks.transpose(2, 3) @ cosines.T / steps).round() * steps

@@ -18,6 +18,7 @@ from matcher.lab.train.on_device.ahead import made_ahead
 from matcher.lab.train.on_device.draws import Draws
 from matcher.lab.train.on_device.image_pairs import DrawnPairs, ImagePairs, draw_images
 from matcher.lab.train.on_device.labels import partners, quarter_turns_of
+from matcher.lab.train.on_device.small import constant
 from matcher.lab.train.on_device.transfer import Transferred
 from matcher.lab.train.on_device.views import DeviceViews
 from matcher.lab.train.recipe import Recipe
@@ -99,8 +100,9 @@ class DeviceSampler:
         return torch.where(unrelated, following, here), unrelated
 
     def _features(self, points: Tensor, descriptors: Tensor) -> Features:
-        size = points.new_tensor(self._drawn.size).expand(len(points), 2)
-        return Features(points, descriptors, size=size, kind=self.recipe.network.kind)
+        size = constant(self._drawn.size, points.dtype, points.device).expand(len(points), 2)
+        kind = self.recipe.network.kind
+        return Features.of_valid(keypoints=points, descriptors=descriptors, size=size, kind=kind)
 
 
 def _hidden(found: Transferred, where: Tensor) -> Transferred:

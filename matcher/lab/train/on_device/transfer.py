@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from matcher.lab.pairs.dense import HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE
 from matcher.lab.pairs.posed import NOTHING, SAME_DEPTH, SAME_PIXEL, SURELY_SAME_PIXEL
+from matcher.lab.train.on_device.small import constant, inverse
 from matcher.lab.train.on_device.views import DEPTH_STEP, DeviceViews
 
 
@@ -37,22 +38,22 @@ def transfer(views: DeviceViews, source: Tensor, target: Tensor, points: Tensor)
     """Points (B, N, 2) of views `source` (B,) in views `target` (B,) of their scenes, by depth and poses."""
     maps = views.inverse_depth.unsqueeze(1)
     linear, nearest = _sampled(maps[source], points)
-    inverse = torch.where((linear - nearest).abs() <= SAME_DEPTH * nearest.abs(), linear, nearest)
-    pose = views.cam_from_world[target] @ torch.linalg.inv(views.cam_from_world[source])
+    near = torch.where((linear - nearest).abs() <= SAME_DEPTH * nearest.abs(), linear, nearest)
+    pose = views.cam_from_world[target] @ inverse(views.cam_from_world[source])
     K0, K1 = views.K[source], views.K[target]
-    rotation = (K1 @ pose[:, :3, :3] @ torch.linalg.inv(K0)).float()
+    rotation = (K1 @ pose[:, :3, :3] @ inverse(K0)).float()
     translation = (K1 @ pose[:, :3, 3:])[..., 0].float()
-    x = points @ rotation[:, :, :2].mT + rotation[:, None, :, 2] + inverse.unsqueeze(2) * translation[:, None]
+    x = points @ rotation[:, :, :2].mT + rotation[:, None, :, 2] + near.unsqueeze(2) * translation[:, None]
     depth = torch.where(x[..., 2] > 1e-6, x[..., 2], torch.ones_like(x[..., 2]))
     found = x[..., :2] / depth.unsqueeze(2)
     inside = (x[..., 2] > 1e-6) & within(found, views.sizes[target])
     found = torch.where(inside.unsqueeze(2), found, torch.zeros_like(found))
     # Pixels in the source by which the way back changes per unit of inverse depth in the target.
-    step = (K0 @ torch.linalg.inv(pose)[:, :3, 3:])[..., 0].float()
+    step = (K0 @ inverse(pose)[:, :3, 3:])[..., 0].float()
     rate = torch.hypot(*(step[:, None, k] - points[..., k] * step[:, None, 2] for k in (0, 1))) * depth
-    states = _visible(maps[target], found, inverse / depth, rate).where(inside, HIDDEN_STATE)
-    unseen = torch.where(inverse == NOTHING, HIDDEN_STATE, UNKNOWN_STATE)
-    return Transferred(found, torch.where(inverse > 0, states, unseen))
+    states = _visible(maps[target], found, near / depth, rate).where(inside, HIDDEN_STATE)
+    unseen = torch.where(near == NOTHING, HIDDEN_STATE, UNKNOWN_STATE)
+    return Transferred(found, torch.where(near > 0, states, unseen))
 
 
 def _visible(maps: Tensor, points: Tensor, expected: Tensor, rate: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def _visible(maps: Tensor, points: Tensor, expected: Tensor, rate: Tensor) -> Te
 
 def _sampled(maps: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """(B, N) values of maps of inverse depth (B, 1, h, w) at points (B, N, 2): linear and of the nearest."""
-    size = points.new_tensor([maps.shape[-1], maps.shape[-2]])
+    size = constant((maps.shape[-1], maps.shape[-2]), points.dtype, points.device)
     grid = ((2 * points / DEPTH_STEP + 1) / size - 1).nan_to_num(-9.0).clamp(-9, 9).unsqueeze(2)
     linear, nearest = (  # beyond the map everything is NOTHING
         F.grid_sample(maps - NOTHING, grid, mode=mode, align_corners=False)[:, 0, :, 0] + NOTHING
