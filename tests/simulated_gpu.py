@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 
+from matcher.lab.train.on_device.small import constant
+from matcher.match.tables import turned_orientations, upright_maps
+
 CUDA = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
@@ -382,7 +385,11 @@ def simulated_gpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "simulated")
-        yield
+        try:
+            yield
+        finally:
+            for kept in (upright_maps, turned_orientations, constant):
+                kept.cache_clear()  # a real device has none of them
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from simulated_gpu import simulated_gpu, waits
 from training_data import write_photos, write_views
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
@@ -18,12 +19,19 @@ from matcher.lab.pairs.posed import sparse_positions
 from matcher.lab.pairs.sources import SourceShares
 from matcher.lab.pairs.stored import find_sets, read_view
 from matcher.lab.train.keypoints.losses import other_of_pair
-from matcher.lab.train.keypoints.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
+from matcher.lab.train.keypoints.recipe import (
+    BatchRecipe,
+    FrontEndRecipe,
+    JointRecipe,
+    KeypointRecipe,
+    SmallScene,
+)
 from matcher.lab.train.keypoints.run import train_front_end
+from matcher.lab.train.keypoints.trainer import FrontEndTrainer
 from matcher.lab.train.labels import IGNORED, label_partners
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.on_device.draws import Draws
-from matcher.lab.train.on_device.framing import draw_framings, render
+from matcher.lab.train.on_device.framing import _rotations, draw_framings, render
 from matcher.lab.train.on_device.image_sampler import DeviceImageSampler, interleaved
 from matcher.lab.train.on_device.labels import partners, quarter_turns_of
 from matcher.lab.train.on_device.photometry import _compressed, _curved, capture
@@ -34,8 +42,10 @@ from matcher.lab.train.pair_cache import CorrespondingView
 from matcher.lab.train.reading import check_recipe
 from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SourceRecipe
 from matcher.lab.train.run import train
+from matcher.lab.train.trainer import Trainer
+from matcher.match.network.model import MatchingNetwork
 from matcher.match.steering import quarter_turns, turned_by
-from matcher.weights.files import load_model, save_front_end
+from matcher.weights.files import load_model, save_front_end, save_model
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -89,6 +99,43 @@ def test_views_are_loaded_with_their_pairs_and_unreadable_photos_are_counted(roo
     ]
     with pytest.raises(UsageError, match="none of the 1 photos"):
         load_views([root / "photos" / "broken.png"], {}, CPU)
+
+
+def test_no_step_waits_for_a_gpu_before_its_loss_is_read(root, tmp_path):
+    """Once constants are there, what is drawn by the processor is all that is uploaded, without waiting."""
+    save_model(MatchingNetwork(RECIPE.network), tmp_path / "random.safetensors")
+    joint = FrontEndRecipe(
+        trains="front end",
+        pairs_on_device=True,
+        scene=SmallScene(width=160, height=128),
+        sources=SourceShares(planes=1.0, relief=0.0, rendered=1.0),
+        batch=BatchRecipe(pairs=2, turned_share=0.5),
+        optimiser=KeypointRecipe(points=40, described=30),
+        matcher=JointRecipe(start=str(tmp_path / "random.safetensors"), points=(48,), points_per_batch=96),
+    )
+    with simulated_gpu(), torch.no_grad():
+        cuda = torch.device("cuda")
+        views = load_views(sorted((root / "photos").iterdir()), {"rendered": root / "views"}, cuda)
+        for sampler, trainer in (
+            (DeviceSampler(views, RECIPE, cuda), Trainer(RECIPE, cuda)),
+            (DeviceImageSampler(views, joint, cuda), FrontEndTrainer(joint, cuda)),
+        ):
+            assert trainer.loss(sampler.batch(0)).isfinite()
+            with waits() as waited:
+                loss = trainer.loss(sampler.batch(1))
+            assert not len(waited), waited
+            assert {line.split(":")[0] for line in waited.uploads} == {"lab/train/on_device/small.py"}
+            assert waited.uploads.total() <= 2
+            assert loss.isfinite()
+
+
+def test_rotations_are_the_exponentials_of_their_vectors():
+    axes = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    axes[0], axes[1] = 0.0, 1e-9
+    x, y, z = axes.unbind(1)
+    nothing = torch.zeros_like(x)
+    cross = torch.stack([nothing, -z, y, z, nothing, -x, -y, x, nothing], dim=1).view(-1, 3, 3)
+    torch.testing.assert_close(_rotations(axes), torch.linalg.matrix_exp(cross), rtol=0, atol=1e-12)
 
 
 def test_sets_of_one_scene_are_one_scene(tmp_path):
