@@ -180,7 +180,7 @@ def test_presets_extract_and_match_with_one_wait_each(gpu, preset, views, shippe
     assert len(waited) == 1, waited
     with on_cpu():
         same = indices(cpu.match_features(*expected))
-    assert len(found & same) >= 0.99 * max(len(found), len(same)) > 60
+    assert len(found & same) >= 0.99 * max(len(found), len(same)) > 50
 
 
 @pytest.mark.parametrize("probed", [768, 96])
@@ -191,7 +191,7 @@ def test_rotated_and_unlike_images_are_turned_as_on_the_cpu(gpu, views, shipped_
     cpu, ours = (matcher.load("hybrid-learned", device=device, **options) for device in ("cpu", "cuda"))
     image = read_image(views[0], resize=400).pixels
     turned = [np.ascontiguousarray(np.rot90(image, turns)) for turns in (1, 2)]
-    noise = np.random.default_rng(0).integers(0, 255, image.shape, dtype=np.uint8)
+    noise = np.random.default_rng(1).integers(0, 255, image.shape, dtype=np.uint8)
     with on_cpu():
         first = cpu.extract(image)
         others = [cpu.extract(other) for other in (*turned, noise)]

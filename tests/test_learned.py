@@ -20,6 +20,7 @@ from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
 STRIDE = Architecture().stride
+SMALLER = Architecture(widths=(16, 32, 64, 128), depths=(2, 2, 3, 3), hidden=256)
 LARGER = Architecture(widths=(20, 32, 64, 130, 48), depths=(2, 3, 3, 4, 2), hidden=300)
 
 
@@ -30,7 +31,7 @@ def picture(rng) -> np.ndarray:
 
 def test_it_is_small():
     count = sum(value.numel() for value in FeatureNetwork().parameters())
-    assert 200_000 < count < 1_000_000
+    assert 1_000_000 < count < 2_000_000
 
 
 def test_folding_changes_nothing(picture):
@@ -67,7 +68,7 @@ def random_network(sizes: Architecture) -> FeatureNetwork:
 
 @torch.no_grad()
 def test_a_grown_network_computes_the_same(picture):
-    plain = random_network(Architecture())
+    plain = random_network(SMALLER)
     larger = grown(plain, LARGER)
     pixels = torch.from_numpy(picture[:96])[None, None].float() / 255
     points = torch.rand(1, 50, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([160.0, 96.0])
@@ -84,7 +85,7 @@ def test_a_grown_network_computes_the_same(picture):
 
 
 def test_what_is_new_in_a_grown_network_learns(picture):
-    larger = grown(random_network(Architecture()), LARGER)
+    larger = grown(random_network(SMALLER), LARGER)
     logits, maps = larger(torch.from_numpy(picture[:96])[None, None].float() / 255)
     described = larger.describe(maps, torch.tensor([[[40.0, 40.0], [80.0, 50.0]]]))
     (logits.square().mean() + described[0, 0] @ described[0, 1]).backward()
@@ -94,7 +95,7 @@ def test_what_is_new_in_a_grown_network_learns(picture):
 
 
 def test_parameters_have_the_names_and_shapes_that_their_sizes_say():
-    for sizes in (Architecture(), LARGER, Architecture((1, 1, 8), (1, 2, 1), 5)):
+    for sizes in (Architecture(), SMALLER, LARGER, Architecture((1, 1, 8), (1, 2, 1), 5)):
         shapes = {name: tuple(value.shape) for name, value in FeatureNetwork(sizes).state_dict().items()}
         assert shapes == shapes_of(sizes) and architecture_of(shapes) == sizes
 
@@ -141,7 +142,7 @@ def test_a_header_that_promises_much_asks_for_no_memory(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("encoder.1.0.0.weight", (32, 15, 3, 3)), ("descriptor.0.weight", (256, 239)), ("more", (3,))],
+    [("encoder.1.0.0.weight", (32, 15, 3, 3)), ("descriptor.0.weight", (384, 431)), ("more", (3,))],
 )
 def test_both_engines_refuse_tensors_that_do_not_fit_each_other(tmp_path, name, shape):
     tensors = {**FeatureNetwork().state_dict(), name: torch.zeros(shape)}
@@ -197,7 +198,7 @@ def test_features_are_complete_and_come_best_first(picture):
     torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)))
     assert len(features) > 20
     assert bool((features.scores.diff() <= 0).all())
-    assert bool(((features.scores > 0) & (features.scores < 1)).all())
+    assert bool(((features.scores > 0) & (features.scores <= 1)).all())
 
 
 def test_images_together_are_as_alone(rng):
@@ -264,7 +265,7 @@ def test_constant_and_dark_images_have_no_points(rng):
     for value in (0, 128, 255):
         assert len(extract([whole(np.full((90, 120), value, np.uint8))])[0]) == 0
     noise = rng.normal(8, 1, (240, 320)).clip(0, 255).astype(np.uint8)
-    assert len(extract([whole(noise)])[0]) < 100
+    assert len(extract([whole(noise)])[0]) < 250  # of 2,048
 
 
 def test_more_points_than_there_are(picture):

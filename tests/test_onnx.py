@@ -190,9 +190,9 @@ def test_the_oldest_runtime_can_join_products_with_transposing():
 def larger_front_end(path: Path) -> Path:
     """The shipped front end with a coarser map and wider ones, of which all matter."""
     shipped = build_extractor(ExtractorConfig(kind="learned"), precision="float32").network
-    network = grown(shipped, Architecture((16, 32, 72, 128, 24), (2, 2, 3, 4, 2)))
+    network = grown(shipped, Architecture((16, 32, 72, 128, 192, 24), (2, 2, 3, 4, 4, 2)))
     generator = torch.Generator().manual_seed(0)
-    for name in ("lift.3.weight", "descriptor.0.weight"):
+    for name in ("lift.4.weight", "descriptor.0.weight"):
         value = network.state_dict()[name]
         value += 0.05 * torch.randn(value.shape, generator=generator)
     save_front_end(network, "learned", path)

@@ -19,7 +19,7 @@ from matcher.onnx.export import export_for_opencv
 from matcher.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZE = (320, 240)
+SIZE = (320, 256)
 WITHOUT_TORCH = """
 import sys
 class Absent:
@@ -82,7 +82,7 @@ def test_opencv_matches_three_real_pairs(tmp_path, capsys):
 
 
 def test_sizes_and_presets_that_opencv_cannot_have_are_refused(tmp_path, capsys):
-    with pytest.raises(UsageError, match="multiples of 16, not 100 and 64"):
+    with pytest.raises(UsageError, match="multiples of 32, not 100 and 64"):
         export_for_opencv("hybrid-learned", PRESETS["hybrid-learned"], tmp_path, (100, 64))
     with pytest.raises(UsageError, match=r"not hybrid$"):
         export_for_opencv("hybrid", PRESETS["hybrid"], tmp_path, SIZE)

@@ -223,6 +223,7 @@ def test_the_start_has_its_share_of_both(folder, recipe, tmp_path):
         ({"name": "a/b"}, r"matcher\.name"),
         ({"points_per_batch": -1}, r"matcher\.points_per_batch: 0 or above"),
         ({"muon_rate": -1.0}, r"matcher\.muon_rate: 0 or above"),
+        ({"confidence_steps": -1}, r"matcher\.confidence_steps: 0 or above"),
         ({"gradient": -1.0}, r"matcher\.gradient"),
         ({"kept_shares": ()}, r"matcher\.kept_shares"),
         ({"kept_shares": (1.0, 1.5)}, r"matcher\.kept_shares"),
@@ -253,6 +254,42 @@ def test_heads_for_pruning_learn_along_where_points_are_dropped(sampler, recipe)
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     with pytest.raises(UsageError, match=r"matcher\.kept_shares: .* has no heads for pruning"):
         load_matcher(replace(joint, start=recipe.matcher.start))
+
+
+def test_the_heads_for_early_exit_are_trained_in_the_end(folder, recipe, tmp_path):
+    random, start = load_matcher(recipe.matcher), tmp_path / "two.safetensors"
+    config = replace(random.config, context=replace(random.config.context, depth=2))
+    torch.manual_seed(4)
+    save_model(MatchingNetwork(config), start)
+    before = load_model(start)[0].state_dict()
+    joint = replace(recipe.matcher, start=str(start), confidence_steps=3)
+    found, lines = {}, []
+    for name, matching in (("without", replace(joint, confidence_steps=0)), ("with", joint)):
+        options = RunOptions(folder / "photos", None, tmp_path / name)
+        train_front_end(replace(recipe, matcher=matching), options, lines.append)
+        found[name] = load_model(tmp_path / name / "matches.safetensors")[0].state_dict()
+    heads = {name for name in before if name.startswith("confidence.")}
+    assert heads and all(torch.equal(found["without"][name], before[name].half().float()) for name in heads)
+    assert not any(torch.equal(found["with"][name], found["without"][name]) for name in heads)
+    rest = found["with"].keys() - heads - {n for n in before if n.startswith("match_probability.")}
+    assert all(torch.equal(found["with"][name], found["without"][name]) for name in rest)
+    # Stopped during that stage, it goes on from there.
+    stopping = iter([False] * recipe.optimiser.steps + [True])
+    options = RunOptions(folder / "photos", None, tmp_path / "stopped")
+    again = replace(recipe, matcher=joint)
+    assert train_front_end(again, options, lines.append, stopped=lambda: next(stopping)) is None
+    assert lines[-1] == "stopped at confidence step 1; the same command continues"
+    train_front_end(again, options, lines.append)
+    resumed = load_model(tmp_path / "stopped" / "matches.safetensors")[0].state_dict()
+    assert all(torch.equal(resumed[name], found["with"][name]) for name in resumed)
+
+
+def test_heads_for_early_exit_that_are_absent_are_not_trained_in_silence(recipe):
+    random, start = load_matcher(recipe.matcher), recipe.matcher.start + ".single.safetensors"
+    config = replace(random.config, context=replace(random.config.context, depth=1))
+    save_model(MatchingNetwork(config), start)
+    with pytest.raises(UsageError, match=r"matcher\.confidence_steps: .* has no heads for early exit"):
+        load_matcher(replace(recipe.matcher, start=start, confidence_steps=1))
 
 
 def test_more_points_can_be_matched_than_the_losses_of_keypoints_see(sampler, recipe):

@@ -261,11 +261,12 @@ def test_training_goes_on_from_a_weights_file(sampler, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+SMALLER = Architecture(widths=(16, 32, 64, 128), depths=(2, 2, 3, 3), hidden=256)
 LARGER = Architecture(widths=(16, 32, 64, 128, 24), depths=(2, 2, 3, 3, 1), hidden=260)
 
 
 def test_a_network_grows_from_a_smaller_file_and_is_written_whole(folder, tmp_path):
-    first = random_front_end(tmp_path / "small.safetensors", 1)
+    first = random_front_end(tmp_path / "small.safetensors", 1, SMALLER)
     recipe = replace(TINY, start=str(tmp_path / "small.safetensors"), network=LARGER)
     weights = train_front_end(recipe, RunOptions(folder / "photos", None, tmp_path / "run"), [].append)
     written = parameters_of(weights)
@@ -279,12 +280,12 @@ def test_a_network_does_not_shrink(tmp_path):
     with pytest.raises(
         UsageError, match=r"64 128, .* is smaller than .*large\.safetensors, widths 16 32 64 128 24"
     ):
-        FrontEndTrainer(replace(TINY, start=str(tmp_path / "large.safetensors")), CPU)
+        FrontEndTrainer(replace(TINY, start=str(tmp_path / "large.safetensors"), network=SMALLER), CPU)
 
 
 def test_a_small_and_a_large_start_have_a_mean_and_their_share(folder, tmp_path):
     save_front_end(FeatureNetwork(LARGER), "learned", tmp_path / "large.safetensors")
-    random_front_end(tmp_path / "small.safetensors", 1)
+    random_front_end(tmp_path / "small.safetensors", 1, SMALLER)
     start = [str(tmp_path / f"{name}.safetensors") for name in ("small", "large")]
     mean = mean_of(start, LARGER).state_dict()
     recipe = replace(TINY, start=start[0], start_also=(start[1],), network=LARGER)
@@ -298,7 +299,7 @@ def test_a_small_and_a_large_start_have_a_mean_and_their_share(folder, tmp_path)
     ("network", "message"),
     [
         ("widths = [16, 32]", "as many widths as depths"),
-        ("widths = [16, 32, 64, 128, 64]\ndepths = [2, 2, 3, 3, 0]", "sizes of at least 1"),
+        ("widths = [16, 32, 64, 128, 192]\ndepths = [2, 2, 3, 4, 0]", "sizes of at least 1"),
         ("widths = [9, 9, 9, 9, 9, 9]\ndepths = [1, 1, 1, 1, 1, 1]", "multiples of 64"),
         ("hidden = 5000", "at most 4096"),
         (f"widths = {[2] * 5000}\ndepths = {[2] * 5000}", "at most 6"),
@@ -312,10 +313,10 @@ def test_sizes_that_no_network_has_are_refused(tmp_path, network, message):
         read_recipe(recipe)
 
 
-def random_front_end(path: Path, seed: int) -> dict[str, torch.Tensor]:
+def random_front_end(path: Path, seed: int, sizes: Architecture = Architecture()) -> dict[str, torch.Tensor]:
     """Writes a front end of random parameters; returns them."""
     torch.manual_seed(seed)
-    save_front_end(FeatureNetwork(), "learned", path)
+    save_front_end(FeatureNetwork(sizes), "learned", path)
     return parameters_of(path)
 
 
@@ -397,7 +398,7 @@ def test_recipes_of_both_kinds_are_distinguished(folder, tmp_path):
     assert isinstance(read_recipe(shipped_recipe("learned")), FrontEndRecipe)
     for change, complaint in [
         ('trains = "matcher"', "trains"),
-        ('trains = "front end"\nscene = {width = 100}', "multiples of 16"),
+        ('trains = "front end"\nscene = {width = 100}', "multiples of 32"),
         ('trains = "front end"\noptimiser.described = 500', "optimiser.described"),
         ('trains = "front end"\nsources.planes = -1', "sources"),
         ('trains = "front end"\nbatch.turned_share = 0.5', "square"),
@@ -411,7 +412,7 @@ def test_recipes_of_both_kinds_are_distinguished(folder, tmp_path):
 def test_a_table_that_names_one_key_keeps_the_others(tmp_path):
     (tmp_path / "turned.toml").write_text('trains = "front end"\nscene.max_roll = 10.0')
     scene = read_recipe(tmp_path / "turned.toml").scene
-    assert (scene.width, scene.height, scene.max_roll) == (320, 240, 10.0)
+    assert (scene.width, scene.height, scene.max_roll) == (320, 256, 10.0)
 
 
 def test_weights_of_another_front_end_are_refused(tmp_path):

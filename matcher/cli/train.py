@@ -140,16 +140,20 @@ def _recipe(path: Path | None, steps: int | None) -> Recipe | FrontEndRecipe:
 
 def limited(recipe: Recipe | FrontEndRecipe, steps: int) -> Recipe | FrontEndRecipe:
     """The recipe with this number of steps, whatever its minutes, and at most as many in later stages."""
-    changes = {"steps": steps, "minutes": 0.0}
-    if hasattr(recipe.optimiser, "confidence_steps"):
-        changes["confidence_steps"] = min(steps, recipe.optimiser.confidence_steps)
-    return replace(recipe, optimiser=replace(recipe.optimiser, **changes))
+    part = "matcher" if hasattr(recipe, "matcher") else "optimiser"
+    later = getattr(recipe, part)
+    later = replace(later, confidence_steps=min(steps, later.confidence_steps))
+    recipe = replace(recipe, **{part: later})
+    return replace(recipe, optimiser=replace(recipe.optimiser, steps=steps, minutes=0.0))
 
 
 def enlarged(recipe: Recipe | FrontEndRecipe, scale: int) -> Recipe | FrontEndRecipe:
     """The recipe with batches `scale` times as large."""
     if hasattr(recipe, "batch"):
-        return replace(recipe, batch=replace(recipe.batch, pairs=scale * recipe.batch.pairs))
+        matching = replace(recipe.matcher, points_per_batch=scale * recipe.matcher.points_per_batch)
+        return replace(
+            recipe, batch=replace(recipe.batch, pairs=scale * recipe.batch.pairs), matcher=matching
+        )
     points = scale * recipe.pair.points_per_batch
     return replace(recipe, pair=replace(recipe.pair, points_per_batch=points))
 

@@ -15,9 +15,9 @@ DESCRIPTOR_DIM = 64
 class Architecture:
     """An encoder's maps, finest first, and the MLP that describes points; the shipped sizes by default."""
 
-    widths: tuple[int, ...] = (16, 32, 64, 128)  # channels of the maps at 1/2, 1/4, 1/8, … of the resolution
-    depths: tuple[int, ...] = (2, 2, 3, 3)  # convolutions of each
-    hidden: int = 256  # of the MLP
+    widths: tuple[int, ...] = (16, 32, 64, 128, 192)  # channels of maps at 1/2, 1/4, 1/8, … of the resolution
+    depths: tuple[int, ...] = (2, 2, 3, 4, 3)  # convolutions of each
+    hidden: int = 384  # of the MLP
 
     @property
     def stride(self) -> int:

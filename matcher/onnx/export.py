@@ -88,7 +88,7 @@ def export_for_opencv(
 
     Args:
         preset, config, folder, overwrite: as in `export_preset`.
-        size: width and height to which OpenCV resizes every image, multiples of the front end's stride (16).
+        size: width and height to which OpenCV resizes every image, multiples of the front end's stride (32).
         points: keypoints of an image.
 
     Raises:

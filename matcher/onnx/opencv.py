@@ -45,7 +45,7 @@ def opencv_front_end(
         size: width and height of the network's image, to which OpenCV resizes all.
 
     Raises:
-        UsageError: sides that are no multiples of the stride of the coarsest map, 16 in the shipped network.
+        UsageError: sides that are no multiples of the stride of the coarsest map, 32 in the shipped network.
     """
     g = Builder("front_end")
     front_end = StaticFrontEnd(g, config, arrays, "float32")

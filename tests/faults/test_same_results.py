@@ -127,7 +127,7 @@ def program(views, threads: int, **environment: str) -> np.ndarray:
 def test_threads_change_nothing_that_matters(views, tried):
     """The same bits again, and at least 99.9 % of the matches in float32 with another number of threads."""
     one = program(views, 1)
-    assert len(one) > 100 and np.array_equal(one, program(views, 1))
+    assert len(one) > 80 and np.array_equal(one, program(views, 1))
     assert agreement(one, program(views, 2)) >= 0.999
     tried(2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from matcher.errors import IntegrityError
 from matcher.lab.train.labelled_layers import labelled_layers
 from matcher.lab.train.labels import PairBatch
+from matcher.lab.train.loop import LOG_EVERY, Log, Stopped
 from matcher.lab.train.losses import confidence_loss, decisions, match_probability_loss
 from matcher.lab.train.matching_loss import assignments
 from matcher.lab.train.optimisers import set_learning_rate
@@ -19,6 +21,7 @@ from matcher.match.network.correspondence import Side
 from matcher.match.network.model import MatchingNetwork
 
 LEARNING_RATE = 2e-3  # falls linearly to zero
+OFFSET = 10_000_000  # of the steps, so that their batches differ from those of the first stage
 
 
 class ConfidenceTrainer:
@@ -83,3 +86,41 @@ class ConfidenceTrainer:
             raise IntegrityError(
                 f"{path} does not fit this network; delete it to repeat the stage"
             ) from error
+
+
+def train_heads(
+    heads: ConfidenceTrainer,
+    batches: Callable[[int, int], Iterator[PairBatch]],
+    checkpoint: Path,
+    save_every: int,
+    log: Log,
+    stopped: Callable[[], bool],
+) -> None:
+    """All steps of this stage that are left.
+
+    Args:
+        heads: what is trained.
+        batches: those of the steps from the first number to before the second one.
+        checkpoint: continued from if it exists.
+        save_every: steps.
+        log: receives the progress.
+        stopped: whether to save and stop.
+
+    Raises:
+        Stopped: the caller asked for it.
+        IntegrityError: a damaged checkpoint.
+        OSError: the disk is full.
+    """
+    if checkpoint.exists():
+        heads.resume(checkpoint)
+    steps = heads.recipe.confidence_steps
+    for batch in batches(OFFSET + heads.done, OFFSET + steps):
+        loss = heads.step(batch)
+        if heads.done % LOG_EVERY == 0:
+            log(f"confidence step {heads.done} of {steps} loss {loss:.4f}")
+        stopping = stopped()
+        if heads.done % save_every == 0 or heads.done == steps or stopping:
+            heads.save(checkpoint)
+        if stopping:
+            log(f"stopped at confidence step {heads.done}; the same command continues")
+            raise Stopped

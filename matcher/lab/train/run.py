@@ -14,10 +14,10 @@ import torch
 from matcher.config_tables import to_dict
 from matcher.errors import UsageError
 from matcher.lab.pairs.textures import PhotoSet, split_photos
-from matcher.lab.train.confidence import ConfidenceTrainer
+from matcher.lab.train.confidence import ConfidenceTrainer, train_heads
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.labels import PairBatch, ViewPair
-from matcher.lab.train.loop import LOG_EVERY, Log, LogRow, Loop, RunOptions, Stopped
+from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.mixed import MixedSampler
 from matcher.lab.train.on_device.sampler import DeviceSampler
@@ -36,7 +36,6 @@ from matcher.weights.files import save_model
 
 ENOUGH_SCENES = 64  # before training begins; the others are rendered meanwhile
 VALIDATION_POINTS = 512
-CONFIDENCE_OFFSET = 10_000_000  # so that batches of the second stage differ from those of the first
 CUDA_READERS = 8  # threads that prepare batches for a GPU
 
 
@@ -167,30 +166,14 @@ class SecondStage:
             )
         if len(trainer.average.confidence) and recipe.optimiser.confidence_steps > 0:
             heads = ConfidenceTrainer(trainer.average, recipe.optimiser, trainer.device)
-            if (folder / "confidence.pt").exists():
-                heads.resume(folder / "confidence.pt")
-            self._train_heads(heads, folder / "confidence.pt")
+            checkpoint, stopped = folder / "confidence.pt", self.first.stopped
+            train_heads(heads, self.source.batches, checkpoint, recipe.save_every, self.first.log, stopped)
         scores, path = self.first.validate(), folder / f"{recipe.name}.safetensors"
         validations = [row for row in trainer.progress.history if "f1" in row]
         summary = {"recipe": to_dict(recipe), "validation": scores, "history": validations}
         save_model(trainer.average, path, {"training": json.dumps(summary)})
         self.first.log(f"wrote {path}")
         return path
-
-    def _train_heads(self, heads: ConfidenceTrainer, checkpoint: Path) -> None:
-        recipe = self.first.trainer.recipe
-        steps = recipe.optimiser.confidence_steps
-        first, last = CONFIDENCE_OFFSET + heads.done, CONFIDENCE_OFFSET + steps
-        for batch in self.source.batches(first, last):
-            loss = heads.step(batch)
-            if heads.done % LOG_EVERY == 0:
-                self.first.log(f"confidence step {heads.done} of {steps} loss {loss:.4f}")
-            stopping = self.first.stopped()
-            if heads.done % recipe.save_every == 0 or heads.done == steps or stopping:
-                heads.save(checkpoint)
-            if stopping:
-                self.first.log(f"stopped at confidence step {heads.done}; the same command continues")
-                raise Stopped
 
 
 @contextmanager

@@ -88,6 +88,19 @@ def _features(points: BatchKeypoints, batch: ImageBatch, side: int) -> Features:
     return turned_by(features, -batch.turns[side::2] % 4)
 
 
+def drawn_count(recipe: JointRecipe, rng: torch.Generator) -> int:
+    """Keypoints of each image that are matched in a step."""
+    return recipe.points[int(torch.randint(len(recipe.points), (1,), generator=rng))]
+
+
+def matched_pairs(points: BatchKeypoints, batch: ImageBatch, count: int, recipe: JointRecipe) -> PairBatch:
+    """As `labelled`, of as many of the pairs as the recipe has points for."""
+    pairs = len(batch)
+    if recipe.points_per_batch:
+        pairs = min(pairs, max(1, recipe.points_per_batch // (2 * count)))
+    return labelled(points.first(pairs), batch.first(pairs), count)
+
+
 def joint_loss(
     matcher: MatchingNetwork,
     pairs: PairBatch,

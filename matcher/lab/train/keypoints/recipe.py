@@ -18,7 +18,7 @@ class SmallScene(SceneRecipe):
     """Scenes in smaller images, rolled further."""
 
     width: int = 320
-    height: int = 240
+    height: int = 256
     max_roll: float = 45.0
 
 
@@ -69,6 +69,7 @@ class JointRecipe:
     )
     gradient: float = 1.0  # of its loss to the descriptors, relative to that to its own parameters
     kept_shares: tuple[float, ...] = (1.0,)  # as `optimiser.kept_shares` of a matcher's recipe
+    confidence_steps: int = 0  # in the end, for the heads of early exit and pruning alone
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class FrontEndRecipe:
             ),
             (matcher.points_per_batch >= 0, "matcher.points_per_batch: 0 or above"),
             (matcher.muon_rate >= 0, "matcher.muon_rate: 0 or above"),
+            (matcher.confidence_steps >= 0, "matcher.confidence_steps: 0 or above"),
             (matcher.gradient >= 0, "matcher.gradient: 0 or above"),
             (sound_shares(matcher.kept_shares), f"matcher.kept_shares: {SHARES}"),
             (bool(matcher.start) or matcher == JointRecipe(), "matcher: only with matcher.start"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,16 +15,20 @@ from matcher.errors import UsageError
 from matcher.extract.feature_network import folded
 from matcher.lab.pairs.sources import build_mixture
 from matcher.lab.pairs.textures import PhotoSet, split_photos
+from matcher.lab.train.confidence import ConfidenceTrainer, train_heads
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.averaging import blend, mean_of
-from matcher.lab.train.keypoints.batches import BatchSampler
+from matcher.lab.train.keypoints.batches import BatchSampler, ImageBatch
+from matcher.lab.train.keypoints.joint import drawn_count, matched_pairs
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.keypoints.trainer import Describer, FrontEndTrainer
-from matcher.lab.train.keypoints.validation import validate
+from matcher.lab.train.keypoints.validation import keypoints_of, validate
+from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.loop import Log, LogRow, Loop, RunOptions, Stopped
 from matcher.lab.train.memory import keep_memory
 from matcher.lab.train.on_device.image_sampler import DeviceImageSampler
 from matcher.lab.train.on_device.views import load_views
+from matcher.lab.train.recipe import OptimiserRecipe
 from matcher.lab.train.state import load_state
 from matcher.lab.train.trainer import blend_with_start
 from matcher.weights.files import save_front_end, save_model
@@ -55,12 +60,6 @@ def train_front_end(
     validation = _validation_sampler(recipe, held_out)
     batches = [validation.batch(number) for number in range(recipe.validation_pairs)]
     photo_set = PhotoSet(training, colour=True)
-    reported: set[int] = set()
-
-    def log_unreadable() -> None:
-        for number in photo_set.unreadable - reported:
-            log(f"skipped {photo_set.photos[number]}: it cannot be read")
-        reported.update(photo_set.unreadable)
 
     def scores_of(model: Describer) -> LogRow:
         return validate(model, batches, recipe.validation_points)
@@ -72,16 +71,30 @@ def train_front_end(
         log,
         stopped,
         on_validation,
-        log_unreadable,
+        _reporting_unreadable(photo_set, log),
     )
     loop.resume()
     readers = CUDA_READERS if options.device == "cuda" else 1
     sampler = _training_sampler(recipe, photo_set, options, log)
+    drawn = partial(sampler.batches, readers=readers)
     try:
-        loop.run(sampler.batches(trainer.progress.step, recipe.optimiser.steps, readers))
+        loop.run(drawn(trainer.progress.step, recipe.optimiser.steps))
+        _finish(loop, drawn)
     except Stopped:
         return None
     return _write(loop, scores_of)
+
+
+def _reporting_unreadable(photos: PhotoSet, log: Log) -> Callable[[], None]:
+    """A function that logs each photo that could not be read since it was called."""
+    reported: set[int] = set()
+
+    def report() -> None:
+        for number in photos.unreadable - reported:
+            log(f"skipped {photos.photos[number]}: it cannot be read")
+        reported.update(photos.unreadable)
+
+    return report
 
 
 def _training_sampler(
@@ -112,22 +125,41 @@ def _validation_sampler(recipe: FrontEndRecipe, photos: Sequence[Path]) -> Batch
     return BatchSampler(build_mixture(PhotoSet(photos, colour=True), shares, scene=scene), ours)
 
 
-def _write(loop: Loop, scores_of: Callable[[Describer], LogRow]) -> Path:
-    """The best averaged parameters as weights files, batch normalisation folded into the convolutions.
+def _finish(loop: Loop, batches: Callable[[int, int], Iterator[ImageBatch]]) -> None:
+    """Take the best averaged parameters, batch normalisation folded into the convolutions; then train the
+    heads for early exit and pruning.
 
-    With `start_share` they are averaged with those that training started from. Returns the front end's.
+    With `start_share` the parameters are averaged with those that training started from.
     """
     trainer, recipe = loop.trainer, loop.trainer.recipe
     model, share = trainer.average, recipe.optimiser.start_share
     model.load_state_dict(load_state(loop.folder / "best.pt"))
-    validations = [row for row in trainer.progress.history if "f1" in row]
-    model.network = folded(model.network).cpu()
+    model.network = folded(model.network).to(trainer.device)
     if share:
         start = [recipe.start, *recipe.start_also]
         blend(model.network, mean_of(start, recipe.network), share)
     if share and model.matcher is not None:
         blend_with_start(model.matcher, recipe.matcher.start, share)
-    summary = {"recipe": to_dict(recipe), "validation": scores_of(model.cpu()), "history": validations}
+    matching = recipe.matcher
+    if not matching.confidence_steps:
+        return
+
+    def pairs(first: int, last: int) -> Iterator[PairBatch]:
+        for step, batch in enumerate(batches(first, last), start=first):
+            there, rng = batch.to(trainer.device), torch.Generator().manual_seed(step)
+            count = drawn_count(matching, rng)
+            yield matched_pairs(keypoints_of(model.network, there, count), there, count, matching)
+
+    stage = OptimiserRecipe(confidence_steps=matching.confidence_steps)
+    heads = ConfidenceTrainer(model.matcher, stage, trainer.device)
+    train_heads(heads, pairs, loop.folder / "confidence.pt", recipe.save_every, loop.log, loop.stopped)
+
+
+def _write(loop: Loop, scores_of: Callable[[Describer], LogRow]) -> Path:
+    """Weights files of what `_finish` left; returns the front end's."""
+    trainer, recipe = loop.trainer, loop.trainer.recipe
+    model, validations = trainer.average.cpu(), [row for row in trainer.progress.history if "f1" in row]
+    summary = {"recipe": to_dict(recipe), "validation": scores_of(model), "history": validations}
     header = {"training": json.dumps(summary)}
     path = loop.folder / f"{recipe.name}.safetensors"
     save_front_end(model.network, "learned", path, header, dtype=torch.float16)

@@ -16,7 +16,7 @@ from matcher.extract.learned import BORDER, NMS_RADIUS, candidates, refine
 from matcher.lab.train.keypoints import losses
 from matcher.lab.train.keypoints.averaging import mean_of
 from matcher.lab.train.keypoints.batches import ImageBatch
-from matcher.lab.train.keypoints.joint import BatchKeypoints, joint_loss, labelled
+from matcher.lab.train.keypoints.joint import BatchKeypoints, drawn_count, joint_loss, matched_pairs
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe, JointRecipe
 from matcher.lab.train.on_device.small import uploaded
 from matcher.lab.train.optimisers import build_optimisers, prunes
@@ -74,7 +74,7 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
         """The weighted sum of the losses; random choices depend on the step only."""
         network, batch, points = self.model.network, batch.to(self.device), self.recipe.optimiser.points
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.progress.step)
-        matched = self._matched_points(rng)
+        matched = drawn_count(self.recipe.matcher, rng) if self.model.matcher is not None else 0
         with mixed_precision(self.device):
             logits, maps = network(batch.pixels)
         maxima, valid = strongest(logits, max(points, matched))
@@ -126,22 +126,14 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
             + recipe.description_weight * description
         )
 
-    def _matched_points(self, rng: torch.Generator) -> int:
-        """Keypoints of each image that are matched in this step."""
-        counts = self.recipe.matcher.points
-        return counts[int(torch.randint(len(counts), (1,), generator=rng))] if self.model.matcher else 0
-
     def _matcher_loss(
         self, points: BatchKeypoints, batch: ImageBatch, count: int, rng: torch.Generator
     ) -> Tensor:
-        """That of the matcher, on as many of the pairs as the recipe has points for."""
-        recipe, pairs = self.recipe.matcher, len(batch)
-        if recipe.points_per_batch:
-            pairs = min(pairs, max(1, recipe.points_per_batch // (2 * count)))
-        found = points.first(pairs)
-        descriptors = found.descriptors.detach().lerp(found.descriptors, recipe.gradient)
-        labels = labelled(replace(found, descriptors=descriptors), batch.first(pairs), count)
-        return joint_loss(self.model.matcher, labels, recipe, self.device, rng)
+        """That of the matcher."""
+        recipe = self.recipe.matcher
+        descriptors = points.descriptors.detach().lerp(points.descriptors, recipe.gradient)
+        pairs = matched_pairs(replace(points, descriptors=descriptors), batch, count, recipe)
+        return joint_loss(self.model.matcher, pairs, recipe, self.device, rng)
 
     @torch.no_grad()
     def _matched(self, own: Tensor, valid: Tensor, distance: Tensor) -> Tensor:
@@ -154,17 +146,19 @@ class FrontEndTrainer(Stage[Describer, ImageBatch]):
 def load_matcher(recipe: JointRecipe) -> MatchingNetwork | None:
     """The matcher of the weights that the recipe starts from; None if it names none.
 
-    Its heads for early exit are not trained, those for pruning only if the recipe drops points.
+    Its heads for early exit are not trained along, those for pruning only if the recipe drops points.
 
     Raises:
         IntegrityError: no such weights, or a damaged file.
-        UsageError: they are not for our front end, or have no heads for pruning that the recipe needs.
+        UsageError: they are not for our front end, or have no heads that the recipe needs.
     """
     if not recipe.start:
         return None
     matcher, _, name = load_model(recipe.start)
     if matcher.config.kind != STEERABLE:
         raise UsageError(f"matcher.start: {name} matches the keypoints of {matcher.config.kind}, not ours")
+    if recipe.confidence_steps and not len(matcher.confidence):
+        raise UsageError(f"matcher.confidence_steps: {name} has no heads for early exit; leave it out")
     matcher.float().requires_grad_(True)
     matcher.confidence.requires_grad_(False)
     if not prunes(recipe):
