@@ -154,7 +154,9 @@ class Features:
         waits for it."""
         made = object.__new__(cls)
         for f in fields(cls):
-            object.__setattr__(made, f.name, values.get(f.name, f.default))
+            object.__setattr__(made, f.name, values.pop(f.name, f.default))
+        if values:
+            raise TypeError(f"Features have no field {', '.join(values)}")
         made._fill_defaults()
         return made
 
