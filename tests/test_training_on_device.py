@@ -11,6 +11,7 @@ from simulated_gpu import simulated_gpu, waits
 from training_data import write_photos, write_views
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
+from matcher.data.matches import UNMATCHED
 from matcher.errors import UsageError
 from matcher.extract.architecture import Architecture
 from matcher.extract.feature_network import FeatureNetwork
@@ -18,6 +19,7 @@ from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, DensePair, d
 from matcher.lab.pairs.posed import sparse_positions
 from matcher.lab.pairs.sources import SourceShares
 from matcher.lab.pairs.stored import find_sets, read_view
+from matcher.lab.train.keypoints.joint import labelled
 from matcher.lab.train.keypoints.losses import other_of_pair
 from matcher.lab.train.keypoints.recipe import (
     BatchRecipe,
@@ -28,6 +30,7 @@ from matcher.lab.train.keypoints.recipe import (
 )
 from matcher.lab.train.keypoints.run import train_front_end
 from matcher.lab.train.keypoints.trainer import FrontEndTrainer
+from matcher.lab.train.keypoints.validation import keypoints_of
 from matcher.lab.train.labels import IGNORED, label_partners
 from matcher.lab.train.loop import RunOptions
 from matcher.lab.train.on_device.draws import Draws
@@ -271,6 +274,26 @@ def test_unrelated_pairs_have_no_partners_and_upright_pairs_no_turn(views):
     upright = DeviceSampler(views, RECIPE, CPU).batch(1)
     found = quarter_turns(turned_by(upright.features0, 0), upright.features1)
     assert (found == 0).float().mean() > 0.7
+
+
+def test_images_of_different_scenes_show_nothing_of_each_other(views):
+    recipe = replace(FRONT_END, batch=BatchRecipe(pairs=12, negative_share=1.0))
+    batch = DeviceImageSampler(views, recipe, CPU).batch(0)
+    assert batch.pairs.unrelated.float().mean() > 0.4  # neighbours of one scene stay related
+    apart = interleaved(batch.pairs.unrelated, batch.pairs.unrelated)
+    points = torch.cartesian_prod(torch.arange(8, 160, 16), torch.arange(8, 128, 16)).float()
+    points = points.expand(24, -1, -1)
+    positions, visible = batch.transfer(points)
+    assert not visible[apart].any() and batch.surely_hidden(points)[apart].all()
+    assert positions.isfinite().all()
+    found = keypoints_of(FeatureNetwork().eval(), batch, 30)
+    pairs = labelled(found, batch, 30)
+    for partner, valid in ((pairs.partner0, found.valid[0::2]), (pairs.partner1, found.valid[1::2])):
+        assert (partner[batch.pairs.unrelated][valid[batch.pairs.unrelated]] == UNMATCHED).all()
+    scenes = views.scenes[torch.stack([batch.pairs.first, batch.pairs.second])]
+    assert torch.equal(scenes[0] != scenes[1], batch.pairs.unrelated)
+    with pytest.raises(UsageError, match=r"batch\.negative_share: only with pairs_on_device"):
+        check_recipe(replace(recipe, pairs_on_device=False, batch=BatchRecipe(negative_share=0.1)))
 
 
 FRONT_END = FrontEndRecipe(

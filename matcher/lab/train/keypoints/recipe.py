@@ -30,6 +30,9 @@ class BatchRecipe:
     # Pairs of which one image is rotated by 90, 180 or 270 degrees. Without any, descriptors do not become
     # equivariant, and matchers cannot choose the rotation between two images by them.
     turned_share: float = 0.0
+    # Pairs of images of different scenes, from which a matcher learns that nothing may match; only where
+    # `pairs_on_device`.
+    negative_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class FrontEndRecipe:
         scene, batch, optimiser = self.scene, self.batch, self.optimiser
         shares = {
             "batch.turned_share": batch.turned_share,
+            "batch.negative_share": batch.negative_share,
             "scene.spatial_share": scene.spatial_share,
             "scene.full_rotation_share": scene.full_rotation_share,
             "optimiser.hold_share": optimiser.hold_share,
@@ -157,6 +161,10 @@ class FrontEndRecipe:
                 "sources: shares of 0 or above, at least one above 0",
             ),
             (not (self.pairs_on_device and shares["relief"]), "sources.relief: 0 where pairs_on_device"),
+            (
+                self.pairs_on_device or not batch.negative_share,
+                "batch.negative_share: only with pairs_on_device",
+            ),
         ]
 
     def _matcher_rules(self) -> list[tuple[bool, str]]:

@@ -28,6 +28,7 @@ class DrawnPairs:
     shares: Mapping[str, float]  # of `planes` (a photo and itself), `rendered` and `real` views
     min_overlap: float  # below it nine in ten pairs give way to another
     turned_share: float = 0.0  # pairs of which image 1 is rotated by 90, 180 or 270 degrees
+    negative_share: float = 0.0  # pairs of which image 1 is that of another pair, of another scene
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class ImagePairs:
     first: Tensor  # (B,) int64 views that images 0 are cut from
     second: Tensor
     flat: Tensor  # (B,) bool, a photo and itself
+    unrelated: Tensor  # (B,) bool, images of different scenes
     framings: tuple[Tensor, Tensor]  # (B, 3, 3) float64 from pixels of a view to those of its image
     images: Tensor  # (2B, 1, H, W) in [0, 1], first all images 0, then all images 1
 
@@ -49,9 +51,8 @@ class ImagePairs:
         """The first pairs."""
         framings = tuple(framing[:pairs] for framing in self.framings)
         images = torch.cat([images[:pairs] for images in self.images.chunk(2)])
-        return ImagePairs(
-            self.views, self.first[:pairs], self.second[:pairs], self.flat[:pairs], framings, images
-        )
+        columns = (x[:pairs] for x in (self.first, self.second, self.flat, self.unrelated))
+        return ImagePairs(self.views, *columns, framings, images)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -69,7 +70,8 @@ class ImagePairs:
         states = torch.where(self.flat.unsqueeze(1), VISIBLE_STATE, states).where(inside, HIDDEN_STATE)
         new, depth = project(other.float(), found)
         shown = within(new, constant(self.size, new.dtype, new.device).expand(len(new), 2)) & (depth > 0)
-        states = torch.where((states == VISIBLE_STATE) & ~shown, HIDDEN_STATE, states)
+        hidden = (states == VISIBLE_STATE) & ~shown | self.unrelated.unsqueeze(1)
+        states = torch.where(hidden, HIDDEN_STATE, states)
         return Transferred(new.masked_fill((states != VISIBLE_STATE).unsqueeze(2), torch.nan), states)
 
 
@@ -92,7 +94,13 @@ def draw_images(
         for side, framing in zip((first, second), framings, strict=True)
     ]
     captured = capture(torch.cat(images), ~torch.cat([real, real]), draws)
-    return ImagePairs(views, first, second, flat, framings, captured)
+    here = torch.arange(count, device=draws.device)
+    unrelated = draws.happens(count, drawn.negative_share)
+    unrelated &= views.scenes[first] != views.scenes[second.roll(-1)]
+    other = torch.where(unrelated, here.roll(-1), here)  # whose image 1 a pair gets
+    captured = torch.cat([captured[:count], captured[count:][other]])
+    framings = framings[0], framings[1][other]
+    return ImagePairs(views, first, second[other], flat, unrelated, framings, captured)
 
 
 def _choose(

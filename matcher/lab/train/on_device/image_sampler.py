@@ -78,7 +78,9 @@ class DeviceImageSampler:
         self.views, self.recipe, self.device = views, recipe, device
         scene, shares = recipe.scene, recipe.sources.shares()
         size = scene.width, scene.height
-        self._drawn = DrawnPairs(size, shares, MIN_OVERLAP, recipe.batch.turned_share)
+        self._drawn = DrawnPairs(
+            size, shares, MIN_OVERLAP, recipe.batch.turned_share, recipe.batch.negative_share
+        )
         sides = (torch.arange(0, side, STRIDE) for side in size)
         self._probes = torch.cartesian_prod(*sides).float().to(device)
 

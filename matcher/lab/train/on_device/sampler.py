@@ -12,14 +12,12 @@ from torch import Tensor
 from matcher.config import ExtractorConfig
 from matcher.data.features import Features
 from matcher.extract.learned import BORDER, NMS_RADIUS, SCORE_THRESHOLD, candidates, refine
-from matcher.lab.pairs.dense import HIDDEN_STATE
 from matcher.lab.train.labels import PairBatch
 from matcher.lab.train.on_device.ahead import made_ahead
 from matcher.lab.train.on_device.draws import Draws
-from matcher.lab.train.on_device.image_pairs import DrawnPairs, ImagePairs, draw_images
+from matcher.lab.train.on_device.image_pairs import DrawnPairs, draw_images
 from matcher.lab.train.on_device.labels import partners, quarter_turns_of
 from matcher.lab.train.on_device.small import constant
-from matcher.lab.train.on_device.transfer import Transferred
 from matcher.lab.train.on_device.views import DeviceViews
 from matcher.lab.train.recipe import Recipe
 from matcher.match.steering import turned_by
@@ -43,7 +41,10 @@ class DeviceSampler:
     def __init__(self, views: DeviceViews, recipe: Recipe, device: torch.device) -> None:
         self.views, self.recipe, self.device = views, recipe, device
         size = recipe.sources.width, recipe.sources.height
-        self._drawn = DrawnPairs(size, recipe.sources.shares(), recipe.pair.min_overlap)
+        pair = recipe.pair
+        self._drawn = DrawnPairs(
+            size, recipe.sources.shares(), pair.min_overlap, negative_share=pair.negative_share
+        )
         config = ExtractorConfig(kind=recipe.network.kind)
         self._front_end = build_extractor(config, recipe.front_end or None, device).network
 
@@ -62,10 +63,6 @@ class DeviceSampler:
         keypoints, descriptors = self._described(pairs.images, points, draws)
         (points0, points1), (described0, described1) = keypoints.chunk(2), descriptors.chunk(2)
         found0, found1 = pairs.found(0, points0), pairs.found(1, points1)
-        other, unrelated = self._unrelated(pairs, draws)
-        points1, described1 = points1[other], described1[other]
-        found1 = Transferred(*(values[other] for values in found1))
-        found0, found1 = (_hidden(found, unrelated) for found in (found0, found1))
         labels = partners(points0, points1, found0, found1, self.recipe.pair)
         turns = quarter_turns_of(points0, found0.positions)
         return PairBatch(
@@ -90,24 +87,7 @@ class DeviceSampler:
         points = refine(logits, points)
         return points, self._front_end.describe(maps, points)
 
-    def _unrelated(self, pairs: ImagePairs, draws: Draws) -> tuple[Tensor, Tensor]:
-        """(B,) whose image 1 each pair gets, and whether it is another one's, of a scene of its own."""
-        here = torch.arange(len(pairs), device=self.device)
-        following = here.roll(-1)
-        scenes = self.views.scenes
-        unrelated = draws.happens(len(pairs), self.recipe.pair.negative_share)
-        unrelated &= scenes[pairs.first] != scenes[pairs.second[following]]
-        return torch.where(unrelated, following, here), unrelated
-
     def _features(self, points: Tensor, descriptors: Tensor) -> Features:
         size = constant(self._drawn.size, points.dtype, points.device).expand(len(points), 2)
         kind = self.recipe.network.kind
         return Features.of_valid(keypoints=points, descriptors=descriptors, size=size, kind=kind)
-
-
-def _hidden(found: Transferred, where: Tensor) -> Transferred:
-    """All points of the pairs `where` (B,) bool as hidden."""
-    return Transferred(
-        found.positions.masked_fill(where.view(-1, 1, 1), torch.nan),
-        found.states.masked_fill(where.unsqueeze(1), HIDDEN_STATE),
-    )
