@@ -384,6 +384,14 @@ def test_steps_of_a_front_end_are_its_only_ones():
     recipe = read_recipe(shipped_recipe("learned"))
     recipe = limited(replace(recipe, optimiser=replace(recipe.optimiser, minutes=1.0)), 3)
     assert (recipe.optimiser.steps, recipe.optimiser.minutes) == (3, 0.0)
+    assert recipe.matcher.confidence_steps == 3  # and those of the heads are as few
+
+
+def test_batches_of_a_front_end_grow_with_what_is_matched_of_them():
+    recipe = read_recipe(shipped_recipe("learned"))
+    larger = enlarged(recipe, 3)
+    assert larger.batch.pairs == 3 * recipe.batch.pairs
+    assert larger.matcher.points_per_batch == 3 * recipe.matcher.points_per_batch > 0
 
 
 def started(root: Path, name: str) -> tuple[subprocess.Popen, Path]:

@@ -67,9 +67,7 @@ class JointRecipe:
     learning_rate: float = 0.25  # relative to the front end's
     muon_rate: float = 0.0  # as `optimiser.muon_rate` of a matcher's recipe, relative to that
     points: tuple[int, ...] = (256, 384)  # keypoints of each image that are matched, drawn for each batch
-    points_per_batch: int = (
-        0  # of all images that are matched, so of fewer pairs where points are many; 0: all
-    )
+    points_per_batch: int = 0  # of the pairs that are matched, fewer where points are many; 0: all pairs
     gradient: float = 1.0  # of its loss to the descriptors, relative to that to its own parameters
     kept_shares: tuple[float, ...] = (1.0,)  # as `optimiser.kept_shares` of a matcher's recipe
     confidence_steps: int = 0  # in the end, for the heads of early exit and pruning alone
