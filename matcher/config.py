@@ -69,13 +69,23 @@ class AssignmentConfig:
 
 @dataclass(frozen=True)
 class RefinedCalibrationConfig:
-    """From probabilities before refinement to those after it (`matcher.match.calibration`)."""
+    """From probabilities to those by which geometry weighs refined matches (`matcher.match.calibration`)."""
 
     offset: float
     slope: float  # of the log odds before
     refined: float  # for a match that was refined, beside the share of the pair's matches that were
     variance_slope: float  # of the logarithm of the variance of a refined position
     further_passes: float  # for pairs that one pass was not enough for
+
+
+@dataclass(frozen=True)
+class VerifiedCalibrationConfig:
+    """From probabilities to those that an epipolar geometry leaves (`matcher.match.calibration`)."""
+
+    offset: float
+    slope: float  # of the log odds before
+    inlier: float  # for an inlier
+    share_slope: float  # of the log odds of the share that inliers have of all probabilities
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class CalibrationConfig:
     slope: float  # of the log odds that the network gives
     share_slope: float  # of the logarithm of the share of keypoints that find a partner
     refined: RefinedCalibrationConfig | None = None  # for matches that were refined on the images
+    verified: VerifiedCalibrationConfig | None = None  # where a geometry was estimated
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from matcher.data.matches import Matches, TwoViewGeometry, best_first
 from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.extract.enlarging import extracted
 from matcher.extract.sift import SiftExtractor
-from matcher.match.calibration import calibrated_by_refinement, calibration_of
+from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.passes.guided import GUIDED, with_guided
@@ -129,62 +129,58 @@ class Pipeline:
             from matcher.budget.pairs import learned, plan
 
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
-        result, scores = chosen._match_once(images, *cameras, reading=reading)
-        result = replace(result, budget=choice)
+        result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
         if chosen.passes is not None:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
-            result = chosen._with_further_passes(result, scores, images, originals, *cameras)
-        result = _best_first(result)
+            result = chosen._with_further_passes(result, images, originals, *cameras)
         if chosen.passes is not None and budget_ms is None and self.passes.config.guided:
             result = self._with_guided(result, images)  # no plan knows what it costs
+        result = self._calibrated(result)
         return result if choice is None else learned(self, result)
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
-    ) -> tuple[Result, np.ndarray]:
-        """The result of one pass, in the matcher's order; and its scores before refinement."""
+    ) -> Result:
+        """The result of one pass, in the matcher's order, with the probabilities that it gave."""
         times = [perf_counter()]
         features0, features1 = self.features_of(images)
         times.append(perf_counter())
         matches = self.match_features(features0, features1)
         times.append(perf_counter())
         matches = self.refine(*images, matches) if self.config.refine else matches
-        calibrated = calibrated_by_refinement(matches, features1.scale.tolist(), calibration_of(self.matcher))
+        matches = weighed_by_refinement(matches, features1.scale.tolist(), calibration_of(self.matcher))
         times.append(perf_counter())
-        geometry = self.verify(features0, features1, calibrated, camera0=camera0, camera1=camera1)
+        geometry = self.verify(features0, features1, matches, camera0=camera0, camera1=camera1)
         times.append(perf_counter())
         seconds = dict(zip(_STAGES, np.diff(times).tolist(), strict=True))
         seconds = {"read": reading, **seconds, "total": reading + times[-1] - times[0]}
         if self.config.refine is None:
             del seconds["refine"]
         paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
-        result = Result(features0, features1, calibrated, geometry, *paths, seconds, *source)
-        return result, matches.scores
+        return Result(features0, features1, matches, geometry, *paths, seconds, *source)
 
     def _with_further_passes(
         self,
         first: Result,
-        scores: np.ndarray,
         images: Sequence[Image],
         originals: Sequence[Callable[[], Image]],
         camera0: Camera | None,
         camera1: Camera | None,
     ) -> Result:
-        """The result of one pass, whose scores were these, or of several where too few matches agree."""
+        """The result of one pass, or of several where too few matches agree."""
         start = perf_counter()
         features, before = (first.features0, first.features1), first.seconds["total"]
-        compared = replace(first.matches, scores=scores)
-        joined = self.passes(images, originals, features, compared, first.geometry, before)
+        joined = self.passes(images, originals, features, first.matches, first.geometry, before)
         first = replace(first, budget=first.budget.leaving_out(joined.passes)) if joined.left_out else first
         if len(joined.passes) == 1:
             return first if first.budget is None else _with_stage(first, FURTHER_PASSES, start)
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
-        matches = calibrated_by_refinement(matches, scale, calibration_of(self.matcher), True)
+        matches = weighed_by_refinement(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
-        found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=_best_first(first))
+        found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
         sides = dict(features0=joined.features0, features1=joined.features1)
         return _with_stage(replace(first, **sides, **found), FURTHER_PASSES, start)
 
@@ -197,6 +193,13 @@ class Pipeline:
         if matches is result.matches:
             return result
         return _with_stage(replace(result, matches=matches, geometry=geometry), GUIDED, start)
+
+    def _calibrated(self, result: Result) -> Result:
+        """The result with its final match probabilities, best first."""
+        matches = calibrated_by_geometry(result.matches, result.geometry, calibration_of(self.matcher))
+        matches, geometry = best_first(matches, result.geometry)
+        first = result.first and self._calibrated(result.first)
+        return replace(result, matches=matches, geometry=geometry, first=first)
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
         """An image with more of its pixels, where these show more than those that were matched."""
@@ -313,8 +316,3 @@ class Pipeline:
 def _with_stage(result: Result, stage: str, start: float) -> Result:
     spent = perf_counter() - start
     return replace(result, seconds={**result.seconds, stage: spent, "total": result.seconds["total"] + spent})
-
-
-def _best_first(result: Result) -> Result:
-    matches, geometry = best_first(result.matches, result.geometry)
-    return replace(result, matches=matches, geometry=geometry)

@@ -18,6 +18,7 @@ from matcher.config import (
     RefinedCalibrationConfig,
     RefinementConfig,
     SecondPassConfig,
+    VerifiedCalibrationConfig,
 )
 from matcher.errors import UsageError, unknown_name
 
@@ -34,7 +35,12 @@ _HYBRID = PipelineConfig(
             prune_matchability=0.02,
             prune_confident_only=False,
             min_pruned_share=0.05,
-            calibration=CalibrationConfig(offset=2.99, slope=0.44, share_slope=1.3),
+            calibration=CalibrationConfig(
+                offset=2.99,
+                slope=0.44,
+                share_slope=1.3,
+                verified=VerifiedCalibrationConfig(offset=-1.89, slope=0.53, inlier=2.1, share_slope=0.25),
+            ),
         ),
     ),
     weights="hybrid",
@@ -122,6 +128,9 @@ PRESETS: dict[str, PipelineConfig] = {
                     share_slope=0.49,
                     refined=RefinedCalibrationConfig(
                         offset=0.9, slope=0.85, refined=1.75, variance_slope=-0.31, further_passes=-1.56
+                    ),
+                    verified=VerifiedCalibrationConfig(
+                        offset=-1.78, slope=0.54, inlier=1.81, share_slope=0.29
                     ),
                 ),
             ),

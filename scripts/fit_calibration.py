@@ -2,12 +2,13 @@
 
 python scripts/fit_calibration.py --fit 1 ../shared/photos/train --fit 3 renders/* --test bookstore
 
-With --refined that of refined matches, on all passes, after the calibration of what the network gives.
+That of what the network gives is fitted in one pass; with --stage refinement the numbers by which geometry
+weighs refined matches, and with --stage geometry what it then leaves, on all passes.
 """
 
 import argparse
 
-from matcher.config import CalibrationConfig, RefinedCalibrationConfig
+from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
 from matcher.lab.evaluate.recalibration import errors_of, fit_calibration, judge, uncalibrated
 from matcher.lab.pairs.sets import SetOptions, find_sets
 
@@ -24,24 +25,28 @@ parser.add_argument("--test", nargs="+", default=[], metavar="SET", help="sets t
 parser.add_argument("--pairs", type=int, default=60, help="pairs of each set, at most (60)")
 parser.add_argument("--seed", type=int, default=5, help="of everything that is drawn (5)")
 parser.add_argument("--preset", default="hybrid-learned", help="preset whose network is calibrated")
-parser.add_argument("--refined", action="store_true", help="fit what refinement adds, on all passes")
+KINDS = {
+    "network": CalibrationConfig,
+    "refinement": RefinedCalibrationConfig,
+    "geometry": VerifiedCalibrationConfig,
+}
+parser.add_argument("--stage", choices=KINDS, default="network", help="what is fitted (network)")
 arguments = parser.parse_args()
 
-refined = arguments.refined
-pipeline = uncalibrated(arguments.preset, refined=refined)
-kind = RefinedCalibrationConfig if refined else CalibrationConfig
+stage = arguments.stage
+pipeline = uncalibrated(arguments.preset, stage)
 options = SetOptions(pairs=arguments.pairs, seed=arguments.seed)
 
 
 def judged(names: list[str]) -> list:
     """The matches of all sets of these names."""
     sets = [find_sets(name, options)[0] for name in names]
-    return [pair for each in sets for pair in judge(pipeline, each, refined=refined)]
+    return [pair for each in sets for pair in judge(pipeline, each, stage)]
 
 
 fitted = [(judged(names), float(weight), names) for weight, *names in arguments.fit]
 numbers = fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
-print(kind(*numbers.tolist()))
+print(KINDS[stage](*numbers.tolist()))
 tested = [(judged([name]), [name]) for name in arguments.test]
 for pairs, names in [*((pairs, names) for pairs, _, names in fitted), *tested]:
     before, after = errors_of(pairs, None), errors_of(pairs, numbers)

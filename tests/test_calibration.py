@@ -1,4 +1,4 @@
-"""Match probabilities are calibrated alike in both engines, and again when matches are refined."""
+"""Match probabilities are calibrated alike in both engines, and again when a geometry is known."""
 
 from dataclasses import astuple, replace
 
@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.config import CalibrationConfig, RefinedCalibrationConfig
+from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
 from matcher.data.features import Features
-from matcher.data.matches import Matches, MatchRefinement
+from matcher.data.matches import Matches, MatchRefinement, TwoViewGeometry
 from matcher.errors import UsageError
 from matcher.lab.evaluate.recalibration import JudgedPair, errors_of, fit_calibration, uncalibrated
-from matcher.match.calibration import calibrated, calibrated_by_refinement, refinement_evidence
+from matcher.match.calibration import (
+    calibrated,
+    calibrated_by_geometry,
+    evidence,
+    geometry_evidence,
+    refinement_evidence,
+    weighed_by_refinement,
+)
 
 CONFIG = CalibrationConfig(offset=0.9, slope=0.75, share_slope=0.8)
 
@@ -37,7 +44,8 @@ def judged_pairs(truth: CalibrationConfig, seed: int) -> list[JudgedPair]:
     for count in rng.integers(300, 2000, 40).tolist():
         scores = np.sort(rng.uniform(0.05, 0.99, 250))[::-1]
         right = rng.uniform(size=250) < calibrated(scores, (count, count), truth)
-        found.append(JudgedPair.of_scores(scores, (count, count), rng.uniform(size=250) < 0.8, right))
+        known = rng.uniform(size=250) < 0.8
+        found.append(JudgedPair(scores, evidence(scores, (count, count)), known, right))
     return found
 
 
@@ -126,55 +134,113 @@ def refined_matches(rng: np.random.Generator, count: int = 300) -> Matches:
     return Matches(np.tile(np.arange(count), (2, 1)).T, *points, scores, refinement=refinement)
 
 
-def test_a_more_exact_place_makes_a_refined_match_more_probable():
+def test_a_more_exact_place_makes_a_refined_match_weigh_more():
     matches = refined_matches(np.random.default_rng(0))
     level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
-    found = calibrated_by_refinement(level, (1.0, 1.0), CALIBRATION)
+    weighed = weighed_by_refinement(level, (1.0, 1.0), CALIBRATION)
+    found = weighed.geometry_scores
+    np.testing.assert_array_equal(weighed.scores, level.scores)
     accepted, variance = matches.refinement.accepted, matches.covariances[:, 0, 0]
     order = np.argsort(variance[accepted])
-    assert (np.diff(found.scores[accepted][order]) <= 0).all() and np.ptp(found.scores[accepted]) > 0.3
-    assert np.ptp(found.scores[~accepted]) == 0
-    assert found.scores[~accepted][0] < np.median(found.scores[accepted])
-    later = calibrated_by_refinement(level, (1.0, 1.0), CALIBRATION, True)
-    assert (later.scores < found.scores).all()
+    assert (np.diff(found[accepted][order]) <= 0).all() and np.ptp(found[accepted]) > 0.3
+    assert np.ptp(found[~accepted]) == 0
+    assert found[~accepted][0] < np.median(found[accepted])
+    later = weighed_by_refinement(level, (1.0, 1.0), CALIBRATION, True)
+    assert (later.geometry_scores < found).all()
 
 
 def test_variances_are_those_of_the_resized_image():
     matches = refined_matches(np.random.default_rng(1))
     doubled = replace(matches.refinement, covariances=4 * matches.covariances)
-    found = calibrated_by_refinement(matches, (1.0, 1.0), CALIBRATION)
-    stored_twice = calibrated_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), CALIBRATION)
-    np.testing.assert_allclose(stored_twice.scores, found.scores, atol=1e-6)
+    found = weighed_by_refinement(matches, (1.0, 1.0), CALIBRATION)
+    stored_twice = weighed_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), CALIBRATION)
+    np.testing.assert_allclose(stored_twice.geometry_scores, found.geometry_scores, atol=1e-6)
 
 
 def test_what_was_not_refined_or_has_no_such_calibration_stays():
     matches = refined_matches(np.random.default_rng(2))
     unrefined = replace(matches, refinement=None)
-    assert calibrated_by_refinement(matches, (1.0, 1.0), CONFIG) is matches
-    assert calibrated_by_refinement(matches, (1.0, 1.0), None) is matches
-    assert calibrated_by_refinement(unrefined, (1.0, 1.0), CALIBRATION) is unrefined
+    assert weighed_by_refinement(matches, (1.0, 1.0), CONFIG) is matches
+    assert weighed_by_refinement(matches, (1.0, 1.0), None) is matches
+    assert weighed_by_refinement(unrefined, (1.0, 1.0), CALIBRATION) is unrefined
 
 
 def test_the_fit_finds_the_calibration_of_refined_matches():
     rng, pairs = np.random.default_rng(3), []
     for further in (False, True) * 40:
         matches = refined_matches(rng)
-        true = calibrated_by_refinement(matches, (1.0, 1.0), CALIBRATION, further).scores
+        true = weighed_by_refinement(matches, (1.0, 1.0), CALIBRATION, further).geometry_scores
         values = refinement_evidence(matches, (1.0, 1.0), further)
         known = np.ones(len(matches), bool)
         pairs.append(JudgedPair(matches.scores, values, known, rng.uniform(size=len(matches)) < true))
     np.testing.assert_allclose(fit_calibration([(pairs, 1.0)]), astuple(REFINED), atol=0.1)
 
 
-def test_a_pair_is_calibrated_again_after_refinement_and_best_first(views):
+VERIFIED = VerifiedCalibrationConfig(offset=-1.5, slope=0.5, inlier=2.0, share_slope=0.4)
+WITH_GEOMETRY = replace(CONFIG, verified=VERIFIED)
+
+
+def verified_matches(rng: np.random.Generator, share: float) -> tuple[Matches, TwoViewGeometry]:
+    """Matches with random scores of which a share are inliers."""
+    matches = refined_matches(rng)
+    inliers = rng.uniform(size=len(matches)) < share
+    return matches, TwoViewGeometry("fundamental", "ok", inliers, np.eye(3))
+
+
+def test_inliers_and_matches_among_many_of_them_are_more_probable():
+    matches, geometry = verified_matches(np.random.default_rng(4), 0.8)
+    level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
+    found = calibrated_by_geometry(level, geometry, WITH_GEOMETRY)
+    assert found.scores[geometry.inliers].min() > found.scores[~geometry.inliers].max() + 0.3
+    np.testing.assert_array_equal(found.geometry_scores, level.scores)
+    few = replace(geometry, inliers=geometry.inliers & (np.arange(len(matches)) < 40))
+    fewer = calibrated_by_geometry(level, few, WITH_GEOMETRY)
+    assert (fewer.scores[few.inliers] < found.scores[few.inliers]).all()
+    refused = calibrated_by_geometry(level, replace(geometry, status="low_inliers"), WITH_GEOMETRY)
+    assert (refused.scores < fewer.scores).all()
+
+
+def test_a_geometry_that_does_not_tell_leaves_the_probabilities():
+    matches, geometry = verified_matches(np.random.default_rng(5), 0.5)
+    for kind, status in (("homography", "ok"), ("homographies", "ok"), ("essential", "degenerate")):
+        other = replace(geometry, kind=kind, status=status)
+        assert calibrated_by_geometry(matches, other, WITH_GEOMETRY) is matches
+    none = TwoViewGeometry("none", "not_estimated", np.zeros(len(matches), bool))
+    assert calibrated_by_geometry(matches, none, WITH_GEOMETRY) is matches
+    assert calibrated_by_geometry(matches, geometry, CALIBRATION) is matches
+    assert calibrated_by_geometry(matches, geometry, None) is matches
+
+
+def test_the_fit_finds_the_calibration_of_verified_matches():
+    rng, pairs = np.random.default_rng(6), []
+    for share in rng.uniform(0.05, 0.95, 80):
+        matches, geometry = verified_matches(rng, share)
+        true = calibrated_by_geometry(matches, geometry, WITH_GEOMETRY).scores
+        known, right = np.ones(len(matches), bool), rng.uniform(size=len(matches)) < true
+        pairs.append(JudgedPair(matches.scores, geometry_evidence(matches, geometry), known, right))
+    np.testing.assert_allclose(fit_calibration([(pairs, 1.0)]), astuple(VERIFIED), atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["fundamental", "homography"])
+def test_geometry_is_estimated_again_as_it_was(views, kind):
+    pipeline = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False, geometry=kind)
+    found = pipeline.match(*views)
+    again = pipeline.verify(found.features0, found.features1, found.matches)
+    np.testing.assert_array_equal(again.inliers, found.inliers)
+    np.testing.assert_array_equal(again.matrix, found.geometry.matrix)
+    assert abs(found.scores - found.matches.geometry_scores).max() > 0.02
+    assert (np.diff(found.scores) <= 0).all() and (found.matches.refined_scores is not None)
+
+
+def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):
     whole = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False)
-    without = uncalibrated("hybrid-learned", refined=True).matcher
+    without = uncalibrated("hybrid-learned", "geometry").matcher
     before = replace(whole, matcher=without)
     found, plain = whole.match(*views), before.match(*views)
     assert (np.diff(found.scores) <= 0).all()
     same = (np.sort(each.matches.indices, axis=0) for each in (found, plain))
     np.testing.assert_array_equal(*same)
-    again = calibrated_by_refinement(plain.matches, plain.features1.scale.tolist(), whole.matcher.calibration)
+    again = calibrated_by_geometry(plain.matches, plain.geometry, whole.matcher.calibration)
     np.testing.assert_allclose(np.sort(again.scores)[::-1], found.scores, atol=1e-6)
     assert abs(np.sort(found.scores) - np.sort(plain.scores)).max() > 0.02
     error = np.linalg.norm(found.points0 - plain.points0[np.argsort(-again.scores, kind="stable")], axis=1)

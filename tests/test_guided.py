@@ -110,10 +110,18 @@ def synthetic(rng, unlike=0.0):
 
 def test_each_keypoint_is_carried_over_by_the_plane_around_it(rng):
     features0, features1, matches, geometry = synthetic(rng)
-    found, scores = guided_matches(features0, features1, matches, geometry)
+    found, around = guided_matches(features0, features1, matches, geometry)
     assert (found[:, 0] == found[:, 1]).all() and set(found[:, 0]) <= {*range(30, 60), *range(90, 120)}
     assert (found[:, 0] < 60).sum() > 15 and (found[:, 0] >= 90).sum() > 15
-    assert scores.min() >= matches.scores.min() and scores.max() <= matches.scores.max()
+    assert (
+        around.shape == (len(found), 4)
+        and (found[:, :1] // 60 == matches.indices[around][..., 0] // 60).all()
+    )
+    halved = replace(matches, refined_scores=matches.scores / 2)
+    both, _ = with_guided(features0, features1, halved, geometry)
+    assert len(both) == 60 + len(found) and (np.diff(both.scores) <= 0).all()
+    np.testing.assert_allclose(both.refined_scores, both.scores / 2)
+    assert both.scores.min() >= matches.scores.min() and both.scores.max() <= matches.scores.max()
     one = replace(geometry, matrices=np.array([FLOOR, FLOOR]))  # the second plane predicts wrong places
     found, _ = guided_matches(features0, features1, matches, one)
     assert (found[:, 0] < 60).all()

@@ -24,7 +24,8 @@ from matcher.weights.published.catalogue import locate_front_end
 
 _ABSENT = "nothing"
 _WITHOUT = ((None, _ABSENT), (_ABSENT, None))
-_UNUSED = "config.matcher.policy.calibration.refined"  # a run has the probabilities before refinement
+# A run has the probabilities before refinement and geometry.
+_UNUSED = {f"config.matcher.policy.calibration.{name}" for name in ("refined", "verified")}
 _SHOWN = 4  # settings that a message names
 
 
@@ -208,12 +209,12 @@ def differences(
     return [
         f"{option_at(name.removeprefix('config.'))}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
         for name, old, new in _compared(stored, wanted, "")
-        if old != new and (old, new) not in _WITHOUT and name != _UNUSED
+        if old != new and (old, new) not in _WITHOUT and name not in _UNUSED
     ]
 
 
 def _compared(stored: Any, wanted: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(stored, Mapping) and isinstance(wanted, Mapping) and name != _UNUSED:
+    if isinstance(stored, Mapping) and isinstance(wanted, Mapping) and name not in _UNUSED:
         for key in sorted({*stored, *wanted}):
             inner = f"{name}.{key}" if name else key
             yield from _compared(stored.get(key, _ABSENT), wanted.get(key, _ABSENT), inner)

@@ -76,13 +76,15 @@ class Matches:
     indices: np.ndarray  # (K, 2) int64 into the features of image 0 and 1
     points0: np.ndarray  # (K, 2) float32 stored pixels
     points1: np.ndarray  # (K, 2)
-    # (K,) float32 in [0, 1]: the probability of being within 3 pixels where a preset is calibrated, else what
-    # the network or the ratio test gave.
+    # (K,) float32 in [0, 1]: the probability of being within 3 pixels where a preset is calibrated, given the
+    # geometry once it is known; else what the network or the ratio test gave.
     scores: np.ndarray
     layers_run: int = 0
     kept0: int = 0  # points not pruned
     kept1: int = 0
     refinement: MatchRefinement | None = None  # None where the images were not looked at again
+    # (K,) float32 what geometry and verdict weigh the matches by, where that is not `scores`
+    refined_scores: np.ndarray | None = None
 
     @classmethod
     def from_indices(
@@ -115,6 +117,11 @@ class Matches:
             kept0=len(keypoints0),
             kept1=len(keypoints1),
         )
+
+    @property
+    def geometry_scores(self) -> np.ndarray:
+        """(K,) float32 in [0, 1] what geometry and verdict weigh the matches by."""
+        return self.scores if self.refined_scores is None else self.refined_scores
 
     @property
     def covariances(self) -> np.ndarray | None:
@@ -193,6 +200,8 @@ def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, Tw
     order, refinement = np.argsort(-matches.scores, kind="stable"), matches.refinement
     names = ("indices", "points0", "points1", "scores")
     changes = {name: getattr(matches, name)[order] for name in names}
+    if matches.refined_scores is not None:
+        changes["refined_scores"] = matches.refined_scores[order]
     planes = None if geometry.planes is None else geometry.planes[order]
     return (
         replace(matches, **changes, refinement=refinement and refinement.select(order)),

@@ -1,6 +1,7 @@
 """Match probabilities that hold: what a network says, corrected by what else is known of a pair.
 
-That is how many keypoints find a partner and, after refinement, how well the images agree around a match.
+That is how many keypoints find a partner and, after verification, how well the matches agree with a geometry.
+Geometry itself weighs matches by other numbers: by how well the images agree around each, too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from matcher.config import CalibrationConfig
-from matcher.data.matches import Matches
+from matcher.data.matches import Matches, TwoViewGeometry
 
 _LEAST = 1e-4  # probabilities nearer to 0 or 1 are taken as this near
 _VARIANCE = 0.05  # pixels² of the resized image, of which variances are multiples: a usual one
 _VARIANCES = (1e-4, 1e2)  # smaller and larger ones are taken for these
+_EPIPOLAR = ("fundamental", "essential")
+_PRIOR = 0.5  # probabilities of an inlier and of an outlier that are added to a pair's own
 
 
 def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationConfig | None) -> np.ndarray:
@@ -54,18 +57,19 @@ def evidence(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     return np.column_stack([_log_odds(scores), np.full(len(scores), np.log(share))])
 
 
-def calibrated_by_refinement(
+def weighed_by_refinement(
     matches: Matches,
     scale: Sequence[float],
     calibration: CalibrationConfig | None,
     further_passes: bool = False,
 ) -> Matches:
-    """Refined matches, in their order, with the probabilities that they then have.
+    """Refined matches, in their order, with the `refined_scores` by which geometry weighs them.
 
     A match whose surroundings look alike in both images, to an exact place, is right more often than its
     descriptors alone say, and one that could not be refined though most others of the pair could, less often:
     log odds = offset + slope · log odds before + refined · (1 if it was refined, less the share of matches
-    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes.
+    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes. Poses are
+    best so; as probabilities these numbers hold less well than those before (measurements/calibration.md).
 
     Args:
         matches: after refinement, with the probabilities that `calibrated` or further passes gave.
@@ -78,7 +82,32 @@ def calibrated_by_refinement(
         return matches
     slopes = [refined.slope, refined.refined, refined.variance_slope, refined.further_passes]
     values = refinement_evidence(matches, scale, further_passes)
-    return replace(matches, scores=probabilities(refined.offset + values @ slopes))
+    return replace(matches, refined_scores=probabilities(refined.offset + values @ slopes))
+
+
+def calibrated_by_geometry(
+    matches: Matches, geometry: TwoViewGeometry, calibration: CalibrationConfig | None
+) -> Matches:
+    """Verified matches, in their order, with the probabilities that they then have.
+
+    A match that agrees with the geometry of most others is right more often than it seemed alone, and one
+    that does not is mostly wrong: log odds = offset + slope · log odds before + inlier · (1 if it is one)
+    + share_slope · log odds of the share that inliers have of all probabilities.
+
+    A homography does not tell: matches off its plane may be right. Nor does a degenerate set of matches.
+
+    Args:
+        matches: with the probabilities that `calibrated` or further passes gave.
+        geometry: estimated from them, of any kind and status.
+        calibration: of the matcher; without one of verified matches they stay as they are.
+    """
+    verified = calibration and calibration.verified
+    told = geometry.kind in _EPIPOLAR and geometry.status not in ("degenerate", "not_estimated")
+    if verified is None or not told or not len(matches):
+        return matches
+    slopes = [verified.slope, verified.inlier, verified.share_slope]
+    scores = probabilities(verified.offset + geometry_evidence(matches, geometry) @ slopes)
+    return replace(matches, scores=scores, refined_scores=matches.geometry_scores)
 
 
 def calibration_of(matcher: object) -> CalibrationConfig | None:
@@ -100,6 +129,15 @@ def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes
         np.full(len(refined), float(further_passes)),
     ]
     return np.column_stack(columns)
+
+
+def geometry_evidence(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:
+    """(K, 3) what `calibrated_by_geometry` goes by; a geometry that is not used has no inliers."""
+    inliers = geometry.inliers if geometry.status == "ok" else np.zeros(len(matches), dtype=bool)
+    scores = matches.scores.astype(np.float64)
+    share = (scores[inliers].sum() + _PRIOR) / (scores.sum() + 2 * _PRIOR)
+    pair = np.full(len(matches), np.log(share / (1 - share)))
+    return np.column_stack([_log_odds(scores), inliers.astype(np.float64), pair])
 
 
 def _log_odds(scores: np.ndarray) -> np.ndarray:

@@ -37,11 +37,11 @@ def guided_matches(
     geometry: TwoViewGeometry,
     same_point: float = 1.5,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Further matches: (L, 2) int64 keypoints of both images, and (L,) float32 probabilities.
+    """Further matches: (L, 2) int64 keypoints of both images, and (L, 4) the inliers around each.
 
     A keypoint without a match whose nearest inliers all lie on one plane is carried over by its homography.
     Of the keypoints of image 1 without a match near there, it takes the most similar one, if that is nearly
-    as similar as inliers are, and if the choice is mutual. It is as probable as those inliers are on average.
+    as similar as inliers are, and if the choice is mutual.
 
     Args:
         features0, features1: with descriptors.
@@ -52,12 +52,12 @@ def guided_matches(
     counts = [len(features0), len(features1)]
     known = matches.indices[geometry.inliers & (matches.indices < counts).all(axis=1)]
     if len(known) < _LEAST_INLIERS:
-        return np.zeros((0, 2), np.int64), np.zeros(0, np.float32)
+        return _none()
     descriptors, similar = _comparable(features0, features1, known)
     given = zip((features0, features1), (matches.points0, matches.points1), strict=True)
     (index0, points0), (index1, points1) = (_without_partner(*side, same_point) for side in given)
     if not len(index0) or len(index1) < _CANDIDATES:
-        return np.zeros((0, 2), np.int64), np.zeros(0, np.float32)
+        return _none()
     inliers = np.flatnonzero(geometry.inliers)
     around = inliers[_nearest(matches.points0[inliers], points0, _AROUND)[0]]
     reach = _REACH * threshold_scale(features0.scale.tolist(), features1.scale.tolist(), geometry.kind)
@@ -65,7 +65,7 @@ def guided_matches(
     distance = np.linalg.norm(descriptors[0][index0[rows]] - descriptors[1][index1[columns]], axis=1)
     keep = distance <= _LESS_SIMILAR * np.percentile(similar, 95)
     rows, columns = _mutual(rows[keep], columns[keep], distance[keep])
-    return np.stack([index0[rows], index1[columns]], axis=1), matches.scores[around[rows]].mean(axis=1)
+    return np.stack([index0[rows], index1[columns]], axis=1), around[rows]
 
 
 def with_guided(
@@ -77,6 +77,8 @@ def with_guided(
 ) -> tuple[Matches, TwoViewGeometry]:
     """The matches with guided ones among them, best first, and the same homographies with their inliers.
 
+    A guided match is as probable as the inliers around it are on average.
+
     Args:
         features0, features1, matches: as `guided_matches` takes them.
         geometry: of any kind and status; where it has no homography, all is returned as it is.
@@ -84,7 +86,7 @@ def with_guided(
     """
     if geometry.status != "ok" or geometry.kind not in ("homography", "homographies"):
         return matches, geometry
-    indices, scores = guided_matches(features0, features1, matches, geometry)
+    indices, around = guided_matches(features0, features1, matches, geometry)
     if not len(indices):
         return matches, geometry
     points = [f.numpy()["keypoints"][side] for f, side in zip((features0, features1), indices.T, strict=True)]
@@ -93,13 +95,23 @@ def with_guided(
         indices=np.concatenate([matches.indices, indices]),
         points0=np.concatenate([matches.points0, points[0]]),
         points1=np.concatenate([matches.points1, points[1]]),
-        scores=np.concatenate([matches.scores, scores]),
+        scores=_with_means(matches.scores, around),
         refinement=None,
+        refined_scores=_with_means(matches.geometry_scores, around),
     )
     if refine is not None:
         both = _as_they_were(matches, refine(both))
     scale = threshold_scale(features0.scale.tolist(), features1.scale.tolist(), geometry.kind)
     return best_first(both, _extended(geometry, both, _REACH * scale))
+
+
+def _none() -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((0, 2), np.int64), np.zeros((0, _AROUND), np.int64)
+
+
+def _with_means(scores: np.ndarray, around: np.ndarray) -> np.ndarray:
+    """Scores (K,), and after them the means of those `around` (L, n) each further match."""
+    return np.concatenate([scores, scores[around].mean(axis=1)])
 
 
 def _extended(geometry: TwoViewGeometry, matches: Matches, reach: float) -> TwoViewGeometry:

@@ -17,7 +17,7 @@ from matcher.data.image import Image
 from matcher.data.matches import Matches, best_first
 from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
-from matcher.match.calibration import calibrated_by_refinement, calibration_of
+from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.tiling.extraction import tiled_features
@@ -127,9 +127,10 @@ class TiledPipeline(Pipeline):
         matches = self._match_windows(*sides, *ends)
         times.append(perf_counter())
         matches = self.refine(*full, matches) if self.config.refine else matches
-        matches = calibrated_by_refinement(matches, sides[1].scale.tolist(), calibration_of(self.matcher))
+        matches = weighed_by_refinement(matches, sides[1].scale.tolist(), calibration_of(self.matcher))
         times.append(perf_counter())
         geometry = self.verify(*sides, matches, **cameras)
+        matches = calibrated_by_geometry(matches, geometry, calibration_of(self.matcher))
         matches, geometry = best_first(matches, geometry)
         times.append(perf_counter())
         found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}

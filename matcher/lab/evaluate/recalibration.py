@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -13,10 +14,13 @@ from matcher.lab.evaluate.calibration import CORRECT, as_inputs, calibration_err
 from matcher.lab.evaluate.verdicts import logistic_regression
 from matcher.lab.pairs.protocols import PairSet
 from matcher.loading import load
-from matcher.match.calibration import evidence, probabilities, refinement_evidence
+from matcher.match.calibration import evidence, geometry_evidence, probabilities, refinement_evidence
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Pipeline
+from matcher.result import Result
 
+# What a network gives, what weighs refined matches in geometry, and what a geometry then leaves.
+Stage = Literal["network", "refinement", "geometry"]
 _FEW = 50  # judged matches; a pair with fewer weighs less
 
 
@@ -35,38 +39,34 @@ class JudgedPair:
         weight = min(1.0, judged / _FEW) / max(1, judged)
         return self.evidence[self.known], self.right[self.known], np.full(judged, weight)
 
-    @staticmethod
-    def of_scores(
-        scores: np.ndarray, counts: Sequence[int], known: np.ndarray, right: np.ndarray
-    ) -> JudgedPair:
-        """A pair for the calibration of what a network gives; `counts` are the images' keypoints."""
-        return JudgedPair(scores, evidence(scores, counts), known, right)
 
+def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
+    """A preset without the calibration of a stage and of those after it.
 
-def uncalibrated(preset: str, *, refined: bool = False) -> Pipeline:
-    """A preset without a calibration.
-
-    In one pass its scores are what its network gives; or, if `refined`, it is the whole preset, and only what
-    refinement says of its matches is left out.
+    At the first stage it is one pass, whose scores are what the network gives; else the whole preset.
+    Geometry needs the numbers of refinement before it.
 
     Raises:
-        UsageError: a preset without a network, or without the calibration that refinement adds to.
+        UsageError: a preset without a network, or without the calibration that a later stage adds to.
     """
-    pipeline = load(preset) if refined else load(preset, second_pass=False)
+    pipeline = load(preset, second_pass=False) if stage == "network" else load(preset)
     config = pipeline.config.matcher
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")
-    if refined and config.policy.calibration is None:
-        raise UsageError(
-            f"the scores of {preset!r} are not calibrated before refinement: calibrate these first"
-        )
-    calibration = replace(config.policy.calibration, refined=None) if refined else None
+    calibration = config.policy.calibration
+    if stage != "network" and calibration is None:
+        raise UsageError(f"the scores of {preset!r} are not calibrated before {stage}: calibrate these first")
+    if stage == "network":
+        calibration = None
+    else:
+        left_out = {"verified": None} | ({"refined": None} if stage == "refinement" else {})
+        calibration = replace(calibration, **left_out)
     policy = replace(config.policy, calibration=calibration)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
-def judge(pipeline: Pipeline, pair_set: PairSet, *, refined: bool = False) -> list[JudgedPair]:
-    """The matches of every pair of a set that has any; `pipeline` and `refined` as of `uncalibrated`."""
+def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> list[JudgedPair]:
+    """The matches of every pair of a set that has any; `pipeline` is that of `uncalibrated` at this stage."""
     found = []
     for index in range(len(pair_set)):
         pair = pair_set.pairs[index]
@@ -77,21 +77,26 @@ def judge(pipeline: Pipeline, pair_set: PairSet, *, refined: bool = False) -> li
             continue
         known = ~np.isnan(errors)
         right = known & (errors < CORRECT)
-        if refined:
-            scale, several = result.features1.scale.tolist(), len(result.passes) > 1
-            values = refinement_evidence(result.matches, scale, several)
-            found.append(JudgedPair(result.scores, values, known, right))
-        else:
-            found.append(JudgedPair.of_scores(result.scores, tuple(map(len, sides)), known, right))
+        found.append(JudgedPair(result.scores, _evidence(result, stage), known, right))
     return found
+
+
+def _evidence(result: Result, stage: Stage) -> np.ndarray:
+    """(K, E) what the calibration of a stage goes by."""
+    if stage == "refinement":
+        scale, several = result.features1.scale.tolist(), len(result.passes) > 1
+        return refinement_evidence(result.matches, scale, several)
+    if stage == "geometry":
+        return geometry_evidence(result.matches, result.geometry)
+    return evidence(result.scores, (len(result.features0), len(result.features1)))
 
 
 def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
     """The calibration under which the matches of all sets are most likely, each set with its weight.
 
     Returns:
-        (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of a
-        `CalibrationConfig` or `RefinedCalibrationConfig`.
+        (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of the
+        configuration of a stage, as `CalibrationConfig`.
     """
     values, right, weights = [], [], []
     for pairs, share in sets:
