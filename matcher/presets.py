@@ -39,7 +39,7 @@ _HYBRID = PipelineConfig(
                 offset=2.99,
                 slope=0.44,
                 share_slope=1.3,
-                verified=VerifiedCalibrationConfig(offset=-1.89, slope=0.53, inlier=2.1, share_slope=0.25),
+                verified=VerifiedCalibrationConfig(offset=-2.02, slope=0.58, inlier=2.26, share_slope=0.28),
             ),
         ),
     ),
@@ -130,7 +130,7 @@ PRESETS: dict[str, PipelineConfig] = {
                         offset=0.9, slope=0.85, refined=1.75, variance_slope=-0.31, further_passes=-1.56
                     ),
                     verified=VerifiedCalibrationConfig(
-                        offset=-1.78, slope=0.54, inlier=1.81, share_slope=0.29
+                        offset=-2.01, slope=0.58, inlier=1.86, share_slope=0.44
                     ),
                 ),
             ),

@@ -17,7 +17,7 @@ from matcher.data.matches import Matches
 from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.match.depth import can_be_cut, with_layers
 
-POINTS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+POINTS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extracted from, tried in turn
 BUDGETS = (1e-3, 1e9)  # milliseconds that may be asked for
 _LEAST_LAYERS = 2

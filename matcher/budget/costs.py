@@ -14,11 +14,15 @@ from matcher.budget.choice import SIZES, Parts, line, matching_cost, millisecond
 from matcher.data.camera import Camera
 from matcher.data.features import Features
 from matcher.data.image import Image
-from matcher.data.protocols import Extractor, Matcher
+from matcher.data.protocols import Estimator, Extractor, Matcher
 from matcher.match.depth import can_be_cut
 from matcher.match.turns import OTHER_TURNS, PROBED
+from matcher.verify.estimation import RobustEstimator
 
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
+# Samples of a pose of ever quicker estimators, the last of which also takes one hypothesis of a fundamental
+# matrix for the best.
+_FEWER_SAMPLES = (500, 250)
 _CAMERA = Camera(1000.0, 1000.0, 500.0, 500.0)  # of random matches
 # Images of less are not measured but noise: of fewer keypoints, and of fewer pixels a side (height, width).
 _LEAST_KEYPOINTS, _LEAST_SIDES = 256, (384, 512)
@@ -66,6 +70,7 @@ class PairCosts:
     refine: Callable[[float], float]  # by matches
     verify: Callable[[float], float]  # by matches, all of them wrong
     other: Callable[[float], float]  # of the further pass with another front end and matcher, by pixels
+    quicker: tuple[tuple[Estimator, Callable[[float], float]], ...] = ()  # others, and `verify` with each
 
     def turns(self, points: int, layers: int) -> float:
         """Of trying the other turns: each with a few keypoints, and one that is promising with all."""
@@ -103,15 +108,32 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         hard, easy = (
             matching_cost(single, features, other) for other in (_with_random_descriptors(features), None)
         )
-    cameras = (_CAMERA, _CAMERA) if pipeline.config.estimation.kind == "essential" else None
-    estimate = partial(pipeline.estimator, cameras=cameras)
+    quicker = _quicker(pipeline.estimator)
     return PairCosts(
         extract=line(sizes, times),
         match=lambda points, layers: max(easy(points, layers), hard(points, layers)),
         refine=refining_cost(pipeline, images[0]),
-        verify=line(_MATCHES, [milliseconds(lambda n=n: estimate(*_random(n))) for n in _MATCHES]),
+        verify=_verifying(pipeline, pipeline.estimator),
         other=_other(pipeline, images),
+        quicker=tuple((estimator, _verifying(pipeline, estimator)) for estimator in quicker),
     )
+
+
+def _quicker(estimator: Estimator) -> list[Estimator]:
+    """The same with fewer samples, for small budgets; none of an estimator that is not ours."""
+    if not isinstance(estimator, RobustEstimator):
+        return []
+    return [
+        replace(estimator, pose_samples=samples, adjusted=samples > _FEWER_SAMPLES[-1])
+        for samples in _FEWER_SAMPLES
+    ]
+
+
+def _verifying(pipeline: Parts, estimator: Estimator) -> Callable[[float], float]:
+    """Milliseconds by random matches."""
+    cameras = (_CAMERA, _CAMERA) if pipeline.config.estimation.kind == "essential" else None
+    estimate = partial(estimator, cameras=cameras)
+    return line(_MATCHES, [milliseconds(lambda n=n: estimate(*_random(n))) for n in _MATCHES])
 
 
 def _to_measure(pipeline: PairParts, image: Image, seed: int) -> Image:

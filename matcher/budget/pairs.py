@@ -46,6 +46,8 @@ _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _POSE_SAMPLES = 2_000
 # Sides of 4:3: stretched images have no more pixels, and one turned by 45 degrees as many as two.
 _ASPECT = 0.77
+# Of the budget, what the verification of so many wrong matches takes at most where quicker estimators can.
+_VERIFYING, _WRONG = 0.15, 256
 # Of the time of reading, what reading again for the common region takes at most; refinement reads all pixels.
 _READ_AGAIN = {True: 1.5, False: 4.0}  # with refinement, without
 
@@ -105,6 +107,7 @@ def plan(
     if isinstance(pipeline.estimator, RobustEstimator):
         pipeline = replace(pipeline, estimator=replace(pipeline.estimator, pose_samples=_POSE_SAMPLES))
     costs, pace = measured_costs(pipeline, images), pace_of(pipeline).value
+    pipeline, costs = _verifying_in(_VERIFYING * budget_ms / pace, pipeline, costs)
     reading_ms /= pace  # which was as slow as the rest will be
     choice = at_pace(partial(_chosen, pipeline, images, costs, reading_ms), budget_ms, pace)
     smaller = [_at_most(image, choice.resize) for image in images]
@@ -120,6 +123,13 @@ def plan(
         return fitted, images, choice
     passes = _in_time(fitted, images, costs, choice, reading_ms)
     return replace(fitted, passes=passes), images, replace(choice, passes=True)
+
+
+def _verifying_in(milliseconds: float, pipeline: Q, costs: PairCosts) -> tuple[Q, PairCosts]:
+    """The pipeline with the first estimator that verifies in this time, else the quickest, and its costs."""
+    known = ((pipeline.estimator, costs.verify), *costs.quicker)
+    estimator, verify = next((each for each in known if each[1](_WRONG) <= milliseconds), known[-1])
+    return replace(pipeline, estimator=estimator), replace(costs, verify=verify)
 
 
 def _chosen(
