@@ -98,9 +98,9 @@ class ConsensusGraph:
         """() share of the matches, by confidence, that two rounds have in common."""
         g = self.graph
         same = g.real(g.Equal(before.partner, after.partner))
-        least = g.total(g.Min(before.confidence, after.confidence) * same, 0)
-        most = g.total(g.Max(before.confidence, after.confidence), 0)
-        return g.Where(g.Equal(most, 0.0), 1.0, least / g.Max(most, _TINY))
+        common = g.total(g.Min(before.confidence, after.confidence) * same, 0)
+        either = g.total(before.confidence, 0) + g.total(after.confidence, 0) - common
+        return g.Where(g.Equal(either, 0.0), 1.0, common / g.Max(either, _TINY))
 
     def _corrected(
         self, scores: Value, positions0: Value, positions1: Value, m0: SoftMatchValues, m1: SoftMatchValues

@@ -19,7 +19,7 @@ from matcher.onnx.layers import Arrays, Layers
 from matcher.onnx.linear import Linear
 from matcher.onnx.reading import mutual_matches
 from matcher.onnx.tokens import Encoder, Points
-from matcher.onnx.transport import beginning, dual_softmax, masses, raised, sinkhorn
+from matcher.onnx.transport import beginning, beginning_of_first, dual_softmax, masses, raised, sinkhorn
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,9 @@ class NetworkGraph:
         if assignment.tolerance is None:
             local, scores = mutual_matches(g, self._transported(side0, side1), *reading, dustbins=True)
             return self._indices(local, side0.index, side1.index), scores
-        # The side of fewer points is updated first, between equals that of lower dustbins.
+        # The side of fewer points is updated first; `sinkhorn` chooses between equals.
         count0, count1 = (g.scalar(g.size(side.index, 0)) for side in (side0, side1))
-        lower = g.total(side1.dustbin, 0) < g.total(side0.dustbin, 0)
-        swapped = (count1 < count0) | (g.Equal(count0, count1) & lower)
+        swapped = count1 < count0
         sides = g.either(swapped, lambda: [*side1, *side0], lambda: [*side0, *side1])
         first, second = Compared(*sides[: len(side0)]), Compared(*sides[len(side0) :])
         local, scores = mutual_matches(g, self._transported(first, second), *reading, dustbins=True)
@@ -241,7 +240,7 @@ class NetworkGraph:
         g, assignment = self.graph, self.config.assignment
         scores = self._scores(side0, side1)
         mass = masses(g, *(g.size(side.index, 0) for side in (side0, side1)))
-        start = beginning(g, scores)
+        start = (beginning if assignment.tolerance is None else beginning_of_first)(g, scores)
         if assignment.consensus:
             consensus = ConsensusGraph(g, self.arrays, assignment.consensus, self.config.policy.early_exit)
             scores, start = consensus(scores, side0.positions, side1.positions, mass, start)

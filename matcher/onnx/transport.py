@@ -44,6 +44,15 @@ def beginning(g: Builder, scores: Value) -> PotentialValues:
     return PotentialValues(-g.maximum(scores, 1), g.full(g.size(scores, 1), 0.0))
 
 
+def beginning_of_first(g: Builder, scores: Value) -> PotentialValues:
+    """The same, or every column's where the columns are updated first (`_columns_first`)."""
+
+    def turned() -> list[Value]:
+        return [g.full(g.size(scores, 0), 0.0), -g.maximum(scores, 0)]
+
+    return PotentialValues(*g.either(_columns_first(g, scores), turned, lambda: [*beginning(g, scores)]))
+
+
 def sinkhorn(
     g: Builder,
     scores: Value,
@@ -52,7 +61,40 @@ def sinkhorn(
     max_iterations: int,
     tolerance: float | None,
 ) -> PotentialValues:
-    """Potentials of scores (N+1, M+1) whose rows are updated first, by stabilised scaling."""
+    """Potentials of scores (N+1, M+1), N ≤ M with a tolerance, by stabilised scaling.
+
+    Rows are updated first; with a tolerance and N = M, the side of lower dustbins.
+    """
+
+    def straight() -> list[Value]:
+        return [*_rows_first(g, scores, mass, start, max_iterations, tolerance)]
+
+    def turned() -> list[Value]:
+        transposed, swapped = g.Transpose(scores, perm=[1, 0]), Masses(*mass[::-1])
+        other = PotentialValues(*start[::-1])
+        return [*_rows_first(g, transposed, swapped, other, max_iterations, tolerance)[::-1]]
+
+    if tolerance is None:
+        return PotentialValues(*straight())
+    return PotentialValues(*g.either(_columns_first(g, scores), turned, straight))
+
+
+def _columns_first(g: Builder, scores: Value) -> Value:
+    """() bool: as many columns as rows, and their dustbins are lower."""
+    row, column = g.slice(scores, 0, -1), g.slice(scores, 1, -1)
+    lower = g.total(g.slice(g.Squeeze(row, [0]), 0, 0, -1), 0)
+    lower = lower < g.total(g.slice(g.Squeeze(column, [1]), 0, 0, -1), 0)
+    return lower & g.scalar(g.Equal(g.size(scores, 0), g.size(scores, 1)))
+
+
+def _rows_first(
+    g: Builder,
+    scores: Value,
+    mass: Masses,
+    start: PotentialValues,
+    max_iterations: int,
+    tolerance: float | None,
+) -> PotentialValues:
 
     def update(kernel: Value, columns: Value) -> list[Value]:
         rows = mass.rows / _product(g, kernel, columns)

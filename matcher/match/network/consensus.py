@@ -81,10 +81,11 @@ def agreement(before: SoftMatches, after: SoftMatches) -> float:
 
 
 def agreements(before: SoftMatches, after: SoftMatches) -> Tensor:
-    """(B,) share of the matches, by confidence, that two rounds have in common."""
+    """(B,) share of the matches, by confidence, that two rounds have in common, from either image."""
     least = torch.minimum(before.confidence, after.confidence) * (before.partner == after.partner)
-    most = torch.maximum(before.confidence, after.confidence).sum(1)
-    return (least.sum(1) / most.clamp_min(_TINY)).masked_fill(most == 0, 1.0)
+    common = least.sum(1)
+    either = before.confidence.sum(1) + after.confidence.sum(1) - common
+    return (common / either.clamp_min(_TINY)).masked_fill(either == 0, 1.0)
 
 
 def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
