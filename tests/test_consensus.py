@@ -84,12 +84,30 @@ def test_links_stay_by_their_confidence() -> None:
     before = SoftMatches(torch.tensor([[1, 2, 0, 3]]), torch.tensor([[0.9, 0.8, 0.5, 0.0]]))
     after = SoftMatches(torch.tensor([[1, 2, 3, 3]]), torch.tensor([[0.9, 0.4, 0.5, 0.2]]))
     assert agreement(before, before) == pytest.approx(1)
-    assert agreement(before, after) == pytest.approx((0.9 + 0.4) / (0.9 + 0.8 + 0.5 + 0.2))
+    assert agreement(before, after) == pytest.approx((0.9 + 0.4) / (0.9 + 0.8 + 0.5 + 0.5 + 0.2))
     assert agreement(after, before) == agreement(before, after)
     none = SoftMatches(before.partner, torch.zeros(1, 4))
     assert agreement(none, none) == 1 and agreement(none, after) == 0
     both = SoftMatches(*(torch.cat(pair) for pair in zip(before, after, strict=True)))
     assert agreement(both, SoftMatches(*(x.flip(0) for x in both))) == agreement(before, after)
+
+
+def test_rounds_agree_alike_from_either_image() -> None:
+    def seen(pairs: dict[tuple[int, int], float]) -> list[SoftMatches]:
+        sides = []
+        for side in (0, 1):
+            partner, confidence = torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5)
+            for pair, probability in pairs.items():
+                partner[0, pair[side]], confidence[0, pair[side]] = pair[1 - side], probability
+            sides.append(SoftMatches(partner, confidence))
+        return sides
+
+    before, after = (
+        seen({(0, 1): 0.9, (2, 3): 0.8, (4, 0): 0.6}),
+        seen({(0, 1): 0.7, (2, 4): 0.8, (3, 0): 0.5}),
+    )
+    shares = [agreement(*each) for each in zip(before, after, strict=True)]
+    assert shares == pytest.approx([0.7 / (0.9 + 0.8 + 0.6 + 0.8 + 0.5)] * 2)
 
 
 def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

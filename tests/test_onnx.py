@@ -34,6 +34,7 @@ from matcher.extract.feature_network import grown
 from matcher.match.nearest import NearestMatcher, mutual_nearest
 from matcher.match.nearest_on_device import mutual_nearest_on
 from matcher.match.network.model import MatchingNetwork
+from matcher.match.sinkhorn import sinkhorn as torch_sinkhorn
 from matcher.match.steering import quarter_turns
 from matcher.match.turns import TURNS, best_turn, turned
 from matcher.onnx import engine, runtime
@@ -45,6 +46,7 @@ from matcher.onnx.models import network_model
 from matcher.onnx.refinement import refinement_model
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_network
+from matcher.onnx.transport import beginning_of_first, masses, sinkhorn
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
@@ -245,6 +247,23 @@ def test_quarter_turns_are_found_alike_by_torch_numpy_and_onnx(turn, count, rng)
     assert Model(graph.encode({}))(a=first, b=second)["turns"] == wanted
 
 
+@pytest.mark.parametrize("lower", [0, 1])
+@pytest.mark.parametrize("shape", [(30, 30), (20, 30)])
+def test_assignments_begin_with_the_same_side_as_in_torch(shape, lower, rng):
+    scores = rng.normal(size=(shape[0] + 1, shape[1] + 1)).astype(np.float32) * 4
+    (scores[-1] if lower else scores[:, -1])[:] -= 3.0
+    g = Builder("assignment")
+    given = g.input("scores", "float32", "rows", "columns")
+    mass = masses(g, *(g.size(given, axis) - 1 for axis in (0, 1)))
+    start = beginning_of_first(g, given)
+    for name, value in zip("uv", sinkhorn(g, given, mass, start, 100, 0.1), strict=True):
+        g.output(name, value, "float32", "points")
+    found = Model(g.encode({}))(scores=scores)
+    wanted = torch_sinkhorn(torch.from_numpy(scores)[None], tolerance=0.1)
+    for name in "uv":
+        np.testing.assert_allclose(found[name], getattr(wanted, name)[0].numpy(), atol=1e-4)
+
+
 def test_a_model_names_what_goes_in_and_comes_out():
     graph = Builder("two")
     for name in ("first", "second"):
@@ -339,6 +358,7 @@ import numpy as np
 from matcher.onnx.builder import Builder
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_network
+from matcher.onnx.transport import beginning_of_first, masses, sinkhorn
 graph = Builder("scaled")
 graph.output("y", graph.input("x", "float32", "N") * 0.5, "float32", "N")
 tiny = np.full(4, 1e-39, np.float32)
