@@ -69,7 +69,7 @@ class AssignmentConfig:
 
 @dataclass(frozen=True)
 class RefinedCalibrationConfig:
-    """From probabilities to those by which geometry weighs refined matches (`matcher.match.calibration`)."""
+    """From probabilities to the prior scores of refined matches (`matcher.match.calibration`)."""
 
     offset: float
     slope: float  # of the log odds before
@@ -80,7 +80,7 @@ class RefinedCalibrationConfig:
 
 @dataclass(frozen=True)
 class VerifiedCalibrationConfig:
-    """From probabilities to those that an epipolar geometry leaves (`matcher.match.calibration`)."""
+    """From probabilities to those given the epipolar geometry (`matcher.match.calibration`)."""
 
     offset: float
     slope: float  # of the log odds before
@@ -96,7 +96,7 @@ class CalibrationConfig:
     slope: float  # of the log odds that the network gives
     share_slope: float  # of the logarithm of the share of keypoints that find a partner
     refined: RefinedCalibrationConfig | None = None  # for matches that were refined on the images
-    verified: VerifiedCalibrationConfig | None = None  # where a geometry was estimated
+    verified: VerifiedCalibrationConfig | None = None  # where an epipolar geometry was estimated
 
 
 @dataclass(frozen=True)

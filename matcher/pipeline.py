@@ -115,7 +115,8 @@ class Pipeline:
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K; camera1 defaults to camera0.
             budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
-                (`Result.budget`), with fewer samples of a pose and no guided matching. The first measures.
+                (`Result.budget`), with fewer samples of a pose, no guided matching and, if it is small, less
+                thorough verification. The first measures.
 
         Raises:
             ImageError: an image cannot be read; the message names it.

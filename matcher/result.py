@@ -187,8 +187,9 @@ class Result:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What `save` writes: keypoints, indices, points, scores, inliers, sizes, geometry and refinement.
 
-        A matrix or pose that was not found has shape (0, 0). Geometry "homographies" adds `planes` and
-        `matrices`, as in `TwoViewGeometry`.
+        `prior_scores` are those by which geometry and verdict weigh the matches. A matrix or pose that was
+        not found has shape (0, 0). Geometry "homographies" adds `planes` and `matrices`, as in
+        `TwoViewGeometry`.
         """
         geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
         planes = {"planes": geometry.planes, "matrices": geometry.matrices}
@@ -201,6 +202,7 @@ class Result:
             "points0": self.points0,
             "points1": self.points1,
             "scores": self.scores,
+            "prior_scores": self.matches.prior_scores,
             "inliers": geometry.inliers,
             "geometry_kind": np.array(geometry.kind),
             "matrix": absent if geometry.matrix is None else geometry.matrix,

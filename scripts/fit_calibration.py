@@ -2,8 +2,8 @@
 
 python scripts/fit_calibration.py --fit 1 ../shared/photos/train --fit 3 renders/* --test bookstore
 
-That of what the network gives is fitted in one pass; with --stage refinement the numbers by which geometry
-weighs refined matches, and with --stage geometry what it then leaves, on all passes.
+That of what the network gives is fitted in one pass. On all passes: with --stage refinement that of the prior
+scores by which geometry weighs refined matches, with --stage geometry that of scores given the geometry.
 """
 
 import argparse

@@ -34,6 +34,7 @@ def measured(monkeypatch) -> list[int]:
             match=lambda points, layers: max(1, layers) * points / 50,
             refine=lambda matches: matches / 20,
             verify=lambda matches: matches / 100,
+            verify_pass=lambda matches: matches / 60,
             other=lambda pixels: 100.0,
         )
 
@@ -73,10 +74,29 @@ def test_further_passes_follow_while_there_is_time(network, views, measured):
     searched = 20e-6 * 2 * pairs._ASPECT * 1024**2
     limit = chosen.passes.limit
     assert limit.total == pytest.approx((1000 - 600 / 20 - 600 / 100) / 1000)
-    assert limit.own == pytest.approx((searched + 3 * 600 / 50 + 600 / 100) / 1000) and limit.other == 0.1
+    assert limit.own == pytest.approx((searched + 3 * 600 / 50 + 600 / 60) / 1000) and limit.other == 0.1
     assert chosen.passes.own.extractor is chosen.extractor
     chosen, _, choice = planned(with_passes, views, 90.0)
     assert chosen.passes is None and choice.without == ("refinement", "further passes")
+
+
+def test_small_budgets_verify_less_thoroughly_and_say_so(network, views, measured, monkeypatch):
+    measure, quick = costs._measure, replace(network.estimator, adjusted=False)
+
+    def slow(*arguments) -> PairCosts:
+        one = ((quick, lambda matches: 2.0),)
+        return replace(measure(*arguments), verify=lambda matches: 25.0, quicker=one)
+
+    monkeypatch.setattr(costs, "_measure", slow)
+    narrow, _, choice = planned(network, views, 100.0)
+    assert narrow.estimator is quick and choice.without[0] == "thorough verification" and choice.fits
+    assert "without thorough verification" in str(choice)
+    wide, _, choice = planned(network, views, 1000.0)
+    assert wide.estimator.adjusted and choice.without == ()
+    kinds = {kind: matcher.load("nearest", geometry=kind).estimator for kind in ("essential", "homography")}
+    assert [each.pose_samples for each in costs._quicker(kinds["essential"])] == [500, 250]
+    assert costs._quicker(kinds["homography"]) == [] == costs._quicker(lambda *_, **__: None)
+    assert costs._quicker(matcher.load("nearest").estimator) == [replace(quick, pose_samples=5000)]
 
 
 @pytest.fixture
@@ -134,9 +154,10 @@ def test_poses_fit_a_budget_too(small_weights, views):
     result = pipeline.match(*views, camera0=matcher.Camera(700, 700, 399.5, 299.5), budget_ms=5000.0)
     assert result.geometry.kind == "essential" and result.budget.fits
     chosen, _, _ = planned(pipeline, views, 5000.0)
-    assert chosen.estimator.pose_samples < pipeline.estimator.pose_samples and chosen.estimator.adjusted
-    quick, _, _ = planned(pipeline, views, 20.0)
-    assert quick.estimator.pose_samples < chosen.estimator.pose_samples and not quick.estimator.adjusted
+    assert chosen.estimator.pose_samples < pipeline.estimator.pose_samples
+    quick, _, choice = planned(pipeline, views, 20.0)
+    assert quick.estimator.pose_samples < chosen.estimator.pose_samples
+    assert "thorough verification" in choice.without
     assert sum(isinstance(each, PairCosts) for each in pipeline.costs.values()) == 1
 
 

@@ -19,6 +19,7 @@ from matcher.match.calibration import (
     refinement_evidence,
     weighed_by_refinement,
 )
+from matcher.passes.evidence import Evidence
 
 CONFIG = CalibrationConfig(offset=0.9, slope=0.75, share_slope=0.8)
 
@@ -138,7 +139,7 @@ def test_a_more_exact_place_makes_a_refined_match_weigh_more():
     matches = refined_matches(np.random.default_rng(0))
     level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
     weighed = weighed_by_refinement(level, (1.0, 1.0), CALIBRATION)
-    found = weighed.geometry_scores
+    found = weighed.prior_scores
     np.testing.assert_array_equal(weighed.scores, level.scores)
     accepted, variance = matches.refinement.accepted, matches.covariances[:, 0, 0]
     order = np.argsort(variance[accepted])
@@ -146,7 +147,7 @@ def test_a_more_exact_place_makes_a_refined_match_weigh_more():
     assert np.ptp(found[~accepted]) == 0
     assert found[~accepted][0] < np.median(found[accepted])
     later = weighed_by_refinement(level, (1.0, 1.0), CALIBRATION, True)
-    assert (later.geometry_scores < found).all()
+    assert (later.prior_scores < found).all()
 
 
 def test_variances_are_those_of_the_resized_image():
@@ -154,7 +155,7 @@ def test_variances_are_those_of_the_resized_image():
     doubled = replace(matches.refinement, covariances=4 * matches.covariances)
     found = weighed_by_refinement(matches, (1.0, 1.0), CALIBRATION)
     stored_twice = weighed_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), CALIBRATION)
-    np.testing.assert_allclose(stored_twice.geometry_scores, found.geometry_scores, atol=1e-6)
+    np.testing.assert_allclose(stored_twice.prior_scores, found.prior_scores, atol=1e-6)
 
 
 def test_what_was_not_refined_or_has_no_such_calibration_stays():
@@ -169,7 +170,7 @@ def test_the_fit_finds_the_calibration_of_refined_matches():
     rng, pairs = np.random.default_rng(3), []
     for further in (False, True) * 40:
         matches = refined_matches(rng)
-        true = weighed_by_refinement(matches, (1.0, 1.0), CALIBRATION, further).geometry_scores
+        true = weighed_by_refinement(matches, (1.0, 1.0), CALIBRATION, further).prior_scores
         values = refinement_evidence(matches, (1.0, 1.0), further)
         known = np.ones(len(matches), bool)
         pairs.append(JudgedPair(matches.scores, values, known, rng.uniform(size=len(matches)) < true))
@@ -192,12 +193,13 @@ def test_inliers_and_matches_among_many_of_them_are_more_probable():
     level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
     found = calibrated_by_geometry(level, geometry, WITH_GEOMETRY)
     assert found.scores[geometry.inliers].min() > found.scores[~geometry.inliers].max() + 0.3
-    np.testing.assert_array_equal(found.geometry_scores, level.scores)
+    np.testing.assert_array_equal(found.prior_scores, level.scores)
     few = replace(geometry, inliers=geometry.inliers & (np.arange(len(matches)) < 40))
     fewer = calibrated_by_geometry(level, few, WITH_GEOMETRY)
     assert (fewer.scores[few.inliers] < found.scores[few.inliers]).all()
-    refused = calibrated_by_geometry(level, replace(geometry, status="low_inliers"), WITH_GEOMETRY)
-    assert (refused.scores < fewer.scores).all()
+    for status in ("low_inliers", "too_few", "no_model"):
+        refused = calibrated_by_geometry(level, replace(geometry, status=status), WITH_GEOMETRY)
+        assert (refused.scores < fewer.scores).all()
 
 
 def test_a_geometry_that_does_not_tell_leaves_the_probabilities():
@@ -228,8 +230,30 @@ def test_geometry_is_estimated_again_as_it_was(views, kind):
     again = pipeline.verify(found.features0, found.features1, found.matches)
     np.testing.assert_array_equal(again.inliers, found.inliers)
     np.testing.assert_array_equal(again.matrix, found.geometry.matrix)
-    assert abs(found.scores - found.matches.geometry_scores).max() > 0.02
-    assert (np.diff(found.scores) <= 0).all() and (found.matches.refined_scores is not None)
+    assert abs(found.scores - found.matches.prior_scores).max() > 0.02
+    assert (np.diff(found.scores) <= 0).all() and (found.matches.prior is not None)
+
+
+def test_the_verdict_does_not_depend_on_what_is_handed_out(views):
+    whole = matcher.load(max_keypoints=256, resize=400, device="cpu")
+    before = replace(whole, matcher=uncalibrated("hybrid-learned", "geometry").matcher)
+    found, plain = whole.match(*views), before.match(*views)
+    assert found.verdict.probability == plain.verdict.probability and found.matches.prior is not None
+    np.testing.assert_allclose(np.sort(found.matches.prior_scores), np.sort(plain.matches.prior_scores))
+    assert abs(np.sort(found.scores) - np.sort(plain.scores)).max() > 0.02
+
+
+def test_tiles_and_first_passes_have_final_probabilities_too(views, monkeypatch):
+    monkeypatch.setattr(Evidence, "is_confident", lambda *_: False)
+    several = matcher.load(max_keypoints=256, resize=400, device="cpu").match(*views)
+    tiles = matcher.tiled(matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False), 800)
+    for found in (several, several.first, tiles.match(*views)):
+        assert len(found.scores) == len(found.matches.prior) and (np.diff(found.scores) <= 0).all()
+        ends = np.unique(found.matches.indices[:, 0])
+        assert len(ends) == len(found.matches) > 50
+        inliers, prior = found.inliers, found.matches.prior_scores
+        assert np.corrcoef(prior[inliers], found.scores[inliers])[0, 1] > 0.5  # of the same matches
+        assert inliers.all() or found.scores[inliers].mean() > found.scores[~inliers].mean() + 0.2
 
 
 def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):

@@ -24,8 +24,9 @@ KEYS = [
     "refinement", "passes", "budget", "kept0", "kept1", "geometry", "verdict", "seconds",
 ]  # fmt: skip
 ARRAYS = {
-    "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "inliers", "geometry_kind",
-    "matrix", "cam1_from_cam0", "size0", "size1", "refinement", "covariances", "correlations",
+    "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "prior_scores", "inliers",
+    "geometry_kind", "matrix", "cam1_from_cam0", "size0", "size1", "refinement", "covariances",
+    "correlations",
 }  # fmt: skip
 
 

@@ -115,13 +115,14 @@ def test_a_part_that_a_run_lacks_is_as_if_it_were_off():
     assert "nothing in the run, 20000 now" in found
 
 
-def test_a_run_is_continued_whatever_refinement_says_of_probabilities():
+@pytest.mark.parametrize("name", ["refined", "verified"])
+def test_a_run_is_continued_whatever_later_stages_say_of_probabilities(name):
     def settings(offset, refined):
         calibration = {"offset": offset, **refined}
         return {"config": {"matcher": {"policy": {"calibration": calibration}}}}
 
-    former, now = settings(0.9, {}), settings(0.9, {"refined": {"offset": 0.5, "slope": 0.8}})
-    assert differences(former, now) == differences(settings(0.9, {"refined": {"offset": 1.0}}), now) == []
+    former, now = settings(0.9, {}), settings(0.9, {name: {"offset": 0.5, "slope": 0.8}})
+    assert differences(former, now) == differences(settings(0.9, {name: {"offset": 1.0}}), now) == []
     assert len(differences(settings(0.8, {}), now)) == 1
 
 

@@ -117,10 +117,10 @@ def test_each_keypoint_is_carried_over_by_the_plane_around_it(rng):
         around.shape == (len(found), 4)
         and (found[:, :1] // 60 == matches.indices[around][..., 0] // 60).all()
     )
-    halved = replace(matches, refined_scores=matches.scores / 2)
+    halved = replace(matches, prior=matches.scores / 2)
     both, _ = with_guided(features0, features1, halved, geometry)
     assert len(both) == 60 + len(found) and (np.diff(both.scores) <= 0).all()
-    np.testing.assert_allclose(both.refined_scores, both.scores / 2)
+    np.testing.assert_allclose(both.prior, both.scores / 2)
     assert both.scores.min() >= matches.scores.min() and both.scores.max() <= matches.scores.max()
     one = replace(geometry, matrices=np.array([FLOOR, FLOOR]))  # the second plane predicts wrong places
     found, _ = guided_matches(features0, features1, matches, one)

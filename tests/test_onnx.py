@@ -46,7 +46,7 @@ from matcher.onnx.models import network_model
 from matcher.onnx.refinement import refinement_model
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_network
-from matcher.onnx.transport import beginning_of_first, masses, sinkhorn
+from matcher.onnx.transport import first_potentials, masses, sinkhorn
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
@@ -255,7 +255,7 @@ def test_assignments_begin_with_the_same_side_as_in_torch(shape, lower, rng):
     g = Builder("assignment")
     given = g.input("scores", "float32", "rows", "columns")
     mass = masses(g, *(g.size(given, axis) - 1 for axis in (0, 1)))
-    start = beginning_of_first(g, given)
+    start = first_potentials(g, given)
     for name, value in zip("uv", sinkhorn(g, given, mass, start, 100, 0.1), strict=True):
         g.output(name, value, "float32", "points")
     found = Model(g.encode({}))(scores=scores)
@@ -358,7 +358,6 @@ import numpy as np
 from matcher.onnx.builder import Builder
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_network
-from matcher.onnx.transport import beginning_of_first, masses, sinkhorn
 graph = Builder("scaled")
 graph.output("y", graph.input("x", "float32", "N") * 0.5, "float32", "N")
 tiny = np.full(4, 1e-39, np.float32)

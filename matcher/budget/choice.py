@@ -22,7 +22,8 @@ SIZES = (1.0, 0.75, 0.5)  # scale factors of the image that features are extract
 BUDGETS = (1e-3, 1e9)  # milliseconds that may be asked for
 _LEAST_LAYERS = 2
 POINTS_WHOLE = 512  # rather than fewer, stages are left out
-REFINEMENT, OTHER_TURNS = "refinement", "other turns"  # stages that can be left out
+# What can be left out.
+REFINEMENT, OTHER_TURNS, THOROUGH_VERIFICATION = "refinement", "other turns", "thorough verification"
 _MATCHES_REFINED = (200, 1000)  # on which its cost is measured
 _REST = 6.0  # milliseconds for geometry, tracks and pose
 SLACK = 0.85  # share of the budget that is planned; the rest is a margin for slower frames
@@ -54,7 +55,8 @@ class Choice:
     resize: int  # longer side of the image that features are extracted from, pixels
     predicted_ms: float  # per frame
     fits: bool  # False: even the cheapest settings, which were chosen, exceed the budget
-    without: tuple[str, ...] = ()  # left out: "other turns", "refinement", "further passes", or some of these
+    # Left out: "thorough verification", "other turns", "refinement", "further passes", or some of these.
+    without: tuple[str, ...] = ()
     pace: float = 1.0  # of the predicted time: times as long as on a machine left alone, as works before took
     took_ms: float | None = None  # of the pair that was matched with it
     passes: bool = False  # further ones follow if a pair needs them, while there is time

@@ -20,9 +20,7 @@ from matcher.match.turns import OTHER_TURNS, PROBED
 from matcher.verify.estimation import RobustEstimator
 
 _MATCHES = (200, 1000)  # random ones, on which verification is measured: its worst case
-# Samples of a pose of ever quicker estimators, the last of which also takes one hypothesis of a fundamental
-# matrix for the best.
-_FEWER_SAMPLES = (500, 250)
+_FEWER_SAMPLES = (500, 250)  # of a pose, by ever quicker estimators
 _CAMERA = Camera(1000.0, 1000.0, 500.0, 500.0)  # of random matches
 # Images of less are not measured but noise: of fewer keypoints, and of fewer pixels a side (height, width).
 _LEAST_KEYPOINTS, _LEAST_SIDES = 256, (384, 512)
@@ -69,6 +67,7 @@ class PairCosts:
     match: Callable[[int, int], float]  # by keypoints and layers, without early exit
     refine: Callable[[float], float]  # by matches
     verify: Callable[[float], float]  # by matches, all of them wrong
+    verify_pass: Callable[[float], float]  # after a further pass: a fundamental matrix of any pair
     other: Callable[[float], float]  # of the further pass with another front end and matcher, by pixels
     quicker: tuple[tuple[Estimator, Callable[[float], float]], ...] = ()  # others, and `verify` with each
 
@@ -108,30 +107,34 @@ def _measure(pipeline: PairParts, images: Sequence[Image]) -> PairCosts:
         hard, easy = (
             matching_cost(single, features, other) for other in (_with_random_descriptors(features), None)
         )
-    quicker = _quicker(pipeline.estimator)
+    estimation = pipeline.config.estimation
+    cameras = (_CAMERA, _CAMERA) if estimation.kind == "essential" else None
+    verify = verify_pass = _verifying(pipeline.estimator, cameras)
+    if pipeline.passes is not None and estimation.kind != "fundamental":
+        verify_pass = _verifying(RobustEstimator(replace(estimation, kind="fundamental")))
     return PairCosts(
         extract=line(sizes, times),
         match=lambda points, layers: max(easy(points, layers), hard(points, layers)),
         refine=refining_cost(pipeline, images[0]),
-        verify=_verifying(pipeline, pipeline.estimator),
+        verify=verify,
+        verify_pass=verify_pass,
         other=_other(pipeline, images),
-        quicker=tuple((estimator, _verifying(pipeline, estimator)) for estimator in quicker),
+        quicker=tuple((each, _verifying(each, cameras)) for each in _quicker(pipeline.estimator)),
     )
 
 
 def _quicker(estimator: Estimator) -> list[Estimator]:
-    """The same with fewer samples, for small budgets; none of an estimator that is not ours."""
-    if not isinstance(estimator, RobustEstimator):
-        return []
-    return [
-        replace(estimator, pose_samples=samples, adjusted=samples > _FEWER_SAMPLES[-1])
-        for samples in _FEWER_SAMPLES
-    ]
+    """Less thorough ones: with fewer samples of a pose, or one hypothesis of a fundamental matrix."""
+    kind = estimator.config.kind if isinstance(estimator, RobustEstimator) else None
+    if kind == "essential":
+        return [replace(estimator, pose_samples=samples) for samples in _FEWER_SAMPLES]
+    return [replace(estimator, adjusted=False)] if kind == "fundamental" else []
 
 
-def _verifying(pipeline: Parts, estimator: Estimator) -> Callable[[float], float]:
-    """Milliseconds by random matches."""
-    cameras = (_CAMERA, _CAMERA) if pipeline.config.estimation.kind == "essential" else None
+def _verifying(
+    estimator: Estimator, cameras: tuple[Camera, Camera] | None = None
+) -> Callable[[float], float]:
+    """Milliseconds by matches, which are random."""
     estimate = partial(estimator, cameras=cameras)
     return line(_MATCHES, [milliseconds(lambda n=n: estimate(*_random(n))) for n in _MATCHES])
 

@@ -14,6 +14,7 @@ from matcher.budget.choice import (
     REFINEMENT,
     SIZES,
     SLACK,
+    THOROUGH_VERIFICATION,
     Choice,
     Parts,
     at_pace,
@@ -46,8 +47,8 @@ _LEAST_POINTS = 256  # rather than fewer, smaller images are used
 _POSE_SAMPLES = 2_000
 # Sides of 4:3: stretched images have no more pixels, and one turned by 45 degrees as many as two.
 _ASPECT = 0.77
-# Of the budget, what the verification of so many wrong matches takes at most where quicker estimators can.
-_VERIFYING, _WRONG = 0.15, 256
+# Share of the budget that the verification of so many wrong matches takes at most, where it can be quicker.
+_VERIFY_SHARE, _WRONG_MATCHES = 0.15, 256
 # Of the time of reading, what reading again for the common region takes at most; refinement reads all pixels.
 _READ_AGAIN = {True: 1.5, False: 4.0}  # with refinement, without
 
@@ -107,9 +108,12 @@ def plan(
     if isinstance(pipeline.estimator, RobustEstimator):
         pipeline = replace(pipeline, estimator=replace(pipeline.estimator, pose_samples=_POSE_SAMPLES))
     costs, pace = measured_costs(pipeline, images), pace_of(pipeline).value
-    pipeline, costs = _verifying_in(_VERIFYING * budget_ms / pace, pipeline, costs)
+    thorough = pipeline.estimator
+    pipeline, costs = _verifying_in(_VERIFY_SHARE * budget_ms / pace, pipeline, costs)
     reading_ms /= pace  # which was as slow as the rest will be
     choice = at_pace(partial(_chosen, pipeline, images, costs, reading_ms), budget_ms, pace)
+    if pipeline.estimator is not thorough:
+        choice = replace(choice, without=(THOROUGH_VERIFICATION, *choice.without))
     smaller = [_at_most(image, choice.resize) for image in images]
     fitted = limited(pipeline, choice)
     fitted = without_other_turns(fitted) if OTHER_TURNS in choice.without else fitted
@@ -128,7 +132,7 @@ def plan(
 def _verifying_in(milliseconds: float, pipeline: Q, costs: PairCosts) -> tuple[Q, PairCosts]:
     """The pipeline with the first estimator that verifies in this time, else the quickest, and its costs."""
     known = ((pipeline.estimator, costs.verify), *costs.quicker)
-    estimator, verify = next((each for each in known if each[1](_WRONG) <= milliseconds), known[-1])
+    estimator, verify = next((each for each in known if each[1](_WRONG_MATCHES) <= milliseconds), known[-1])
     return replace(pipeline, estimator=estimator), replace(costs, verify=verify)
 
 
@@ -168,7 +172,7 @@ def _in_time(
     most, passes = _most(fitted), fitted.passes
     shares = [min(image.pixels.shape[:2]) / max(image.pixels.shape[:2]) for image in images]
     searched = sum(max(share, _ASPECT) for share in shares) * passes.longer_side**2
-    own = costs.extract(searched) + costs.match(most, choice.layers) + costs.verify(most)
+    own = costs.extract(searched) + costs.match(most, choice.layers) + costs.verify_pass(most)
     reread = any(image.scale != (1.0, 1.0) for image in images)
     region = own + (_READ_AGAIN[fitted.config.refine is not None] * reading_ms if reread else 0.0)
     total = choice.budget_ms / choice.pace - costs.refine(most) - costs.verify(most)

@@ -83,8 +83,7 @@ class Matches:
     kept0: int = 0  # points not pruned
     kept1: int = 0
     refinement: MatchRefinement | None = None  # None where the images were not looked at again
-    # (K,) float32 what geometry and verdict weigh the matches by, where that is not `scores`
-    refined_scores: np.ndarray | None = None
+    prior: np.ndarray | None = None  # (K,) float32, see `prior_scores`; None: they are `scores`
 
     @classmethod
     def from_indices(
@@ -119,9 +118,12 @@ class Matches:
         )
 
     @property
-    def geometry_scores(self) -> np.ndarray:
-        """(K,) float32 in [0, 1] what geometry and verdict weigh the matches by."""
-        return self.scores if self.refined_scores is None else self.refined_scores
+    def prior_scores(self) -> np.ndarray:
+        """(K,) float32 in [0, 1] the scores from before a geometry is known, by which it weighs the matches.
+
+        So does the verdict. They take account of refinement.
+        """
+        return self.scores if self.prior is None else self.prior
 
     @property
     def covariances(self) -> np.ndarray | None:
@@ -200,8 +202,8 @@ def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, Tw
     order, refinement = np.argsort(-matches.scores, kind="stable"), matches.refinement
     names = ("indices", "points0", "points1", "scores")
     changes = {name: getattr(matches, name)[order] for name in names}
-    if matches.refined_scores is not None:
-        changes["refined_scores"] = matches.refined_scores[order]
+    if matches.prior is not None:
+        changes["prior"] = matches.prior[order]
     planes = None if geometry.planes is None else geometry.planes[order]
     return (
         replace(matches, **changes, refinement=refinement and refinement.select(order)),

@@ -24,7 +24,7 @@ class Matcher(Protocol):
     """Features of B pairs → matches of each; both arguments are batches.
 
     One whose scores are probabilities may have a `calibration` (`matcher.config.CalibrationConfig`), by which
-    a pipeline corrects those of refined matches; the scores of others stay as they are.
+    a pipeline corrects those of refined and of verified matches; the scores of others stay as they are.
     """
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:

@@ -1,7 +1,7 @@
 """Match probabilities that hold: what a network says, corrected by what else is known of a pair.
 
 That is how many keypoints find a partner and, after verification, how well the matches agree with a geometry.
-Geometry itself weighs matches by other numbers: by how well the images agree around each, too.
+The geometry itself goes by prior scores, which take account of how well the images agree around each match.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ def weighed_by_refinement(
     calibration: CalibrationConfig | None,
     further_passes: bool = False,
 ) -> Matches:
-    """Refined matches, in their order, with the `refined_scores` by which geometry weighs them.
+    """Refined matches, in their order, with the `prior` scores by which geometry weighs them.
 
     A match whose surroundings look alike in both images, to an exact place, is right more often than its
     descriptors alone say, and one that could not be refined though most others of the pair could, less often:
     log odds = offset + slope · log odds before + refined · (1 if it was refined, less the share of matches
-    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes. Poses are
-    best so; as probabilities these numbers hold less well than those before (measurements/calibration.md).
+    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes.
+    Poses are most accurate with these; as probabilities they hold less well than the scores before
+    (measurements/calibration.md).
 
     Args:
         matches: after refinement, with the probabilities that `calibrated` or further passes gave.
@@ -82,7 +83,7 @@ def weighed_by_refinement(
         return matches
     slopes = [refined.slope, refined.refined, refined.variance_slope, refined.further_passes]
     values = refinement_evidence(matches, scale, further_passes)
-    return replace(matches, refined_scores=probabilities(refined.offset + values @ slopes))
+    return replace(matches, prior=probabilities(refined.offset + values @ slopes))
 
 
 def calibrated_by_geometry(
@@ -94,7 +95,8 @@ def calibrated_by_geometry(
     that does not is mostly wrong: log odds = offset + slope · log odds before + inlier · (1 if it is one)
     + share_slope · log odds of the share that inliers have of all probabilities.
 
-    A homography does not tell: matches off its plane may be right. Nor does a degenerate set of matches.
+    A geometry that was not found, or is refused, counts as one without inliers. A homography says nothing
+    about single matches, as those off its plane may be right; nor does a degenerate set of matches.
 
     Args:
         matches: with the probabilities that `calibrated` or further passes gave.
@@ -102,12 +104,11 @@ def calibrated_by_geometry(
         calibration: of the matcher; without one of verified matches they stay as they are.
     """
     verified = calibration and calibration.verified
-    told = geometry.kind in _EPIPOLAR and geometry.status not in ("degenerate", "not_estimated")
-    if verified is None or not told or not len(matches):
+    if verified is None or not judges_matches(geometry) or not len(matches):
         return matches
     slopes = [verified.slope, verified.inlier, verified.share_slope]
     scores = probabilities(verified.offset + geometry_evidence(matches, geometry) @ slopes)
-    return replace(matches, scores=scores, refined_scores=matches.geometry_scores)
+    return replace(matches, scores=scores, prior=matches.prior_scores)
 
 
 def calibration_of(matcher: object) -> CalibrationConfig | None:
@@ -116,7 +117,7 @@ def calibration_of(matcher: object) -> CalibrationConfig | None:
 
 
 def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes: bool) -> np.ndarray:
-    """(K, 4) what `calibrated_by_refinement` goes by; its arguments, of refined matches."""
+    """(K, 4) what `weighed_by_refinement` goes by; its arguments, of refined matches."""
     refined = matches.refinement.accepted.astype(np.float64)
     xx, xy, yy = (matches.covariances.astype(np.float64)[:, i, j] for i, j in ((0, 0), (0, 1), (1, 1)))
     xx, xy, yy = xx * scale[0] ** 2, xy * scale[0] * scale[1], yy * scale[1] ** 2
@@ -131,8 +132,13 @@ def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes
     return np.column_stack(columns)
 
 
+def judges_matches(geometry: TwoViewGeometry) -> bool:
+    """Whether a geometry, or that there is none, says something about single matches."""
+    return geometry.kind in _EPIPOLAR and geometry.status not in ("degenerate", "not_estimated")
+
+
 def geometry_evidence(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:
-    """(K, 3) what `calibrated_by_geometry` goes by; a geometry that is not used has no inliers."""
+    """(K, 3) what `calibrated_by_geometry` goes by."""
     inliers = geometry.inliers if geometry.status == "ok" else np.zeros(len(matches), dtype=bool)
     scores = matches.scores.astype(np.float64)
     share = (scores[inliers].sum() + _PRIOR) / (scores.sum() + 2 * _PRIOR)

@@ -19,7 +19,7 @@ from matcher.onnx.layers import Arrays, Layers
 from matcher.onnx.linear import Linear
 from matcher.onnx.reading import mutual_matches
 from matcher.onnx.tokens import Encoder, Points
-from matcher.onnx.transport import beginning, beginning_of_first, dual_softmax, masses, raised, sinkhorn
+from matcher.onnx.transport import beginning, dual_softmax, first_potentials, masses, raised, sinkhorn
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class NetworkGraph:
         g, assignment = self.graph, self.config.assignment
         scores = self._scores(side0, side1)
         mass = masses(g, *(g.size(side.index, 0) for side in (side0, side1)))
-        start = (beginning if assignment.tolerance is None else beginning_of_first)(g, scores)
+        start = (beginning if assignment.tolerance is None else first_potentials)(g, scores)
         if assignment.consensus:
             consensus = ConsensusGraph(g, self.arrays, assignment.consensus, self.config.policy.early_exit)
             scores, start = consensus(scores, side0.positions, side1.positions, mass, start)

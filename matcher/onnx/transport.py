@@ -44,7 +44,7 @@ def beginning(g: Builder, scores: Value) -> PotentialValues:
     return PotentialValues(-g.maximum(scores, 1), g.full(g.size(scores, 1), 0.0))
 
 
-def beginning_of_first(g: Builder, scores: Value) -> PotentialValues:
+def first_potentials(g: Builder, scores: Value) -> PotentialValues:
     """The same, or every column's where the columns are updated first (`_columns_first`)."""
 
     def turned() -> list[Value]:
@@ -95,6 +95,7 @@ def _rows_first(
     max_iterations: int,
     tolerance: float | None,
 ) -> PotentialValues:
+    """`sinkhorn` whose rows are updated first."""
 
     def update(kernel: Value, columns: Value) -> list[Value]:
         rows = mass.rows / _product(g, kernel, columns)

@@ -97,7 +97,7 @@ def with_guided(
         points1=np.concatenate([matches.points1, points[1]]),
         scores=_with_means(matches.scores, around),
         refinement=None,
-        refined_scores=_with_means(matches.geometry_scores, around),
+        prior=_with_means(matches.prior_scores, around),
     )
     if refine is not None:
         both = _as_they_were(matches, refine(both))

@@ -99,7 +99,7 @@ def joined(
         points1=points[1][order],
         scores=score[order],
         refinement=None,
-        refined_scores=None,
+        prior=None,
     )
     return (
         with_points(features0, points[0][len(indices) - count :]),

@@ -113,7 +113,7 @@ def evidence(
     inliers = geometry.inliers
     if not inliers.any():
         return np.zeros(len(EVIDENCE))
-    scores = np.nan_to_num(np.asarray(matches.geometry_scores[inliers], dtype=np.float64)).clip(0, 1)
+    scores = np.nan_to_num(np.asarray(matches.prior_scores[inliers], dtype=np.float64)).clip(0, 1)
     sides = ((matches.points0, size0), (matches.points1, size1))
     coverage = min(_span(points[inliers], size) for points, size in sides)
     return np.array([np.log1p(scores.sum()), inliers.mean(), coverage])

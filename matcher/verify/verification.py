@@ -37,7 +37,7 @@ def verify_matches(
         matches.points0,
         matches.points1,
         cameras=cameras,
-        scores=matches.geometry_scores,
+        scores=matches.prior_scores,
         thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
         **({"covariances": known} if takes_it else {}),
     )

@@ -175,7 +175,7 @@ def _estimate(
         matches.points0,
         matches.points1,
         cameras=cameras,
-        scores=matches.geometry_scores,
+        scores=matches.prior_scores,
         thresholds_scale=scale,
         covariances=matches.covariances,
     )

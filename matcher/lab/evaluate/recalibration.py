@@ -14,12 +14,18 @@ from matcher.lab.evaluate.calibration import CORRECT, as_inputs, calibration_err
 from matcher.lab.evaluate.verdicts import logistic_regression
 from matcher.lab.pairs.protocols import PairSet
 from matcher.loading import load
-from matcher.match.calibration import evidence, geometry_evidence, probabilities, refinement_evidence
+from matcher.match.calibration import (
+    evidence,
+    geometry_evidence,
+    judges_matches,
+    probabilities,
+    refinement_evidence,
+)
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Pipeline
 from matcher.result import Result
 
-# What a network gives, what weighs refined matches in geometry, and what a geometry then leaves.
+# What a network gives, the prior scores of refined matches, and the probabilities given a geometry.
 Stage = Literal["network", "refinement", "geometry"]
 _FEW = 50  # judged matches; a pair with fewer weighs less
 
@@ -66,14 +72,17 @@ def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
 
 
 def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> list[JudgedPair]:
-    """The matches of every pair of a set that has any; `pipeline` is that of `uncalibrated` at this stage."""
+    """The matches of every pair of a set that has any; `pipeline` is that of `uncalibrated` at this stage.
+
+    For geometry without the pairs whose geometry says nothing about single matches.
+    """
     found = []
     for index in range(len(pair_set)):
         pair = pair_set.pairs[index]
         result = pipeline.match(*as_inputs(pair))
         sides = (result.features0, result.features1)
         errors = match_errors(pair, result.matches, *(float(f.scale.prod().sqrt()) for f in sides))
-        if not len(errors):
+        if not len(errors) or (stage == "geometry" and not judges_matches(result.geometry)):
             continue
         known = ~np.isnan(errors)
         right = known & (errors < CORRECT)
