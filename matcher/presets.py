@@ -130,7 +130,7 @@ PRESETS: dict[str, PipelineConfig] = {
                         offset=0.9, slope=0.85, refined=1.75, variance_slope=-0.31, further_passes=-1.56
                     ),
                     verified=VerifiedCalibrationConfig(
-                        offset=-2.01, slope=0.58, inlier=1.86, share_slope=0.44
+                        offset=-2.0, slope=0.58, inlier=1.85, share_slope=0.43
                     ),
                 ),
             ),
