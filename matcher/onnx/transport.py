@@ -67,13 +67,14 @@ def sinkhorn(
     """
 
     def straight() -> list[Value]:
-        return [*_rows_first(g, scores, mass, start, max_iterations, tolerance)]
+        return [*_rows_first(g, scores, mass, start, limits)]
 
     def turned() -> list[Value]:
         transposed, swapped = g.Transpose(scores, perm=[1, 0]), Masses(*mass[::-1])
         other = PotentialValues(*start[::-1])
-        return [*_rows_first(g, transposed, swapped, other, max_iterations, tolerance)[::-1]]
+        return [*_rows_first(g, transposed, swapped, other, limits)[::-1]]
 
+    limits = (max_iterations, tolerance)
     if tolerance is None:
         return PotentialValues(*straight())
     return PotentialValues(*g.either(_columns_first(g, scores), turned, straight))
@@ -88,14 +89,10 @@ def _columns_first(g: Builder, scores: Value) -> Value:
 
 
 def _rows_first(
-    g: Builder,
-    scores: Value,
-    mass: Masses,
-    start: PotentialValues,
-    max_iterations: int,
-    tolerance: float | None,
+    g: Builder, scores: Value, mass: Masses, start: PotentialValues, limits: tuple[int, float | None]
 ) -> PotentialValues:
-    """`sinkhorn` whose rows are updated first."""
+    """`sinkhorn`, with iterations at most and tolerance, whose rows are updated first."""
+    max_iterations, tolerance = limits
 
     def update(kernel: Value, columns: Value) -> list[Value]:
         rows = mass.rows / _product(g, kernel, columns)
