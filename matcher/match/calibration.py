@@ -18,7 +18,7 @@ _LEAST = 1e-4  # probabilities nearer to 0 or 1 are taken as this near
 _VARIANCE = 0.05  # pixels² of the resized image, of which variances are multiples: a usual one
 _VARIANCES = (1e-4, 1e2)  # smaller and larger ones are taken for these
 _EPIPOLAR = ("fundamental", "essential")
-_PRIOR = 0.5  # probabilities of an inlier and of an outlier that are added to a pair's own
+_PSEUDO_COUNT = 0.5  # of an inlier and of an outlier, added to the probabilities of a pair
 
 
 def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationConfig | None) -> np.ndarray:
@@ -141,7 +141,7 @@ def geometry_evidence(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray
     """(K, 3) what `calibrated_by_geometry` goes by."""
     inliers = geometry.inliers if geometry.status == "ok" else np.zeros(len(matches), dtype=bool)
     scores = matches.scores.astype(np.float64)
-    share = (scores[inliers].sum() + _PRIOR) / (scores.sum() + 2 * _PRIOR)
+    share = (scores[inliers].sum() + _PSEUDO_COUNT) / (scores.sum() + 2 * _PSEUDO_COUNT)
     pair = np.full(len(matches), np.log(share / (1 - share)))
     return np.column_stack([_log_odds(scores), inliers.astype(np.float64), pair])
 
