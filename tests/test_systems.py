@@ -114,7 +114,9 @@ def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_p
     """Our own configuration on DISK's features: trained or not, it takes those and no others."""
     position = PositionConfig(inputs=("xy",))
     config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position)
-    model = MatchingNetwork(config).with_policy(replace(config.policy, match_threshold=0.0))
+    # A preset's calibration is of its own weights.
+    policy = replace(config.policy, match_threshold=0.0, calibration=None)
+    model = MatchingNetwork(config).with_policy(policy)
     save_model(model, tmp_path / "mine.safetensors", dtype=torch.float32)
     path = front_end_file("disk", tmp_path)
     options = {"weights": tmp_path / "mine.safetensors", "device": "cpu", "precision": "float32"}
