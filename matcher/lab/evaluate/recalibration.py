@@ -62,12 +62,11 @@ def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
     calibration = config.policy.calibration
     if stage != "network" and calibration is None:
         raise UsageError(f"the scores of {preset!r} are not calibrated before {stage}: calibrate these first")
-    if stage == "network":
-        calibration = None
-    else:
-        left_out = {"verified": None} | ({"refined": None} if stage == "refinement" else {})
-        calibration = replace(calibration, **left_out)
-    policy = replace(config.policy, calibration=calibration)
+    kept = None
+    if stage != "network":
+        refined = calibration.refined if stage == "geometry" else None
+        kept = replace(calibration, refined=refined, verified=None)
+    policy = replace(config.policy, calibration=kept)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
