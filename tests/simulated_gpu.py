@@ -1,15 +1,16 @@
-"""A CUDA device that is simulated on the processor, with a count of the waits for it.
+"""A CUDA or Metal device that is simulated on the processor, with a count of the waits for it.
 
-Its tensors say that they are on `cuda:0`; their numbers lie in tensors of the processor. So whatever depends
-on the device's type goes the way that it goes on a GPU, tensors of two devices in one operation are an error,
-and every step for which a program waits for its GPU is counted. No kernel of a GPU is simulated: rounding,
-memory and time are not known here.
+Its tensors say that they are on `cuda:0` or `mps:0`; their numbers lie in tensors of the processor. So
+whatever depends on the device's type goes the way that it goes there, tensors of two devices in one operation
+are an error, as are float64 numbers on Metal, and every step for which a program waits for its GPU is
+counted. No kernel of a GPU is simulated: rounding, memory and time are not known here.
 
 For torch's own C++ the tensors are on the device "meta", which needs no driver.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections import Counter
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import (
 from matcher.lab.train.on_device.small import constant
 from matcher.match.tables import turned_orientations, upright_maps
 
-CUDA = torch.device("cuda", 0)
+_device = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
 
@@ -100,8 +101,9 @@ class OnDevice(torch.Tensor):
         made.inner = inner
         return made
 
-    device = property(lambda self: CUDA)
-    is_cuda = property(lambda self: True)
+    device = property(lambda self: _device)
+    is_cuda = property(lambda self: _device.type == "cuda")
+    is_mps = property(lambda self: _device.type == "mps")
     is_cpu = property(lambda self: False)
     is_meta = property(lambda self: False)
 
@@ -125,15 +127,15 @@ class OnDevice(torch.Tensor):
         return self.inner.tolist()
 
     def numpy(self, **_) -> None:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        raise TypeError(f"can't convert {_device} device type tensor to numpy. Use Tensor.cpu() first")
 
     __array__ = numpy
 
     def pin_memory(self) -> None:
-        raise RuntimeError("cannot pin memory of a tensor on cuda:0")
+        raise RuntimeError(f"cannot pin memory of a tensor on {_device}")
 
     def data_ptr(self) -> int:
-        raise RuntimeError("the address of a tensor on cuda:0 was taken for a kernel of the processor")
+        raise RuntimeError(f"the address of a tensor on {_device} was taken for a kernel of the processor")
 
 
 def _mapped(change, value):
@@ -178,7 +180,7 @@ def _run(func, args, kwargs):
             _count("uploads")
     elif ours and strangers:
         if func not in _INDEXING:
-            raise RuntimeError(f"{func}: tensors on cuda:0 and on the CPU in one operation: {_line()}")
+            raise RuntimeError(f"{func}: tensors on {_device} and on the CPU in one operation: {_line()}")
         _count("uploads")
     if ours and (func in _READS or (func in _INDEXING and _by_mask(func, args))):
         _count("reads")
@@ -192,6 +194,9 @@ def _run(func, args, kwargs):
         found = graph.record(func, inner_args, inner_kwargs)
     else:
         found = func(*inner_args, **inner_kwargs)
+    made = _tensors(found) if there else []
+    if _device.type == "mps" and any(t.dtype == torch.float64 for t in made + [t.inner for t in ours]):
+        raise TypeError(f"the MPS framework doesn't support float64: {_line()}")
     if func is aten._local_scalar_dense.default:
         return found
     if func is aten.copy_.default:
@@ -216,14 +221,14 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Devices(TorchFunctionMode):
-    """`device="cuda"` is the simulated device."""
+    """`device="cuda"`, or "mps", is the simulated device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is torch.device:
             return func(*args, **kwargs)
-        if name in ("tensor", "as_tensor", "new_tensor") and _is_cuda(kwargs.get("device", args[0])):
+        if name in ("tensor", "as_tensor", "new_tensor") and _is_there(kwargs.get("device", args[0])):
             data = args[1] if name == "new_tensor" else args[0]
             if not isinstance(data, torch.Tensor):
                 kind = kwargs.get("dtype", args[0].dtype if name == "new_tensor" else None)
@@ -240,14 +245,14 @@ class _Devices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_cuda(value) -> bool:
+def _is_there(value) -> bool:
     if isinstance(value, OnDevice):
         return True
-    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+    return isinstance(value, (str, torch.device)) and str(value).startswith(_device.type)
 
 
 def _renamed(value):
-    return META if isinstance(value, (str, torch.device)) and _is_cuda(value) else value
+    return META if isinstance(value, (str, torch.device)) and _is_there(value) else value
 
 
 def _attention(q, k, v, attn_mask=None, **_):
@@ -360,8 +365,8 @@ def _no_grad(mode: torch.inference_mode) -> torch.no_grad:
 
 
 @contextmanager
-def simulated_gpu() -> Iterator[None]:
-    """The device is there, and torch says so."""
+def simulated_gpu(kind: str = "cuda") -> Iterator[None]:
+    """The device, "cuda" or "mps", is there, and torch says so."""
     with pytest.MonkeyPatch.context() as patch, _Devices(), _Dispatch():
         # In inference mode operations that are made of others are not taken apart, and reads are not seen.
         patch.setattr(torch.inference_mode, "__enter__", lambda self: self.without.__enter__())
@@ -369,27 +374,36 @@ def simulated_gpu() -> Iterator[None]:
         patch.setattr(torch.inference_mode, "without", property(_no_grad), raising=False)
         # A parameter that changes its type becomes a new one: `inner` would not follow.
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
         patch.setattr(torch, "Generator", SimulatedGenerator)
-        patch.setattr(torch.cuda, "Event", SimulatedEvent)
-        patch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
-        patch.setattr(torch.cuda, "graph", _captured)
-        patch.setattr(torch.cuda, "Stream", SimulatedStream)
-        patch.setattr(torch.cuda, "device", _current_device)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
-        for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
-            patch.setattr(torch.cuda, name, lambda device=None: 0)
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        patch.setattr(torch.cuda, "empty_cache", lambda: None)
-        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "simulated")
+        (_as_metal if kind == "mps" else _as_cuda)(patch)
         try:
             yield
         finally:
             for kept in (upright_maps, turned_orientations, constant):
                 kept.cache_clear()  # a real device has none of them
+
+
+def _as_metal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys.modules[__name__], "_device", torch.device("mps", 0))
+    patch.setattr(torch.backends.mps, "is_available", lambda: True)
+
+
+def _as_cuda(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: 1)
+    patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    patch.setattr(torch.cuda, "Event", SimulatedEvent)
+    patch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
+    patch.setattr(torch.cuda, "graph", _captured)
+    patch.setattr(torch.cuda, "Stream", SimulatedStream)
+    patch.setattr(torch.cuda, "device", _current_device)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        patch.setattr(torch.cuda, name, lambda device=None: 0)
+    patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    patch.setattr(torch.cuda, "empty_cache", lambda: None)
+    patch.setattr(torch.cuda, "get_device_name", lambda device=None: "simulated")
 
 
 @contextmanager

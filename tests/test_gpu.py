@@ -100,6 +100,16 @@ def test_a_batch_has_the_matches_of_the_cpu_and_is_waited_for_once(gpu, name, ea
         assert np.array_equal(here.points1[order[0]], there.points1[order[1]])
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_padding_is_not_matched_at_any_threshold(gpu, name):
+    policy = replace(NETWORKS[name].policy, match_threshold=0.0, early_exit=False, pruning=False)
+    model = random_model(config=NETWORKS[name]).with_policy(policy)
+    ours = AttentionMatcher(model, device="cuda", precision="float32")
+    found = ours(*together([pair(40, 50, seed) for seed in range(3)]))
+    assert min(map(len, found)) > 0
+    assert all((each.indices < [40, 50]).all() for each in found)
+
+
 def test_a_network_of_superglue_has_the_matches_of_the_cpu(gpu):
     model = untrained_superglue()
     expected = on_the_cpu(model, pairs())

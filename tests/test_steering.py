@@ -15,7 +15,7 @@ from matcher.match.network import other_turns
 from matcher.match.network.inference import AttentionMatcher
 from matcher.match.network.position import normalise_positions
 from matcher.match.steering import aligned, quarter_turns, steered
-from matcher.match.turns import STEERABLE, TURNS, rotated_descriptors
+from matcher.match.turns import STEERABLE, TURNS, best_turn, rotated_descriptors
 from matcher.weights.files import load_model
 
 
@@ -40,6 +40,19 @@ def unit(descriptors: np.ndarray) -> np.ndarray:
 
 def turned(features: Features, *turns: int) -> Features:
     return replace(features, descriptors=steered(features.descriptors, torch.tensor(turns)))
+
+
+def test_a_pair_is_turned_as_it_is_alone(rng):
+    """60 of its points fit without a turn, which is enough to be certain; the others fit after one."""
+    descriptors = unit(rng.normal(size=(4, 384, 64)))
+    descriptors[1] = descriptors[0]
+    groups = descriptors[0, 60:].reshape(-1, TURNS, 64 // TURNS)
+    descriptors[1, 60:] = np.roll(groups, -1, axis=1).reshape(-1, 64)
+    points = rng.uniform(0, 240, (384, 2))
+    both, own, *others = (Features(points, each, size=(320, 240), kind=STEERABLE) for each in descriptors)
+    alone = quarter_turns(Features.stack([both]), Features.stack([own])).tolist()
+    in_a_batch = [Features.stack(side) for side in zip((both, own), others, strict=True)]
+    assert quarter_turns(*in_a_batch).tolist()[:1] == alone == [best_turn(*descriptors[:2])] == [0]
 
 
 def test_turns_add_up_and_four_are_none(features):

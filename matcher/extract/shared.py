@@ -176,8 +176,8 @@ def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tenso
 
 def to_features(found: Found, image: Image, kind: str) -> Features:
     """Carry points and affine frames from the upright, resized image to stored pixels."""
-    points = found.points.double().cpu().numpy()
-    shape = {} if found.affine_frames is None else _shapes(found.affine_frames.double().cpu().numpy(), image)
+    points = found.points.cpu().double().numpy()
+    shape = {} if found.affine_frames is None else _shapes(found.affine_frames.cpu().double().numpy(), image)
     return Features(
         keypoints=image.to_stored(points).astype(np.float32),
         descriptors=found.descriptors.float().cpu(),

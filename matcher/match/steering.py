@@ -67,12 +67,13 @@ def quarter_turns(features0: Features, features1: Features) -> Tensor:
     A few of the strongest keypoints decide most pairs; for the others more keypoints are compared.
     """
     few = turn_evidence(features0, features1, strongest=FEW, certain=CERTAIN)
+    sure = few[0] > CERTAIN * features0.mask[:, :FEW].sum(1)  # whatever the other pairs of the batch are
     few[0] += MIN_GAIN
-    turns = few.argmax(0)
+    turns = few.argmax(0).masked_fill(sure, 0)
     if len(few) < 2 or max(len(features0), len(features1)) <= FEW:
         return turns
     best, second = few.topk(2, dim=0).values
-    undecided = (best <= DECISIVE * second).nonzero()[:, 0]
+    undecided = (~sure & (best <= DECISIVE * second)).nonzero()[:, 0]
     if len(undecided):
         many = turn_evidence(*(f.entries(undecided) for f in (features0, features1)))
         many[0] += MIN_GAIN

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from matcher.config import MatchingPolicy
 from matcher.match.network.packed import Layout, image_sums
+from matcher.match.network.precision import widest_float
 from matcher.match.network.tokens import Tokens
 from matcher.match.rules import NEGLIGIBLE
 
@@ -87,8 +88,9 @@ def ready_by_match_probability(
         probability: (T,) of a partner at the last layer.
         policy: with `exit_share`.
     """
-    expected = _per_pair(probability.double(), tokens.layout)
-    unconfident = _per_pair(torch.where(confident, 0.0, probability).double(), tokens.layout)
+    probability = probability.to(widest_float(probability.device))
+    expected = _per_pair(probability, tokens.layout)
+    unconfident = _per_pair(probability.masked_fill(confident, 0.0), tokens.layout)
     return [
         entry
         for entry in range(len(tokens.pairs))

@@ -22,6 +22,7 @@ from matcher.kernels.trials import Trial
 from matcher.match.candidates import Candidates
 from matcher.match.mutual import MutualBest, mutual_best
 from matcher.match.network.blocks import row_blocks
+from matcher.match.network.precision import widest_float
 
 NEIGHBOURS = 16
 SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one per pass, in units of normalised positions
@@ -309,7 +310,7 @@ def _distance_factors(side: PartnerPrior, others: Tensor) -> tuple[Tensor, Tenso
     In float64 where the device has it: a tolerance may be 10⁻⁶ of the squared coordinates, which cancel, and
     in float32 so much would be lost that gains are wrong by up to a hundredth.
     """
-    exact = torch.float32 if others.device.type == "mps" else torch.float64
+    exact = widest_float(others.device)
     a, b = side.position.to(exact), others.to(exact)
     inverse = side.tolerance.to(exact).reciprocal().unsqueeze(2)
     left = torch.cat([-2 * a * inverse, inverse, (a * a).sum(2, keepdim=True) * inverse + 1], dim=2)

@@ -27,22 +27,28 @@ from matcher.match.network.context import CrossBlock, FeedForward, Layer, Querie
 from matcher.match.network.packed import Layout, attend, scaled_queries
 
 
+def _exact(parameter: Tensor) -> Tensor:
+    """float64, on the CPU: Metal has none."""
+    return parameter.cpu().double()
+
+
 class FusedFeedForward(nn.Module):
     """x + narrow(activate(norm(widen([x | out(message)])))) of a block, in one precision."""
 
     def __init__(self, attention: MultiHeadAttention, ffn: FeedForward, dtype: torch.dtype) -> None:
         super().__init__()
         out, widen, narrow = attention.out, ffn.widen, ffn.narrow
-        dim = out.in_features
-        weight, message = widen.weight.double(), out.weight.double()
-        bias = weight.new_zeros(len(weight)) if widen.bias is None else widen.bias.double()
+        dim, self._device = out.in_features, out.weight.device
+        weight, message = _exact(widen.weight), _exact(out.weight)
+        bias = weight.new_zeros(len(weight)) if widen.bias is None else _exact(widen.bias)
         if out.bias is not None:
-            bias = bias + weight[:, dim:] @ out.bias.double()
+            bias = bias + weight[:, dim:] @ _exact(out.bias)
         weight = torch.cat([weight[:, :dim], weight[:, dim:] @ message], dim=1)
         if isinstance(ffn.norm, nn.BatchNorm1d):
             norm = ffn.norm
-            gain = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
-            weight, bias = gain[:, None] * weight, gain * (bias - norm.running_mean) + norm.bias
+            gain = _exact(norm.weight) / (_exact(norm.running_var) + norm.eps).sqrt()
+            weight = gain[:, None] * weight
+            bias = gain * (bias - _exact(norm.running_mean)) + _exact(norm.bias)
         self.gelu = isinstance(ffn.activate, nn.GELU)
         self.epsilon = ffn.norm.eps if isinstance(ffn.norm, nn.LayerNorm) else None
         last = bias.new_zeros(dim) if narrow.bias is None else narrow.bias
@@ -55,7 +61,7 @@ class FusedFeedForward(nn.Module):
 
     def _keep(self, dtype: torch.dtype, **values: Tensor) -> None:
         for name, value in values.items():
-            self.register_buffer(name, value.detach().to(dtype, copy=True))
+            self.register_buffer(name, value.detach().to(self._device, dtype, copy=True))
 
     def forward(self, x: Tensor, joint: Tensor) -> Tensor:
         """Tokens (T, dim) in float32 and [x | message] (T, 2·dim) → tokens (T, dim)."""

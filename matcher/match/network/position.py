@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from matcher.config import ContextConfig, PositionConfig
 from matcher.data.features import Features
 from matcher.errors import UsageError
+from matcher.match.network.precision import widest_float
 from matcher.match.tables import upright_maps
 
 CHANNELS = {
@@ -184,8 +185,7 @@ class SinePosition(nn.Module):
     def forward(self, features: Features) -> Tensor:
         """(…, N, dim), float32; `UsageError` for features that lie on no grid."""
         cells = _required(features.cells, "cell")
-        # Far cells have phases of many turns; Metal has no float64.
-        exact = torch.float32 if cells.device.type == "mps" else torch.float64
+        exact = widest_float(cells.device)  # far cells have phases of many turns
         steps = torch.arange(self.dim // 4, device=cells.device, dtype=exact)
         phases = (cells.to(exact) + 1).unsqueeze(-2) * torch.exp(-self.decay * steps).unsqueeze(-1)
         return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3).float()

@@ -171,6 +171,7 @@ class PairRun:
         else:
             log_scores = raised(self.corrected, *self.transport.finish())[:, :-1, :-1]
         best, partners, mutual = mutual_best(log_scores)
+        mutual = mutual & self.live0 & self.live1.gather(1, partners)  # padding may be its own best partner
         points = self.given.mask.unflatten(0, (-1, 2)).sum(2)
         kept = self.live.unflatten(0, (-1, 2)).sum(2)
         unlike = unlike_norms(self.network.config.kind, self.given).view(self.batch, 2).any(1)
