@@ -62,6 +62,18 @@ def test_three_images_do_not_tell_which_match_is_wrong():
     assert all(each.all() for each in kept.values())
 
 
+def test_an_image_without_keypoints_says_nothing():
+    keypoints, orders = world(0)
+    pairs = {pair: rows for pair, rows in injected(orders, 0, 1).items() if max(pair) < 3}
+    nothing = np.zeros((0, 2), np.int64)
+    kept = consistent_matches(
+        {pair: nothing if 1 in pair else rows for pair, rows in pairs.items()},
+        [keypoints[0], np.zeros((0, 2)), keypoints[2]],
+        [1.0] * 3,
+    )
+    assert all(each.all() for each in kept.values()) and len(kept[0, 2]) > 0
+
+
 class Given:
     """Finds the keypoints of an image by its number, and matches as they were injected, wrong ones first."""
 

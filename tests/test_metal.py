@@ -1,6 +1,5 @@
 """Matching on Metal, simulated: what it finds, and that nothing needs numbers that Metal lacks."""
 
-
 import numpy as np
 import pytest
 from simulated_gpu import simulated_gpu

@@ -1,5 +1,8 @@
 """Pairs that are worth matching: by the strongest keypoints, and by where photos were taken."""
 
+import subprocess
+import sys
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -46,6 +49,31 @@ def test_pairs_of_one_place_are_chosen(photos, tmp_path, capfd):
     assert main(["collection", str(photos), "--run", str(run), "--preemptive", "30", *fast]) == 0
     with Store.open(run) as store:
         assert {(pair.name0, pair.name1) for pair in store.pairs()} == found
+
+
+def test_pairs_are_chosen_without_torch(photos, tmp_path):
+    run = tmp_path / "run"
+    command = [
+        "collection",
+        photos,
+        "--run",
+        run,
+        "--preemptive",
+        30,
+        "--preset",
+        "nearest",
+        "--engine",
+        "onnx",
+    ]
+    code = (
+        "import sys; sys.modules['torch'] = None; from matcher.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, *map(str, command), "--workers", "0", "--max-keypoints", "300"],
+        check=True,
+    )
+    with Store.open(run) as store:
+        assert inside_walls((pair.name0, pair.name1) for pair in store.pairs()) == SAME
 
 
 def test_an_image_is_matched_with_its_best_partners(photos):

@@ -15,6 +15,7 @@ from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
 from matcher.data.protocols import Estimator, Extractor, Matcher
+from matcher.data.strongest import strongest
 from matcher.match.depth import can_be_cut, with_layers
 
 POINTS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -100,13 +101,6 @@ class Strongest:
     def __call__(self, images: Sequence[Image]) -> list[Features]:
         """Features of each image."""
         return [strongest(found, self.max_keypoints) for found in self.extractor(images)]
-
-
-def strongest(features: Features, most: int) -> Features:
-    """The features of an image, at most so many, those of the highest scores."""
-    if len(features) <= most:
-        return features
-    return features.select(features.scores.argsort(descending=True)[:most])
 
 
 def at_pace(choose: Callable[[float], Choice], budget_ms: float, pace: float) -> Choice:

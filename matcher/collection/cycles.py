@@ -34,11 +34,11 @@ def consistent_matches(
         for third in range(len(keypoints)):
             if (first, third) not in partner or (second, third) not in partner:
                 continue
-            ends = partner[first, third][indices[:, 0]], partner[second, third][indices[:, 1]]
-            both = (ends[0] >= 0) & (ends[1] >= 0)
-            away = np.linalg.norm(keypoints[third][ends[0]] - keypoints[third][ends[1]], axis=1)
-            confirmed += both & (away * scales[third] <= _SAME_POINT)
-            seen += both
+            ends = np.stack([partner[first, third][indices[:, 0]], partner[second, third][indices[:, 1]]])
+            both = np.flatnonzero((ends >= 0).all(axis=0))
+            here, there = keypoints[third][ends[:, both]]
+            confirmed[both] += np.linalg.norm(here - there, axis=1) * scales[third] <= _SAME_POINT
+            seen[both] += 1
         kept[first, second] = (seen < _FEWEST) | (confirmed >= _CONFIRMED * seen)
     return kept
 

@@ -14,6 +14,7 @@ from itertools import combinations
 import numpy as np
 
 from matcher.data.features import Features
+from matcher.data.strongest import strongest
 from matcher.match.retrieval import similar_pairs
 from matcher.pipeline import Pipeline
 from matcher.verify.estimation import RobustEstimator
@@ -69,18 +70,13 @@ def preemptive_pairs(
         on_progress: called after every candidate.
     """
     verifier = _without_cameras(pipeline)
-    strongest = lru_cache(_CACHED)(lambda name: _strongest(features(name)))
+    strongest_of = lru_cache(_CACHED)(lambda name: strongest(features(name), KEYPOINTS))
     tried = np.zeros((len(candidates), 2))  # inliers, probability of the same place
     for row, (name0, name1) in enumerate(candidates):
-        tried[row] = _agreement(pipeline, verifier, strongest(name0), strongest(name1))
+        tried[row] = _agreement(pipeline, verifier, strongest_of(name0), strongest_of(name1))
         if on_progress is not None:
             on_progress(row + 1, len(candidates))
     return _chosen(candidates, tried[:, 0], tried[:, 1] > NOT, partners or {})
-
-
-def _strongest(features: Features) -> Features:
-    order = features.scores.argsort(descending=True, stable=True)[:KEYPOINTS]
-    return features.select(order.sort().values)
 
 
 def _without_cameras(pipeline: Pipeline) -> Pipeline:

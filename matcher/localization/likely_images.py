@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from matcher.data.features import Features
-from matcher.data.tensors import to_numpy
+from matcher.data.strongest import strongest, strongest_rows
 from matcher.localization.sparse_map import SparseMap
 from matcher.pipeline import Pipeline
 
@@ -37,11 +37,11 @@ def likely_images(
         keypoints: of the photo and of each image.
         least: matches with points of an image that is kept.
     """
-    ours = photo.select(_strongest(photo, keypoints))
+    ours = strongest(photo, keypoints)
     theirs, rows = [], []
     for image in images:
         whole = features(model.names[image])
-        rows.append(_strongest(whole, keypoints))
+        rows.append(strongest_rows(whole, keypoints))
         theirs.append(whole.select(rows[-1]))
     found = pipeline.match_features_batch([(each, ours) for each in theirs])
     counts = [
@@ -50,8 +50,3 @@ def likely_images(
     ]
     order = np.argsort(-np.array(counts, dtype=np.int64), kind="stable")
     return [images[index] for index in order if counts[index] >= least]
-
-
-def _strongest(features: Features, count: int) -> np.ndarray:
-    """Rows of the keypoints of the highest scores, in their order."""
-    return np.sort(np.argsort(-to_numpy(features.scores), kind="stable")[:count])
