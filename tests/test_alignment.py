@@ -37,9 +37,7 @@ def pair(views, tmp_path):
     return paths, pixels, moved
 
 
-@pytest.mark.parametrize(
-    ("model", "true"), [("similarity", SIMILARITY), ("affine", AFFINE), ("homography", HOMOGRAPHY)]
-)
+@pytest.mark.parametrize(("model", "true"), [("similarity", SIMILARITY), ("affine", AFFINE)])
 def test_a_map_is_recovered_among_outliers(rng, model, true):
     points0 = rng.uniform(0, 1000, (300, 2))
     points1 = warp_points(points0, true) + rng.normal(0, 0.5, (300, 2))
@@ -48,6 +46,35 @@ def test_a_map_is_recovered_among_outliers(rng, model, true):
     assert found.status == "ok" and found.inliers[:200].mean() > 0.98 and found.inliers[200:].sum() < 5
     corners = np.array([[0.0, 0], [1000, 0], [1000, 1000], [0, 1000]])
     assert np.abs(warp_points(corners, found.matrix) - warp_points(corners, true)).max() < 1.5
+
+
+@pytest.mark.parametrize(("model", "true"), [("similarity", SIMILARITY), ("affine", AFFINE)])
+@pytest.mark.parametrize("known", ["scores", "covariances"])
+def test_a_map_goes_by_what_is_known_of_its_matches(rng, model, true, known):
+    """Half of them are twenty times as exact."""
+    exact = np.arange(200) < 100
+    sigma = np.where(exact, 0.05, 1.0)[:, None]
+    errors = {"": [], known: []}
+    for _ in range(10):
+        points0 = rng.uniform(0, 1000, (200, 2))
+        points1 = warp_points(points0, true) + sigma * rng.normal(size=(200, 2))
+        evidence = {
+            "scores": np.where(exact, 0.99, 0.05),
+            "covariances": sigma[:, :, None] ** 2 * np.eye(2),
+        }
+        for name, found in errors.items():
+            given = {name: evidence[name]} if name else {}
+            matrix = estimate_planar(points0, points1, model, EstimationConfig(), **given).matrix
+            found.append(np.abs(warp_points(points0, matrix) - warp_points(points0, true)).mean())
+    assert np.mean(errors[known]) < 0.8 * np.mean(errors[""])
+
+
+def test_a_homography_is_that_of_the_matches(pair):
+    (a, b), *_ = pair
+    found = matcher.align(a, b, "nearest", max_keypoints=500)
+    result = matcher.load("nearest", max_keypoints=500, geometry="homography").match(a, b)
+    assert np.array_equal(found.matrix, result.geometry.matrix)
+    assert np.array_equal(found.inliers, result.geometry.inliers)
 
 
 @pytest.mark.parametrize("model", ["similarity", "affine"])

@@ -67,15 +67,21 @@ def align(
         raise UsageError(unknown_name("model", model, get_args(PlanarModel)))
     pipeline = planar_pipeline(preset, options)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
-    sides = (result.features0, result.features1)
-    scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
-    found = estimate_planar(result.points0, result.points1, model, pipeline.config.estimation, scale)
-    geometry = TwoViewGeometry("homography", found.status, found.inliers, found.matrix)
-    if result.passes:
-        sizes = (features.image_size for features in sides)
-        geometry = reject_improbable(geometry, result.matches, *sizes)
+    geometry = result.geometry if model == "homography" else _fitted(result, model, pipeline)
     fitted = (geometry.status, geometry.inliers, geometry.matrix)
     return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
+
+
+def _fitted(result: Result, model: Literal["affine", "similarity"], pipeline: Pipeline) -> TwoViewGeometry:
+    """A map of fewer numbers than the homography that the matches were verified by."""
+    sides, matches = (result.features0, result.features1), result.matches
+    scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
+    evidence = {"scores": matches.prior_scores, "covariances": matches.covariances}
+    points = (result.points0, result.points1)
+    geometry = estimate_planar(*points, model, pipeline.config.estimation, scale, **evidence)
+    if result.passes:
+        geometry = reject_improbable(geometry, matches, *(features.image_size for features in sides))
+    return geometry
 
 
 @dataclass(frozen=True, eq=False, repr=False)

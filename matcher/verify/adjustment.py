@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from matcher.config import PlanarModel
 from matcher.verify.hypotheses import MatchedPoints
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
@@ -32,6 +33,19 @@ _TURNS = np.array(  # derivatives of a rotation about x, y and z
         [[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
     ]
 )
+# (9, P) matrices e that span the changes model @ (1 + e), row by row.
+_CHANGES = {
+    "homography": np.identity(9)[:, :8],
+    "affine": np.identity(9)[:, :6],
+    "similarity": np.array(
+        [
+            [1.0, 0, 0, 0, 1, 0, 0, 0, 0],
+            [0, -1, 0, 1, 0, 0, 0, 0, 0],
+            [0, 0, 1, 0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 0, 0, 1, 0, 0, 0],
+        ]
+    ).T,
+}
 
 Model = TypeVar("Model")
 Residuals = tuple[np.ndarray, np.ndarray]  # (N, d) and their derivatives (N, d, P)
@@ -84,17 +98,20 @@ def adjusted_homography(
     homography: np.ndarray,
     points0: np.ndarray,
     points1: np.ndarray,
-    covariances: np.ndarray,
+    covariances: np.ndarray | None,
     weights: np.ndarray,
+    model: PlanarModel = "homography",
 ) -> np.ndarray:
-    """The homography of least loss near one; its scale is arbitrary.
+    """The homography, affine map or similarity of least loss near one; its scale is arbitrary.
 
     Args:
-        homography: (3, 3).
+        homography: (3, 3), of the model.
         points0, points1: (N, 2) its inliers, resized pixels.
-        covariances: (N, 2, 2) of points1.
+        covariances: (N, 2, 2) of points1, if they are known.
         weights: (N,) of the matches.
+        model: what it remains.
     """
+    changes = _CHANGES[model]
     condition = _conditioning(points0)
     x, spread = _lifted(points0) @ condition.T, Spread.of(covariances, len(points0))
     root = np.linalg.cholesky(np.stack([spread.xx, spread.xy, spread.xy, spread.yy], 1).reshape(-1, 2, 2))
@@ -105,12 +122,12 @@ def adjusted_homography(
         depth = np.where(np.abs(moved[:, 2:]) < _TINY, _TINY, moved[:, 2:])
         place = moved[:, :2] / depth
         # Of model @ (1 + e_ij): the i-th column of the model times the j-th coordinate.
-        change = np.einsum("ci,nj->ncij", model, x).reshape(len(x), 3, 9)[:, :, :8]
+        change = np.einsum("ci,nj->ncij", model, x).reshape(len(x), 3, 9) @ changes
         slope = (change[:, :2] - place[:, :, None] * change[:, 2:]) / depth[:, :, None]
         return np.einsum("nij,nj->ni", whiten, place - points1), whiten @ slope
 
     def moved(model: np.ndarray, step: np.ndarray) -> np.ndarray:
-        return model @ (np.eye(3) + np.append(step, 0.0).reshape(3, 3))
+        return model @ (np.eye(3) + (changes @ step).reshape(3, 3))
 
     return _minimised(homography @ np.linalg.inv(condition), residuals, moved, weights) @ condition
 

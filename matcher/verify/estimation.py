@@ -81,8 +81,8 @@ class RobustEstimator:
         scale = checked_scale(thresholds_scale)
         if kind == "essential":
             pairs, cameras = _pinhole(pairs, cameras, scale)
-        usable, inliers = np.all(np.abs(pairs) < _LIMIT, axis=1), np.zeros(len(pairs), dtype=bool)
-        matched, place = _distinct(pairs, usable, scale, scores, covariances)
+        inliers = np.zeros(len(pairs), dtype=bool)
+        matched, usable, place = distinct_matches(pairs, scale, scores, covariances)
         status, model = self._estimate(matched, cameras)
         if model is None:
             return TwoViewGeometry(kind, status, inliers)
@@ -142,21 +142,25 @@ def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     return np.concatenate(sides, axis=1).astype(np.float64)
 
 
-def _distinct(
-    pairs: np.ndarray,
-    usable: np.ndarray,
-    scale: float,
-    scores: np.ndarray | None,
-    covariances: np.ndarray | None,
-) -> tuple[MatchedPoints, np.ndarray]:
-    """The distinct ones among the usable matches, and which of them each usable match is."""
+def distinct_matches(
+    pairs: np.ndarray, scale: float, scores: np.ndarray | None, covariances: np.ndarray | None
+) -> tuple[MatchedPoints, np.ndarray, np.ndarray]:
+    """The distinct finite ones of matches `paired`, in resized pixels.
+
+    Returns:
+        them; (K,) bool, the finite matches; and for each of these, which of the distinct ones it is.
+
+    Raises:
+        UsageError: scores or covariances of another number of matches.
+    """
+    usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
     # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
     resized = pairs[usable] / scale
     distinct, index, inverse = np.unique(resized, axis=0, return_index=True, return_inverse=True)
     known = _resized(covariances, len(pairs), scale, np.flatnonzero(usable)[index])
     probable, place = np.zeros(len(distinct)), inverse.reshape(-1)
     np.maximum.at(probable, place, _probable(scores, len(pairs))[usable])
-    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, known), place
+    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, known), usable, place
 
 
 def _probable(scores: np.ndarray | None, count: int) -> np.ndarray:
