@@ -111,6 +111,19 @@ def test_a_turned_image_is_matched_as_the_upright_one(preset, turn, views):
     assert (distance < 3).sum() > 0.7 * upright.geometry.inliers.sum()
 
 
+@pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])
+def test_features_that_do_not_name_their_front_end_are_turned_too(preset, views):
+    options = {"max_keypoints": 256, "second_pass": False, "precision": "float32"}
+    pipeline = matcher.load(preset, device="cpu", **options)
+    pictures = [read_image(path, resize=480).pixels for path in views]
+    features = [pipeline.extract(np.ascontiguousarray(np.rot90(p, turn))) for turn, p in enumerate(pictures)]
+    expected = pipeline.match_features(*features).indices
+    assert len(expected) > 30
+    for side in (0, 1):
+        sides = [replace(each, kind="any") if i == side else each for i, each in enumerate(features)]
+        assert np.array_equal(pipeline.match_features(*sides).indices, expected)
+
+
 def test_descriptors_of_several_precisions_go_together(features):
     for dtype in (torch.float16, torch.float64):
         other = turned(features, -1, 0)

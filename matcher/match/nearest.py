@@ -47,16 +47,17 @@ class NearestMatcher:
         entries = [
             [{name: values[pair] for name, values in side.items()} for side in fields] for pair in pairs
         ]
-        return [self._match(*sides, features0.kind) for sides in entries]
+        steerable = STEERABLE in (features0.kind, features1.kind)  # the other may be of "any"
+        return [self._match(*sides, steerable) for sides in entries]
 
-    def _match(self, side0: dict[str, np.ndarray], side1: dict[str, np.ndarray], kind: str) -> Matches:
+    def _match(self, side0: dict[str, np.ndarray], side1: dict[str, np.ndarray], steerable: bool) -> Matches:
         """One pair at a time: a padded batch of distance matrices would only cost memory."""
         valid = [np.flatnonzero(side["mask"]) for side in (side0, side1)]
         descriptors = [
             side["descriptors"][index].astype(np.float32, copy=False)
             for side, index in zip((side0, side1), valid, strict=True)
         ]
-        if kind == STEERABLE and all(map(len, descriptors)):
+        if steerable and all(map(len, descriptors)):
             descriptors[1] = turned(descriptors[1], best_turn(*descriptors))
         local, scores = self._compare(*descriptors)
         kept = scores >= self.config.match_threshold

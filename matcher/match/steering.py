@@ -92,19 +92,17 @@ def turn_evidence(
     similarities is dominated by wrong neighbours where views differ by more than a rotation.)
 
     Args:
-        features0, features1: batches of B images; T is 1 if their descriptors are not steerable.
+        features0, features1: batches of B images, of steerable descriptors whatever their `kind` says.
         strongest: how many keypoints of each image are compared.
         certain: evidence per keypoint for no turn above which no other turn is tried (T is 1).
     """
     own, others = (f.descriptors[:, :strongest].float() for f in (features0, features1))
     valid0, valid1 = (f.mask[:, :strongest] for f in (features0, features1))
     padding = ~(valid0[:, :, None] & valid1[:, None])
-    turns = TURNS if features1.kind == STEERABLE else 1
     evidence = []
     with torch.autocast(own.device.type, enabled=False):
-        for turn in torch.arange(turns, device=others.device):
-            turned = others if turns == 1 else steered(others, turn.expand(len(own)))
-            evidence.append(_evidence(own @ turned.mT, padding))
+        for turn in torch.arange(TURNS, device=others.device):
+            evidence.append(_evidence(own @ steered(others, turn.expand(len(own))).mT, padding))
             if bool((evidence[0] > certain * valid0.sum(1)).all()):
                 break
     return torch.stack(evidence)
