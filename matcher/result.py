@@ -297,12 +297,13 @@ class Result:
 
     def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
         """The image that was given for a drawing, or that of the path, checked against the size matched."""
+        from matcher.data.images import limit_for
         from matcher.drawing.canvas import as_image
 
         path, features = ((self.path0, self.features0), (self.path1, self.features1))[index]
         if given is None and path is None:
             raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
-        image = as_image(path if given is None else given)
+        image = as_image(path if given is None else given, limit_for(features.image_size))
         if image.size != (size := features.image_size):
             raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
         return image

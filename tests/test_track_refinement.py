@@ -13,8 +13,10 @@ from matcher.collection.store import Store
 from matcher.collection.track_refinement import refine_run
 from matcher.collection.tracks import tracks_of
 from matcher.config import RefineConfig
+from matcher.data import images
 from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import IntegrityError
+from matcher.explain.report.run import write_run_report
 
 VIEWS = [  # image from texture
     np.eye(2, 3),
@@ -37,6 +39,21 @@ def run(tmp_path):
     collection.add_pairs(exhaustive=True)
     collection.run()
     return collection
+
+
+def test_images_are_read_again_that_a_raised_limit_let_in(run, monkeypatch, tmp_path):
+    """Refinement, the report and drawings know the size for which it was raised."""
+    monkeypatch.setattr(images, "MAX_PIXELS", SIZE)
+    monkeypatch.setitem(images.read_image.__kwdefaults__, "max_pixels", SIZE)
+    with Store.open(run.run_dir) as store:
+        assert refine_run(store) == ""
+        paths = [image.path for image in store.images()[:2]]
+    written = write_run_report(run.run_dir, tmp_path / "report.html")
+    assert written.left_out == ()
+    with pytest.raises(matcher.ImageError, match="raise max_pixels"):
+        matcher.read_image(paths[0])
+    result = matcher.load("nearest", max_pixels=SIZE**2).match(*paths)
+    assert result.plot(tmp_path / "drawing.png").is_file()
 
 
 def spread(tracks, keypoints):

@@ -21,7 +21,7 @@ from matcher.collection.refined_keypoints import RefinedKeypoints, write_refined
 from matcher.collection.tracks import tracks_of
 from matcher.config import RefineConfig
 from matcher.config_tables import from_dict
-from matcher.data.images import read_image
+from matcher.data.images import limit_for, read_image
 from matcher.data.matches import Matches
 from matcher.errors import IntegrityError
 from matcher.refine.local_maps import fit_affine_maps
@@ -178,7 +178,7 @@ class _Images:
             self._kept.move_to_end(index)
             return self._kept[index]
         path, size = self._files[index]
-        image = read_image(path, resize=None, upright=False, keep_stored=True)
+        image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
         if image.size != size:
             raise IntegrityError(
                 f"{path} is {image.size[0]} x {image.size[1]} pixels now, and was {size[0]} x {size[1]} when "

@@ -27,6 +27,11 @@ MAX_PIXELS = 178_000_000
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 
 
+def limit_for(size: tuple[int, int]) -> int:
+    """`max_pixels` for a file that was read before and had this size: the limit was raised for it then."""
+    return max(MAX_PIXELS, size[0] * size[1])
+
+
 def read_image(
     path: PathLike,
     *,

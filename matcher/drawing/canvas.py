@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from matcher.data.geometry import resize_points, stored_to_upright
 from matcher.data.image import Image
-from matcher.data.images import image_from_array, read_image
+from matcher.data.images import MAX_PIXELS, image_from_array, read_image
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
 
@@ -90,10 +90,10 @@ def _encoded(figure: Figure, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def as_image(image: Image | np.ndarray | str | Path) -> Image:
+def as_image(image: Image | np.ndarray | str | Path, max_pixels: int = MAX_PIXELS) -> Image:
     """An image by its path, as an array, or as it is; raises as `images.read_image` does."""
     if isinstance(image, (str, Path)):
-        return read_image(image)
+        return read_image(image, max_pixels=max_pixels)
     return image if isinstance(image, Image) else image_from_array(image)
 
 

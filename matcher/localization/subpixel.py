@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from matcher.config import RefineConfig
-from matcher.data.images import read_image
+from matcher.data.images import limit_for, read_image
 from matcher.data.matches import Matches
 from matcher.errors import IntegrityError
 from matcher.localization.sparse_map import SparseMap
@@ -47,7 +47,7 @@ class MapImages:
         if not path.is_file():
             self.absent.add(name)
             return None
-        pixels = read_image(path, resize=None, upright=False, keep_stored=True)
+        pixels = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(wanted))
         if pixels.size != wanted:
             raise IntegrityError(
                 f"{path} is {pixels.size[0]} x {pixels.size[1]} pixels now, and was {wanted[0]} x "

@@ -15,7 +15,7 @@ import numpy as np
 from matcher.collection.records import StoredImage, StoredPair
 from matcher.collection.store import Store
 from matcher.collection.tracks import tracks_of
-from matcher.data.images import read_image
+from matcher.data.images import limit_for, read_image
 from matcher.errors import ImageError, UsageError
 from matcher.explain.report.graph import lay_out
 from matcher.explain.report.page import build_page
@@ -106,7 +106,8 @@ def _pair_page(store: Store, pair: StoredPair, images: Sequence[StoredImage], in
     """The page of one pair, with its images as they are on disk now."""
     settings, shown = store.settings, []
     for image in images:
-        pixels = read_image(image.path, resize=_SIDE, upright=settings.get("upright", True))
+        upright = settings.get("upright", True)
+        pixels = read_image(image.path, resize=_SIDE, upright=upright, max_pixels=limit_for(image.size))
         if pixels.size != image.size:
             raise ImageError(f"{image.path}: its size has changed since the run; run it again")
         shown.append(pixels)
