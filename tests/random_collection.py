@@ -28,6 +28,7 @@ def features(rng: np.random.Generator, count: int = 400, kind: str = "sift", dim
         descriptors=values,
         scores=rng.random(count).astype(np.float32),
         size=(640, 480),
+        scale=(0.5, 0.5),
         scales=rng.uniform(2, 20, count).astype(np.float32),
         orientations=rng.uniform(-3, 3, count).astype(np.float32),
         exif_orientation=6,
@@ -69,7 +70,7 @@ def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int =
     written = []
     with Writer(folder) as writer, writer.transaction():
         for name, found in zip(names, made, strict=True):
-            put_features(writer, name, found, ImageFacts("0" * 64, scale=(0.5, 0.5)))
+            put_features(writer, name, found, ImageFacts("0" * 64))
         for i, name0 in enumerate(names):
             for j in range(i + 1, images):
                 points = [made[k].keypoints.numpy() for k in (i, j)]

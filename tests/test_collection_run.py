@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 from collection_runs import QUICK, contents, photos
 
@@ -70,6 +71,26 @@ def test_a_learned_front_end_is_named_in_the_run(folder, tmp_path, capfd):
     assert "pairs: 6 done, 0 failed" in capfd.readouterr().out
     assert collect(folder, tmp_path / "run", "--exhaustive", "--preset", "nearest") == 2
     assert "the preset nearest-learned, not nearest" in capfd.readouterr().err
+
+
+def test_scales_are_kept_along_the_stored_axes(tmp_path):
+    """The photo is shown upright at 500 x 217 pixels."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(0, 255, (1301, 3001), dtype=np.uint8)
+    (tmp_path / "photos").mkdir()
+    for name in ("a.png", "b.png"):
+        PIL.Image.fromarray(pixels).save(tmp_path / "photos" / name, exif=exif)
+    collection = opened(tmp_path / "run", resize=500, max_keypoints=50)
+    collection.add_images(tmp_path / "photos")
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    expected = (
+        matcher.load("nearest", resize=500, max_keypoints=50).extract(tmp_path / "photos" / "a.png").scale
+    )
+    with Store.open(tmp_path / "run") as store:
+        assert np.allclose(store.features("a.png").scale, expected)
+        assert np.allclose(store.scale("a.png"), expected) and expected[0] != expected[1]
 
 
 def test_worker_processes_give_the_same(folder, tmp_path):

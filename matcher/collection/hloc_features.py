@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +89,16 @@ class HlocFeatures:
             size = _size(arrays["image_size"])
             if (angles := optional.get("orientations")) is not None and _in_degrees(angles):
                 optional["orientations"] = np.deg2rad(angles.astype(np.float32))
+            optional["scale"] = resized(size, pipeline.config.extractor.resize)[1]
             features = Features(arrays["keypoints"][:, :2], arrays["descriptors"].T, size=size, **optional)
             self._check(features, pipeline)
         except (UsageError, IndexError, ValueError) as error:
             raise ImageError(f"{self.file}: {name}: {error}") from error
-        _, scale = resized(size, pipeline.config.extractor.resize)
-        return Extracted(features, digest, self.stamp(name), scale)
+        return Extracted(features, digest, self.stamp(name))
 
     def query(self, name: str, pipeline: Pipeline) -> Features:
         """The features of an image that is to be matched with those of a run; errors as `read`."""
-        found = self.read(name, pipeline)
-        return replace(found.features, scale=found.scale)
+        return self.read(name, pipeline).features
 
     def _check(self, features: Features, pipeline: Pipeline) -> None:
         config = pipeline.config.matcher

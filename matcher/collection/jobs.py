@@ -35,7 +35,6 @@ class ImageEntry:
 
     number: int  # in the store
     name: str
-    scale: tuple[float, float]  # resized / upright size
     camera: Camera | None
 
 

@@ -176,12 +176,9 @@ def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
 
 
 def _images(writer: Writer, numbers: Iterable[int]) -> dict[int, ImageEntry]:
-    sql = "SELECT id, name, scale_x, scale_y, camera FROM images WHERE id = ?"
+    sql = "SELECT id, name, camera FROM images WHERE id = ?"
     rows = (row for number in numbers for row in writer.execute(sql, (number,)))
-    return {
-        number: ImageEntry(number, name, scale, _camera(camera, name))
-        for number, name, *scale, camera in rows
-    }
+    return {number: ImageEntry(number, name, _camera(camera, name)) for number, name, camera in rows}
 
 
 def _camera(text: str | None, name: str) -> Camera | None:

@@ -185,7 +185,7 @@ class _Extraction:
             and np.array_equal(writer.store.keypoints(outcome.name), to_numpy(found.features.keypoints))
         ):
             writer.forget([outcome.name])  # its pairs name keypoints that are no more
-        facts = ImageFacts(found.sha256, found.stamp, found.scale)
+        facts = ImageFacts(found.sha256, found.stamp)
         writer.put_features(outcome.name, found.features, outcome.record, facts)
 
     def progress(self, total: int) -> StageProgress:

@@ -32,7 +32,6 @@ class Extracted:
     features: Features | Image
     sha256: str
     stamp: str
-    scale: tuple[float, float]  # resized / upright size of what the front end saw
 
 
 class FeatureSource(Protocol):
@@ -113,7 +112,7 @@ class Photos:
         stamp, digest = self.stamp(name), self.digest(name)
         path, *masks = self._files(name)
         image = pipeline.read(path, masks[0] if masks else None)
-        return Extracted(image, digest, stamp, image.scale)
+        return Extracted(image, digest, stamp)
 
     def _files(self, name: str) -> list[Path]:
         """The image, and its mask where it has one."""

@@ -50,7 +50,6 @@ class ImageFacts(NamedTuple):
 
     sha256: str
     stamp: str = ""  # of the file, to see without reading that it is the same
-    scale: tuple[float, float] = (1.0, 1.0)  # resized / upright size
 
 
 class Writer:
@@ -140,7 +139,7 @@ class Writer:
         number = self.number(name)
         data = encode_keypoints(to_numpy(features.keypoints))
         width, height = features.image_size
-        row = (DONE, facts.sha256, facts.stamp, width, height, len(features), *facts.scale)
+        row = (DONE, facts.sha256, facts.stamp, width, height, len(features), *features.scale.tolist())
         self.execute(
             "UPDATE images SET status = ?, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
             " count = ?, scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
@@ -156,7 +155,7 @@ class Writer:
 
     def fail_image(self, name: str, reason: str, facts: ImageFacts | None = None) -> None:
         """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""
-        sha256, stamp, _ = facts or ImageFacts("")
+        sha256, stamp = facts or ImageFacts("")
         sql = "UPDATE images SET status = 2, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
         self.execute(sql, (reason, sha256, stamp, name))
 

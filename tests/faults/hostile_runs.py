@@ -30,7 +30,7 @@ def small_run(folder: Path) -> Path:
     made = {name: features(rng, 20) for name in names}
     with Writer(folder) as writer, writer.transaction():
         for name in names:
-            put_features(writer, name, made[name], ImageFacts("0" * 64, scale=(0.5, 0.5)))
+            put_features(writer, name, made[name], ImageFacts("0" * 64))
         writer.add_images(["lost.jpg"])
         writer.fail_image("lost.jpg", "it is cut short")
         writer.put_camera("a.jpg", Camera(500.0, 500.0, 320.0, 240.0))
