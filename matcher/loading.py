@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, Unpack
 
-from matcher.config import PipelineConfig
+from matcher.config import EstimationConfig, PipelineConfig
 from matcher.data.images import MAX_PIXELS
 from matcher.errors import DISTRIBUTION, UsageError, install_command, unknown_name
 from matcher.options import LoadOptions, configure, given_options
@@ -153,6 +153,13 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
         alpha_mask=given.get("alpha_mask", True),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
+
+
+def with_estimation(pipeline: Pipeline, estimation: EstimationConfig) -> Pipeline:
+    """A pipeline that verifies its matches, also those of further passes, as another configuration says."""
+    passes = pipeline.passes and replace(pipeline.passes, estimation=estimation)
+    config = replace(pipeline.config, estimation=estimation)
+    return replace(pipeline, config=config, estimator=build_estimator(estimation), passes=passes)
 
 
 def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:

@@ -180,8 +180,8 @@ class TemplateFinder:
         corners = self._corners(matrix)
         if corners is None:
             return None
-        area = cv2.contourArea(self._corners(np.eye(3)).astype(np.float32))
-        scale = np.sqrt(cv2.contourArea(corners.astype(np.float32)) / area)  # stored pixels of either
+        # Of a stored pixel of the image to one of the template.
+        scale = np.sqrt(cv2.contourArea(corners.astype(np.float32)) / np.prod(self.template.size))
         longer = max(self.template.pixels.shape[:2])
         shown_side = scale * max(self.template.size) * np.sqrt(np.prod(image.scale))
         side = float(np.clip(shown_side, _SIDES[1] / 2, _SIDES[0]))

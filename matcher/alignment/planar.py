@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from matcher.data.image import Image
 from matcher.errors import UsageError
-from matcher.loading import open_pipeline
+from matcher.loading import open_pipeline, with_estimation
 from matcher.options import LoadOptions
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.verify.estimation import RobustEstimator
 
 
 def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
@@ -24,9 +23,7 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     pipeline = open_pipeline(preset, given)
     if pipeline.config.estimation.kind == "homography":
         return pipeline
-    estimation = replace(pipeline.config.estimation, kind="homography")
-    config = replace(pipeline.config, estimation=estimation)
-    return replace(pipeline, config=config, estimator=RobustEstimator(estimation))
+    return with_estimation(pipeline, replace(pipeline.config.estimation, kind="homography"))
 
 
 def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:

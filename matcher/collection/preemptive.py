@@ -15,9 +15,9 @@ import numpy as np
 
 from matcher.data.features import Features
 from matcher.data.strongest import strongest
+from matcher.loading import with_estimation
 from matcher.match.retrieval import similar_pairs
 from matcher.pipeline import Pipeline
-from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import NOT, verdict_of
 
 KEYPOINTS = 512  # strongest ones of an image that are matched first
@@ -84,12 +84,7 @@ def _without_cameras(pipeline: Pipeline) -> Pipeline:
     estimation = pipeline.config.estimation
     if estimation.kind != "essential":
         return pipeline
-    estimation = replace(estimation, kind="fundamental")
-    return replace(
-        pipeline,
-        estimator=RobustEstimator(estimation),
-        config=replace(pipeline.config, estimation=estimation),
-    )
+    return with_estimation(pipeline, replace(estimation, kind="fundamental"))
 
 
 def _agreement(

@@ -120,7 +120,7 @@ class KeyframeMap:
         made = cls.__new__(cls)
         made.folder, made.camera, made.problem = Path(folder), kept.camera, None
         made._graph = PoseGraph(made.folder.absolute(), kept.camera, kept.preset, kept.options)
-        made._search, made._closing, made._placed = None, None, kept.frames
+        made._search, made._due, made._closing, made._placed = None, None, None, kept.frames
         made._work, made._written = OrderedWork(beside=False), {p.keyframe for p in kept.frames}
         made._keyframe, made._kept, made._alpha_mask = None, len(kept.frames), True
         return made

@@ -78,6 +78,6 @@ class Linker:
 
 
 def _agreeing(geometry: TwoViewGeometry) -> np.ndarray:
-    """(K,) bool inliers, none if they are few; a camera that stands still is degenerate, which is fine."""
-    enough = geometry.status in ("ok", "degenerate") and int(geometry.inliers.sum()) >= MIN_LINKS
+    """(K,) bool inliers, none if they are few."""
+    enough = geometry.status == "ok" and int(geometry.inliers.sum()) >= MIN_LINKS
     return geometry.inliers if enough else np.zeros_like(geometry.inliers)

@@ -16,12 +16,11 @@ from matcher.drawing.canvas import figure_pixels
 from matcher.drawing.matches import draw_matches
 from matcher.errors import UsageError
 from matcher.explain.report.report import report_page
-from matcher.loading import load
+from matcher.loading import load, with_estimation
 from matcher.match.network.inference import AttentionMatcher
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET
 from matcher.result import Result
-from matcher.verify.planes import build_estimator
 
 _KEPT = 2  # pipelines in memory; each holds a network
 
@@ -115,9 +114,7 @@ class Matching:
         if not choices.max_error > 0:
             raise UsageError(f"the inlier threshold must be above 0 pixels, not {choices.max_error:g}")
         name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
-        estimation = replace(pipeline.config.estimation, **{name: choices.max_error})
-        config = replace(pipeline.config, estimation=estimation)
-        return replace(pipeline, config=config, estimator=build_estimator(estimation))
+        return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: choices.max_error}))
 
 
 def geometry_rows(result: Result) -> list[list[Any]]:

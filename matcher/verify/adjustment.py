@@ -33,19 +33,15 @@ _TURNS = np.array(  # derivatives of a rotation about x, y and z
         [[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
     ]
 )
-# (9, P) matrices e that span the changes model @ (1 + e), row by row.
-_CHANGES = {
-    "homography": np.identity(9)[:, :8],
-    "affine": np.identity(9)[:, :6],
-    "similarity": np.array(
-        [
-            [1.0, 0, 0, 0, 1, 0, 0, 0, 0],
-            [0, -1, 0, 1, 0, 0, 0, 0, 0],
-            [0, 0, 1, 0, 0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0, 1, 0, 0, 0],
-        ]
-    ).T,
-}
+# Matrices e, row by row, that span the changes model @ (1 + e) of a similarity.
+_OF_SIMILARITIES = np.array(
+    [
+        [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+        [0.0, -1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0],
+    ]
+)
 
 Model = TypeVar("Model")
 Residuals = tuple[np.ndarray, np.ndarray]  # (N, d) and their derivatives (N, d, P)
@@ -111,7 +107,7 @@ def adjusted_homography(
         weights: (N,) of the matches.
         model: what it remains.
     """
-    changes = _CHANGES[model]
+    changes = _OF_SIMILARITIES.T if model == "similarity" else np.eye(9)[:, : 6 if model == "affine" else 8]
     condition = _conditioning(points0)
     x, spread = _lifted(points0) @ condition.T, Spread.of(covariances, len(points0))
     root = np.linalg.cholesky(np.stack([spread.xx, spread.xy, spread.xy, spread.yy], 1).reshape(-1, 2, 2))

@@ -38,6 +38,13 @@ def test_a_pair_is_answered(views):
     )
 
 
+def test_further_passes_have_the_chosen_threshold_too(shipped_weights):
+    pipeline = Matching("cpu")._load(Choices(max_keypoints=64, max_error=0.5))
+    assert (
+        pipeline.config.estimation.max_epipolar_error == pipeline.passes.estimation.max_epipolar_error == 0.5
+    )
+
+
 def test_the_report_is_made_of_the_same_matches(views, shipped_weights):
     answer = Matching("cpu").answer(*views, Choices(max_keypoints=128, geometry="none"))
     assert answer.report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in answer.report
