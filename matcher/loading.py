@@ -162,10 +162,32 @@ def with_estimation(pipeline: Pipeline, estimation: EstimationConfig) -> Pipelin
     return replace(pipeline, config=config, estimator=build_estimator(estimation), passes=passes)
 
 
+def takes(preset: str, option: str) -> bool:
+    """Whether a preset has a use for an option; one that another package adds may not have.
+
+    Raises:
+        UsageError: the package cannot be imported.
+    """
+    plugin = None if preset in PRESETS else find_plugin(preset)
+    if plugin is None:
+        return True
+    taken = inspect.signature(load_plugin(plugin)).parameters.values()
+    return any(option == each.name or each.kind is each.VAR_KEYWORD for each in taken)
+
+
+# Values of options that ask for nothing, and options that any pipeline has by itself.
+_ASKS_NOTHING = {"device": "auto", "engine": "torch", "precision": "auto", "second_pass": False}
+_OF_PIPELINES = ("upright", "alpha_mask", "max_pixels")
+
+
 def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
-    """The pipeline that another package builds."""
+    """The pipeline that another package builds; it need not take options that ask nothing of it."""
     build, package = load_plugin(plugin), package_of(plugin)
     whose = f"the preset {plugin.name!r} of {package}"
+    foreign = [name for name in given if not takes(plugin.name, name)]
+    fields = {name: given[name] for name in foreign if name in _OF_PIPELINES}
+    left_out = {name for name in foreign if name in fields or _ASKS_NOTHING.get(name) == given[name]}
+    given = {name: value for name, value in given.items() if name not in left_out}
     try:
         inspect.signature(build).bind(**given)
     except TypeError as error:
@@ -173,7 +195,7 @@ def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
     pipeline = build(**given)
     if not isinstance(pipeline, Pipeline):
         raise UsageError(f"{whose} must return a matcher.Pipeline, not {type(pipeline).__name__}")
-    return replace(pipeline, preset=plugin.name, package=package)
+    return replace(pipeline, preset=plugin.name, package=package, **fields)
 
 
 def _further_passes(

@@ -17,6 +17,7 @@ from matcher.data.geometry import warp_points
 from matcher.data.image import Image
 from matcher.drawing.composites import lay_over
 from matcher.errors import UsageError
+from matcher.loading import takes
 from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET
@@ -107,7 +108,7 @@ class TemplateFinder:
         if max_instances < 1:
             raise UsageError(f"max_instances must be at least 1, not {max_instances}")
         refuse_second_pass(options, "a template is looked for window by window, at all scales")
-        if not isinstance(preset, Pipeline):
+        if not isinstance(preset, Pipeline) and takes(preset, "resize"):
             options = {"resize": RESIZE, **{k: v for k, v in options.items() if v is not None}}
         self.pipeline = planar_pipeline(preset, options)
         self.max_instances = max_instances

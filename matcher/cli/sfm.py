@@ -239,13 +239,17 @@ def _match(
 ) -> tuple[int, Collection]:
     """Match a folder of photos, with the defaults of a reconstruction; the exit code and the collection."""
     from matcher.collection.collection import Collection
+    from matcher.loading import takes
     from matcher.options import configure
-    from matcher.presets import find_preset
+    from matcher.presets import PRESETS
 
-    defaults = {} if "tiles" in given else {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
-    extractor = configure(find_preset(given["preset"]), {"frontend": given.get("frontend")}).extractor
-    if extractor.kind == "sift":
-        defaults["keep"] = KEEP
+    preset, defaults = given["preset"], {}
+    if "tiles" not in given:
+        sizes = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
+        defaults = {name: value for name, value in sizes.items() if takes(preset, name)}
+    if preset in PRESETS:
+        extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
+        defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
     opened = Collection.open(run, workers=workers, **(defaults | given))
     enter_images(opened, images, **how)
     return match_pairs(opened, wanted, LIMITS), opened

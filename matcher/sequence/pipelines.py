@@ -8,7 +8,7 @@ from matcher.budget.choice import BUDGETS
 from matcher.config import GRID_KIND
 from matcher.data.protocols import Estimator
 from matcher.errors import UsageError, check_number
-from matcher.loading import open_pipeline
+from matcher.loading import open_pipeline, takes
 from matcher.match.depth import with_layers
 from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import Pipeline
@@ -31,7 +31,7 @@ def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     given = {name: value for name, value in options.items() if value is not None}
     _need_fundamental(given.get("geometry", "fundamental"))
     refuse_second_pass(given, "frames are matched by one pass each")
-    if not isinstance(preset, Pipeline):
+    if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
         given = {"match_threshold": MATCH_THRESHOLD, **given}
     pipeline = open_pipeline(preset, given)
     _need_fundamental(pipeline.config.estimation.kind)

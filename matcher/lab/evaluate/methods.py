@@ -11,6 +11,7 @@ from matcher.config import NearestConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.lab.evaluate.run import Method
 from matcher.loading import load
+from matcher.plugins import find_plugin
 from matcher.presets import PRESETS, find_preset
 from matcher.weights.header import read_header
 
@@ -38,7 +39,7 @@ def build_methods(
     `nearest`, and nearest neighbours on the same keypoints, come first and are always measured.
 
     Args:
-        presets: names in `PRESETS`.
+        presets: names in `PRESETS`, or of presets that other packages add.
         weights: files of the matcher's weights; without any, those of the presets.
         front_ends: files of the learned front end's weights, "shipped" for the preset's own; without any,
             those of the presets.
@@ -49,13 +50,13 @@ def build_methods(
         IntegrityError: weights that are absent, damaged or of another network.
     """
     options = options or MethodOptions()
-    kinds = {find_preset(name).extractor.kind for name in (*presets, "nearest")}
+    kinds = {_front_end_of(name) for name in (*presets, "nearest")}
     nearest = [name for name in PRESETS if _is_nearest(name) and PRESETS[name].extractor.kind in kinds]
     chosen = [(name, None) for name in nearest]
     chosen += [(name, file) for name in presets if name not in nearest for file in (weights or [None])]
     methods = {}
     for name, file in chosen:
-        for front_end, title in _front_ends(find_preset(name).extractor.kind, front_ends):
+        for front_end, title in _front_ends(_front_end_of(name), front_ends):
             words = (name, "" if file is None else _short(file, weights), title)
             for method in _variants(" ".join(filter(None, words)), name, file, front_end, options):
                 methods[method.name] = method
@@ -90,7 +91,7 @@ def compared_methods(
     methods = []
     for text, path in zip(compared, paths, strict=True):
         name, given = preset, {"weights": weights, "frontend_weights": front_end}
-        if text in PRESETS:
+        if text in PRESETS or find_plugin(text):
             name, title = text, text
         elif text == SHIPPED:
             title = f"{preset} shipped"
@@ -108,7 +109,7 @@ def _variants(
     given = {**options.common, "weights": weights, "frontend_weights": front_end}
     if not _is_nearest(preset):
         given |= options.network
-    elif find_preset(preset).extractor.kind == "learned":
+    elif _front_end_of(preset) == "learned":
         given["precision"] = options.network.get("precision")
     yield Method(title, load(preset, **given))
     if options.full_depth and not _is_nearest(preset):
@@ -116,10 +117,15 @@ def _variants(
 
 
 def _is_nearest(preset: str) -> bool:
-    return isinstance(find_preset(preset).matcher, NearestConfig)
+    return preset in PRESETS and isinstance(PRESETS[preset].matcher, NearestConfig)
 
 
-def _front_ends(kind: str, files: Sequence[str]) -> list[tuple[str | None, str]]:
+def _front_end_of(preset: str) -> str | None:
+    """The kind of a preset's front end; None where another package adds it."""
+    return None if preset not in PRESETS and find_plugin(preset) else find_preset(preset).extractor.kind
+
+
+def _front_ends(kind: str | None, files: Sequence[str]) -> list[tuple[str | None, str]]:
     """The weights files of a preset's front end, each with what it adds to the method's name."""
     if kind != "learned" or not files:
         return [(None, "")]

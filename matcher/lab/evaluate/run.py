@@ -22,6 +22,7 @@ from matcher.lab.evaluate.measure import (
 )
 from matcher.lab.pairs.protocols import Pair, PairImage, PairSet
 from matcher.pipeline import FURTHER_PASSES, Pipeline
+from matcher.presets import PRESETS
 from matcher.result import Result
 from matcher.verify.estimation import RobustEstimator
 
@@ -74,6 +75,7 @@ class FrontEndKey:
     config: ExtractorConfig
     weights: str | None  # a file; None for shipped or fetched weights, or a front end without any
     precision: str
+    preset: str | None  # of another package, or "custom": its configuration does not say what it finds
 
     @staticmethod
     def of(pipeline: Pipeline) -> FrontEndKey:
@@ -84,6 +86,7 @@ class FrontEndKey:
             pipeline.config.extractor,
             None if weights is None else str(weights),
             str(getattr(extractor, "dtype", "")),
+            None if pipeline.preset in PRESETS else pipeline.preset,
         )
 
 
