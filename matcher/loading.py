@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, Unpack
@@ -208,12 +208,29 @@ def _further_passes(
     if config.second_pass.preset is not None:
         shared = {
             name: given.get(name)
-            for name in ("device", "precision", "max_keypoints", "engine", "cuda_graphs")
+            for name in ("device", "precision", "max_keypoints", "engine", "cuda_graphs", *_OF_NETWORKS)
         }
-        other = cache(partial(_local_matcher, config.second_pass.preset, shared))
+        other = _OtherMatcher(config.second_pass.preset, shared)
     return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
 
 
-def _local_matcher(preset: str, options: Mapping[str, Any]) -> LocalMatcher:
-    pipeline = load(preset, second_pass=False, **options)
-    return LocalMatcher(pipeline.extractor, pipeline.matcher)
+_OF_NETWORKS = ("match_threshold", "early_exit", "pruning")
+
+
+@dataclass(frozen=True, eq=False)
+class _OtherMatcher:
+    """The front end and matcher of a preset, loaded on first use; a copy or pickle loads them again."""
+
+    preset: str
+    options: Mapping[str, Any]
+
+    def __call__(self) -> LocalMatcher:
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> LocalMatcher:
+        pipeline = load(self.preset, second_pass=False, **self.options)
+        return LocalMatcher(pipeline.extractor, pipeline.matcher)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"preset": self.preset, "options": self.options}

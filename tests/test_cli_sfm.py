@@ -120,14 +120,16 @@ def test_several_models_and_errors_in_resized_pixels_are_printed():
     from matcher.cli.sfm import summary_lines
     from matcher.collection.exporting.output import ExportReport
 
-    def model(images):
-        return SparseModel({f"{i}": np.eye(4)[:3] for i in range(images)}, {}, 9, 20, 2.2, 0.8)
+    def model(*images):
+        return SparseModel({f"{i}": np.eye(4)[:3] for i in range(*images)}, {}, 9, 20, 2.2, 0.8)
 
     report = ExportReport(Path("m.db"), left_out=["the pair a b: damaged"])
     lines = summary_lines(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
     assert "left out: the pair a b: damaged" in lines and "registered images: 4 of 8" in lines
     assert "mean reprojection error: 0.800 px of the stored image, 0.400 px of the resized image" in lines
-    assert "1 more models share no image with it: 3 images" in lines
+    assert "1 more model: 3 images, of which 3 are in it, too" in lines
+    apart = Reconstruction(Path("m"), (model(4), model(4, 7), model(3, 6)), 8, report)
+    assert "2 more models: 3, 3 images, of which 1 is in it, too" in summary_lines(apart, 0.5)
 
 
 def test_one_photo_is_too_few(tmp_path, capfd):

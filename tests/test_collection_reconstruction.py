@@ -122,7 +122,10 @@ def test_matches_that_were_never_verified_are_verified_by_colmap(tmp_path):
 
 def test_no_model_and_no_matches_are_said_plainly(tmp_path):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=20)
-    with pytest.raises(ReconstructionError, match="no pair to begin with among 3 verified of 3 pairs"):
+    with pytest.raises(
+        ReconstructionError,
+        match="no model of 3 images, among 3 verified of 3 pairs",
+    ):
         reconstruct(store, tmp_path / "model", threads=1)
     none = MemoryStore(list(store.images()), store._keypoints, [])
     with pytest.raises(UsageError, match="no matches"):

@@ -345,6 +345,9 @@ def test_cameras_for_essential_geometry(folder, tmp_path):
     common.add_images(folder)
     common.add_pairs(sequential=1)
     assert common.run().all_well
+    assert run("export", tmp_path / "all", "--to", "kapture", tmp_path / "kapture") == 0
+    line, *_ = (tmp_path / "kapture" / "sensors" / "sensors.txt").read_text("utf-8").splitlines()[2:]
+    assert "PINHOLE" in line and line.endswith("200.0, 200.0, 100.5, 80.5")
 
 
 def test_the_object_says_what_is_missing(folder, tmp_path):

@@ -1,5 +1,7 @@
 """Mapping that begins with simpler cameras gives those that were asked for in the end."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from collection_scene import centres, synthetic_store
@@ -92,3 +94,25 @@ def test_lens_distortion_is_carried_over(made, tmp_path):
     points = np.random.default_rng(0).uniform(-0.4, 0.4, (50, 2))
     points = np.column_stack([points, np.ones(50)])
     assert np.allclose(rich.img_from_cam(points), camera.img_from_cam(points))
+
+
+def test_models_that_are_too_small_or_parts_of_others_are_left_out():
+    class Model:
+        def __init__(self, *names):
+            self.names = names
+
+        def num_reg_images(self):
+            return len(self.names)
+
+        def reg_image_ids(self):
+            return self.names
+
+        def image(self, name):
+            pose = SimpleNamespace(matrix=lambda: np.eye(4)[:3])
+            return SimpleNamespace(name=name, cam_from_world=lambda: pose)
+
+    models = {0: Model(*"ab"), 1: Model(*"abcdef"), 2: Model(*"bcd"), 3: Model(*"fgh")}
+    job = {"poses": None, "min_images": 3}
+    assert [model.names for model in mapping._kept(models, job)] == [tuple("abcdef"), tuple("fgh")]
+    assert len(mapping._kept(models, job | {"min_images": 4})) == 1
+    assert len(mapping._kept(models, job | {"poses": {}})) == 4

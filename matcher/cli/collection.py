@@ -50,7 +50,8 @@ EngineChoice = Annotated[
 CameraText = Annotated[
     str | None,
     typer.Option(
-        metavar="fx,fy,cx,cy", help="Intrinsics of every image in pixels, for --geometry essential."
+        metavar="fx,fy,cx,cy",
+        help="Intrinsics of every image in pixels, for --geometry essential and exports.",
     ),
 ]
 RetryFailed = Annotated[

@@ -52,5 +52,11 @@ def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
         )
     if len(made.models) > 1:
         sizes = ", ".join(str(other.registered) for other in made.models[1:])
-        lines.append(f"{len(made.models) - 1} more models share no image with it: {sizes} images")
+        shared = {
+            name for other in made.models[1:] for name in other.cam_from_world
+        } & model.cam_from_world.keys()
+        word = "model" if len(made.models) == 2 else "models"
+        verb = "is" if len(shared) == 1 else "are"
+        where = f", of which {len(shared)} {verb} in it, too" if shared else ""
+        lines.append(f"{len(made.models) - 1} more {word}: {sizes} images{where}")
     return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]

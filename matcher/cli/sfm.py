@@ -243,10 +243,8 @@ def _match(
     from matcher.options import configure
     from matcher.presets import PRESETS
 
-    preset, defaults = given["preset"], {}
-    if "tiles" not in given:
-        sizes = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
-        defaults = {name: value for name, value in sizes.items() if takes(preset, name)}
+    preset, sizes = given["preset"], {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
+    defaults = {name: sizes[name] for name in sizes if "tiles" not in given and takes(preset, name)}
     if preset in PRESETS:
         extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
         defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}

@@ -84,7 +84,8 @@ class Collection(StoredRun):
             run_dir: folder of the store.
             preset: a name in `PRESETS`; not a detector-free one (loftr-…), whose keypoints differ from pair
                 to pair.
-            camera: camera of every image without one from `set_cameras`; needed for essential geometry.
+            camera: camera of every image without one from `set_cameras`, for exports; needed for essential
+                geometry.
             shard: "i/n", i from 1 to n: match only part i of n of the pairs in this store.
             tiles: keypoints of an image, found by tiles at full resolution; `max_keypoints` are those of a
                 tile then, and pairs are matched window by window (`matcher.tiling.shared.by_tiles`).

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -71,6 +72,12 @@ def encode_camera(camera: Camera) -> list[Any] | dict[str, Any]:
         return [camera.fx, camera.fy, camera.cx, camera.cy]
     values = asdict(camera)
     return {**values, "size": camera.size and list(camera.size), "distortion": list(camera.distortion)}
+
+
+def common_camera(settings: Mapping[str, Any]) -> Camera | None:
+    """The camera of every image of a run that has none of its own; errors as `decode_camera`."""
+    value = settings.get("camera")
+    return None if value is None else decode_camera(value)
 
 
 def decode_camera(value: Any, what: str = "a camera") -> Camera:

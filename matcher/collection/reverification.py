@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from matcher.collection.encoding import checksum, decode_camera, encode_pair
+from matcher.collection.encoding import checksum, common_camera, encode_pair
 from matcher.collection.store import Store
 from matcher.collection.writer import EncodedPair, Writer
 from matcher.config import EstimationConfig
@@ -37,8 +37,7 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
         return 0
     ids = ", ".join(map(str, numbers))
     writer.let_failed_pairs_wait(writer.execute(_PAIRS.format(table="failed", ids=ids)))
-    common = None if settings.get("camera") is None else decode_camera(settings["camera"])
-    verification = _Verification(store, RobustEstimator(config), common)
+    verification = _Verification(store, RobustEstimator(config), common_camera(settings))
     pairs = writer.execute(_PAIRS.format(table="pairs", ids=ids))
     for image0, image1 in pairs:
         writer.put_pairs([verification.pair(image0, image1)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matcher.collection.encoding import decode_camera, encode_camera
+from matcher.collection.encoding import common_camera, encode_camera
 from matcher.collection.sources import FeatureSource
 from matcher.config import GRID_KIND, PipelineConfig
 from matcher.config_tables import from_dict, to_dict
@@ -100,7 +100,7 @@ def stored_setup(
     # Runs made before alpha could be ignored are without that setting.
     ignored = {} if settings.get("alpha_mask", True) else {"alpha_mask": False}
     preset, options = settings["preset"], {"upright": settings["upright"], **ignored, **(options or {})}
-    camera = None if settings["camera"] is None else decode_camera(settings["camera"])
+    camera = common_camera(settings)
     tiles = settings["config"].get("extractor", {}).get("tiles")
     if preset not in PRESETS:
         # another package's, which knows its own configuration

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matcher.collection.encoding import common_camera
 from matcher.collection.exporting.output import ExportReport
 from matcher.errors import UsageError
 
@@ -22,6 +24,8 @@ def begin_export(
     store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
 ) -> tuple[ExportReport, list[StoredImage]]:
     """The report of an export, which counts what is left out, and the images that have features, by name.
+
+    An image without a camera of its own has that of the run, with which its pairs were verified.
 
     Args:
         store: the run.
@@ -48,6 +52,8 @@ def begin_export(
         )
     if utf8 is not None:
         refuse_names((image.name for image in done), _not_utf8, f"are not UTF-8, which {utf8} needs")
+    common = common_camera(store.settings)
+    done = [replace(image, camera=image.camera or common) for image in done]
     report.images = len(done)
     report.keypoints = sum(image.count for image in done)
     return report, done

@@ -67,7 +67,7 @@ def main() -> None:
             )
     output = Path(job["output"])
     described = []
-    ordered = sorted(models.values(), key=lambda model: -model.num_reg_images())
+    ordered = _kept(models, job)
     for number, model in enumerate(ordered):
         folder = output / "sparse" / str(number)
         folder.mkdir(parents=True)
@@ -81,6 +81,24 @@ def main() -> None:
         ordered[0].export_PLY(str(output / "points.ply"))
         _write_cloud(ordered[0], output / CLOUD)
     (output / RESULT).write_text(json.dumps(described), encoding="utf-8")
+
+
+def _kept(models: dict[int, Any], job: dict[str, Any]) -> list[Any]:
+    """The models to be written, the largest first: none that is too small, or wholly in larger ones.
+
+    COLMAP begins again with images that a model has already, and leaves models below its least size. A model
+    of given poses is what was asked for, however small.
+    """
+    ordered = sorted(models.values(), key=lambda model: -model.num_reg_images())
+    if job["poses"] is not None:
+        return ordered
+    kept, covered = [], set()
+    for model in ordered:
+        names = _poses(model).keys()
+        if len(names) >= job["min_images"] and not names <= covered:
+            kept.append(model)
+            covered |= names
+    return kept
 
 
 def _place(

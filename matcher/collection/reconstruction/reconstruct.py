@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
+from matcher.collection.encoding import common_camera
 from matcher.collection.exporting.cameras import CameraChoice
 from matcher.collection.exporting.colmap import import_pycolmap, write_colmap
 from matcher.collection.exporting.output import ExportReport, whole_folder
@@ -108,7 +109,7 @@ def reconstruct(
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
             report, models = _mapped(store, out, part, job, choice, (only, without), poses)
-        _check_model(report, models)
+        _check_model(report, models, job["min_images"])
     return Reconstruction(out, models, report.images, report)
 
 
@@ -147,6 +148,7 @@ def _mapped(
         write_deviations(store, part / DEVIATIONS)
     rig = None if choice is None else choice.rig
     job = {**job, **_paths(store, report, part), "rig": None, "rig_known": rig is None or rig.known}
+    job["min_images"] = min(job["min_images"], report.images)  # of two photos there is a model, too
     if rig is not None:
         job["rig"] = str(part / RIG)
         (part / RIG).write_text(rig.to_json(), encoding="utf-8")
@@ -154,15 +156,17 @@ def _mapped(
     made_from = {
         "run": os.path.relpath(store.folder, out.absolute()),
         "features": feature_settings(store.settings),
-        KEPT_CAMERAS: _keeps_cameras(report, choice, poses),
+        KEPT_CAMERAS: _keeps_cameras(store, report, choice, poses),
     }
     place = None if poses is None else poses.georegistration
     return report, read_described(part, report, made_from, place)
 
 
-def _keeps_cameras(report: ExportReport, choice: CameraChoice | None, poses: GivenPoses | None) -> bool:
-    """Whether the user gave all cameras, now or when the model was made that is continued."""
-    given = choice is not None and choice.camera is not None
+def _keeps_cameras(
+    store: Store, report: ExportReport, choice: CameraChoice | None, poses: GivenPoses | None
+) -> bool:
+    """Whether the user gave all cameras, now, for the run, or when the model was made that is continued."""
+    given = (choice is not None and choice.camera is not None) or common_camera(store.settings) is not None
     given |= poses is not None and poses.keeps_cameras
     return given and len(report.given_cameras) == report.cameras
 
@@ -249,7 +253,7 @@ def _doubt(store: Store, choice: CameraChoice | None, only: Collection[str] | No
     )
 
 
-def _check_model(report: ExportReport, models: tuple[SparseModel, ...]) -> None:
+def _check_model(report: ExportReport, models: tuple[SparseModel, ...], min_images: int) -> None:
     """Refuse to end without a model.
 
     Raises:
@@ -264,9 +268,9 @@ def _check_model(report: ExportReport, models: tuple[SparseModel, ...]) -> None:
             "with `matcher status RUN_DIR`), or the photos show different things"
         )
     raise ReconstructionError(
-        f"COLMAP found no pair to begin with among {report.verified} verified of {report.pairs} pairs of "
-        f"{report.images} images; photos taken further apart, more keypoints, all pairs, or a known camera "
-        "may help" + "".join(f"; {note}" for note in report.notes)
+        f"COLMAP found no pair to begin with, or no model of {min_images} images, among {report.verified} "
+        f"verified of {report.pairs} pairs of {report.images} images; photos taken further apart, more "
+        "keypoints, all pairs, or a known camera may help" + "".join(f"; {note}" for note in report.notes)
     )
 
 
