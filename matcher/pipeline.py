@@ -113,7 +113,7 @@ class Pipeline:
                 uint8, uint16 or float in [0, 1]; a torch tensor may also be (3, H, W) or (1, H, W).
             mask0, mask1: a path or (H, W) array of the stored image, not zero where keypoints may lie.
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
-                (3, 3) matrix K; camera1 defaults to camera0.
+                (3, 3) matrix K; images of one size may have one.
             budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
                 (`Result.budget`), with fewer samples of a pose, no guided matching and, if it is small, less
                 thorough verification. The first measures.
@@ -122,9 +122,10 @@ class Pipeline:
             ImageError: an image cannot be read; the message names it.
             UsageError: arguments that do not fit each other.
         """
-        cameras = cameras_of_pair(self.config.estimation.kind, camera0, camera1) or (None, None)
-        start = perf_counter()
+        start, kind = perf_counter(), self.config.estimation.kind
+        cameras_of_pair(kind, camera0, camera1)  # before anything is read
         images = read_both(self.read, (image0, mask0), (image1, mask1))
+        cameras = cameras_of_pair(kind, camera0, camera1, [i.size for i in images]) or (None, None)
         reading, chosen, choice = perf_counter() - start, self, None
         if budget_ms is not None:
             from matcher.budget.pairs import learned, plan

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import matcher
 from matcher.data.camera import CAMERA_MODELS, Camera, as_camera
 from matcher.errors import UsageError
 
@@ -96,3 +97,15 @@ def test_wrong_numbers_of_colmap_parameters():
         Camera.from_colmap("PINHOLE", [1, 2, 3])
     with pytest.raises(UsageError, match="unknown camera model"):
         Camera.from_colmap("LENS", [1, 2, 3])
+
+
+def test_one_camera_is_of_images_of_one_size(views):
+    pipeline = matcher.load("nearest", geometry="essential", max_keypoints=100)
+    large, half = (
+        matcher.read_image(views[number], resize=size).pixels for number, size in enumerate((400, 200))
+    )
+    with pytest.raises(matcher.UsageError, match="400 x 300 and 200 x 150 pixels, .* give camera1, too"):
+        pipeline.match(large, half, camera0=(350, 350, 200, 150))
+    result = pipeline.match(large, half, camera0=(350, 350, 200, 150), camera1=(175, 175, 100, 75))
+    with pytest.raises(matcher.UsageError, match="give camera1, too"):
+        pipeline.verify(result.features0, result.features1, result.matches, camera0=(350, 350, 200, 150))

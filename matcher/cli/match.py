@@ -19,7 +19,12 @@ Second = Annotated[Path, typer.Argument(metavar="IMAGE1", show_default=False, he
 MaskFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Mask image; black pixels yield no keypoints.")
 ]
-CameraText = Annotated[str | None, typer.Option(metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels.")]
+CameraText = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels; --camera0 is of both images of one size."
+    ),
+]
 Budget = Annotated[
     float | None,
     typer.Option(metavar="MS", help="Choose keypoints, layers and passes to fit this time, once measured."),

@@ -173,11 +173,19 @@ def camera_of_each(value: Any, count: int) -> list[Any]:
     return each
 
 
-def cameras_of_pair(kind: GeometryKind, camera0: Any, camera1: Any) -> tuple[Camera, Camera] | None:
-    """The cameras that the geometry of a pair needs, None for a kind without; camera1 defaults to camera0.
+def cameras_of_pair(
+    kind: GeometryKind, camera0: Any, camera1: Any, sizes: Sequence[tuple[int, int]] | None = None
+) -> tuple[Camera, Camera] | None:
+    """The cameras that the geometry of a pair needs, None for a kind without.
+
+    Args:
+        kind: of the geometry.
+        camera0, camera1: as `as_camera` takes them; images of one size may have one camera.
+        sizes: (width, height) of both stored images; None while they are unknown.
 
     Raises:
-        UsageError: no camera where one is needed, one where none is, or what `as_camera` refuses.
+        UsageError: no camera where one is needed, one where none is, one of images of another size, or what
+            `as_camera` refuses.
     """
     if kind != "essential":
         if camera0 is not None or camera1 is not None:
@@ -188,8 +196,17 @@ def cameras_of_pair(kind: GeometryKind, camera0: Any, camera1: Any) -> tuple[Cam
         return None
     if camera0 is None:
         raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
+    if camera1 is None and sizes and sizes[0] != sizes[1]:
+        raise UsageError(
+            f"the images have {sizes[0][0]} x {sizes[0][1]} and {sizes[1][0]} x {sizes[1][1]} pixels, so "
+            "camera0 is not that of both: give camera1, too"
+        )
     first = as_camera(camera0, "camera0")
-    return first, first if camera1 is None else as_camera(camera1, "camera1")
+    cameras = first, first if camera1 is None else as_camera(camera1, "camera1")
+    for index, (camera, size) in enumerate(zip(cameras, sizes or (), strict=bool(sizes))):
+        if camera.size not in (None, size):
+            raise UsageError(f"camera{index} is of images of {camera.size}, but its image is {size}")
+    return cameras
 
 
 def _number(value: Any, name: str) -> float:

@@ -7,7 +7,6 @@ from matcher.data.camera import Camera, cameras_of_pair
 from matcher.data.features import Features
 from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.data.protocols import Estimator
-from matcher.errors import UsageError
 from matcher.verify.thresholds import threshold_scale
 
 
@@ -25,12 +24,7 @@ def verify_matches(
     Raises:
         UsageError: cameras without essential geometry, or it without them, or of another image size.
     """
-    cameras = cameras_of_pair(kind, camera0, camera1)
-    for index, features in enumerate((features0, features1) if cameras else ()):
-        size = features.image_size
-        known = cameras[index].size
-        if known not in (None, size):
-            raise UsageError(f"camera{index} is of images of {known}, but its image is {size}")
+    cameras = cameras_of_pair(kind, camera0, camera1, (features0.image_size, features1.image_size))
     known = matches.covariances
     takes_it = known is not None and getattr(estimator, "takes_covariances", False)
     return estimator(
