@@ -20,6 +20,21 @@ from matcher.errors import UsageError
 NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
 
 
+def test_a_run_without_any_pair_is_an_error(tmp_path, capfd):
+    photos(tmp_path / "photos", 3)
+    for name, text, printed in (
+        ("list.csv", "view 00.png,view 01.png\n", "list.csv names no pair of these images: it needs two names"),
+        ("empty.txt", "", "names no pair"),
+    ):
+        (tmp_path / name).write_text(text)
+        given = ("--pairs", tmp_path / name, "--run", tmp_path / name[:4], *QUICK, "--workers", "0")
+        assert main(["collection", str(tmp_path / "photos"), *map(str, given)]) == 2
+        assert printed in capfd.readouterr().err
+    one = ("--exhaustive", "--include", "view 00.png", "--run", tmp_path / "one", *QUICK, "--workers", "0")
+    assert main(["collection", str(tmp_path / "photos"), *map(str, one)]) == 2
+    assert "nothing to match with 1 image; add others" in capfd.readouterr().err
+
+
 def collect(folder: Path, run_dir: Path, *more: object) -> int:
     given = ("collection", folder, "--run", run_dir, *QUICK, "--workers", 0, *more)
     return main([str(argument) for argument in given])

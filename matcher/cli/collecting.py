@@ -145,6 +145,9 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
 
     Returns:
         The exit code.
+
+    Raises:
+        UsageError: pairs were chosen, there is none, and the run holds none.
     """
     with stage_progress() as update:
         _enter_pairs(opened, choice or _suggested(opened, limits), update)
@@ -211,6 +214,26 @@ def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Callable[[S
     say(f"{_count(total, 'pair')}{known}")
     for line in faults.lines():
         say(f"{choice['file']}: {line}")
+    if total == 0:
+        _refuse_nothing(opened, choice)
+
+
+def _refuse_nothing(opened: Collection, choice: dict[str, Any]) -> None:
+    """`UsageError` where a run has no pair; one of a part of the pairs may have none."""
+    from matcher.collection.store import Store
+    from matcher.errors import UsageError
+
+    with Store.open(opened.run_dir) as store:
+        counts, part = store.counts(), store.settings.get("shard")
+    if counts.pairs or part is not None:
+        return
+    if counts.images < 2:
+        raise UsageError(f"there is nothing to match with {_count(counts.images, 'image')}; add others")
+    if "file" in choice:
+        raise UsageError(
+            f"{choice['file']} names no pair of these images: it needs two names a line, separated by a space"
+        )
+    raise UsageError("no two images were chosen as a pair; choose them in another way, such as --exhaustive")
 
 
 def show_status(run: Path, *, check: bool = False, tracks: bool = False) -> int:
