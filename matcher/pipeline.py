@@ -31,7 +31,7 @@ from matcher.verify.planes import build_estimator
 from matcher.verify.verdict import reject_improbable
 from matcher.verify.verification import verify_matches
 
-Mask = str | Path | np.ndarray
+Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 _STAGES = ("extract", "match", "refine", "verify")
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
 # The size at which a part of an image is looked at again / that at which the image was matched, at most.

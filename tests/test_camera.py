@@ -104,7 +104,7 @@ def test_one_camera_is_of_images_of_one_size(views):
     large, half = (
         matcher.read_image(views[number], resize=size).pixels for number, size in enumerate((400, 200))
     )
-    with pytest.raises(matcher.UsageError, match="400 x 300 and 200 x 150 pixels, .* give camera1, too"):
+    with pytest.raises(matcher.UsageError, match=r"400 x 300 and 200 x 150 pixels, .* give camera1, too"):
         pipeline.match(large, half, camera0=(350, 350, 200, 150))
     result = pipeline.match(large, half, camera0=(350, 350, 200, 150), camera1=(175, 175, 100, 75))
     with pytest.raises(matcher.UsageError, match="give camera1, too"):

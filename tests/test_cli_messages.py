@@ -157,6 +157,13 @@ def test_messages_name_the_options_that_were_typed():
         assert in_options(text, options) == expected
 
 
+def test_messages_name_an_option_that_says_no():
+    text = "these were not refined (refine=False), and refine=True was not asked for"
+    assert in_options(text, {"refine": "--no-refine"}).startswith(
+        "these were not refined (--no-refine), and "
+    )
+
+
 def test_the_library_names_arguments_not_options():
     """Whole commands, between backticks, are the same for all; a lone option means nothing in Python."""
     for path in sorted((ROOT / "matcher").rglob("*.py")):

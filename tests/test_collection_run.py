@@ -310,7 +310,15 @@ def test_features_from_elsewhere(folder, tmp_path, rng, capfd):
         file.create_group("sub/bad.png")["keypoints"] = np.zeros((3, 2))
     run_dir = tmp_path / "run"
     with_features = ["--features", tmp_path / "features.h5"]
-    assert collect(folder, run_dir, "--exhaustive", *with_features) == 4
+
+    def matched(run_dir: Path, *more: object) -> int:
+        return run("collection", folder, "--run", run_dir, "--device", "cpu", "--workers", 0, *more)
+
+    nearest = ["--preset", "nearest"]
+    for useless in (("--max-keypoints", 100), ("--no-upright",)):
+        assert matched(tmp_path / "no", "--exhaustive", *with_features, *nearest, *useless) == 2
+        assert f"taken as they are, so {useless[0]}" in capfd.readouterr().err
+    assert matched(run_dir, "--exhaustive", *with_features, *nearest) == 4
     out = capfd.readouterr().out
     assert "pairs: 6 done, 4 failed" in out and "has no descriptors" in out
     assert collect(folder, tmp_path / "own", "--exhaustive") == 0
@@ -321,12 +329,12 @@ def test_features_from_elsewhere(folder, tmp_path, rng, capfd):
         assert np.array_equal(pair.geometry.inliers, wanted.geometry.inliers)
     with h5py.File(tmp_path / "features.h5", "a") as file:
         file[f"sub/{names[0]}/keypoints"][0] += 1
-    assert collect(folder, run_dir, *with_features) == 4
+    assert matched(run_dir, *with_features, *nearest) == 4
     assert "matching pairs: 3 of 3" in capfd.readouterr().err
     (tmp_path / "no.h5").write_text("text")
-    assert collect(folder, tmp_path / "x", "--features", tmp_path / "no.h5", "--exhaustive") == 2
+    assert matched(tmp_path / "x", "--features", tmp_path / "no.h5", "--exhaustive", *nearest) == 2
     assert "not a readable HDF5" in capfd.readouterr().err
-    assert collect(folder, tmp_path / "x", *with_features, "--preset", "hybrid", "--exhaustive") == 3
+    assert matched(tmp_path / "x", *with_features, "--preset", "hybrid", "--exhaustive") == 3
     with Store.open(tmp_path / "x") as store:
         assert "hybrid needs every keypoint's scale" in store.images()[1].reason
 

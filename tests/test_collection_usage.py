@@ -23,7 +23,11 @@ NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
 def test_a_run_without_any_pair_is_an_error(tmp_path, capfd):
     photos(tmp_path / "photos", 3)
     for name, text, printed in (
-        ("list.csv", "view 00.png,view 01.png\n", "list.csv names no pair of these images: it needs two names"),
+        (
+            "list.csv",
+            "view 00.png,view 01.png\n",
+            "list.csv names no pair of these images: it needs two",
+        ),
         ("empty.txt", "", "names no pair"),
     ):
         (tmp_path / name).write_text(text)

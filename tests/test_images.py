@@ -538,7 +538,7 @@ def test_array_layouts_agree(noise):
     ],
 )
 def test_arrays_that_are_no_images(array):
-    with pytest.raises(UsageError, match=r"accepted: grey \(H, W\), RGB"):
+    with pytest.raises(UsageError, match=r"accepted: one image, grey \(H, W\), RGB"):
         image_from_array(array)
 
 

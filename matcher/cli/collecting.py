@@ -134,6 +134,22 @@ def enter_images(opened: Collection, images: Path, **how: Any) -> None:
         say(f"left out because their names cannot be stored: {_count(len(changes.unusable), 'file')}: {some}")
 
 
+def is_run(source: Path) -> bool:
+    """Whether a folder holds a store rather than photos."""
+    from matcher.collection.schema import DATABASE
+
+    return (source / DATABASE).is_file()
+
+
+def apart_from(out: Path, run: Path) -> Path:
+    """The folder of a run; `UsageError` where it is that of the model."""
+    from matcher.errors import UsageError
+
+    if run.resolve() == out.resolve():
+        raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
+    return run
+
+
 def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, int], **how: bool) -> int:
     """Add pairs, match all that are waiting, and print a summary.
 

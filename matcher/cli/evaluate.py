@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matcher.lab.pairs.protocols import PairSet
 
 _SUFFIXES = (".md", ".json")
+LEVELS = "1,2,3,4"
 
 Where = Annotated[
     str,
@@ -100,7 +101,7 @@ def evaluate(
     second_pass: options.SecondPass = None,
     no_refine: options.NoRefine = False,
     pairs: Pairs = None,
-    levels: Levels = "1,2,3,4",
+    levels: Levels = LEVELS,
     seed: Seed = 0,
     estimator_seeds: EstimatorSeeds = 3,
     images: Images = None,
@@ -126,9 +127,8 @@ def evaluate(
     """
     options.limit_threads(threads)
     from matcher.lab.evaluate.methods import MethodOptions, build_methods
-    from matcher.lab.pairs.sets import SetOptions, find_sets
 
-    sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
+    sets = _sets(where, pairs, levels, seed, images)
     _check_and_say(where, sets, output, overwrite, calibration)
     own = {"max_keypoints": max_keypoints, "resize": resize, "second_pass": second_pass}
     own |= {"engine": engine, "device": device} | ({"refine": False} if no_refine else {})
@@ -200,6 +200,19 @@ def _compared(
             )
     front_end = front_ends[0] if front_ends and front_ends[0] != "shipped" else None
     return compared_methods(compare, presets[0], weights[0] if weights else None, front_end, shared)
+
+
+def _sets(where: str, pairs: int | None, levels: str, seed: int, images: Path | None) -> list[PairSet]:
+    """What is measured; refuses options of other sets."""
+    from matcher.lab.pairs.sets import SetOptions, find_sets
+
+    sets = find_sets(where, SetOptions(pairs, _levels(levels), seed, images))
+    names = {pair_set.name for pair_set in sets}
+    if levels != LEVELS and "synthetic" not in names:
+        raise typer.BadParameter(f"{where} has no synthetic pairs, so --levels has no effect; leave it out")
+    if images is not None and (not Path(where).exists() or "synthetic" in names):
+        raise typer.BadParameter(f"{where} is no list of pairs, so --images has no effect; leave it out")
+    return sets
 
 
 def _levels(text: str) -> tuple[int, ...]:

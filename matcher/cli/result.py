@@ -37,7 +37,11 @@ def check_each(
     outputs: Iterable[tuple[Path, Sequence[str]]], inputs: Sequence[Path | None], *, overwrite: bool = False
 ) -> None:
     """As `check_outputs`, for any outputs, each with the suffixes that it may have."""
+    written: set[Path] = set()
     for path, suffixes in outputs:
+        if path.resolve() in written:
+            raise UsageError(f"{path} is the file of two outputs; name another one for each")
+        written.add(path.resolve())
         for taken in inputs:
             if taken is not None and path.exists() and taken.exists() and path.samefile(taken):
                 raise UsageError(f"{path} is an input; name another file for the output")

@@ -88,7 +88,7 @@ def in_options(text: str, options: dict[str, str]) -> str:
     """
     for name, option in options.items():
         start = rf"(?<![\w./-]){name}"
-        text = re.sub(rf"{start}=True\b", option, text)
+        text = re.sub(rf"{start}={not option.startswith('--no-')}\b", option, text)
         text = re.sub(rf"{start}='?([^\s;:)']+)'?", rf"{option} \g<1>", text)
         if re.search(r"[_\d]", name):
             text = re.sub(rf"{start}(?![\w./-])", option, text)

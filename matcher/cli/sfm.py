@@ -22,11 +22,12 @@ from matcher.cli.collecting import (
     Similar,
     Tiles,
     WorkerCount,
+    apart_from,
     choose_pairs,
     enter_images,
     further_pairs,
+    is_run,
     match_pairs,
-    suggestion,
     with_tiles,
 )
 from matcher.cli.exits import PARTIAL
@@ -34,6 +35,7 @@ from matcher.cli.export import CameraModel, Cameras, GivenCamera, GivenRig, came
 from matcher.cli.growing import Continued, Poses, add_photos
 from matcher.cli.messages import show
 from matcher.cli.reconstructed import resized_scale, summary_lines
+from matcher.cli.sfm_preview import preview_photos
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,10 +150,10 @@ def _from_photos(
     dry_run: bool,
 ) -> int:
     """Match photos and reconstruct, or print what would be done; `how`: as of `Collection.add_images`."""
-    run = run or out.with_name(f"{out.name}-run")
+    run = apart_from(out, run or out.with_name(f"{out.name}-run"))
     found = _find_photos(photos, how, mapping["choice"])
     if dry_run:
-        return _preview_photos(found, run, out, wanted)
+        return preview_photos(found, run, out, wanted, LIMITS)
     matched, opened = _match(photos, run, given, wanted, workers, how)
     return max(matched, _reconstruct(run, out, found.names()[0], mapping, opened))
 
@@ -245,7 +247,9 @@ def _match(
 
     preset, sizes = given["preset"], {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
     defaults = {name: sizes[name] for name in sizes if "tiles" not in given and takes(preset, name)}
-    if preset in PRESETS:
+    if how["features"] is not None:
+        defaults.pop("max_keypoints", None)
+    elif preset in PRESETS:
         extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
         defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
     opened = Collection.open(run, workers=workers, **(defaults | given))
@@ -294,27 +298,3 @@ def _reconstruct(
         for line in summary_lines(made, resized_scale(store)):
             show(line)
     return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0
-
-
-def _preview_photos(source: FeatureSource, run: Path, out: Path, wanted: dict[str, Any]) -> int:
-    """Print what would be matched and reconstructed."""
-    from matcher.collection.pair_choice import default_choice
-    from matcher.collection.sources import check_masks
-
-    names, _ = source.names()
-    masked = check_masks(source)
-    show(f"images: {len(names)}" + ("" if masked is None else f", {masked} with a mask"))
-    if wanted:
-        ((method, value),) = wanted.items()
-        show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
-    else:
-        show(f"pairs: {suggestion(default_choice(len(names), **LIMITS), len(names))}")
-    show(f"would {'continue' if is_run(run) else 'create'} {run}, then create {out}")
-    return 0
-
-
-def is_run(source: Path) -> bool:
-    """Whether a folder holds a store rather than photos."""
-    from matcher.collection.schema import DATABASE
-
-    return (source / DATABASE).is_file()

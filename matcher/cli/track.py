@@ -132,7 +132,7 @@ def track(
     if is_unfinished(source, map_dir):
         return finish_map(map_dir, asked)
     pinhole = options.parse_camera(camera, "--camera")
-    truth = _check(output or [], plot, ground_truth, pinhole, right, baseline, overwrite)
+    truth = _check(output or [], plot, ground_truth, pinhole, right, baseline, epipolar_window, overwrite)
     keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budget_ms=budget_ms, overwrite=overwrite)
     frames_in = open_frames(source, right, rate, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
@@ -153,6 +153,7 @@ def _check(
     camera: Camera | None,
     right: Path | None,
     baseline: float | None,
+    epipolar_window: float | None,
     overwrite: bool,
 ) -> tuple[Any, Any] | None:
     """The true poses; refuses, before any work, outputs that cannot be written and options without others."""
@@ -166,6 +167,8 @@ def _check(
         from matcher.sequence.plot import PLOT_SUFFIXES
 
         check_output(plot, PLOT_SUFFIXES, overwrite=overwrite)
+    if epipolar_window is not None and right is None:
+        raise UsageError("--epipolar-window is of rectified pairs: give --right and --baseline, too")
     if (right is None) != (baseline is None):
         raise UsageError(
             "--right and --baseline must be given together: rectified pairs and the cameras' distance"

@@ -50,6 +50,8 @@ def build(setup: Setup) -> Pipeline:
             that needs cameras without any; tiles beside features of a file or a size.
         IntegrityError: weights that are absent or damaged.
     """
+    if not setup.source.uses_front_end and setup.config is None:
+        _refuse_for_features(setup.options)
     pipeline = _whole(setup)
     if setup.tiles is None:
         return pipeline
@@ -58,6 +60,19 @@ def build(setup: Setup) -> Pipeline:
     if setup.config is None and "resize" in setup.options:
         raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
     return by_tiles(pipeline, setup.tiles)
+
+
+def _refuse_for_features(options: Mapping[str, Any]) -> None:
+    """`UsageError` for an option of a front end, which does not run where features come from a file."""
+    useless = [name for name in _OF_FRONT_ENDS if options.get(name) is not None]
+    useless += [f"{name}=False" for name in ("upright", "alpha_mask") if options.get(name) is False]
+    if useless:
+        raise UsageError(
+            f"the features of a file are taken as they are, so {useless[0]} has no effect; leave it out"
+        )
+
+
+_OF_FRONT_ENDS = ("max_keypoints", "keep", "frontend", "variant", "frontend_weights", "max_pixels")
 
 
 def _whole(setup: Setup) -> Pipeline:

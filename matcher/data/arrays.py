@@ -10,7 +10,10 @@ import numpy as np
 from matcher.data.tensors import is_tensor, to_numpy
 from matcher.errors import UsageError
 
-ACCEPTED = "grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4) of uint8, uint16, bool or float in [0, 1]"
+ACCEPTED = (
+    "one image, grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4), as a tensor also (1, H, W) or (3, H, W), of "
+    "uint8, uint16, bool or float in [0, 1]"
+)
 
 
 def as_array(image: Any) -> np.ndarray:

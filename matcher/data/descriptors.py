@@ -9,6 +9,7 @@ from matcher.config import GRID_KIND
 SIFT_DIM = 128
 # Front ends whose descriptors have any length; those of all others have norm 1.
 UNNORMALISED = ("dedodeb", "dedodeg", GRID_KIND)
+JOINED = "joined"  # kind of the features of several front ends
 _RAW_NORM = 2.0  # RootSIFT has norm 1, OpenCV's SIFT about 512
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from matcher.data.decoding import decode
 from matcher.data.probe import PathLike, as_path
+from matcher.data.tensors import is_tensor, to_numpy
 from matcher.errors import UsageError
 
 
@@ -65,20 +67,23 @@ def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:
 
 
 def combined(
-    opaque: np.ndarray | None, mask: PathLike | np.ndarray | None, shape: tuple[int, int], max_pixels: int
+    opaque: np.ndarray | None,
+    mask: PathLike | np.ndarray | Any | None,
+    shape: tuple[int, int],
+    max_pixels: int,
 ) -> np.ndarray | None:
     """(H, W) bool: where the image is opaque and the caller's mask keeps it; None = everywhere.
 
     Raises:
         ImageError: the mask's file cannot be read.
-        UsageError: the mask is of another size than the stored image, of shape (H, W).
+        UsageError: the mask is none, or of another size than the stored image, of shape (H, W).
     """
     if mask is None:
         return opaque
-    if isinstance(mask, np.ndarray):
-        name, keep = "the mask", mask != 0
-    else:
+    if isinstance(mask, (str, os.PathLike)):
         name, keep = str(mask), read_mask(mask, max_pixels)
+    else:
+        name, keep = "the mask", _in_memory(mask)
     if keep.shape != shape:
         found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
         raise UsageError(
@@ -86,3 +91,14 @@ def combined(
             "a mask has the size of the image as stored, before EXIF orientation and resize"
         )
     return keep if opaque is None else keep & opaque
+
+
+def _in_memory(mask: Any) -> np.ndarray:
+    """(H, W) bool of an array, a PIL image or a torch tensor."""
+    if hasattr(mask, "convert"):  # a PIL image
+        mask = mask.convert("L")
+    array = to_numpy(mask) if is_tensor(mask) else np.asarray(mask)
+    if array.dtype.kind not in "biuf":
+        kind = type(mask).__name__
+        raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
+    return array != 0

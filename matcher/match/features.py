@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matcher.config import NetworkConfig
-from matcher.data.descriptors import UNNORMALISED, is_raw_sift, typical_norm
+from matcher.data.descriptors import JOINED, UNNORMALISED, is_raw_sift, typical_norm
 from matcher.data.features import RAW_SIFT, Features
 from matcher.data.tensors import to_numpy
 from matcher.errors import UsageError
@@ -33,6 +33,11 @@ def check_features(config: NetworkConfig, features: Features, *, norms: bool = T
     size = features.descriptors.shape[-1]
     if features.keypoints.ndim != 3:
         raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
+    if features.kind == JOINED:
+        raise UsageError(
+            "these are the joined features of several passes, which cannot be matched again; take those of "
+            "`Pipeline.extract`"
+        )
     if features.kind not in ("any", config.kind):
         raise UsageError(
             f"this matcher takes {config.kind} features, not {features.kind}; load a preset for "

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from matcher.data.descriptors import JOINED
 from matcher.data.features import Features
 from matcher.data.matches import Matches
 from matcher.data.tensors import to_numpy
 from matcher.passes.crops import PassMatches
-
-JOINED = "joined"  # kind of features from several front ends
 
 
 def joined_matches(passes: Sequence[PassMatches], radius: tuple[float, float]) -> list[np.ndarray]:

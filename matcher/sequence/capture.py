@@ -186,7 +186,7 @@ def _camera(number: int) -> FrameSource:
     absent = sys.platform == "linux" and not Path(f"/dev/video{number}").exists()
     capture = None if absent else cv2.VideoCapture(number)
     if capture is None or not capture.isOpened():
-        raise ImageError(f"camera {number} is not there or is in use; connect it, or try another number")
+        raise ImageError(f"no live camera {number}, or it is in use; connect it, or try another number")
     source = FrameSource(f"camera {number}", None, lambda: iter(()))
 
     def shots() -> Iterator[SourceFrame]:

@@ -20,7 +20,7 @@ from typing import Literal, Unpack
 import numpy as np
 
 from matcher.collection.exporting.output import check_folder
-from matcher.data.camera import Camera
+from matcher.data.camera import Camera, as_camera
 from matcher.data.images import ImageInput, read_input
 from matcher.errors import MatcherError, UsageError
 from matcher.files import write_whole
@@ -78,7 +78,7 @@ class KeyframeMap:
 
         Args:
             folder: of the map; it must not exist, or be empty.
-            camera: of the frames, which have one size; it is kept as it is.
+            camera: of the frames (or fx, fy, cx, cy, or K (3, 3)), which have one size; it is kept as it is.
             preset, options: of the map's features, as of `Collection.open`; photos are localised with them.
             loops: when they are looked for: at the "end", or after every few keyframes, in the "background"
                 (in a process that computes only while a core is free; a `Tracker` leaves it one, unless
@@ -90,6 +90,7 @@ class KeyframeMap:
         Raises:
             UsageError: a folder or a timing that cannot be used.
         """
+        camera = as_camera(camera)
         self.folder, self.camera = Path(folder), camera
         if loops not in LOOP_TIMINGS:
             raise UsageError(f"loops must be {', '.join(LOOP_TIMINGS)}, not {loops!r}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from matcher.budget.choice import Choice
-from matcher.data.camera import Camera
+from matcher.data.camera import Camera, as_camera
 from matcher.data.features import Features
 from matcher.data.image import Image
 from matcher.data.matches import Matches
@@ -71,9 +71,9 @@ class Tracker(TrackerMaps):
         Args:
             preset: a name in `PRESETS`, or a pipeline, whose estimator and thresholds verify the links (of
                 geometry "fundamental").
-            camera: a pinhole camera for frames of `camera.size` or, where that is None, of the first frame's
-                size; it is rescaled for frames of another size (`FrameResult.camera`). Without it there are
-                no poses.
+            camera: a pinhole camera, fx, fy, cx, cy or K (3, 3), for frames of `camera.size` or, where that
+                is None, of the first frame's size; it is rescaled for frames of another size
+                (`FrameResult.camera`). Without it there are no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
             budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer.
@@ -93,14 +93,14 @@ class Tracker(TrackerMaps):
         check_settings(baseline, budget_ms, window, epipolar_window)
         pipeline = tracking_pipeline(preset, options)
         self._frames = FrameExtractor(pipeline, budget_ms)
-        self.camera, self.baseline, self.budget_ms = camera, baseline, budget_ms
+        self.camera = camera = None if camera is None else as_camera(camera)
+        self.baseline, self.budget_ms = baseline, budget_ms
         self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
         estimation = pipeline.config.estimation
         linker = Linker(link_estimator(pipeline.estimator), estimation.max_epipolar_error, guided)
         poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
-        self._map = LocalMap(
-            linker, poses, window, rule, baseline, KeyframeRefinement(pipeline.config.refine)
-        )
+        refinement = KeyframeRefinement(pipeline.config.refine)
+        self._map = LocalMap(linker, poses, window, rule, baseline, refinement)
         self._count, self._watch, self.keyframe_map = 0, StageTimes(), keyframe_map
 
     @property
