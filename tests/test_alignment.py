@@ -114,6 +114,13 @@ def test_the_aligned_image_is_the_other_one(pair):
         found.image("sideways")
 
 
+def test_each_output_is_a_file_of_its_own(pair, capfd):
+    (a, b), *_ = pair
+    drawing = a.with_name("d.png")
+    assert run("align", a, b, "--output", drawing, "--difference", a.parent / "." / "d.png") == 2
+    assert "d.png is the file of two outputs" in capfd.readouterr().err and not drawing.exists()
+
+
 def test_orientations_of_both_files_are_respected(pair, tmp_path):
     (_, b), pixels, moved = pair
     turned = tmp_path / "turned.png"

@@ -293,6 +293,8 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (["{broken}", "--preset", "nearest"], 3, "no pair could be read"),
         (["{photos}", "--levels", "1,9", "--preset", "nearest"], 2, "levels"),
         (["{photos}", "--levels", "easy", "--preset", "nearest"], 2, "--levels"),
+        (["{photos}", "--images", "{photos}"], 2, "so --images has no effect"),
+        (["{graf}", "--levels", "1"], 2, "so --levels has no effect"),
         (["{photos}", "--pairs", "0", "--preset", "nearest"], 2, "at least 1"),
         (["{photos}", "--preset", "nosuch"], 2, "unknown preset"),
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
@@ -306,6 +308,11 @@ def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, 
     (places["broken"] / "a.jpg").write_bytes(b"no picture")
     places["text"] = places["folder_of_text"] / "text.txt"
     places["text"].write_text("some words\n")
+    places["graf"] = tmp_path / "graf"
+    places["graf"].mkdir()
+    (places["graf"] / "H1to2p").write_text("1 0 0\n0 1 0\n0 0 1\n")
+    for number in (1, 2):
+        PIL.Image.new("L", (40, 30)).save(places["graf"] / f"img{number}.png")
     given = [argument.format(photos=photos, **places) for argument in arguments]
     assert run("evaluate", *given) == code
     err = capsys.readouterr().err

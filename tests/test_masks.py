@@ -5,6 +5,7 @@ import json
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
 import matcher
 from matcher.cli import main
@@ -62,6 +63,23 @@ def test_pairs_take_masks(files, small_weights):
     pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=200)
     result = write_report(pipeline, *images_of(files), files / "why.html", **masks_of(files))
     assert is_kept(result.features0.keypoints) and is_kept(result.features1.keypoints)
+
+
+def test_masks_are_taken_in_every_form(files):
+    pipeline, image = matcher.load("nearest", max_keypoints=200), images_of(files)[0]
+    with PIL.Image.open(masks_of(files)["mask0"]) as mask:
+        array = np.asarray(mask)
+        for given in (
+            mask,
+            mask.convert("1"),
+            array,
+            array > 0,
+            array / 255.0,
+            torch.from_numpy(array.copy()),
+        ):
+            assert is_kept(pipeline.extract(image, given).keypoints)
+    with pytest.raises(matcher.UsageError, match=r"a mask is a path, an array, .*, not dict"):
+        pipeline.extract(image, {"mask": array})
 
 
 def test_sequences_take_a_folder_of_masks_or_one_mask(files):

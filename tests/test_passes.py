@@ -1,5 +1,7 @@
 """Further passes: when they are run, what they look at, and how their matches are joined."""
 
+import copy
+import pickle
 import tracemalloc
 from dataclasses import replace
 
@@ -373,3 +375,20 @@ def test_images_read_before_keep_their_pixels(photo):
     result = pipeline.match(image, blank)
     assert len(result.matches) == 0 and result.passes == ()
     assert isinstance(result.features0.keypoints, torch.Tensor)
+
+
+def test_the_other_preset_has_the_options_that_were_given(views, shipped_weights):
+    """Its matches were those of its own threshold, so that `match_threshold=1` gave hundreds."""
+    pipeline = matcher.load(max_keypoints=128, match_threshold=0.9, early_exit=False, precision="float32")
+    policy = pipeline.passes.other().matcher.model.config.policy
+    assert (policy.match_threshold, policy.early_exit) == (0.9, False)
+    assert len(matcher.load(max_keypoints=128, match_threshold=1.0).match(*views).matches) == 0
+
+
+def test_a_pipeline_with_further_passes_can_be_pickled(views, shipped_weights):
+    pipeline = matcher.load(max_keypoints=128, precision="float32")
+    first = pipeline.match(*views)
+    pipeline.passes.other()  # what is loaded is not pickled, too
+    for again in (pickle.loads(pickle.dumps(pipeline)), copy.deepcopy(pipeline)):
+        assert np.array_equal(again.match(*views).matches.indices, first.matches.indices)
+        assert again.passes.other().matcher is not pipeline.passes.other().matcher

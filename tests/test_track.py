@@ -197,6 +197,7 @@ def test_what_is_no_video_and_a_camera_that_is_not_there(tmp_path, capfd):
     [
         (["--right", "."], "--baseline"),
         (["--baseline", "0.5"], "--right"),
+        (["--epipolar-window", "2"], "--epipolar-window is of rectified pairs"),
         (["--ground-truth", "poses.txt"], "--camera"),
         (["--plot", "t.png"], "--camera"),
         (["--output", "t.tum"], "--camera"),

@@ -145,6 +145,14 @@ def test_a_camera_that_says_its_size_is_rescaled_to_the_frames():
     assert drive(make_tracker(world, camera=other), world, [0])[0].pose_status == "other_size"
 
 
+def test_a_camera_is_taken_in_every_form():
+    numbers = (500.0, 500.0, 319.5, 239.5)
+    for camera in (numbers, Camera(*numbers).K):
+        assert matcher.Tracker("nearest", camera).camera == Camera(*numbers)
+    with pytest.raises(matcher.UsageError, match="camera"):
+        matcher.Tracker("nearest", (500.0, 500.0))
+
+
 def test_the_pose_of_a_result_is_a_copy():
     world = World()
     changed, untouched = (make_tracker(world, camera=CAMERA, baseline=BASELINE) for _ in range(2))
