@@ -6,6 +6,7 @@ import re
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 from random_front_end import build
 
