@@ -163,7 +163,7 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
         The exit code.
 
     Raises:
-        UsageError: pairs were chosen, there is none, and the run holds none.
+        UsageError: the run holds no pair, and a list names none or there is one image.
     """
     with stage_progress() as update:
         _enter_pairs(opened, choice or _suggested(opened, limits), update)
@@ -235,7 +235,7 @@ def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Callable[[S
 
 
 def _refuse_nothing(opened: Collection, choice: dict[str, Any]) -> None:
-    """`UsageError` where a run has no pair; one of a part of the pairs may have none."""
+    """`UsageError` where a run has no pair and a list names none; a part of the pairs may have none."""
     from matcher.collection.store import Store
     from matcher.errors import UsageError
 
@@ -249,7 +249,6 @@ def _refuse_nothing(opened: Collection, choice: dict[str, Any]) -> None:
         raise UsageError(
             f"{choice['file']} names no pair of these images: it needs two names a line, separated by a space"
         )
-    raise UsageError("no two images were chosen as a pair; choose them in another way, such as --exhaustive")
 
 
 def show_status(run: Path, *, check: bool = False, tracks: bool = False) -> int:

@@ -35,7 +35,6 @@ from matcher.cli.export import CameraModel, Cameras, GivenCamera, GivenRig, came
 from matcher.cli.growing import Continued, Poses, add_photos
 from matcher.cli.messages import show
 from matcher.cli.reconstructed import resized_scale, summary_lines
-from matcher.cli.sfm_preview import preview_photos
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,6 +152,8 @@ def _from_photos(
     run = apart_from(out, run or out.with_name(f"{out.name}-run"))
     found = _find_photos(photos, how, mapping["choice"])
     if dry_run:
+        from matcher.cli.sfm_preview import preview_photos
+
         return preview_photos(found, run, out, wanted, LIMITS)
     matched, opened = _match(photos, run, given, wanted, workers, how)
     return max(matched, _reconstruct(run, out, found.names()[0], mapping, opened))

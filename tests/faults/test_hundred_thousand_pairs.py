@@ -44,7 +44,7 @@ def stop(process: int, held: list) -> None:
 @pytest.mark.parametrize(
     ("preset", "seconds"),
     [
-        pytest.param("nearest", (3, 20), id="every-few-seconds"),  # three minutes of work
+        pytest.param("nearest", (1.5, 6), id="every-few-seconds"),  # a half to three minutes of work
         pytest.param("hybrid-learned", (10, 40), id="every-half-minute"),  # five minutes of work and more
     ],
 )

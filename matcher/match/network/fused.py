@@ -28,8 +28,8 @@ from matcher.match.network.packed import Layout, attend, scaled_queries
 
 
 def _exact(parameter: Tensor) -> Tensor:
-    """float64, on the CPU: Metal has none."""
-    return parameter.cpu().double()
+    """float64; on the CPU if it is on Metal, which has none."""
+    return (parameter.cpu() if parameter.device.type == "mps" else parameter).double()
 
 
 class FusedFeedForward(nn.Module):
