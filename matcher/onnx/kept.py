@@ -53,8 +53,10 @@ def _path(identity: Sequence[str]) -> Path | None:
 
 @cache
 def _sources() -> str:
-    """A checksum of what writes the graphs."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(architecture.__file__)]
+    """A checksum of what writes the graphs, and of the rules and numbers that they take from elsewhere."""
+    package, files = Path(__file__).parent.parent, [Path(architecture.__file__)]
+    for name in ("onnx", "match", "data", "refine", "extract"):
+        files += sorted((package / name).glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

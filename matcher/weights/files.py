@@ -120,7 +120,9 @@ def fill_front_end(network: nn.Module, kind: str, path: str | Path | None) -> No
     Raises:
         IntegrityError: the file is absent, damaged, of another front end, or its tensors do not fit.
     """
-    remedy = f"get it by `matcher weights fetch {kind}`, or convert a file by `matcher weights import`"
+    remedy = "give a file that `matcher train` wrote, or leave it out for the shipped one"
+    if kind != "learned":
+        remedy = f"get it by `matcher weights fetch {kind}`, or convert a file by `matcher weights import`"
     if path is None:
         raise IntegrityError(
             f"the front end {kind} needs trained parameters, given as frontend_weights: {remedy}"

@@ -222,7 +222,7 @@ def _read_array(file: BinaryIO) -> np.ndarray:
     """One `.npy`; object arrays go through the restricted unpickler."""
     version = np.lib.format.read_magic(file)
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = reader(file)
+    shape, by_columns, dtype = reader(file)
     if dtype.hasobject:
         return _ArraysOnly(file, encoding="latin1").load()
-    return np.frombuffer(file.read(), dtype=dtype).reshape(shape)
+    return np.frombuffer(file.read(), dtype=dtype).reshape(shape, order="F" if by_columns else "C")

@@ -12,6 +12,7 @@ there is one, lists pairs [i, j, overlap]; otherwise all pairs of a group are us
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import OrderedDict
@@ -60,6 +61,17 @@ class StoredSet:
     def scene(self) -> str:
         """The scene: sets of one scene are named after it and a number, as `castle_7` or `castle-1`."""
         return re.sub(r"[-_]\d+$", "", self.name)
+
+
+def views_digest(root: Path | None) -> str:
+    """A short hash of what the sets below a folder hold, to check whether pairs were made of these views."""
+    if root is None:
+        return str(None)
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("cameras.json")):
+        found.update(f"{path.relative_to(root)}\n".encode(errors="surrogateescape"))
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def find_sets(root: Path) -> list[StoredSet]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matcher.config_tables import to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import is_ours, write_whole
+from matcher.lab.pairs.textures import photos_digest
 from matcher.lab.train.recipe import Recipe, fingerprint
 
+HELD_OUT = "held_out"  # in recipe.json: a digest of the photos that are validated on
 
-def claim_folder(folder: Path, recipe: Recipe) -> None:
-    """Make the folder of a run, or check that it belongs to this recipe.
+
+def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path] = ()) -> None:
+    """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos.
 
     Raises:
-        UsageError: it is another recipe's, it holds files but no run, or it cannot be made.
+        UsageError: it is another recipe's, other photos are held out, it holds files but no run, or it cannot
+            be made.
         IntegrityError: its recipe.json is damaged or was changed.
     """
     note = folder / "recipe.json"
@@ -25,10 +30,11 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
         if not note.exists():
             _refuse_files(folder)
             values = {"fingerprint": fingerprint(recipe), "recipe": to_dict(recipe)}
+            values |= {HELD_OUT: photos_digest(held_out)} if held_out else {}
             write_whole(note, json.dumps(values, indent=1).encode())
             return
         stored = json.loads(note.read_text(encoding="utf-8"))
-        owner, values = stored["fingerprint"], stored["recipe"]
+        owner, values, photos = stored["fingerprint"], stored["recipe"], stored.get(HELD_OUT)
     except UsageError:  # a ValueError, too
         raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -46,6 +52,11 @@ def claim_folder(folder: Path, recipe: Recipe) -> None:
             )
         raise UsageError(
             f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
+        )
+    if held_out and photos not in (None, photos_digest(held_out)):
+        raise UsageError(
+            f"{folder} holds a run that is validated on other photos, some of which would be trained on now: "
+            "give the photos as they were, or another --run"
         )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from matcher.lab.pairs.dense import HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE, PairSource, transfer
 from matcher.lab.pairs.sources import build_mixture
+from matcher.lab.pairs.stored import views_digest
 from matcher.lab.pairs.textures import PhotoSet, photos_digest
 from matcher.lab.train.cache_folder import CacheFolder
 from matcher.lab.train.recipe import Recipe, fingerprint
@@ -80,7 +81,7 @@ class PairCache(CacheFolder):
     ) -> None:
         self.recipe, self.rendered, self.real = recipe, rendered, real
         self.wanted = recipe.sources.pairs
-        made_of = "|".join((photos_digest(photos), str(rendered), str(real)))
+        made_of = "|".join((photos_digest(photos), views_digest(rendered), views_digest(real)))
         made_of = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         suffix = front_end_suffix(recipe)
         shape = fingerprint(replace(recipe.sources, pairs=0, share=0.0))

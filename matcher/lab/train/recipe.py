@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from matcher.config import NetworkConfig
 from matcher.config_tables import to_dict
@@ -141,22 +142,41 @@ class Recipe:
                 "pair.match_distance: 0 to unmatched_distance",
             ),
             *self._pruning_rules(),
+            *self._source_rules(),
             *self._optimiser_rules(),
             (min(optimiser.steps, self.validate_every, self.save_every) >= 1, "steps: at least 1"),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]
 
+    def _source_rules(self) -> list[tuple[bool, str]]:
+        shares, used = self.sources.shares(), self.pairs_on_device or self.sources.share > 0
+        return [
+            (
+                min(shares.values()) >= 0 and (any(shares.values()) or not used),
+                "sources: shares of 0 or above, at least one above 0",
+            ),
+            (
+                used or not (shares["rendered"] or shares["real"]),
+                "sources.rendered, sources.real: only with sources.share or pairs_on_device",
+            ),
+        ]
+
     def _optimiser_rules(self) -> list[tuple[bool, str]]:
         optimiser = self.optimiser
+        counts = ("inner_layers", "sinkhorn_iterations", "warmup_steps", "confidence_steps")
+        weights = ("weight_decay", "matchability_weight", "mean_similarity_weight", "correspondence_weight")
         return [
-            (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
+            *training_rules(optimiser),
+            (self.pair.points_per_batch >= 2, "pair.points_per_batch: at least 2"),
+            (optimiser.unrolled_iterations >= 1, "optimiser.unrolled_iterations: at least 1"),
+            *((getattr(optimiser, key) >= 0, f"optimiser.{key}: 0 or above") for key in (*counts, *weights)),
+            (bool(self.start) or not optimiser.start_share, "optimiser.start_share: only with start"),
             (optimiser.muon_rate >= 0, "optimiser.muon_rate: 0 or above"),
             (
                 0 <= optimiser.frozen_layers < self.network.context.depth,
                 "optimiser.frozen_layers: from 0 to the last but one of network.context.depth layers",
             ),
             (bool(self.start) or not optimiser.frozen_layers, "optimiser.frozen_layers: only with start"),
-            (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
         ]
 
     def _pruning_rules(self) -> list[tuple[bool, str]]:
@@ -187,7 +207,6 @@ class Recipe:
                 not any(side % 16 for side in sides) and min(sides) >= 64,
                 "sources.width, sources.height: multiples of 16, at least 64, where pairs_on_device",
             ),
-            (any(sources.shares().values()), "sources: at least one share must be above 0"),
             *((not value, f"{key}: 0 where pairs_on_device") for key, value in nothing.items()),
         ]
 
@@ -205,6 +224,15 @@ class Recipe:
                 "start_layers: rising numbers from 0",
             ),
         ]
+
+
+def training_rules(optimiser: Any) -> list[tuple[bool, str]]:
+    """Of the optimiser of any recipe."""
+    return [
+        (0 < optimiser.learning_rate < math.inf, "optimiser.learning_rate: above 0"),
+        (optimiser.gradient_clip > 0, "optimiser.gradient_clip: above 0"),
+        (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
+    ]
 
 
 def sound_shares(kept: tuple[float, ...]) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def train(
     check_recipe(recipe)
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
-    claim_folder(options.folder, recipe)
+    claim_folder(options.folder, recipe, held_out)
     keep_memory()
     trainer = Trainer(recipe, torch.device(options.device))
     if recipe.start_front_end and not (options.folder / "checkpoint.pt").exists():
@@ -130,19 +131,28 @@ def _training_pairs(
         views = load_views(used, options.stored_folders(recipe.sources.shares()), device, log)
         yield TrainingPairs(DeviceSampler(views, recipe, device), 1)
         return
-    with _views(recipe, photos, options, log, stopped) as (workers, pairs):
-        yield _cached_pairs(workers, pairs, recipe, options.device)
+    if recipe.sources.share:
+        options.stored_folders(recipe.sources.shares())  # at once, not in a worker
+    with _views(recipe, photos, options, log, stopped) as (workers, others):
+        yield _cached_pairs(workers, others, recipe, options.device)
 
 
 def _cached_pairs(
-    workers: ViewWorkers, pairs: PairCache | None, recipe: Recipe, device: str
+    workers: ViewWorkers, others: ViewWorkers | None, recipe: Recipe, device: str
 ) -> TrainingPairs:
-    if pairs is None:
+    if others is None:
         sampler = PairSampler(workers.cache, recipe.pair, recipe.seed)
     else:
-        sampler = MixedSampler(workers.cache, pairs, recipe, recipe.seed)
+        sampler = MixedSampler(workers.cache, others.cache, recipe, recipe.seed)
     readers = CUDA_READERS if device == "cuda" else 1
-    return TrainingPairs(sampler, readers, workers.log_unreadable)
+    return TrainingPairs(sampler, readers, partial(_report, (workers, others)))
+
+
+def _report(all_workers: Sequence[ViewWorkers | None]) -> None:
+    """Log what workers could not read; raises the error that ended one."""
+    for workers in all_workers:
+        if workers is not None:
+            workers.log_unreadable()
 
 
 @dataclass(frozen=True)
@@ -179,36 +189,36 @@ class SecondStage:
 @contextmanager
 def _views(
     recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log, stopped: Callable[[], bool]
-) -> Iterator[tuple[ViewWorkers, PairCache | None]]:
+) -> Iterator[tuple[ViewWorkers, ViewWorkers | None]]:
     """Workers that fill the caches of scenes and of other pairs; entered with enough scenes to begin."""
     cache = ViewCache(options.views_folder, recipe, photos)
     with ExitStack() as stack:
         workers = stack.enter_context(ViewWorkers(cache, photos, options.view_workers, log))
-        pairs = _pair_cache(stack, recipe, photos, options, log)
+        others = _pair_workers(stack, recipe, photos, options, log)
         enough = min(ENOUGH_SCENES, workers.wanted)
         while len(cache.ready()) < enough:
             working = workers.alive()
-            workers.log_unreadable()
+            _report((workers, others))
             if not working and len(cache.ready()) < enough:
                 raise UsageError(f"{options.photos}: the photos gave no views to train on")
             if stopped():
                 raise Stopped
             time.sleep(0.2)
         log(f"{len(cache.ready())} of {workers.wanted} scenes ready in {cache.folder}")
-        yield workers, pairs
+        yield workers, others
 
 
-def _pair_cache(
+def _pair_workers(
     stack: ExitStack, recipe: Recipe, photos: Sequence[Path], options: RunOptions, log: Log
-) -> PairCache | None:
-    """Pairs of other sources, with a worker that makes missing ones while `stack` is open."""
+) -> ViewWorkers | None:
+    """A worker that makes missing pairs of other sources while `stack` is open."""
     if not recipe.sources.share:
         return None
     root = options.views_folder
     cache = PairCache(root, recipe, photos, options.rendered, options.real)
-    stack.enter_context(ViewWorkers(cache, photos, 1, log))
+    workers = stack.enter_context(ViewWorkers(cache, photos, 1, log))
     log(f"{len(cache.ready())} of {cache.wanted} pairs ready in {cache.folder}")
-    return cache
+    return workers
 
 
 def _validation_pairs(

@@ -30,11 +30,11 @@ class Trainer(Stage[MatchingNetwork, PairBatch]):
             torch.manual_seed(recipe.seed)
             model = MatchingNetwork(recipe.network)
         self._projects = bool(recipe.start) and continue_from(model, recipe.start, recipe.start_layers)
-        frozen = recipe.optimiser.frozen_layers
-        if frozen and not self._projects:
+        frozen, share = recipe.optimiser.frozen_layers, recipe.optimiser.start_share
+        if (frozen or share) and not self._projects:
             raise UsageError(
-                "optimiser.frozen_layers: the start is of another kind of front end, whose projection is "
-                "learned anew; freeze no layers"
+                f"optimiser.{'frozen_layers' if frozen else 'start_share'}: the start is of another kind of "
+                "front end, whose projection is learned anew; leave it 0"
             )
         freeze(model, frozen)
         model.to(device)

@@ -11,6 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from matcher.errors import UsageError
 from matcher.lab.pairs.labelling.agreement import choose_pairs, keep_consistent_depth
 from matcher.lab.pairs.labelling.poses import MIN_IMAGES, PosedImage, estimate_poses
 from matcher.lab.pairs.labelling.stereo import choose_neighbours, sweep
@@ -36,11 +37,12 @@ def label_views(photos: Path, out: Path, work: Path, log: Log = print) -> list[P
         The folders of sets with at least one pair.
 
     Raises:
-        UsageError: no photos.
+        UsageError: no photos, or a folder of a set that is none.
         ImportError: pycolmap is not installed.
     """
     if (out / DONE).exists():
         return [folder for folder in sorted(out.parent.glob(f"{out.name}*")) if (folder / DONE).exists()]
+    _refuse_foreign(out)
     models = [model for model in estimate_poses(photos, work) if len(model) >= MIN_IMAGES]
     log(f"{out.name}: models of {[len(model) for model in models]} images")
     made = []
@@ -49,6 +51,12 @@ def label_views(photos: Path, out: Path, work: Path, log: Log = print) -> list[P
         if _label(model, folder, work / f"depth{number}", log):
             made.append(folder)
     return made
+
+
+def _refuse_foreign(out: Path) -> None:
+    """`UsageError` for a folder that is not ours to write: it may hold somebody's photos."""
+    if out.exists():
+        raise UsageError(f"{out} exists and is no finished set; name another folder for the sets")
 
 
 def _label(images: Sequence[PosedImage], out: Path, work: Path, log: Log) -> bool:
@@ -68,9 +76,12 @@ def _label(images: Sequence[PosedImage], out: Path, work: Path, log: Log) -> boo
     known = np.mean([(view.inverse_depth > 0).mean() for view in views])
     pairs = choose_pairs(views)
     log(f"{out.name}: {len(views)} images, depth known for {known:.0%}, {len(pairs)} consistent pairs")
-    shutil.rmtree(out, ignore_errors=True)
     if pairs:
-        _write(images, views, pairs, out)
+        _refuse_foreign(out)
+        part = out.with_name(f".{out.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        _write(images, views, pairs, part)
+        part.rename(out)
     return bool(pairs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 from matcher.extract.architecture import Architecture
 from matcher.lab.pairs.planes import SceneRecipe
 from matcher.lab.pairs.sources import SourceShares
-from matcher.lab.train.recipe import SHARES, sound_shares
+from matcher.lab.train.recipe import SHARES, sound_shares, training_rules
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,7 @@ class FrontEndRecipe:
                 min(self.validation_pairs, self.validation_points) >= 1,
                 "validation_pairs, validation_points: at least 1",
             ),
-            (optimiser.learning_rate > 0, "optimiser.learning_rate: above 0"),
-            (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
+            *training_rules(optimiser),
             *self._matcher_rules(),
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]

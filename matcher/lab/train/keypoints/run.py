@@ -54,7 +54,7 @@ def train_front_end(
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     if options.view_workers > 1:
         raise UsageError("a front end's pairs are made while it trains; leave out `--view-workers`")
-    claim_folder(options.folder, recipe)
+    claim_folder(options.folder, recipe, held_out)
     keep_memory()
     trainer = FrontEndTrainer(recipe, torch.device(options.device))
     validation = _validation_sampler(recipe, held_out)
