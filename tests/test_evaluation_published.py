@@ -11,6 +11,7 @@ import pytest
 import matcher
 from matcher.errors import UsageError
 from matcher.lab.evaluate.run import Method, evaluate
+from matcher.lab.pairs import published
 from matcher.lab.pairs.sets import SetOptions, find_sets
 from matcher.lab.pairs.synthetic import warp
 
@@ -178,3 +179,12 @@ def test_wxbs(tmp_path, picture, methods):
     (folder / "corrs.txt").write_text("1 2 3\n")
     with pytest.raises(UsageError, match="corrs"):
         find_sets(str(tmp_path), SetOptions())
+
+
+def test_arrays_stored_by_columns_are_read_as_they_are(rng):
+    values = rng.normal(size=(3, 2, 4))
+    for given in (values, np.asfortranarray(values)):
+        file = BytesIO()
+        np.save(file, given)
+        file.seek(0)
+        assert np.array_equal(published._read_array(file), values)

@@ -296,6 +296,13 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (["{photos}", "--levels", "easy", "--preset", "nearest"], 2, "--levels"),
         (["{photos}", "--images", "{photos}"], 2, "so --images has no effect"),
         (["{graf}", "--levels", "1"], 2, "so --levels has no effect"),
+        (["{photos}", "--preset", "nearest", "--weights", "w.safetensors"], 2, "--weights has no effect"),
+        (["{photos}", "--preset", "nearest", "--full-depth"], 2, "--full-depth has no effect"),
+        (
+            ["{photos}", "--preset", "hybrid", "--frontend-weights", "f"],
+            2,
+            "--frontend-weights has no effect",
+        ),
         (["{photos}", "--pairs", "0", "--preset", "nearest"], 2, "at least 1"),
         (["{photos}", "--preset", "nosuch"], 2, "unknown preset"),
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),

@@ -453,7 +453,7 @@ def test_a_run_on_the_device_is_resumed_to_the_same_weights(root, monkeypatch):
         ({"sources": replace(RECIPE.sources, relief=1.0)}, "sources.relief: 0 where"),
         ({"sources": replace(RECIPE.sources, share=0.5)}, "sources.share: 0 where"),
         ({"sources": replace(RECIPE.sources, width=150)}, "multiples of 16"),
-        ({"sources": SourceRecipe(relief=0.0)}, "at least one share"),
+        ({"sources": SourceRecipe(relief=0.0)}, "at least one above 0"),
         ({"pair": replace(RECIPE.pair, turned_share=0.5)}, "pair.turned_share: 0 where"),
         ({"network": NetworkConfig()}, "only where network.kind is learned"),
         ({"sources": replace(RECIPE.sources, real=1.0)}, r"sources\.real: the recipe needs stored views"),

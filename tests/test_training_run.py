@@ -26,7 +26,7 @@ from matcher.lab.pairs.textures import split_photos
 from matcher.lab.train.folder import claim_folder
 from matcher.lab.train.keypoints.recipe import FrontEndRecipe
 from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.reading import read_recipe, shipped_recipe
+from matcher.lab.train.reading import check_recipe, read_recipe, shipped_recipe
 from matcher.lab.train.recipe import Recipe, fingerprint
 from matcher.lab.train.run import _cached_pairs as cached_pairs
 from matcher.lab.train.run import train
@@ -459,3 +459,45 @@ def test_exit_and_pruning_without_heads_are_refused_before_any_step(root, on):
     with pytest.raises(UsageError, match=r"early exit and pruning need assignment\.every_layer"):
         train(replace(TINY, network=network), options(root, "refused"), lambda line: None)
     assert not (root / "runs" / "refused").exists()
+
+
+def test_stored_views_are_asked_for_and_refused_at_once(root, tmp_path):
+    """A worker found that they were missing, and training went on without them."""
+    mixed = replace(TINY, sources=replace(TINY.sources, share=0.5, pairs=20, relief=0.0, real=1.0))
+    with pytest.raises(UsageError, match=r"sources\.real: the recipe needs stored views"):
+        train(mixed, options(root, "without"), print)
+    with pytest.raises(UsageError, match="no views here"):
+        train(mixed, replace(options(root, "empty"), real=tmp_path), print)
+    with pytest.raises(UsageError, match=r"sources\.real: the recipe has no share of the views in"):
+        train(TINY, replace(options(root, "useless"), real=tmp_path), print)
+
+
+def test_photos_that_were_held_out_stay_held_out(root, tmp_path):
+    photos = sorted(path for path in (root / "photos").iterdir() if path.name != "broken.jpg")
+    claim_folder(tmp_path / "run", TINY, photos[:2])
+    claim_folder(tmp_path / "run", TINY, photos[:2])
+    with pytest.raises(UsageError, match="validated on other photos"):
+        claim_folder(tmp_path / "run", TINY, photos[1:3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_clip": -1.0}, "gradient_clip: above 0"),
+        ({"gradient_clip": 0.0}, "gradient_clip: above 0"),
+        ({"unrolled_iterations": 0}, "unrolled_iterations: at least 1"),
+        ({"inner_layers": -1}, "inner_layers: 0 or above"),
+        ({"weight_decay": -0.1}, "weight_decay: 0 or above"),
+        ({"learning_rate": float("inf")}, "learning_rate: above 0"),
+        ({"start_share": 0.5}, "start_share: only with start"),
+    ],
+)
+def test_values_that_invert_or_disable_training_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        check_recipe(replace(TINY, optimiser=replace(TINY.optimiser, **changes)))
+
+
+def test_shares_of_sources_are_checked():
+    for sources in ({"share": 0.5, "pairs": 4, "relief": -1.0}, {"real": 0.5}):
+        with pytest.raises(UsageError, match="sources"):
+            check_recipe(replace(TINY, sources=replace(TINY.sources, **sources)))

@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 ENDING = "-calibration"  # of the names of its files, after that of the set
 
 
-def show_calibration(pair_set: PairSet, methods: list[Method], folder: Path | None) -> None:
-    """Measure one set, print its table and, where a folder is given, write table and diagram."""
+def show_calibration(pair_set: PairSet, methods: list[Method], folder: Path | None) -> int:
+    """Measure one set, print its table and, where a folder is given, write table and diagram.
+
+    Returns:
+        The number of pairs that were skipped.
+    """
     from matcher.drawing.canvas import save_figure
     from matcher.drawing.plots import draw_reliability
     from matcher.files import write_output
     from matcher.lab.evaluate.calibration import as_markdown, as_object, predictions
 
+    skipped: list[str] = []
     with pair_progress(pair_set.name) as progress:
-        table = as_object(pair_set, predictions(pair_set, methods, progress=progress))
+        found = predictions(pair_set, methods, progress=progress, skipped=skipped)
+    table = as_object(pair_set, found, skipped)
     show(as_markdown(table), always=True)
     if folder is None:
-        return
+        return len(skipped)
     path = folder / f"{pair_set.name}{ENDING}"
     texts = {".md": as_markdown(table), ".json": json.dumps(table, indent=1, allow_nan=False)}
     for suffix, text in texts.items():
@@ -36,3 +42,4 @@ def show_calibration(pair_set: PairSet, methods: list[Method], folder: Path | No
     title = f"reliability of match probabilities: {pair_set.name}"
     save_figure(draw_reliability(curves, title=title), path.with_suffix(".png"))
     say(f"wrote {', '.join(str(path.with_suffix(suffix)) for suffix in (*texts, '.png'))}")
+    return len(skipped)

@@ -171,8 +171,7 @@ def _measure(pair_set: PairSet, methods: list[Method], estimator_seeds: int, opt
     from matcher.lab.evaluate.tables import BASELINE, as_markdown, as_object
 
     if options.calibration:
-        show_calibration(pair_set, methods, options.folder)
-        return 0
+        return show_calibration(pair_set, methods, options.folder)
     with pair_progress(pair_set.name) as progress:
         found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
     table = as_object(found, baseline=options.baseline or BASELINE, seed=options.seed)

@@ -93,6 +93,6 @@ def in_options(text: str, options: dict[str, str]) -> str:
         if re.search(r"[_\d]", name):
             text = re.sub(rf"{start}(?![\w./-])", option, text)
         elif not option.startswith("--no-"):  # which means the opposite
-            subject = rf"(^|\bso |[:;] ){name}(?= must | is | means | does | \d|: )"
+            subject = rf"(^|\bso |[:;] ){name}(?= must | is | has | means | does | \d|: )"
             text = re.sub(subject, rf"\g<1>{option}", text)
     return text

@@ -6,6 +6,7 @@ Guo et al., On Calibration of Modern Neural Networks, ICML 2017, section 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,11 @@ def calibration_error(probabilities: np.ndarray, right: np.ndarray) -> float:
 
 
 def predictions(
-    pair_set: PairSet, methods: Sequence[Method], *, progress: Callable[[int, int], None] | None = None
+    pair_set: PairSet,
+    methods: Sequence[Method],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    skipped: list[str] | None = None,
 ) -> dict[str, Predictions]:
     """The match probabilities and verdicts of every method on a set.
 
@@ -87,6 +92,7 @@ def predictions(
         pair_set: pairs whose matches can be judged one by one, or unrelated ones.
         methods: rows of the table.
         progress: called after every pair with the number of pairs done and their total.
+        skipped: receives the reason for each pair that could not be read.
 
     Raises:
         UsageError: a set with poses or sparse labels only.
@@ -110,12 +116,17 @@ def predictions(
             progress(index + 1, len(pair_set))
     if len(failures) == len(pair_set):
         raise failures[0]
+    if skipped is not None:
+        skipped += map(str, failures)
     return found
 
 
 def _without_labels(pair_set: PairSet) -> bool:
-    first = pair_set.pairs[0]
-    return isinstance(first, CorrespondencePair) and not first.dense
+    for index in range(len(pair_set)):
+        with suppress(ImageError):  # of the first that can be read
+            first = pair_set.pairs[index]
+            return isinstance(first, CorrespondencePair) and not first.dense
+    return False
 
 
 def as_inputs(pair: Pair) -> list[Path | np.ndarray]:
@@ -150,8 +161,10 @@ def match_errors(pair: Pair, matches: Matches, scale0: float, scale1: float) -> 
     return np.linalg.norm(expected - points1, axis=1) * scale1
 
 
-def as_object(pair_set: PairSet, found: dict[str, Predictions]) -> dict[str, Any]:
-    """Reliability and verdicts as plain values for `json.dumps`."""
+def as_object(
+    pair_set: PairSet, found: dict[str, Predictions], skipped: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Reliability and verdicts as plain values for `json.dumps`; `skipped`: pairs that could not be read."""
     rows = []
     for name, said in found.items():
         measured = said.reliability()
@@ -171,7 +184,9 @@ def as_object(pair_set: PairSet, found: dict[str, Predictions]) -> dict[str, Any
                 },
             }
         )
-    return {"set": pair_set.name, "pairs": len(pair_set), "correct_px": CORRECT, "rows": rows}
+    pairs = len(pair_set) - len(skipped)
+    found = {"set": pair_set.name, "pairs": pairs, "correct_px": CORRECT, "rows": rows}
+    return found | ({"skipped": list(skipped)} if skipped else {})
 
 
 def as_markdown(found: dict[str, Any]) -> str:

@@ -50,6 +50,7 @@ def build_methods(
         IntegrityError: weights that are absent, damaged or of another network.
     """
     options = options or MethodOptions()
+    _refuse_useless(presets, weights, front_ends, options)
     kinds = {_front_end_of(name) for name in (*presets, "nearest")}
     nearest = [name for name in PRESETS if _is_nearest(name) and PRESETS[name].extractor.kind in kinds]
     chosen = [(name, None) for name in nearest]
@@ -61,6 +62,20 @@ def build_methods(
             for method in _variants(" ".join(filter(None, words)), name, file, front_end, options):
                 methods[method.name] = method
     return list(methods.values())
+
+
+def _refuse_useless(
+    presets: Sequence[str], weights: Sequence[Path], front_ends: Sequence[str], options: MethodOptions
+) -> None:
+    """`UsageError` for what no preset that was chosen has a use for."""
+    networks = [name for name in presets if not _is_nearest(name)]
+    threshold = options.network.get("match_threshold") is not None
+    without = {"weights": weights, "full_depth": options.full_depth, "match_threshold": threshold}
+    useless = [name for name, given in without.items() if given and not networks]
+    if front_ends and "learned" not in map(_front_end_of, presets):
+        useless.append("frontend_weights")
+    if useless:
+        raise UsageError(f"{', '.join(presets)}: {useless[0]} has no effect with these presets; leave it out")
 
 
 def compared_methods(

@@ -43,13 +43,17 @@ class RunOptions:
         """Folders of stored views by source, of the sources that have a share.
 
         Raises:
-            UsageError: one is missing.
+            UsageError: one is missing, or one is given that the recipe has no use for.
         """
         folders = {}
         for name, folder in (("rendered", self.rendered), ("real", self.real)):
             if shares[name] and folder is None:
                 raise UsageError(
                     f"sources.{name}: the recipe needs stored views, but no folder of them is given"
+                )
+            if folder is not None and not shares[name]:
+                raise UsageError(
+                    f"sources.{name}: the recipe has no share of the views in {folder}; leave it out"
                 )
             if shares[name]:
                 folders[name] = folder

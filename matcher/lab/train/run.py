@@ -131,8 +131,8 @@ def _training_pairs(
         views = load_views(used, options.stored_folders(recipe.sources.shares()), device, log)
         yield TrainingPairs(DeviceSampler(views, recipe, device), 1)
         return
-    if recipe.sources.share:
-        options.stored_folders(recipe.sources.shares())  # at once, not in a worker
+    shares = recipe.sources.shares()
+    options.stored_folders(shares if recipe.sources.share else dict.fromkeys(shares, 0.0))  # not in a worker
     with _views(recipe, photos, options, log, stopped) as (workers, others):
         yield _cached_pairs(workers, others, recipe, options.device)
 
