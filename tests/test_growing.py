@@ -272,7 +272,7 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
         ((photos, "--continue", model, "--max-keypoints", 5), "the settings of its run"),
         ((photos, "--continue", model, "--preset", "hybrid"), "the settings of its run"),
         ((photos, "--continue", model, "--no-upright"), "the settings of its run"),
-        ((photos, "--continue", model, "--weights", "hybrid"), "no network, so weights has no effect"),
+        ((photos, "--continue", model, "--weights", "hybrid"), "no network, so --weights has no effect"),
         ((folder / "model-run", "--preset", "hybrid"), "already matched"),
         ((photos, "--poses", tmp_path / "none.txt"), "cannot be read as poses"),
         ((photos, "--poses", tmp_path / "bad.txt"), "name qw qx qy qz"),
