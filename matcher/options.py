@@ -12,6 +12,7 @@ from matcher.config import (
     Engine,
     GeometryKind,
     NearestConfig,
+    NetworkConfig,
     PipelineConfig,
     Precision,
     RefineConfig,
@@ -82,8 +83,12 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         raise UsageError(
             "ratio is for the presets without a network (nearest, nearest-learned); use match_threshold here"
         )
-    else:
+    elif isinstance(config.matcher, NetworkConfig):
         fields = _FIELDS | _NETWORK
+    else:
+        fields = _FIELDS
+        if useless := sorted(given.keys() & _NETWORK.keys()):
+            raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")
     for name, (*tables, key) in fields.items():
         if name in given:
             table = values

@@ -120,7 +120,8 @@ def run(args):
     turns = [upright_matrix(image.size, image.orientation) for image in images]
     turn = turns[group.index(next(iter(placed)))]
     maps = [turn @ placed[n] @ np.linalg.inv(t) for n, t in zip(group, turns, strict=True)]
-    panorama = stitched([image.pixels for image in images], maps)
+    pixels = [np.dstack([p] * 3) if p.ndim == 2 else p for p in (image.pixels for image in images)]
+    panorama = stitched(pixels, maps)
     write_output(args.panorama, cv2.imencode(args.panorama.suffix, panorama[..., ::-1])[1].tobytes())
     height, width = panorama.shape[:2]
     print(f"wrote {args.panorama}: {len(group)} of {len(paths)} images, {width} x {height}")

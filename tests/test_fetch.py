@@ -47,6 +47,7 @@ class Site:
     ranges: bool = True  # understands Range
     cut_after: list[int | None] = field(default_factory=list)  # bytes sent per request, None = all
     content_type: str = "application/octet-stream"
+    says_length: bool = True
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # path, Range
 
     def url(self, name: str) -> str:
@@ -76,7 +77,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if tag:
             self.send_header("ETag", tag)
         self.send_header("Content-Type", site.content_type)
-        self.send_header("Content-Length", str(len(data) - start))
+        if site.says_length:
+            self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         stop = site.cut_after.pop(0) if site.cut_after else None
         self.wfile.write(data[start:] if stop is None else data[start : start + stop])
@@ -182,6 +184,16 @@ def test_a_wrong_hash_leaves_nothing(site, tmp_path):
         get(site, tmp_path / "x.pth")
     assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
     assert (tmp_path / "x.pth").read_bytes() == b"older"
+
+
+def test_more_than_is_wanted_is_refused_while_it_comes(site, tmp_path, monkeypatch):
+    """A server that does not say how much it sends may send without an end."""
+    monkeypatch.setattr(download, "_CHUNK", 1000)
+    site.files["x.pth"], site.says_length, read = DATA + bytes(100_000), False, []
+    monkeypatch.setattr(download, "_read", lambda response: read.append(response.read(1000)) or read[-1])
+    with pytest.raises(IntegrityError, match=f"has more than {len(DATA)} bytes"):
+        get(site, tmp_path / "x.pth")
+    assert sum(map(len, read)) <= len(DATA) + 1000 and list(tmp_path.iterdir()) == []
 
 
 def test_mirrors_are_tried_in_turn(site, tmp_path):

@@ -302,6 +302,19 @@ def test_what_cannot_be_exported_is_said(preset, message, tmp_path):
         export_preset(preset, PRESETS[preset], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("preset", "given", "message"),
+    [
+        ("nearest-learned", {"weights": "absent.safetensors"}, "so weights has no effect"),
+        ("hybrid", {"frontend_weights": "absent.safetensors"}, "so frontend_weights has no effect"),
+    ],
+)
+def test_weights_that_are_not_exported_are_refused(preset, given, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        export_preset(preset, PRESETS[preset], tmp_path / "models", **given)
+    assert not (tmp_path / "models").exists()
+
+
 def test_a_preset_without_its_weights_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     with pytest.raises(IntegrityError, match="matcher weights fetch lightglue-superpoint"):

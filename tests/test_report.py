@@ -13,9 +13,9 @@ from browser import browser, needs_browser
 
 from matcher.cli import main
 from matcher.data.image import Image
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
 from matcher.errors import UsageError
-from matcher.explain.report.pair import pair_data
+from matcher.explain.report.pair import _fates, pair_data
 from matcher.explain.report.report import write_report
 from matcher.loading import load
 from matcher.match.network.inference import AttentionMatcher
@@ -129,6 +129,12 @@ def test_the_policy_lets_no_other_script_in(report, tmp_path):
         page.wait("return document.body.dataset.ready")
         assert page.run("return view.dataset.foreign ?? null") is None
         assert any("Content Security Policy" in text for text in page.complaints())
+
+
+def test_matched_points_are_those_of_the_matches():
+    """The explanation, made without compiled kernels, may have matched a few others."""
+    fates = np.array([MATCHED, MATCHED, UNMATCHED, 3])
+    assert _fates(fates, [1, 3]) == [UNMATCHED, MATCHED, UNMATCHED, MATCHED]
 
 
 def test_the_report_tells_every_layer(report):

@@ -59,6 +59,12 @@ def export_preset(
     """
     folder = Path(folder)
     models: list[tuple[str, bytes]] = []
+    if weights is not None and not isinstance(config.matcher, NetworkConfig):
+        raise UsageError(f"the preset {preset} has no network, so weights has no effect; leave it out")
+    if frontend_weights is not None and config.extractor.kind != "learned":
+        raise UsageError(
+            f"the front end of {preset} has no ONNX file, so frontend_weights has no effect; leave it out"
+        )
     if isinstance(config.matcher, NetworkConfig):
         check_exportable(config.matcher)
         trained = trained_network(weights or config.weights, config.matcher.policy)

@@ -143,7 +143,7 @@ def _coarse_to_fine(
                 ours[kept] = theirs[kept]
         best, status = found, now
         prior = np.where(status[:, None] == 0, best.change, 0)
-        known = np.sqrt(np.linalg.eigvalsh(best.covariance)[:, 1]).clip(step / 2, deviation)
+        known = np.sqrt(np.linalg.eigvalsh(best.covariance)[:, 1].clip(0)).clip(step / 2, deviation)
         spread = np.where(status == 0, known, deviation)
     return best, status
 

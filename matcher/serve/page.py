@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,8 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
             )
         except MatcherError as error:
             raise _refusal(html.escape(str(error))) from None
-        result = answer.result
-        arrays, report = folder / "matches.npz", folder / "report.html"
+        result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep their downloads
+        arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
         if answer.report is not None:
             write_whole(report, answer.report)

@@ -75,7 +75,7 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         weights = np.take_along_axis(shares, best, axis=1)
         largest = weights.max(axis=1, initial=1e-9)
         image |= {
-            "fates": explanation.fates[side].tolist(),
+            "fates": _fates(explanation.fates[side], [match[side] for match in data["matches"]]),
             "asked": explanation.asked[side].tolist(),
             "attention": [
                 [_packed(layer.self_attention[side], kind), _packed(layer.cross_attention[side], kind)]
@@ -107,6 +107,16 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         "partner": partner_words(config),
         "confident": confidence_thresholds(config),
     }
+
+
+def _fates(fates: np.ndarray, matched: list[int]) -> list[int]:
+    """Those of a network's explanation, but which points are matched is what the pipeline says.
+
+    The explanation runs without compiled kernels, which round otherwise in bfloat16.
+    """
+    found = np.where(fates == MATCHED, UNMATCHED, fates)
+    found[matched] = MATCHED
+    return found.tolist()
 
 
 def covariances_of(matches: Matches, count: int) -> np.ndarray | None:

@@ -49,7 +49,8 @@ class RunOptions:
         for name, folder in (("rendered", self.rendered), ("real", self.real)):
             if shares[name] and folder is None:
                 raise UsageError(
-                    f"sources.{name}: the recipe needs stored views, but no folder of them is given"
+                    f"sources.{name}: the recipe needs stored views, but no folder of them is given: give "
+                    f"--{name} DIR, or a recipe whose sources are planes and relief, which photos give"
                 )
             if folder is not None and not shares[name]:
                 raise UsageError(

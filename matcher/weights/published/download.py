@@ -17,6 +17,7 @@ from matcher.weights.published.reading import page_fault
 
 Report = Callable[[int, int], None]  # bytes so far, bytes in all or 0
 
+_MOST = 4 << 30  # bytes of a file whose size nobody states
 _CHUNK = 1 << 18
 _TIMEOUT = 60.0  # seconds without a byte
 _ATTEMPTS = 3  # at one address, each of which resumes
@@ -106,7 +107,7 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
         total = have + int(length) if length.isdigit() else 0
         if wanted.bytes and total and total != wanted.bytes:
             raise _Refused(f"the file there has {total} bytes instead of {wanted.bytes}")
-        digest = _receive(response, file, total, report)
+        digest = _receive(response, file, total, wanted.bytes or total or _MOST, report)
     return _check(part, digest, wanted)
 
 
@@ -137,8 +138,11 @@ def _range_start(response: Any) -> int:
     return int(start) if start.isdigit() else -1
 
 
-def _receive(response: Any, file: BinaryIO, total: int, report: Report | None) -> str:
-    """Stream to the file and the disk; the sha256 of all of it, the beginning included."""
+def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Report | None) -> str:
+    """Stream to the file and the disk; the sha256 of all of it, the beginning included.
+
+    More than `most` bytes are refused at once: a server may send without an end.
+    """
     digest, have = hashlib.sha256(), 0
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
@@ -148,6 +152,8 @@ def _receive(response: Any, file: BinaryIO, total: int, report: Report | None) -
             file.write(chunk)
             digest.update(chunk)
             have += len(chunk)
+            if have > most:
+                raise _Refused(f"what comes has more than {most} bytes")
             if report is not None:
                 report(have, total)
     finally:
