@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from matcher.config import EstimationConfig, PipelineConfig
 from matcher.data.images import MAX_PIXELS
 from matcher.errors import DISTRIBUTION, UsageError, install_command, unknown_name
-from matcher.options import LoadOptions, configure, given_options
+from matcher.options import OF_NETWORKS, LoadOptions, configure, given_options
 from matcher.passes.crops import LocalMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.pipeline import Pipeline
@@ -208,13 +208,10 @@ def _further_passes(
     if config.second_pass.preset is not None:
         shared = {
             name: given.get(name)
-            for name in ("device", "precision", "max_keypoints", "engine", "cuda_graphs", *_OF_NETWORKS)
+            for name in ("device", "precision", "max_keypoints", "engine", "cuda_graphs", *OF_NETWORKS)
         }
         other = _OtherMatcher(config.second_pass.preset, shared)
     return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
-
-
-_OF_NETWORKS = ("match_threshold", "early_exit", "pruning")
 
 
 @dataclass(frozen=True, eq=False)

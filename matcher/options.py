@@ -59,7 +59,8 @@ _FIELDS = {
     "keep": ("extractor", "keep"),
     "geometry": ("estimation", "kind"),
 }
-_NETWORK = {name: ("matcher", "policy", name) for name in ("match_threshold", "early_exit", "pruning")}
+OF_NETWORKS = ("match_threshold", "early_exit", "pruning")  # how a network is used
+_NETWORK = {name: ("matcher", "policy", name) for name in OF_NETWORKS}
 _NEAREST = {name: ("matcher", name) for name in ("match_threshold", "ratio")}
 
 

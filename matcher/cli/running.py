@@ -82,9 +82,9 @@ def option_names(parameters: list[inspect.Parameter]) -> dict[str, str]:
 def in_options(text: str, options: dict[str, str]) -> str:
     """A library message in which the user's options replace the library's arguments.
 
-    `overwrite=True` becomes `--overwrite`, and `geometry='none'` becomes `--geometry none`. A name alone is
-    replaced if it cannot be an ordinary word (`max_keypoints`); others, such as `resize`, only where they are
-    the subject of a sentence.
+    `overwrite=True` becomes `--overwrite`, `refine=False` `--no-refine`, and `geometry='none'`
+    `--geometry none`. A name alone is replaced if it cannot be an ordinary word (`max_keypoints`); others,
+    such as `resize`, only where they are the subject of a sentence.
     """
     for name, option in options.items():
         start = rf"(?<![\w./-]){name}"

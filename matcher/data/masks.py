@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 
 from matcher.data.decoding import decode
 from matcher.data.probe import PathLike, as_path
@@ -95,7 +96,7 @@ def combined(
 
 def _in_memory(mask: Any) -> np.ndarray:
     """(H, W) bool of an array, a PIL image or a torch tensor."""
-    if hasattr(mask, "convert"):  # a PIL image
+    if isinstance(mask, PIL.Image.Image):
         mask = mask.convert("L")
     array = to_numpy(mask) if is_tensor(mask) else np.asarray(mask)
     if array.dtype.kind not in "biuf":

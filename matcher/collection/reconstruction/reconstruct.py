@@ -109,7 +109,7 @@ def reconstruct(
         while _is_incomplete(store, only, models, on_incomplete):
             _empty(part)
             report, models = _mapped(store, out, part, job, choice, (only, without), poses)
-        _check_model(report, models, job["min_images"])
+        _check_model(report, models, min(job["min_images"], report.images))
     return Reconstruction(out, models, report.images, report)
 
 

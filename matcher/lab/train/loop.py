@@ -11,6 +11,7 @@ from pathlib import Path
 
 from matcher.errors import MatcherError, UsageError
 from matcher.files import cache_folder, write_whole
+from matcher.lab.pairs.stored import find_sets
 from matcher.lab.train.stage import Stage
 from matcher.lab.train.state import save_state
 
@@ -43,7 +44,8 @@ class RunOptions:
         """Folders of stored views by source, of the sources that have a share.
 
         Raises:
-            UsageError: one is missing, or one is given that the recipe has no use for.
+            UsageError: one is missing or holds no views, or one is given that the recipe has no use for.
+            IntegrityError: what one holds is damaged.
         """
         folders = {}
         for name, folder in (("rendered", self.rendered), ("real", self.real)):
@@ -57,6 +59,7 @@ class RunOptions:
                     f"sources.{name}: the recipe has no share of the views in {folder}; leave it out"
                 )
             if shares[name]:
+                find_sets(folder)  # raises at once, which a worker would do after some time
                 folders[name] = folder
         return folders
 

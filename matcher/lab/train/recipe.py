@@ -148,8 +148,18 @@ class Recipe:
             *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
         ]
 
+    @property
+    def uses_sources(self) -> bool:
+        """Whether there are other pairs than those of scenes."""
+        return self.pairs_on_device or self.sources.share > 0
+
+    def used_shares(self) -> dict[str, float]:
+        """The shares of the sources, all 0 where only scenes are trained on."""
+        shares = self.sources.shares()
+        return shares if self.uses_sources else dict.fromkeys(shares, 0.0)
+
     def _source_rules(self) -> list[tuple[bool, str]]:
-        shares, used = self.sources.shares(), self.pairs_on_device or self.sources.share > 0
+        shares, used = self.sources.shares(), self.uses_sources
         return [
             (
                 min(shares.values()) >= 0 and (any(shares.values()) or not used),

@@ -67,6 +67,7 @@ def train(
         OSError: the disk is full; the last good checkpoint is kept.
     """
     check_recipe(recipe)
+    options.stored_folders(recipe.used_shares())  # before anything is made
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     claim_folder(options.folder, recipe, held_out)
@@ -128,11 +129,9 @@ def _training_pairs(
             raise UsageError("the device makes the pairs of this recipe; leave out `--view-workers`")
         device = torch.device(options.device)
         used = photos if recipe.sources.planes else ()
-        views = load_views(used, options.stored_folders(recipe.sources.shares()), device, log)
+        views = load_views(used, options.stored_folders(recipe.used_shares()), device, log)
         yield TrainingPairs(DeviceSampler(views, recipe, device), 1)
         return
-    shares = recipe.sources.shares()
-    options.stored_folders(shares if recipe.sources.share else dict.fromkeys(shares, 0.0))  # not in a worker
     with _views(recipe, photos, options, log, stopped) as (workers, others):
         yield _cached_pairs(workers, others, recipe, options.device)
 

@@ -50,6 +50,7 @@ def train_front_end(
     Arguments, result and errors are those of `matcher.lab.train.run.train`. A matcher that is
     trained along has its own weights file beside the front end's.
     """
+    options.stored_folders(recipe.sources.shares())  # before anything is made
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     if options.view_workers > 1:
