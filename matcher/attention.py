@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.kernels.calls import attend_compiled
-from matcher.kernels.cpu import half_on_cpu, whole
+from matcher.kernels.calls import attend_compiled, half_on_cpu, whole
 
 
 def scaled_dot_product(

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from matcher.data.image import Image
 from matcher.result import Result
+from matcher.types import Image
 
 
 def plot_result(

@@ -11,15 +11,24 @@ from types import ModuleType
 from typing import Any, Unpack
 
 from matcher.config import EstimationConfig, PipelineConfig
-from matcher.data.images import MAX_PIXELS
 from matcher.errors import DISTRIBUTION, UsageError, install_command, unknown_name
-from matcher.options import OF_NETWORKS, LoadOptions, configure, given_options
-from matcher.passes.crops import LocalMatcher
+from matcher.images import MAX_PIXELS
 from matcher.passes.further import FurtherPasses
+from matcher.passes.views import LocalMatcher
 from matcher.pipeline import Pipeline
-from matcher.plugins import find_plugin, load_plugin, package_of, plugin_names
-from matcher.presets import DEFAULT_PRESET, PRESETS
-from matcher.threads import bound_primitives, compute_alone_after_fork
+from matcher.presets import (
+    DEFAULT_PRESET,
+    OF_NETWORKS,
+    PRESETS,
+    LoadOptions,
+    configure,
+    find_plugin,
+    given_options,
+    load_plugin,
+    package_of,
+    plugin_names,
+)
+from matcher.processes import bound_primitives, compute_alone_after_fork
 from matcher.verify.planes import build_estimator
 
 

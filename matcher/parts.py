@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from matcher.config import MatchingPolicy, PipelineConfig
-from matcher.data.protocols import Extractor, Matcher
 from matcher.errors import UsageError
 from matcher.result import WeightsSource
+from matcher.types import Extractor, Matcher
 
 
 class LearnedParts(NamedTuple):

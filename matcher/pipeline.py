@@ -11,25 +11,32 @@ from typing import Any
 
 import numpy as np
 
+from matcher.cameras import Camera, cameras_of_pair
 from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
-from matcher.data.camera import Camera, cameras_of_pair
-from matcher.data.feature_pairs import checked_pairs, one_for_each
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.data.images import MAX_PIXELS, ImageInput, read_both, read_input
-from matcher.data.matches import Matches, TwoViewGeometry, best_first
-from matcher.data.protocols import Estimator, Extractor, Matcher
-from matcher.extract.enlarging import extracted
+from matcher.extract.extractor import extracted
 from matcher.extract.sift import SiftExtractor
+from matcher.images import MAX_PIXELS, ImageInput, read_both, read_input
 from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
 from matcher.passes.guided import GUIDED, with_guided
-from matcher.refine.image_pair import refine_image_pair
+from matcher.refine import refine_image_pair
 from matcher.result import Result, WeightsSource
+from matcher.types import (
+    Estimator,
+    Extractor,
+    Features,
+    Image,
+    Matcher,
+    Matches,
+    TwoViewGeometry,
+    best_first,
+    checked_pairs,
+    one_for_each,
+)
+from matcher.verify.estimation import verify_matches
 from matcher.verify.planes import build_estimator
 from matcher.verify.verdict import reject_improbable
-from matcher.verify.verification import verify_matches
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 _STAGES = ("extract", "match", "refine", "verify")
@@ -43,7 +50,7 @@ _CUSTOM = PipelineConfig(matcher=NearestConfig())
 class Pipeline:
     """An extractor, a matcher and an estimator, put together; `matcher.load` builds one from a preset.
 
-    Each part may be your own: anything with the interface in `matcher.data.protocols`. A part that is left
+    Each part may be your own: anything with the interface in `matcher.types`. A part that is left
     out is SIFT, mutual nearest neighbours, or robust estimation of a fundamental matrix.
 
     >>> import numpy as np
@@ -128,7 +135,7 @@ class Pipeline:
         cameras = cameras_of_pair(kind, camera0, camera1, [i.size for i in images]) or (None, None)
         reading, chosen, choice = perf_counter() - start, self, None
         if budget_ms is not None:
-            from matcher.budget.pairs import learned, plan
+            from matcher.budget import learned, plan
 
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
         result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
@@ -264,7 +271,7 @@ class Pipeline:
     ) -> Matches:
         """Matches of any origin, each moved to where the images themselves look most alike.
 
-        Points of image 1 move. Files are read at their own resolution. See `matcher.refine.refinement`.
+        Points of image 1 move. Files are read at their own resolution. See `matcher.refine`.
 
         Args:
             image0, image1, mask0, mask1: as in `match`.

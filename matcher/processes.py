@@ -4,11 +4,135 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from matcher.threads import thread_environment
+# --- threads: CPU threads, and how much memory is kept for later: environment variables and numbers; no
+# torch.
+
+Made = TypeVar("Made")
+
+_GIVEN = "OMP_NUM_THREADS"  # set by the user: so many threads are wanted
+_VARIABLES = (_GIVEN, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+_PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+_KEPT = "128"  # of torch's 1024; a pair of images takes some 40, and each is up to half a megabyte
+_ALLOCATION = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")  # set by the user
+# glibc's names and what it may raise them to by itself, in bytes: allocations from this size on come from the
+# system and go back to it at once; of the others, so much is kept when it is free.
+_FROM_SYSTEM, _FREE_KEPT = (-3, 32 << 20), (-1, 64 << 20)
+
+
+def thread_environment(count: int) -> dict[str, str]:
+    """Environment variables with which a process uses `count` CPU threads."""
+    return dict.fromkeys(_VARIABLES, str(count))
+
+
+def compute_threads() -> int:
+    """Threads that this process may use: torch's where it is loaded, else OMP_NUM_THREADS or the cores."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return torch.get_num_threads()
+    given = os.environ.get(_GIVEN, "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return usable_cores()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_are_given() -> bool:
+    """Whether the user has said how many threads to use."""
+    return bool(os.environ.get(_GIVEN))
+
+
+def at_once(first: Callable[[], Made], second: Callable[[], Made]) -> tuple[Made, Made]:
+    """What two calls return, the second on a thread of its own where this process may use two.
+
+    If both raise, it is what the first raised. The thread has ended when this returns.
+    """
+    if compute_threads() < 2:
+        return first(), second()
+    from concurrent.futures import ThreadPoolExecutor  # here, because `matcher --help` reads this file
+
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(second)
+        return first(), beside.result()
+
+
+@contextmanager
+def one_core_free() -> Iterator[None]:
+    """Leave a core to another process of ours, unless the user has said how many threads to use.
+
+    torch and OpenCV, as far as they are loaded, compute on a thread fewer than there are cores, and then
+    on as many as before. With as many threads as cores, one of them is put aside from time to time, and the
+    others wait for it.
+    """
+    most = max(1, usable_cores() - 1)
+    torch, cv2 = (None if threads_are_given() else sys.modules.get(name) for name in ("torch", "cv2"))
+    counts = torch.get_num_threads() if torch else 0, cv2.getNumThreads() if cv2 else 0
+    if counts[0] > most:
+        torch.set_num_threads(most)
+    if counts[1] > most:
+        cv2.setNumThreads(most)
+    try:
+        yield
+    finally:
+        if counts[0] > most:
+            torch.set_num_threads(counts[0])
+        if counts[1] > most:
+            cv2.setNumThreads(counts[1])
+
+
+def bound_primitives() -> None:
+    """Let torch keep fewer of the operations that it compiles for each shape, unless the user says how many.
+
+    A sequence meets hundreds of shapes, as its frames have different numbers of points. It takes effect if
+    nothing was computed before in this process.
+    """
+    os.environ.setdefault(_PRIMITIVES, _KEPT)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let the process keep up to 64 MiB that it has freed, unless the user has set how glibc allocates.
+
+    By default glibc gives the maps of each image back to the system, which clears them page by page when the
+    next image needs them: a tenth of the processor time of a match. No result depends on it. Nothing happens
+    where the allocator is not glibc's.
+    """
+    if sys.platform != "linux" or any(os.environ.get(name) for name in _ALLOCATION):
+        return
+    import ctypes  # here, because `matcher --help` reads this file
+
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for name, size in (_FROM_SYSTEM, _FREE_KEPT):
+            mallopt(name, size)
+
+
+@cache
+def compute_alone_after_fork() -> None:
+    """Let processes that are forked from this one compute on one thread.
+
+    Of the threads of OpenMP and torch only the one that forks exists in the child, which would wait for the
+    others for ever.
+    """
+
+    def alone() -> None:
+        os.environ.update(thread_environment(1))
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=alone)
+
+
+# --- processes: Python processes of our own: they import what this one can, and nothing from the working
+# folder.
 
 _SAFE = "PYTHONSAFEPATH"  # Python then leaves the working folder off the import path, as with -P
 

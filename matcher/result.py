@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.data.features import Features
-from matcher.data.geometry import stored_to_upright
-from matcher.data.image import Image
-from matcher.data.matches import Matches, TwoViewGeometry
-from matcher.data.tensors import to_numpy
+from matcher.arrays import to_numpy
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
+from matcher.geometry import stored_to_upright
 from matcher.passes.further import PassReport
+from matcher.types import Features, Image, Matches, TwoViewGeometry
 from matcher.verify.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
-    from matcher.budget.choice import Choice
-    from matcher.drawing.matches import ColourBy
+    from matcher.budget import Choice
+    from matcher.viz.drawings import ColourBy
+
 
 DATA_SUFFIXES = (".npz", ".json")
 _REASONS = {
@@ -258,7 +257,7 @@ class Result:
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
-            title, errors, stacked, max_lines, colour_by: as in `matcher.drawing.matches.draw_matches`;
+            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`;
                 colours show planes where several were looked for, else confidence, unless one is chosen.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
@@ -268,8 +267,7 @@ class Result:
                 for ellipses.
             ImageError: an image cannot be read.
         """
-        from matcher.drawing.canvas import PLOT_SUFFIXES, save_figure
-        from matcher.drawing.matches import draw_matches
+        from matcher.viz.drawings import PLOT_SUFFIXES, draw_matches, save_figure
 
         path, planes = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), self.geometry.planes
         figure = draw_matches(
@@ -297,8 +295,8 @@ class Result:
 
     def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
         """The image that was given for a drawing, or that of the path, checked against the size matched."""
-        from matcher.data.images import limit_for
-        from matcher.drawing.canvas import as_image
+        from matcher.images import limit_for
+        from matcher.viz.drawings import as_image
 
         path, features = ((self.path0, self.features0), (self.path1, self.features1))[index]
         if given is None and path is None:

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 
 from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig, Precision
-from matcher.data.protocols import Extractor
 from matcher.errors import UsageError
-from matcher.extract.registry import find_front_end
-from matcher.extract.shared import LearnedExtractor
+from matcher.extract.extractor import find_front_end
+from matcher.extract.front_end import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
-from matcher.match.network.grid import GridExtractor
-from matcher.match.network.inference import DTYPES, AttentionMatcher, resolve_precision
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import DTYPES, AttentionMatcher, MatchingNetwork, resolve_precision
+from matcher.match.position import GridExtractor
 from matcher.parts import LearnedParts, policy_of, refuse_for_grid
+from matcher.processes import keep_freed_memory
 from matcher.result import WeightsSource
-from matcher.threads import keep_freed_memory
-from matcher.weights.published.networks import fill_extractor, load_weights
+from matcher.types import Extractor
+from matcher.weights.published import fill_extractor, load_weights
 
 
 def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:

@@ -20,19 +20,20 @@ from pathlib import Path
 import torch
 
 from matcher.config import NetworkConfig, PositionConfig
-from matcher.data.photos import data_folder, find_images
 from matcher.errors import MatcherError
+from matcher.evaluate.protocols import PhotoSet
 from matcher.files import write_whole
-from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.folder import claim_folder
-from matcher.lab.train.labels import ViewPair
-from matcher.lab.train.memory import keep_memory
-from matcher.lab.train.reading import read_recipe, shipped_recipe
-from matcher.lab.train.recipe import Recipe
-from matcher.lab.train.sampler import PairSampler
-from matcher.lab.train.trainer import Trainer
-from matcher.lab.train.validation import validate, validation_pairs
-from matcher.lab.train.views import ViewCache
+from matcher.images import data_folder, find_images
+from matcher.train.cached_pairs import (
+    PairSampler,
+    ViewCache,
+    ViewPair,
+    keep_memory,
+    read_recipe,
+    shipped_recipe,
+)
+from matcher.train.matcher_training import Trainer, validate, validation_pairs
+from matcher.train.recipe import Recipe, claim_folder
 
 TRIAL_STEPS = 12  # to measure the speed of a variant, which decides its number of steps
 VALIDATION_SCENES, VALIDATION_POINTS = 96, 512

@@ -15,10 +15,10 @@ from time import perf_counter, process_time
 
 import torch
 
-from matcher.data.photos import data_folder
+from matcher.benchmark.report import check_device, run_benchmark, to_json
+from matcher.benchmark.timing import Stopwatch
 from matcher.errors import MatcherError
-from matcher.lab.benchmark.report import check_device, run_benchmark, to_json
-from matcher.lab.benchmark.timing import Stopwatch
+from matcher.images import data_folder
 
 PHOTOS = Path("multiview", "train", "odm_lewis", "images")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"

@@ -62,7 +62,7 @@ def licence(found: Distribution) -> str:
 
 def weights() -> list[dict]:
     """The shipped files of the manifest."""
-    from matcher.weights.manifest import read_manifest
+    from matcher.weights.files import read_manifest
 
     kind = "machine-learning-model"
     rows = read_manifest(ROOT / "weights").values()

@@ -21,8 +21,8 @@ def main() -> int:
 
     import matcher
     from matcher.errors import MatcherError
-    from matcher.lab.pairs.protocols import PosePair
-    from matcher.lab.pairs.sets import SetOptions, find_sets
+    from matcher.evaluate.protocols import PosePair
+    from matcher.evaluate.sets import SetOptions, find_sets
 
     errors: list[list[np.ndarray]] = [[], []]
     try:

@@ -11,18 +11,17 @@ import sys
 from dataclasses import replace
 from typing import get_args
 
-from matcher.data.features import Features
 from matcher.errors import MatcherError
-from matcher.lab.evaluate.run import Method, evaluate
-from matcher.lab.evaluate.tables import as_markdown, as_object
-from matcher.lab.pairs.protocols import PairSet
-from matcher.lab.pairs.sets import SetOptions, find_sets
+from matcher.evaluate.protocols import PairSet
+from matcher.evaluate.run import Method, as_markdown, as_object, evaluate
+from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.loading import load
 from matcher.onnx.linear import Numbers
 from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.models import network_model
 from matcher.onnx.trained import trained_network
 from matcher.pipeline import Pipeline
+from matcher.types import Features
 
 
 def main() -> int:

@@ -10,10 +10,9 @@ import sys
 import torch
 
 from matcher.errors import MatcherError
-from matcher.lab.evaluate.parts import ALL, decision_time, without_each
-from matcher.lab.evaluate.run import evaluate
-from matcher.lab.evaluate.tables import as_markdown, as_object
-from matcher.lab.pairs.sets import SetOptions, find_sets
+from matcher.evaluate.calibration import ALL, decision_time, without_each
+from matcher.evaluate.run import as_markdown, as_object, evaluate
+from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.loading import load
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -24,8 +24,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=-1)
     args = parser.parse_args()
 
+    from matcher.benchmark.rows import compare_reconstructions
     from matcher.errors import MatcherError
-    from matcher.lab.benchmark.reconstructions import compare_reconstructions
 
     given = {"threads": args.threads, "one_camera": args.one_camera, "max_keypoints": args.max_keypoints}
     given |= {"camera_model": args.camera_model, "max_deviation": args.max_deviation}

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from matcher.data.photos import find_images
+from matcher.benchmark.report import compare
+from matcher.benchmark.timing import Stopwatch
 from matcher.errors import MatcherError
-from matcher.lab.benchmark.comparison import compare
-from matcher.lab.benchmark.timing import Stopwatch
-from matcher.lab.pairs.synthetic import synthetic_set
+from matcher.evaluate.synthetic import synthetic_set
+from matcher.images import find_images
 from matcher.loading import load
 
 SETTINGS = {

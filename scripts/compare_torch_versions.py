@@ -100,7 +100,7 @@ def shares(reference: dict, found: dict, kind: str, against: str, count: int) ->
 
 def photo_pairs(folders: list[Path], limit: int) -> list[tuple[str, str]]:
     """The first photo of each folder with each of the others."""
-    from matcher.data.photos import find_images
+    from matcher.images import find_images
 
     found = []
     for folder in folders:

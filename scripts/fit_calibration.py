@@ -9,8 +9,8 @@ scores by which geometry weighs refined matches, with --stage geometry that of s
 import argparse
 
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.lab.evaluate.recalibration import errors_of, fit_calibration, judge, uncalibrated
-from matcher.lab.pairs.sets import SetOptions, find_sets
+from matcher.evaluate.calibration import errors_of, fit_calibration, judge, uncalibrated
+from matcher.evaluate.sets import SetOptions, find_sets
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.lab.evaluate.verdicts import fit, gather, report
+from matcher.evaluate.calibration import fit, gather, report
 from matcher.verify.verdict import COEFFICIENTS
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

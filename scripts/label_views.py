@@ -13,7 +13,7 @@ from pathlib import Path
 import cv2
 
 from matcher.errors import MatcherError
-from matcher.lab.pairs.labelling.label import label_views
+from matcher.train.labelling import label_views
 
 
 def main() -> int:

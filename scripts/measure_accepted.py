@@ -11,10 +11,16 @@ from pathlib import Path
 import torch
 
 from matcher.errors import MatcherError
-from matcher.lab.evaluate.accepted import THRESHOLDS, as_markdown, judge_set, most_probable
-from matcher.lab.evaluate.run import GEOMETRY
-from matcher.lab.evaluate.verdict_trial import TrialSize, trial_pairs
-from matcher.lab.pairs.sets import SetOptions, find_sets
+from matcher.evaluate.calibration import (
+    THRESHOLDS,
+    TrialSize,
+    as_markdown_accepted,
+    judge_set,
+    most_probable,
+    trial_pairs,
+)
+from matcher.evaluate.run import GEOMETRY
+from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.loading import load
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,7 +39,7 @@ try:
         for pair_set in find_sets(name, SetOptions(pairs=arguments.pairs)):
             pipeline = load(arguments.preset, geometry=GEOMETRY[pair_set.protocol], device="cpu")
             judged = judge_set(pair_set, pipeline)
-            print(as_markdown(pair_set.name, judged, THRESHOLDS[pair_set.protocol]), flush=True)
+            print(as_markdown_accepted(pair_set.name, judged, THRESHOLDS[pair_set.protocol]), flush=True)
     if arguments.wrong is not None:
         count = arguments.pairs or 50
         for kind in ("fundamental", "homography"):

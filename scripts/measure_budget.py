@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 import matcher
-from matcher.budget import pairs
-from matcher.budget.pace import Pace
-from matcher.lab.evaluate.metrics import auc, pose_error
-from matcher.lab.pairs.sets import SetOptions, find_sets
-from matcher.sequence import extraction
+from matcher import budget as pairs
+from matcher.budget import Pace
+from matcher.evaluate.measure import auc, pose_error
+from matcher.evaluate.sets import SetOptions, find_sets
+from matcher.sequence import tracker as extraction
 
 SCENE = "multiview/val/kitchen/images"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # until this program ends

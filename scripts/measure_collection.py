@@ -37,9 +37,9 @@ def main() -> None:
     if unknown := set(args.what) - set(KINDS):
         parser.error(f"{min(unknown)}: choose from {', '.join(KINDS)}")
 
-    from matcher.collection.engines import Workers
-    from matcher.data.photos import data_folder
-    from matcher.lab.benchmark.collections import measure_reconstruction, measure_workers
+    from matcher.benchmark.rows import measure_reconstruction, measure_workers
+    from matcher.collection.workers import Workers
+    from matcher.images import data_folder
 
     data = data_folder()
     options = {"preset": args.preset, "device": "cpu"}
@@ -68,9 +68,8 @@ def retrieval(data: Path, work: Path, preset: str) -> Iterable[tuple[str, dict[s
     import numpy as np
 
     from matcher.collection.store import Store
-    from matcher.data.images import image_from_array, read_image
-    from matcher.data.photos import find_images
-    from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
+    from matcher.evaluate.synthetic import LEVELS, draw_homography, warp
+    from matcher.images import find_images, image_from_array, read_image
     from matcher.loading import load
     from matcher.match.retrieval import similar_pairs
 

@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 
 from matcher.errors import MatcherError
-from matcher.lab.evaluate.localization import make_map, measure_localization
-from matcher.lab.evaluate.localization_time import time_localization
-from matcher.lab.pairs.posed_photos import SPLITS, find_other_photos, find_posed_photos
-from matcher.localization.settings import LocalizationConfig
+from matcher.evaluate.folders import SPLITS, find_other_photos, find_posed_photos
+from matcher.evaluate.localization import make_map, measure_localization, time_localization
+from matcher.localization.sparse_map import LocalizationConfig
 from matcher.presets import DEFAULT_PRESET
 
 

@@ -31,14 +31,14 @@ def main() -> None:
     if unknown := set(args.what) - set(KINDS):
         parser.error(f"{min(unknown)}: choose from {', '.join(KINDS)}")
     if args.threads:
-        from matcher.threads import thread_environment
+        from matcher.processes import thread_environment
 
         os.environ.update(thread_environment(args.threads))  # read when torch and OpenCV are imported
 
     import matcher
-    from matcher.data.photos import data_folder
-    from matcher.lab.benchmark import sequences
-    from matcher.sequence.pipelines import MATCH_THRESHOLD as threshold
+    from matcher.benchmark import rows as sequences
+    from matcher.images import data_folder
+    from matcher.sequence.tracker import MATCH_THRESHOLD as threshold
 
     network = {} if args.preset == "nearest" else {"weights": args.weights, "precision": args.precision}
     bench = data_folder() / "bench"

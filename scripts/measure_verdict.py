@@ -8,11 +8,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from matcher.lab.evaluate.verdict_trial import (
+from matcher.evaluate.calibration import (
     Findings,
     KindResult,
     TrialSize,
-    as_markdown,
+    as_markdown_verdict_trial,
     trial_pairs,
     try_verdicts,
 )
@@ -45,4 +45,9 @@ def show(kind: KindResult) -> None:
 
 counts = TrialSize(arguments.unrelated, arguments.lookalikes, arguments.related)
 pairs = trial_pairs(arguments.data, counts, arguments.seed)
-print(as_markdown(try_verdicts(load(arguments.preset), pairs, show, Findings(arguments.findings))), end="")
+print(
+    as_markdown_verdict_trial(
+        try_verdicts(load(arguments.preset), pairs, show, Findings(arguments.findings))
+    ),
+    end="",
+)

@@ -4,7 +4,7 @@
 
 Needs the `[test]` extra: the photographs come inside scikit-image's wheel (see `assets/README.md`). World
 units are metres, x right, y down, z away from the viewer; floor y = 0, wall z = 0. Pixel coordinates follow
-`matcher/data/geometry.py`: the centre of the first pixel is (0, 0).
+`matcher/geometry.py`: the centre of the first pixel is (0, 0).
 """
 
 from __future__ import annotations

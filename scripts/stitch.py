@@ -7,10 +7,10 @@ import cv2
 import numpy as np
 
 import matcher
-from matcher.data.geometry import upright_matrix, warp_points
-from matcher.data.photos import is_image
 from matcher.errors import UsageError
 from matcher.files import check_output, write_output
+from matcher.geometry import upright_matrix, warp_points
+from matcher.images import is_image
 
 _LARGEST = 20_000  # pixels, a side of the panorama
 

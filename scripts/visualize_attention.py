@@ -10,10 +10,9 @@ import numpy as np
 from pair_arguments import load_pipeline, pair_parser
 
 import matcher
-from matcher.drawing.attention import draw_attention
-from matcher.drawing.canvas import save_figure
-from matcher.drawing.plots import draw_entropies
 from matcher.explain.explain import explain, nearest_keypoint, network_of
+from matcher.viz.drawings import save_figure
+from matcher.viz.plots import draw_attention, draw_entropies
 
 parser = pair_parser("Self- and cross-attention of the keypoint of image 0 nearest to a point.")
 parser.add_argument("--point", required=True, metavar="x,y", help="in pixels of image 0")

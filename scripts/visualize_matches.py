@@ -13,10 +13,9 @@ from pair_arguments import load_pipeline, pair_parser
 
 import matcher
 from matcher.cli.options import parse_camera
-from matcher.drawing.canvas import save_figure
-from matcher.drawing.matches import match_errors
-from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
-from matcher.verify.distances import fundamental_from_pose
+from matcher.verify.adjustment import fundamental_from_pose
+from matcher.viz.drawings import match_errors, save_figure
+from matcher.viz.overlays import draw_epipolar_lines, draw_overlay
 
 parser = pair_parser("Draw matches, an overlay by the homography, or epipolar lines.")
 parser.add_argument("--plot", choices=["matches", "checkerboard", "blend", "epipolar"], default="matches")

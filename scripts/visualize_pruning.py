@@ -9,11 +9,9 @@ The suffix of the output decides its format.
 from pair_arguments import load_pipeline, pair_parser
 
 import matcher
-from matcher.drawing.canvas import save_figure
-from matcher.drawing.keypoints import draw_fates
-from matcher.drawing.plots import draw_confidences, draw_decisions, draw_marginal_errors
-from matcher.explain.explain import explain, network_of
-from matcher.explain.rules import rules
+from matcher.explain.explain import explain, network_of, rules
+from matcher.viz.drawings import draw_fates, save_figure
+from matcher.viz.plots import draw_confidences, draw_decisions, draw_marginal_errors
 
 parser = pair_parser("Matched, unmatched and pruned keypoints, or plots of the layers.")
 parser.add_argument("--plot", choices=["fates", "layers", "confidences", "sinkhorn"], default="fates")

@@ -14,7 +14,7 @@ from pair_arguments import load_pipeline, pair_parser
 import matcher
 from matcher.config import RefineConfig
 from matcher.files import write_whole
-from matcher.refine.local_maps import fit_affine_maps
+from matcher.refine import fit_affine_maps
 
 ENLARGED, HALF, SHOWN = 8, 12, 3  # times; pixels of a window to either side; matches
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from matcher.collection.records import FailedPair, StoredImage, StoredPair
-from matcher.data.camera import Camera
-from matcher.data.features import Features
-from matcher.data.geometry import inside
-from matcher.data.matches import Matches, TwoViewGeometry
-from matcher.verify.distances import fundamental_from_pose
+from matcher.cameras import Camera
+from matcher.collection.schema import FailedPair, StoredImage, StoredPair
+from matcher.geometry import inside
+from matcher.types import Features, Matches, TwoViewGeometry
+from matcher.verify.adjustment import fundamental_from_pose
 
 SIZE = (1024, 768)
 K = np.array([[900.0, 0, 511.5], [0, 900, 383.5], [0, 0, 1]])  # stored pixels: the optical axis in the middle

@@ -9,12 +9,12 @@ import torch
 from simulated_gpu import gpu  # noqa: F401, a fixture
 
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
-from matcher.data.images import read_image
 from matcher.extract.sift import SiftExtractor
-from matcher.kernels import SWITCH, build, library
-from matcher.match.network.model import MatchingNetwork
-from matcher.weights.files import save_model
-from matcher.weights.manifest import FOLDERS
+from matcher.images import read_image
+from matcher.kernels import SWITCH, build
+from matcher.kernels import loader as library
+from matcher.match.network import MatchingNetwork
+from matcher.weights.files import FOLDERS, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from matcher.data.features import Features
-from matcher.data.matches import Matches
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.trained import Trained
+from matcher.types import Features, Matches
 
 Pairs = Sequence[tuple[Features, Features]]
 

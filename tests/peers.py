@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from matcher.data.features import Features
+from matcher.types import Features
 
 Tensors = dict[str, Tensor]
 

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.collection.descriptors import encode_features
-from matcher.collection.encoding import checksum, encode_pair
-from matcher.collection.records import StoredPair
-from matcher.collection.store import Store
-from matcher.collection.writer import EncodedPair, ImageFacts, Writer
-from matcher.data.features import Features
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.collection.schema import StoredPair, checksum, encode_pair
+from matcher.collection.sources import encode_features
+from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
+from matcher.types import Features, Matches, TwoViewGeometry
 
 SETTINGS = {"preset": "nearest", "config": {"extractor": {"max_keypoints": 400}}}
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from matcher.config import ExtractorConfig
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.extract import kornia, learned, superpoint
-from matcher.extract.shared import Fill, LearnedExtractor
+from matcher.extract import kornia_adapters as kornia
+from matcher.extract import learned, superpoint
+from matcher.extract.front_end import Fill, LearnedExtractor
+from matcher.types import Features, Image
 
 FRONT_ENDS = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS, **kornia.FRONT_ENDS}
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from matcher.config import ContextConfig, MatchingPolicy, NetworkConfig
-from matcher.data.features import Features
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.types import Features
 
 CONFIG = NetworkConfig(
     descriptor_dim=32,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from matcher.data.photos import find_images
+from matcher.images import find_images
 
 FOLDERS = {  # how many of each folder's first photos
     "bench/sceaux_castle/images": 10,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from matcher.cameras import Camera
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
-from matcher.data.camera import Camera
-from matcher.data.features import Features
 from matcher.match.nearest import NearestMatcher
 from matcher.pipeline import Pipeline
+from matcher.types import Features
 from matcher.verify.estimation import RobustEstimator
 
 SIZE = (640, 480)

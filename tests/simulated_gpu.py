@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 
-from matcher.lab.train.on_device.small import constant
-from matcher.match.tables import turned_orientations, upright_maps
+from matcher.match.steering import turned_orientations, upright_maps
+from matcher.train.views import constant
 
 _device = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")

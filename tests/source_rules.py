@@ -109,7 +109,7 @@ def layer_faults(modules: Modules) -> list[str]:
             elif there == FACADE:
                 if LAYERS.get(here, 0) < TOP:
                     faults.append(f"{name} imports the facade")
-            elif there != here and LAYERS.get(there, 99) >= LAYERS.get(here, 0):
+            elif there != here and LAYERS.get(there, 99) > LAYERS.get(here, 0):
                 faults.append(
                     f"{name} (layer {LAYERS.get(here)}) imports {target} (layer {LAYERS.get(there)})"
                 )

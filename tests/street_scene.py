@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from matcher.data.camera import Camera
+from matcher.cameras import Camera
 
 SIZE = (480, 200)
 CAMERA = Camera(360.0, 360.0, 239.5, 79.5)

@@ -8,17 +8,18 @@ import pytest
 
 import matcher
 from matcher.errors import UsageError
-from matcher.lab.evaluate.accepted import (
+from matcher.evaluate.calibration import (
     LEAST,
+    UNRELATED,
     JudgedGeometry,
+    TrialPair,
     accuracy,
-    as_markdown,
+    as_markdown_accepted,
     before_rejection,
     judge_set,
     most_probable,
 )
-from matcher.lab.evaluate.verdict_trial import UNRELATED, TrialPair
-from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, UnrelatedPair
+from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, UnrelatedPair
 from matcher.verify.verdict import ACCEPTED
 
 
@@ -47,7 +48,7 @@ def test_an_improbable_geometry_counts_only_below_its_probability():
     assert judged[0].error_at(0.32) == 1.0 and judged[0].error_at(0.4) == float("inf")
     at = {least: accuracy(judged, least, [10])[0] for least in LEAST}
     assert at[0.5] == at[0.4] < at[0.32] == at[0.0]
-    rows = as_markdown("three", judged, [10]).splitlines()
+    rows = as_markdown_accepted("three", judged, [10]).splitlines()
     assert rows[0] == "| three (3) | accepted | AUC@10 |"
     assert rows[2].startswith("| 0.5 | 0.33 |") and rows[-1].startswith("| 0 | 0.67 |")
 

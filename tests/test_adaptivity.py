@@ -8,13 +8,12 @@ import torch
 from random_matcher import WITH_MATCH_PROBABILITY, matcher_with, pair
 
 from matcher.config import AssignmentConfig, MatchingPolicy
-from matcher.data.features import Features
-from matcher.data.matches import Matches
-from matcher.match.network import assigning
-from matcher.match.network.adaptivity import keep_unless_few, ready_by_match_probability
-from matcher.match.network.consensus import Consensus
-from matcher.match.network.packed import Layout
-from matcher.match.network.tokens import Tokens
+from matcher.match import consensus as assigning
+from matcher.match.adaptivity import keep_unless_few, ready_by_match_probability
+from matcher.match.blocks import Layout
+from matcher.match.consensus import Consensus
+from matcher.match.context import Tokens
+from matcher.types import Features, Matches
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (0, 9), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
 

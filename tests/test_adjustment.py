@@ -8,14 +8,12 @@ import pytest
 from test_estimation import CAMERA, CORNERS, H_TRUE, OTHER, pose, two_views
 
 from matcher.config import EstimationConfig
-from matcher.data.features import Features
-from matcher.data.geometry import warp_points
-from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import UsageError
+from matcher.geometry import warp_points
 from matcher.pipeline import Pipeline
-from matcher.sequence.pipelines import link_estimator
-from matcher.sequence.tracker import Tracker
-from matcher.verify.distances import epipolar_distance, fundamental_from_pose, in_front, sampson
+from matcher.sequence.tracker import Tracker, link_estimator
+from matcher.types import Features, Matches, MatchRefinement
+from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, in_front, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.planes import PlanesEstimator
 
@@ -225,7 +223,7 @@ def test_a_fundamental_matrix_can_be_left_as_it_was_sampled(monkeypatch):
     points1 = points1 + rng.normal(scale=0.5, size=points1.shape)
     config = EstimationConfig(kind="fundamental")
     adjusted = RobustEstimator(config)(points0, points1)
-    monkeypatch.setattr("matcher.verify.epipolar.adjusted_fundamental", None)
+    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
     left = RobustEstimator(config, adjusted=False)(points0, points1)
     assert left.status == adjusted.status == "ok"
     assert np.abs(left.matrix - adjusted.matrix).max() > 1e-6
@@ -239,7 +237,7 @@ def test_links_of_frames_are_not_adjusted(monkeypatch):
     tracker = Tracker("nearest", max_keypoints=200)
     pipeline = tracker.pipeline
     assert pipeline.estimator.adjusted and not tracker._map.linker.estimator.adjusted
-    monkeypatch.setattr("matcher.verify.epipolar.adjusted_fundamental", None)
+    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
     for shift in (0, 4, 8):
         found = tracker.push(texture[:, shift : shift + 320])
     assert found.status == "tracked"

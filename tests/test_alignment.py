@@ -10,9 +10,9 @@ import pytest
 import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
-from matcher.data.geometry import warp_points
-from matcher.drawing.composites import lay_over
-from matcher.verify.planar import estimate_planar
+from matcher.geometry import warp_points
+from matcher.verify.planes import estimate_planar
+from matcher.viz.overlays import lay_over
 
 TURN = np.deg2rad(25)
 SIMILARITY = np.array(

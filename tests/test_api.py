@@ -9,9 +9,9 @@ import pytest
 
 import matcher
 from matcher import Camera, Features, UsageError
+from matcher.arrays import root_sift
 from matcher.config import ALL_LAYERS
-from matcher.data.descriptors import root_sift
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import MatchingNetwork
 from matcher.presets import find_preset
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.verify.distances import epipolar_distance, fundamental_from_pose
+from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 TRUTH = json.loads((ASSETS / "poses.json").read_text("utf-8"))

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.lab.benchmark.references import naive_sinkhorn
-from matcher.match.assignment import assign, dual_softmax
-from matcher.match.minima import mutual_minima
-from matcher.match.mutual import mutual_matches
-from matcher.match.network.head import AssignmentHead
-from matcher.match.sinkhorn import log_masses, row_error, sinkhorn
+from matcher.benchmark.timing import naive_sinkhorn
+from matcher.match.nearest import mutual_matches, mutual_minima
+from matcher.match.sinkhorn import AssignmentHead, assign, dual_softmax, log_masses, row_error, sinkhorn
 
 
 def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float = 1.0) -> torch.Tensor:

@@ -9,15 +9,15 @@ import PIL.Image
 import pytest
 
 import matcher
-from matcher.data.decoding import decode
-from matcher.data.images import read_input
 from matcher.errors import ImageError
-from matcher.threads import at_once
+from matcher.image_files import decode
+from matcher.images import read_input
+from matcher.processes import at_once
 
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    monkeypatch.setattr("matcher.threads.compute_threads", lambda: 2)
+    monkeypatch.setattr("matcher.processes.compute_threads", lambda: 2)
 
 
 def test_the_second_call_has_a_thread_that_ends(two_threads):
@@ -28,7 +28,7 @@ def test_the_second_call_has_a_thread_that_ends(two_threads):
 
 
 def test_one_thread_makes_both_calls_in_turn(monkeypatch):
-    monkeypatch.setattr("matcher.threads.compute_threads", lambda: 1)
+    monkeypatch.setattr("matcher.processes.compute_threads", lambda: 1)
     assert at_once(threading.get_ident, threading.get_ident) == (threading.get_ident(),) * 2
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from matcher.attention import scaled_dot_product
-from matcher.kernels import cpu
-from matcher.match.network import packed
-from matcher.match.network.packed import Layout, attend, interleave
+from matcher.kernels import calls as cpu
+from matcher.match import blocks as packed
+from matcher.match.blocks import Layout, attend, interleave
 
 HEADS, WIDTH = 3, 8
 UNIFORM = Layout(((5, 5), (5, 5)))

@@ -17,8 +17,8 @@ from matcher.attention import (
     scaled_dot_product,
 )
 from matcher.config import ContextConfig
-from matcher.match.network.context import build_layer
-from matcher.match.network.packed import Layout
+from matcher.match.blocks import Layout
+from matcher.match.context import build_layer
 
 N, M, D = 5, 7, 4
 NAMES = ("softmax", "linear", "additive", "general")

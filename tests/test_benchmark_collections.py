@@ -7,9 +7,9 @@ import pytest
 from collection_runs import photos
 from collection_scene import centres, render_photos
 
-from matcher.collection.engines import Workers
+from matcher.benchmark.rows import aligned, measure_reconstruction, measure_workers
+from matcher.collection.workers import Workers
 from matcher.errors import UsageError
-from matcher.lab.benchmark.collections import aligned, measure_reconstruction, measure_workers
 
 OPTIONS = {"preset": "nearest", "device": "cpu"}
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.errors import UsageError
-from matcher.lab.benchmark.sequences import (
+from matcher.benchmark.rows import (
     measure_bare,
     measure_disparity,
     measure_driving,
     measure_latency,
     read_calibration,
 )
+from matcher.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench"
@@ -76,7 +76,7 @@ def test_a_made_up_disparity_is_measured(nearest, tmp_path):
 
 def test_latency_is_measured_by_stage(nearest, views, monkeypatch):
     seconds = iter(np.arange(0, 100, 0.01))  # a clock that gains 10 ms whenever it is read
-    monkeypatch.setattr("matcher.sequence.latency.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("matcher.sequence.frames.perf_counter", lambda: next(seconds))
     picture = matcher.read_image(views[0]).pixels
     found = measure_latency(picture, nearest, frames=3, size=(320, 240))
     assert set(found) == {"read", "extract", "match", "verify", "refine", "pose", "total", "choice"}

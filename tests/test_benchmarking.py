@@ -8,29 +8,29 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
-from matcher.config import ContextConfig, NetworkConfig
-from matcher.data.features import Features
-from matcher.errors import UsageError
-from matcher.lab.benchmark import network_rows
-from matcher.lab.benchmark.machine import (
+from matcher.benchmark import rows as network_rows
+from matcher.benchmark.report import check_device, format_row, run_benchmark, to_json
+from matcher.benchmark.rows import OFF, BenchmarkRow, as_kornia
+from matcher.benchmark.timing import (
     PeakRates,
+    Samples,
+    Stopwatch,
     Workload,
     count_workload,
     describe_machine,
-    measure_peak_rates,
-)
-from matcher.lab.benchmark.network_rows import OFF, BenchmarkRow, as_kornia
-from matcher.lab.benchmark.references import (
     kornia_lightglue,
     lightglue_tensors,
+    measure_peak_rates,
+    memory_above,
     naive_sinkhorn,
     random_batch,
     with_parameters,
 )
-from matcher.lab.benchmark.report import check_device, format_row, run_benchmark, to_json
-from matcher.lab.benchmark.timing import Samples, Stopwatch, memory_above
-from matcher.match.assignment import assign
-from matcher.match.network.model import MatchingNetwork
+from matcher.config import ContextConfig, NetworkConfig
+from matcher.errors import UsageError
+from matcher.match.network import MatchingNetwork
+from matcher.match.sinkhorn import assign
+from matcher.types import Features
 
 CPU = torch.device("cpu")
 WATCH = Stopwatch(CPU, repeats=2)

@@ -9,15 +9,16 @@ import pytest
 import torch
 from collection_scene import render_photos
 
+from matcher.benchmark import rows as growth_rows
+from matcher.benchmark import rows as kernel_rows
+from matcher.benchmark import rows as process_rows
+from matcher.benchmark.report import run_benchmark
+from matcher.benchmark.rows import BenchmarkRow
+from matcher.benchmark.timing import Samples, Stopwatch, scenes, tilted_views
 from matcher.errors import MatcherError, UsageError
-from matcher.kernels import SWITCH, library
-from matcher.kernels.library import supported
-from matcher.kernels.trials import Trial
-from matcher.lab.benchmark import growth_rows, kernel_rows, process_rows
-from matcher.lab.benchmark.network_rows import BenchmarkRow
-from matcher.lab.benchmark.report import run_benchmark
-from matcher.lab.benchmark.timing import Samples, Stopwatch
-from matcher.lab.benchmark.views import scenes, tilted_views
+from matcher.kernels import SWITCH
+from matcher.kernels import loader as library
+from matcher.kernels.loader import Trial, supported
 
 WATCH = Stopwatch(torch.device("cpu"), repeats=1)
 ALONE = {"threads": 1, "processor_time": False}

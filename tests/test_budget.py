@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.budget import costs, pairs
-from matcher.budget.choice import Choice
-from matcher.budget.costs import PairCosts, measured_costs
-from matcher.budget.pairs import plan
+from matcher import budget as costs
+from matcher import budget as pairs
+from matcher.budget import Choice, PairCosts, measured_costs, plan
 from matcher.passes import further
-from matcher.passes.evidence import Evidence
-from matcher.passes.search import Change
+from matcher.passes.further import Change, Evidence
 from matcher.pipeline import FURTHER_PASSES
 
 

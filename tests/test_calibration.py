@@ -7,10 +7,8 @@ import pytest
 
 import matcher
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.data.features import Features
-from matcher.data.matches import Matches, MatchRefinement, TwoViewGeometry
 from matcher.errors import UsageError
-from matcher.lab.evaluate.recalibration import JudgedPair, errors_of, fit_calibration, uncalibrated
+from matcher.evaluate.calibration import JudgedPair, errors_of, fit_calibration, uncalibrated
 from matcher.match.calibration import (
     calibrated,
     calibrated_by_geometry,
@@ -19,7 +17,8 @@ from matcher.match.calibration import (
     refinement_evidence,
     weighed_by_refinement,
 )
-from matcher.passes.evidence import Evidence
+from matcher.passes.further import Evidence
+from matcher.types import Features, Matches, MatchRefinement, TwoViewGeometry
 
 CONFIG = CalibrationConfig(offset=0.9, slope=0.75, share_slope=0.8)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.data.camera import CAMERA_MODELS, Camera, as_camera
+from matcher.cameras import CAMERA_MODELS, Camera, as_camera
 from matcher.errors import UsageError
 
 K = np.array([[800.0, 0, 511.5], [0, 820.0, 383.5], [0, 0, 1]])

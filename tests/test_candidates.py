@@ -8,17 +8,22 @@ import torch
 
 from matcher import kernels as compiled
 from matcher.config import AssignmentConfig
-from matcher.kernels import candidates as kernel_candidates
-from matcher.kernels import library
+from matcher.kernels import calls as kernel_candidates
+from matcher.kernels import loader as library
 from matcher.loading import load
-from matcher.match.assignment import plan
-from matcher.match.candidates import CandidateAssignment, Candidates, candidates_of
-from matcher.match.mutual import mutual_best
-from matcher.match.network import assigning, model
-from matcher.match.network.consensus import Consensus, fit_local_maps, mutual_soft_matches
-from matcher.match.network.correspondence import Side
-from matcher.match.network.head import AssignmentHead
-from matcher.match.sinkhorn import sinkhorn
+from matcher.match import consensus as assigning
+from matcher.match import network as model
+from matcher.match.consensus import (
+    CandidateAssignment,
+    Candidates,
+    Consensus,
+    candidates_of,
+    fit_local_maps,
+    mutual_soft_matches,
+)
+from matcher.match.nearest import mutual_best
+from matcher.match.position import Side
+from matcher.match.sinkhorn import AssignmentHead, plan, sinkhorn
 
 pytestmark = pytest.mark.skipif(
     library.instructions() is None or shutil.which("g++") is None, reason="needs a compiler and vector units"

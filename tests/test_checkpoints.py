@@ -13,13 +13,18 @@ from matcher.cli import main
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig, PositionConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.superpoint import SuperPoint
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import MatchingNetwork
 from matcher.presets import PRESETS
+from matcher.weights.conversion import (
+    choose_layout,
+    convert,
+    fill_network,
+    import_checkpoint,
+    import_front_end,
+    read_checkpoint,
+)
 from matcher.weights.files import load_model
-from matcher.weights.published.conversion import choose_layout, convert, fill_network, import_checkpoint
-from matcher.weights.published.frontends import import_front_end
-from matcher.weights.published.reading import read_checkpoint
-from matcher.weights.published.tables import LAYOUTS
+from matcher.weights.published import LAYOUTS
 
 DEPTH = 2
 
@@ -181,7 +186,7 @@ def test_the_layouts_of_superpoint(tmp_path):
 
 @pytest.mark.parametrize("kind", ["disk", "aliked", "xfeat"])
 def test_front_ends_of_kornia_keep_their_names(kind, tmp_path):
-    kornia = pytest.importorskip("matcher.extract.kornia")
+    kornia = pytest.importorskip("matcher.extract.kornia_adapters")
     part = "net." if kind == "xfeat" else ""
     network = peers.seeded(lambda: build(kornia, kind), 3)
     tensors = {name.removeprefix(part): value for name, value in network.state_dict().items()}

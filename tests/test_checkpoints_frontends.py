@@ -9,10 +9,10 @@ from random_front_end import FRONT_ENDS, random_parameters, texture, whole
 
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.shared import resolve
+from matcher.extract.front_end import resolve
 from matcher.torch_engine import build_extractor
-from matcher.weights.published.catalogue import find_published
-from matcher.weights.published.fetching import import_files
+from matcher.weights.download import import_files
+from matcher.weights.published import find_published
 
 feature = pytest.importorskip("kornia.feature")
 READERS = ("keynet", "orientation", "affine_shape", "hardnet", "dedode.dedode", "dedode.encoder")
@@ -31,7 +31,7 @@ def shallow(monkeypatch):
         )
 
     monkeypatch.setattr(transformer, "vit_large", vit)
-    monkeypatch.setattr("matcher.extract.kornia.vit_large", vit)
+    monkeypatch.setattr("matcher.extract.kornia_adapters.vit_large", vit)
 
 
 @pytest.fixture

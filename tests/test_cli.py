@@ -15,8 +15,7 @@ import typer
 import matcher
 from matcher import loading as loading_module
 from matcher.cli import main
-from matcher.cli.exits import exit_code_of
-from matcher.cli.messages import messages
+from matcher.cli.options import exit_code_of, messages
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = [
@@ -255,7 +254,7 @@ def test_weights_are_listed_and_verified(small_weights, monkeypatch, capfd):
     }  # fmt: skip
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
     (folder / "manifest.toml").write_text(f"[[weights]]\nbytes = {len(data)}\n{text}")
-    monkeypatch.setattr("matcher.weights.manifest.FOLDERS", (folder,))
+    monkeypatch.setattr("matcher.weights.files.FOLDERS", (folder,))
     assert run("weights", "list") == 0
     assert "CC0-1.0" in capfd.readouterr().out
     assert run("weights", "verify") == 0

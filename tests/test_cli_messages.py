@@ -15,9 +15,8 @@ import typer
 
 import matcher
 from matcher.cli import COMMANDS, GROUPS, build, main
-from matcher.cli.environment import VARIABLES
-from matcher.cli.loading import preset_defaults
-from matcher.cli.running import in_options, option_names, runnable
+from matcher.cli.options import in_options, option_names, preset_defaults, runnable
+from matcher.cli.weights import VARIABLES
 from matcher.presets import DEFAULT_PRESET, find_preset
 
 ROOT = Path(__file__).resolve().parent.parent

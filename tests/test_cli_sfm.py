@@ -8,11 +8,11 @@ import pytest
 from collection_scene import centres, render_photos
 
 import matcher
+from matcher import tiling as extraction
+from matcher.benchmark.rows import aligned
 from matcher.cli import main
-from matcher.collection.reconstruction.reconstruct import Reconstruction
-from matcher.collection.reconstruction.sparse_models import SparseModel
-from matcher.lab.benchmark.collections import aligned
-from matcher.tiling import extraction
+from matcher.sfm.models import SparseModel
+from matcher.sfm.reconstruct import Reconstruction
 
 pycolmap = pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")
@@ -118,7 +118,7 @@ def test_too_little_to_reconstruct(tmp_path, capfd):
 
 def test_several_models_and_errors_in_resized_pixels_are_printed():
     from matcher.cli.sfm import summary_lines
-    from matcher.collection.exporting.output import ExportReport
+    from matcher.export.output import ExportReport
 
     def model(*images):
         return SparseModel({f"{i}": np.eye(4)[:3] for i in range(*images)}, {}, 9, 20, 2.2, 0.8)
@@ -180,7 +180,7 @@ def test_features_of_elsewhere_and_a_restart(made, tmp_path, capfd):
 
 
 def test_the_object_reconstructs_and_exports_with_a_choice_of_cameras(made, tmp_path):
-    from matcher.collection.exporting.cameras import CameraChoice
+    from matcher.export.colmap import CameraChoice
 
     folder, _, _ = made
     collection = matcher.Collection.open(folder / "model-run")

@@ -14,15 +14,14 @@ import PIL.Image
 import pytest
 from collection_scene import CAMERA, SIZE, MemoryStore, renamed, synthetic_store
 
-from matcher.collection.exporting.cameras import CameraChoice, group_cameras, read_exif
-from matcher.collection.exporting.colmap import to_colmap
-from matcher.collection.exporting.formats import FORMATS, export
-from matcher.collection.exporting.hloc import pair_key
-from matcher.collection.exporting.output import whole_folder
-from matcher.collection.records import StoredImage, StoredPair
-from matcher.data.camera import Camera
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.cameras import Camera
+from matcher.collection.schema import StoredImage, StoredPair
 from matcher.errors import IntegrityError, UsageError
+from matcher.export.colmap import CameraChoice, group_cameras, read_exif, to_colmap
+from matcher.export.formats import FORMATS, export
+from matcher.export.hloc import pair_key
+from matcher.export.output import whole_folder
+from matcher.types import Matches, TwoViewGeometry
 
 OUTPUTS = {"colmap": "out.db", "hloc": "out", "npz": "out.npz", "openmvg": "out", "kapture": "out"}
 

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from matcher.collection.pairlists import (
+from matcher.collection.pairs import (
     ABSOLUTE,
     COLUMNS,
     DUPLICATE,

@@ -6,9 +6,8 @@ import pytest
 from collection_runs import contents, photos
 
 from matcher.collection.collection import Collection
-from matcher.collection.engines import Workers
-from matcher.collection.planning import extract_jobs
-from matcher.collection.reading import read_ahead
+from matcher.collection.runner import extract_jobs
+from matcher.collection.workers import Workers, read_ahead
 
 NAMES = ["a", "b", "c", "d", "e"]
 

@@ -8,16 +8,15 @@ import PIL.Image
 import pytest
 from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
 
-from matcher.cli.reconstructed import summary_lines
-from matcher.collection.exporting.cameras import CameraChoice
-from matcher.collection.exporting.formats import export
-from matcher.collection.reconstruction import mapping_process
-from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
-from matcher.collection.reconstruction.plot import scene_axes
-from matcher.collection.reconstruction.reconstruct import ReconstructionError, reconstruct
-from matcher.data.gps import read_gps
+from matcher.benchmark.rows import aligned, database_from_hloc
+from matcher.cli.sfm import summary_lines
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.benchmark.collections import aligned, database_from_hloc
+from matcher.export.colmap import CameraChoice
+from matcher.export.formats import export
+from matcher.image_files import read_gps
+from matcher.sfm import mapping_process
+from matcher.sfm.models import scene_axes
+from matcher.sfm.reconstruct import GivenPoses, ReconstructionError, read_given_poses, reconstruct
 
 pycolmap = pytest.importorskip("pycolmap")
 

@@ -8,16 +8,15 @@ import pytest
 from collection_runs import QUICK, contents, photos
 
 import matcher
+from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.progress import ProgressLines
+from matcher.cli.options import ProgressLines
 from matcher.collection.collection import Collection
-from matcher.collection.descriptors import file_path
-from matcher.collection.records import Counts
 from matcher.collection.runner import StageProgress
+from matcher.collection.schema import Counts
 from matcher.collection.settings import differences, parse_shard
-from matcher.collection.store import Store
-from matcher.collection.writer import Writer
-from matcher.data.camera import Camera
+from matcher.collection.sources import file_path
+from matcher.collection.store import Store, Writer
 from matcher.errors import ImageError, UsageError
 
 HERE = 0  # workers: this process

@@ -13,10 +13,9 @@ from random_collection import SETTINGS
 
 from matcher.cli import main
 from matcher.collection.collection import Collection
-from matcher.collection.engines import Workers
-from matcher.collection.planning import add_pairs, extract_jobs, match_jobs
-from matcher.collection.store import Store
-from matcher.collection.writer import Writer
+from matcher.collection.runner import add_pairs, extract_jobs, match_jobs
+from matcher.collection.store import Store, Writer
+from matcher.collection.workers import Workers
 
 # Enters a pair list, fetches the first jobs, says the processor seconds that it took.
 LONG_LIST = """

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from random_collection import SETTINGS, features, fill, pair, put_features
 
+from matcher.cameras import Camera
 from matcher.collection import schema
-from matcher.collection.descriptors import decode_features, encode_features, file_path
-from matcher.collection.encoding import DamagedError, checksum, decode_pair, encode_pair
-from matcher.collection.records import Counts
-from matcher.collection.store import Store
-from matcher.collection.writer import EncodedPair, Writer
-from matcher.data.camera import Camera
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.collection.schema import Counts, DamagedError, checksum, decode_pair, encode_pair
+from matcher.collection.sources import decode_features, encode_features, file_path
+from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.errors import IntegrityError, UsageError
+from matcher.types import Matches, TwoViewGeometry
 
 
 def same_pair(found, wanted) -> bool:
@@ -182,7 +180,7 @@ def test_cameras_are_kept(rng, tmp_path):
 
 def test_a_second_writer_is_refused_and_readers_are_not(rng, tmp_path):
     fill(tmp_path, rng)
-    code = f"from matcher.collection.writer import Writer; Writer({str(tmp_path)!r})"
+    code = f"from matcher.collection.store import Writer; Writer({str(tmp_path)!r})"
     with Writer(tmp_path) as writer, writer.transaction():
         writer.retry_failed()
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

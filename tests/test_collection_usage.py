@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from collection_runs import QUICK, contents, photos
 
+from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.collecting import suggestion
+from matcher.cli.collection import suggestion
 from matcher.collection.collection import Collection
-from matcher.collection.pair_choice import PairChoice, default_choice
-from matcher.collection.selection import Selection
+from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import Store
-from matcher.data.camera import Camera
 from matcher.errors import UsageError
 
 NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from matcher.data.photos import data_folder
+from matcher.benchmark.rows import compare_reconstructions
 from matcher.errors import UsageError
-from matcher.lab.benchmark.reconstructions import compare_reconstructions
+from matcher.images import data_folder
 
 PHOTOS = data_folder() / "multiview" / "train" / "dim_cyprus" / "images"
 

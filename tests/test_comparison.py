@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.lab.benchmark.comparison import Comparison, SettingResult, compare
-from matcher.lab.benchmark.timing import Stopwatch
-from matcher.lab.pairs.synthetic import synthetic_set
+from matcher.benchmark.report import Comparison, SettingResult, compare
+from matcher.benchmark.timing import Stopwatch
+from matcher.evaluate.synthetic import synthetic_set
 from matcher.loading import load
 
 WATCH = Stopwatch(torch.device("cpu"))

@@ -14,10 +14,12 @@ from matcher import kernels as compiled
 from matcher.attention import scaled_dot_product
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
-from matcher.kernels import calls, library, targets, trusted
-from matcher.match.network.context import build_layer
-from matcher.match.network.fused import fuse_layer
-from matcher.match.network.packed import Layout
+from matcher.kernels import calls
+from matcher.kernels import loader as library
+from matcher.kernels import loader as targets
+from matcher.kernels import loader as trusted
+from matcher.match.blocks import Layout
+from matcher.match.context import build_layer, fuse_layer
 from matcher.match.sinkhorn import absorbed
 
 VECTORS = pytest.mark.skipif(

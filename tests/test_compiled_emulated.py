@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from matcher import kernels as compiled
-from matcher.kernels.targets import TARGETS, sources
-from matcher.match.network.consensus import fit_local_maps
+from matcher.kernels.loader import TARGETS, sources
+from matcher.match.consensus import fit_local_maps
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 DRIVER = Path(__file__).with_name("emulated_kernels.cpp")

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from matcher import kernels as compiled
-from matcher.extract.architecture import Architecture
-from matcher.extract.feature_network import FeatureNetwork, sample
-from matcher.extract.learned import candidates, peaks, try_peaks
-from matcher.kernels import library
-from matcher.kernels import maps as maps_of
+from matcher.extract.learned import Architecture, FeatureNetwork, candidates, peaks, sample, try_peaks
+from matcher.kernels import calls as maps_of
+from matcher.kernels import loader as library
 
 pytestmark = pytest.mark.skipif(
     library.instructions() is None or shutil.which("g++") is None, reason="needs a compiler and vector units"

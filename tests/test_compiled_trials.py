@@ -7,9 +7,27 @@ from time import process_time, sleep
 import pytest
 import torch
 
-from matcher.kernels import SWITCH, calls, candidates, library, maps, targets, trials
-from matcher.kernels.trials import Trial, granted
-from matcher.lab.benchmark import kernel_rows
+from matcher.benchmark import rows as kernel_rows
+from matcher.kernels import (
+    SWITCH,
+    calls,
+)
+from matcher.kernels import (
+    calls as candidates,
+)
+from matcher.kernels import (
+    calls as maps,
+)
+from matcher.kernels import (
+    loader as library,
+)
+from matcher.kernels import (
+    loader as targets,
+)
+from matcher.kernels import (
+    loader as trials,
+)
+from matcher.kernels.loader import Trial, granted
 
 
 @pytest.fixture

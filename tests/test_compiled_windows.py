@@ -9,10 +9,10 @@ import torch
 from rendered_texture import AFFINE, SIZE, Texture, move
 
 from matcher import kernels as compiled
-from matcher.kernels import library
-from matcher.refine import fitting, least_squares
-from matcher.refine.least_squares import Windows
-from matcher.refine.windows import Grid, Pyramid, middle_frames
+from matcher import refine as fitting
+from matcher import refine as least_squares
+from matcher.kernels import loader as library
+from matcher.refine import Grid, Pyramid, Windows, middle_frames
 
 pytestmark = pytest.mark.skipif(
     library.instructions() is None or shutil.which("g++") is None, reason="needs a compiler and vector units"

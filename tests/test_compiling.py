@@ -6,10 +6,10 @@ import pytest
 import torch
 from random_matcher import WITH_MATCH_PROBABILITY, random_model
 
-from matcher.extract.feature_network import FeatureNetwork
-from matcher.match.network.inference import inference_network
-from matcher.match.network.packed import Layout
-from matcher.match.padded.transport import Transport
+from matcher.extract.learned import FeatureNetwork
+from matcher.match.blocks import Layout
+from matcher.match.gpu import Transport
+from matcher.match.network import inference_network
 
 POINTS = 96
 GUIDED = replace(WITH_MATCH_PROBABILITY, guided=True)

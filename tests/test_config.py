@@ -15,8 +15,9 @@ from matcher.config import (
     NetworkConfig,
     PipelineConfig,
     PositionConfig,
+    from_dict,
+    to_dict,
 )
-from matcher.config_tables import from_dict, to_dict
 
 CHANGED = PipelineConfig(
     matcher=NetworkConfig(

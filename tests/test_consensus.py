@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from matcher.match.assignment import assign
-from matcher.match.mutual import mutual_matches
-from matcher.match.network.consensus import (
+from matcher.match.consensus import (
     Consensus,
     PartnerPrior,
     SoftMatches,
@@ -15,6 +13,8 @@ from matcher.match.network.consensus import (
     fit_local_maps,
     mutual_soft_matches,
 )
+from matcher.match.nearest import mutual_matches
+from matcher.match.sinkhorn import assign
 
 SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
 SHIFT = torch.tensor([0.1, -0.05])

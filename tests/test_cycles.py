@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.collection.cycles import consistent_matches
-from matcher.data.features import Features
-from matcher.data.matches import Matches
+from matcher.collection.tracks import consistent_matches
+from matcher.types import Features, Matches
 
 IMAGES, POINTS = 5, 60
 

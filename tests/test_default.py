@@ -9,9 +9,10 @@ import pytest
 
 import matcher
 from matcher.cli import main
-from matcher.data.photos import data_folder
-from matcher.kernels import SWITCH, kernels, library
-from matcher.match.network.inference import DTYPES, resolve_precision
+from matcher.images import data_folder
+from matcher.kernels import SWITCH, kernels
+from matcher.kernels import loader as library
+from matcher.match.network import DTYPES, resolve_precision
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,7 @@ import pytest
 from street_scene import BASELINE, CAMERA, SIZE, STREET, pair, pose
 
 import matcher
-from matcher.sequence.disparity_offset import DisparityOffset
-from matcher.sequence.odometry import move, project, rays
+from matcher.sequence.stereo import DisparityOffset, move, project, rays
 
 PRODUCT = CAMERA.fx * BASELINE
 AHEAD, ASIDE = (0.02, -0.01, 0.9), (0.9, 0.0, 0.0)
@@ -72,7 +71,7 @@ def test_a_pair_that_is_not_rectified_exactly_gives_the_right_lengths(monkeypatc
     length = np.linalg.norm(truth[-1, :3, 3])
     errors, offsets = {}, []
     for prior in (0.3, 1e-4):  # pixels; the second: not estimated
-        monkeypatch.setattr("matcher.sequence.disparity_offset._PRIOR", prior)
+        monkeypatch.setattr("matcher.sequence.stereo._PRIOR", prior)
         tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, max_keypoints=600)
         results = [tracker.push_stereo(*each) for each in pairs]
         found = results[-1].world_from_cam

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from matcher.collection.exporting.cameras import CameraChoice
-from matcher.collection.reconstruction.doubted_camera import better_focal
-from matcher.collection.reconstruction.reconstruct import _doubt
-from matcher.data.camera import Camera
-from matcher.data.matches import TwoViewGeometry
+from matcher.cameras import Camera
+from matcher.export.colmap import CameraChoice
+from matcher.sfm.cameras import better_focal
+from matcher.sfm.reconstruct import _doubt
+from matcher.types import TwoViewGeometry
 
 FOCAL = 500.0
 

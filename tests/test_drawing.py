@@ -6,18 +6,27 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from matcher.data.features import Features
-from matcher.data.geometry import upright_size, upright_to_stored
-from matcher.data.images import image_from_array, read_image
-from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
-from matcher.drawing.attention import draw_attention
-from matcher.drawing.canvas import figure_pixels, header_height, save_figure
-from matcher.drawing.keypoints import draw_fates
-from matcher.drawing.matches import draw_matches, match_errors
-from matcher.drawing.overlay import draw_epipolar_lines, draw_overlay
-from matcher.drawing.plots import draw_confidences, draw_decisions, draw_entropies, draw_marginal_errors
 from matcher.errors import ImageError, UsageError
+from matcher.geometry import upright_size, upright_to_stored
+from matcher.images import image_from_array, read_image
 from matcher.result import Result
+from matcher.types import MATCHED, UNMATCHED, Features, Matches, TwoViewGeometry
+from matcher.viz.drawings import (
+    draw_fates,
+    draw_matches,
+    figure_pixels,
+    header_height,
+    match_errors,
+    save_figure,
+)
+from matcher.viz.overlays import draw_epipolar_lines, draw_overlay
+from matcher.viz.plots import (
+    draw_attention,
+    draw_confidences,
+    draw_decisions,
+    draw_entropies,
+    draw_marginal_errors,
+)
 
 MISSING = np.zeros((0, 2))
 

@@ -10,11 +10,10 @@ from random_front_end import texture
 import matcher
 from matcher.collection.store import Store
 from matcher.config import ExtractorConfig
-from matcher.data.features import Features
-from matcher.data.images import image_from_array
-from matcher.extract.enlarging import LARGEST, extracted
-from matcher.options import configure
-from matcher.presets import PRESETS
+from matcher.extract.extractor import LARGEST, extracted
+from matcher.images import image_from_array
+from matcher.presets import PRESETS, configure
+from matcher.types import Features
 
 
 class Recorder:

@@ -6,11 +6,11 @@ import cv2
 import numpy as np
 import pytest
 
+from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.data.camera import Camera
-from matcher.data.geometry import warp_points
 from matcher.errors import UsageError
-from matcher.verify.distances import epipolar_distance, fundamental_from_pose
+from matcher.geometry import warp_points
+from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
 from matcher.verify.estimation import RobustEstimator
 
 CAMERA = Camera(800.0, 820.0, 510.0, 390.0)

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.data.matches import Matches
-from matcher.data.photos import data_folder
 from matcher.errors import UsageError
-from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
-from matcher.lab.evaluate.run import Method, evaluate
-from matcher.lab.pairs.protocols import CorrespondencePair, HomographyPair, PosePair
-from matcher.lab.pairs.sets import SetOptions, find_sets
+from matcher.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
+from matcher.evaluate.protocols import CorrespondencePair, HomographyPair, PosePair
+from matcher.evaluate.run import Method, evaluate
+from matcher.evaluate.sets import SetOptions, find_sets
+from matcher.images import data_folder
+from matcher.types import Features, Image, Matches
 
 needs_bench = pytest.mark.skipif(not (data_folder() / "bench").is_dir(), reason="MATCHER_DATA has no bench/")
 KINDS = {"homography": HomographyPair, "pose": PosePair, "correspondences": CorrespondencePair}
@@ -94,7 +92,7 @@ def test_bench_is_all_folders():
 
 def test_disparity_labels_judge_matches_and_the_oracle():
     """Twenty points, all shifted by 4 px to the left; the labels know the left half of the picture."""
-    from matcher.lab.pairs.protocols import CorrespondencePair, PairImage
+    from matcher.evaluate.protocols import CorrespondencePair, PairImage
 
     rng = np.random.default_rng(0)
     points0 = np.stack([np.repeat(np.arange(5), 4) * 20 + 10.0, np.tile(np.arange(4), 5) * 15 + 10.0], axis=1)

@@ -1,18 +1,21 @@
 import numpy as np
 import pytest
 
-from matcher.lab.evaluate.bootstrap import difference, estimate, mean, resample
-from matcher.lab.evaluate.metrics import (
+from matcher.evaluate.measure import (
     auc,
     corner_error,
+    difference,
     distances,
+    estimate,
     ground_truth_matches,
+    mean,
     pose_error,
     precision,
     recall,
     repeatability,
     reprojection_errors,
     reprojection_matrix,
+    resample,
 )
 
 

@@ -9,17 +9,13 @@ import pytest
 import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.data.matches import Matches
 from matcher.errors import ImageError, IntegrityError, UsageError
-from matcher.lab.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
-from matcher.lab.evaluate.run import Method, evaluate
-from matcher.lab.evaluate.tables import as_markdown, as_object
-from matcher.lab.pairs.depth import DepthCamera, depth_at, reproject
-from matcher.lab.pairs.multiview import draw_recorded, overlap_of
-from matcher.lab.pairs.protocols import DepthPair
-from matcher.lab.pairs.sets import SetOptions, data_folder, find_sets
+from matcher.evaluate.folders import draw_recorded, overlap_of
+from matcher.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
+from matcher.evaluate.protocols import DepthCamera, DepthPair, depth_at, reproject
+from matcher.evaluate.run import Method, as_markdown, as_object, evaluate
+from matcher.evaluate.sets import SetOptions, data_folder, find_sets
+from matcher.types import Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
 
 SIZE = (320, 240)

@@ -8,8 +8,8 @@ import pytest
 
 import matcher
 from matcher.errors import UsageError
-from matcher.lab.evaluate.parts import ALL, PARTS, DecisionTime, decision_time, without_each
-from matcher.lab.pairs.protocols import PairImage, UnrelatedPair
+from matcher.evaluate.calibration import ALL, PARTS, DecisionTime, decision_time, without_each
+from matcher.evaluate.protocols import PairImage, UnrelatedPair
 
 
 def test_each_row_lacks_one_part_and_nothing_else():

@@ -10,10 +10,10 @@ import pytest
 
 import matcher
 from matcher.errors import UsageError
-from matcher.lab.evaluate.run import Method, evaluate
-from matcher.lab.pairs import published
-from matcher.lab.pairs.sets import SetOptions, find_sets
-from matcher.lab.pairs.synthetic import warp
+from matcher.evaluate import folders as published
+from matcher.evaluate.run import Method, evaluate
+from matcher.evaluate.sets import SetOptions, find_sets
+from matcher.evaluate.synthetic import warp
 
 K = np.array([[300.0, 0, 160], [0, 310, 120], [0, 0, 1]])
 T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 0, 1]])

@@ -11,15 +11,21 @@ import pytest
 from random_front_end import build
 
 import matcher
+from matcher.cameras import Camera
 from matcher.cli import main
 from matcher.config import EstimationConfig
-from matcher.data.camera import Camera
-from matcher.data.photos import find_images
-from matcher.lab.evaluate.methods import MethodOptions, build_methods
-from matcher.lab.evaluate.run import FrontEndKey, Method, evaluate
-from matcher.lab.evaluate.tables import as_markdown, as_object
-from matcher.lab.pairs.sets import NAMES
-from matcher.lab.pairs.synthetic import synthetic_set, unrelated_set
+from matcher.evaluate.run import (
+    FrontEndKey,
+    Method,
+    MethodOptions,
+    as_markdown,
+    as_object,
+    build_methods,
+    evaluate,
+)
+from matcher.evaluate.sets import NAMES
+from matcher.evaluate.synthetic import synthetic_set, unrelated_set
+from matcher.images import find_images
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.files import save_front_end
 

@@ -5,22 +5,21 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.data.geometry import inside, warp_points
-from matcher.data.gradients import gradient_image
-from matcher.data.images import image_from_array
-from matcher.data.photos import find_images
 from matcher.errors import UsageError
-from matcher.lab.evaluate.metrics import reprojection_errors
-from matcher.lab.pairs.photometric import degrade
-from matcher.lab.pairs.sensors import recoloured, sensor_set
-from matcher.lab.pairs.synthetic import (
+from matcher.evaluate.measure import reprojection_errors
+from matcher.evaluate.protocols import degrade
+from matcher.evaluate.synthetic import (
     LEVELS,
     draw_homography,
+    recoloured,
+    sensor_set,
     synthetic_set,
     unrelated_set,
     warp,
+    zoomed_set,
 )
-from matcher.lab.pairs.zooms import zoomed_set
+from matcher.geometry import inside, warp_points
+from matcher.images import find_images, gradient_image, image_from_array
 
 
 @pytest.fixture

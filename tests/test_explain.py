@@ -9,16 +9,13 @@ import torch
 from random_matcher import CONFIG, matcher_with, pair, random_model
 
 from matcher.config import ContextConfig
-from matcher.data.features import Features
-from matcher.data.images import read_image
-from matcher.data.matches import MATCHED, UNMATCHED
 from matcher.errors import UsageError
-from matcher.explain.explain import explain, nearest_keypoint
-from matcher.explain.rules import confidence_thresholds, rules
-from matcher.match.network.grid import GridExtractor
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
+from matcher.explain.explain import confidence_thresholds, explain, nearest_keypoint, rules
+from matcher.images import read_image
+from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.match.position import GridExtractor
 from matcher.presets import find_preset
+from matcher.types import MATCHED, UNMATCHED, Features
 
 
 def other_matcher(**changes) -> AttentionMatcher:

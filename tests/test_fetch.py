@@ -21,11 +21,12 @@ from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import cache_folder
 from matcher.presets import PRESETS
-from matcher.weights.manifest import read_manifest
-from matcher.weights.published import catalogue, download, fetching
-from matcher.weights.published.catalogue import Published, PublishedFile, read_catalogue
-from matcher.weights.published.download import Wanted
-from matcher.weights.published.fetching import fetch
+from matcher.weights import download
+from matcher.weights import download as fetching
+from matcher.weights import published as catalogue
+from matcher.weights.download import Wanted, fetch
+from matcher.weights.files import read_manifest
+from matcher.weights.published import Published, PublishedFile, read_catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = bytes(range(256)) * 4000  # 1 MB

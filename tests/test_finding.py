@@ -8,10 +8,10 @@ import PIL.Image
 import pytest
 
 import matcher
-from matcher.alignment.levels import windows
+from matcher.alignment.find import windows
 from matcher.cli import main
-from matcher.data.geometry import warp_points
-from matcher.drawing.composites import resizing
+from matcher.geometry import warp_points
+from matcher.viz.overlays import resizing
 
 # Centre in the image, scale and turn in degrees of what is pasted.
 POSES = [(150, 150, 0.6, 0), (430, 140, 0.8, 130), (330, 390, 1.4, -60)]

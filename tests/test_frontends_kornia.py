@@ -7,11 +7,11 @@ import torch
 from random_front_end import FRONT_ENDS, build, random_parameters, same, share_found, texture, whole
 from torch import nn
 
-from matcher.data.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
-from matcher.data.image import Image
-from matcher.data.images import image_from_array
 from matcher.errors import UsageError
-from matcher.extract import kornia
+from matcher.extract import kornia_adapters as kornia
+from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
+from matcher.images import image_from_array
+from matcher.types import Image
 
 SIZES = {"disk": 128, "aliked": 128, "xfeat": 64, "dedodeb": 256, "keynet": 128, "doghardnet": 128}
 KINDS = list(SIZES)

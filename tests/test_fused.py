@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from matcher.config import ContextConfig
-from matcher.kernels import linear
-from matcher.match.network import fused
-from matcher.match.network.context import Layer, build_layer
-from matcher.match.network.fused import FusedSelfBlock, fuse_layer
-from matcher.match.network.packed import Layout
+from matcher.kernels import calls as linear
+from matcher.match import context as fused
+from matcher.match.blocks import Layout
+from matcher.match.context import FusedSelfBlock, Layer, build_layer, fuse_layer
 from matcher.presets import find_preset
 
 WIDTH = 64

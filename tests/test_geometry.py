@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from matcher.data.geometry import (
+from matcher.geometry import (
     UPRIGHT,
     inside,
     resize_points,
@@ -16,7 +16,7 @@ from matcher.data.geometry import (
     upright_to_stored,
     warp_points,
 )
-from matcher.verify.distances import epipolar_distance, fundamental_from_pose
+from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
 
 
 def gaussian(size: tuple[int, int], centre: np.ndarray, sigma: float) -> np.ndarray:

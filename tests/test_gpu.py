@@ -15,20 +15,18 @@ from simulated_gpu import SimulatedEvent, captures, on_cpu, simulated_gpu, waits
 from training_data import TINY, random_batch
 
 import matcher
+from matcher.benchmark import rows as device_rows
+from matcher.benchmark.report import run_benchmark
+from matcher.benchmark.timing import Stopwatch
 from matcher.cli import main
-from matcher.data.features import Features
-from matcher.data.images import read_image
-from matcher.data.matches import Matches
 from matcher.errors import UsageError
-from matcher.lab.benchmark import device_rows
-from matcher.lab.benchmark.report import run_benchmark
-from matcher.lab.benchmark.timing import Stopwatch
-from matcher.lab.train.trainer import Trainer
-from matcher.match.network import other_turns
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.padded import matching
+from matcher.images import read_image
+from matcher.match import gpu as matching
+from matcher.match import steering as other_turns
+from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.presets import PRESETS
+from matcher.train.matcher_training import Trainer
+from matcher.types import Features, Matches
 
 COUNTS = [(100, 90), (64, 64), (40, 120), (7, 3)]
 DUAL = replace(

@@ -15,18 +15,16 @@ from collection_scene import centres, render_photos
 
 import matcher
 from matcher.cli import main
-from matcher.cli.reconstructed import summary_lines
-from matcher.collection.exporting.output import ExportReport
-from matcher.collection.reconstruction import growing, mapping_process, reconstruct
-from matcher.collection.reconstruction.georegistration import georegister
-from matcher.collection.reconstruction.given_poses import read_given_poses
-from matcher.collection.reconstruction.growing import continue_model
-from matcher.collection.reconstruction.mapping import similarity
-from matcher.collection.reconstruction.reconstruct import Reconstruction
-from matcher.collection.reconstruction.sparse_models import SparseModel
+from matcher.cli.sfm import summary_lines
 from matcher.collection.store import Store
-from matcher.data.named_poses import write_named_poses
 from matcher.errors import UsageError
+from matcher.export.output import ExportReport
+from matcher.poses import write_named_poses
+from matcher.sfm import growing, mapping_process, reconstruct
+from matcher.sfm.growing import continue_model
+from matcher.sfm.mapping import georegister, similarity
+from matcher.sfm.models import SparseModel
+from matcher.sfm.reconstruct import Reconstruction, read_given_poses
 
 pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "600", "--workers", "0", "--threads", "1")
@@ -163,7 +161,7 @@ def test_a_full_disk_leaves_the_model(made, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "the disk is full")
 
-    monkeypatch.setattr("matcher.collection.reconstruction.reconstruct.write_colmap", full)
+    monkeypatch.setattr("matcher.sfm.reconstruct.write_colmap", full)
     how = {"how": {"workers": 0}}
     with pytest.raises(OSError, match="disk is full"):
         continue_model(folder / "model", folder / "photos" / "later", tmp_path / "grown", **how)

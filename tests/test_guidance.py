@@ -7,11 +7,9 @@ import torch
 from random_matcher import CONFIG, pair
 
 from matcher.config import ALL_LAYERS
-from matcher.data.features import Features
-from matcher.match.network.correspondence import CorrespondenceGuidance, Side
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.position import normalise_positions
+from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.match.position import CorrespondenceGuidance, Side, normalise_positions
+from matcher.types import Features
 
 
 def seeded_guidance(dim: int = 16, depth: int = 2) -> CorrespondenceGuidance:

@@ -8,10 +8,9 @@ import pytest
 
 import matcher
 from matcher.config import SecondPassConfig
-from matcher.data.features import Features
-from matcher.data.geometry import warp_points
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.geometry import warp_points
 from matcher.passes.guided import guided_matches, with_guided
+from matcher.types import Features, Matches, TwoViewGeometry
 
 FLOOR = np.array([[0.9, 0.25, 10.0], [-0.1, 0.8, 90], [1e-4, 2e-4, 1]])
 WALL = np.array([[1.05, -0.1, 60.0], [0.05, 0.9, 20], [-1e-4, 1e-4, 1]])
@@ -144,6 +143,6 @@ def test_other_geometries_and_failed_ones_are_left_alone(rng):
 
 def test_a_time_budget_leaves_it_out(scene, monkeypatch):
     pipeline = matcher.load("nearest-learned", geometry="homography", max_keypoints=256, second_pass=True)
-    monkeypatch.setattr("matcher.budget.pairs.plan", lambda chosen, images, *_: (chosen, images, None))
+    monkeypatch.setattr("matcher.budget.plan", lambda chosen, images, *_: (chosen, images, None))
     monkeypatch.setattr("matcher.pipeline.with_guided", lambda *_: pytest.fail("guided matching ran"))
     assert len(pipeline.match(*scene, budget_ms=1000).matches) > 100

@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import ImageOps
 
-from matcher.data.geometry import resize_points, resized, upright_to_stored
-from matcher.data.images import MAX_PIXELS, image_from_array, read_image
-from matcher.data.masks import read_mask as read_mask_file
 from matcher.errors import ImageError, ImageWarning, UsageError
+from matcher.geometry import resize_points, resized, upright_to_stored
+from matcher.images import MAX_PIXELS, image_from_array, read_image
+from matcher.images import read_mask as read_mask_file
 
 
 def read_mask(path):
@@ -419,7 +419,7 @@ def test_a_bomb_is_refused_from_its_header(tmp_path, monkeypatch, recwarn):
     path = bomb(tmp_path / "bomb.png", 30_000)
     assert path.stat().st_size < 200_000
     limit = PIL.Image.MAX_IMAGE_PIXELS
-    monkeypatch.setattr("matcher.data.probe.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
+    monkeypatch.setattr("matcher.image_files.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ImageError, match=r"bomb\.png: 30000 x 30000 .*178000000.*max_pixels"):
         read_image(path)
     with pytest.raises(ImageError, match="bomb"):

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from matcher.cli.interruptions import stop_signals, whole_step
-from matcher.cli.messages import messages
+from matcher.cli.options import messages, stop_signals, whole_step
 
 
 @pytest.fixture(autouse=True)

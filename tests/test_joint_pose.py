@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from matcher.data.camera import Camera
-from matcher.sequence.joint_pose import adjust, carry, errors_seen
-from matcher.sequence.odometry import move, project, rays, solve_pose
+from matcher.cameras import Camera
+from matcher.sequence.pose_tracking import adjust, carry, errors_seen
+from matcher.sequence.stereo import move, project, rays, solve_pose
 from tests.test_sequence_parts import rotation
 
 CAMERA = Camera(500, 500, 320, 240)

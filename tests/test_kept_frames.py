@@ -16,10 +16,10 @@ from test_keyframe_map import CAMERA, frame
 import matcher
 from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
-from matcher.sequence.kept_frames import KEPT, read_kept
+from matcher.sequence.capture import read_poses
+from matcher.sequence.frames import KEPT, read_kept
 from matcher.sequence.keyframe_map import TRAJECTORY, KeyframeMap
-from matcher.sequence.pose_graph import PoseGraph
-from matcher.sequence.trajectory import read_poses
+from matcher.sequence.loops import PoseGraph
 
 pytest.importorskip("pycolmap")
 

@@ -17,17 +17,17 @@ from sequence_walls import CAMERA as WALLS_CAMERA
 from sequence_walls import make_walls, picture
 
 import matcher
+from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.tracked import closing_of
-from matcher.collection.reconstruction.reconstruct import ReconstructionError
-from matcher.data.camera import Camera
+from matcher.cli.track import closing_of
 from matcher.errors import UsageError
-from matcher.sequence import kept_frames
+from matcher.sequence import frames as kept_frames
+from matcher.sequence.background import OrderedWork
+from matcher.sequence.capture import read_poses
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.keyframe_map import KeyframeMap
-from matcher.sequence.ordered_work import OrderedWork
-from matcher.sequence.pose_graph import PoseGraph, carried
-from matcher.sequence.trajectory import read_poses
+from matcher.sequence.loops import PoseGraph, carried
+from matcher.sfm.reconstruct import ReconstructionError
 
 pytest.importorskip("pycolmap")
 CAMERA = Camera(528.0, 528.0, 239.5, 179.5)
@@ -255,7 +255,7 @@ def test_a_search_that_fails_leaves_the_loops_to_the_end(tmp_path, monkeypatch):
     def failing(*_):
         raise OSError(28, "the disk is full")
 
-    monkeypatch.setattr("matcher.sequence.pose_graph.PoseGraph.match", failing)
+    monkeypatch.setattr("matcher.sequence.loops.PoseGraph.match", failing)
     for index in range(5):
         place.add(frame(index, np.eye(4)), tmp_path / "photos" / f"photo{index}.png")
     assert "disk is full" in place.problem and place.closed is None

@@ -3,7 +3,7 @@
 import pytest
 
 from matcher.errors import UsageError
-from matcher.lab.pairs.labelling import label
+from matcher.train import labelling as label
 
 
 def test_a_folder_that_is_no_set_is_never_replaced(tmp_path, monkeypatch):

@@ -10,11 +10,22 @@ from random_front_end import build, random_parameters, same, share_found, textur
 from safetensors.torch import save_file
 
 from matcher.config import ExtractorConfig
-from matcher.data.images import image_from_array
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import DESCRIPTOR_DIM, Architecture, architecture_of, shapes_of
-from matcher.extract.feature_network import FeatureNetwork, folded, grown, sample, unfolded
-from matcher.extract.learned import WINDOW, peaks, refine
+from matcher.extract.learned import (
+    DESCRIPTOR_DIM,
+    WINDOW,
+    Architecture,
+    FeatureNetwork,
+    architecture_of,
+    folded,
+    grown,
+    peaks,
+    refine,
+    sample,
+    shapes_of,
+    unfolded,
+)
+from matcher.images import image_from_array
 from matcher.onnx.trained import trained_front_end
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end

@@ -4,16 +4,14 @@ import numpy as np
 import poselib
 import pytest
 
+from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.data.camera import Camera
-from matcher.data.geometry import warp_points
 from matcher.errors import UsageError
-from matcher.verify import epipolar
-from matcher.verify.adjustment import Spread
-from matcher.verify.distances import fundamental_from_pose, sampson
+from matcher.geometry import warp_points
+from matcher.verify import estimation as epipolar
+from matcher.verify.adjustment import MatchedPoints, Spread, fundamental_from_pose, sampson
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.hypotheses import MatchedPoints
-from matcher.verify.likelihood import epipolar_likelihood, homography_likelihood, probabilities
+from matcher.verify.verdict import epipolar_likelihood, homography_likelihood, probabilities
 
 CAMERA = Camera(800.0, 800.0, 512.0, 384.0)
 SIZE = (1024, 768)

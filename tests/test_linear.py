@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from matcher.kernels import linear
+from matcher.kernels import calls as linear
 
 BY_ONEDNN = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no such map"

@@ -13,27 +13,25 @@ import pytest
 from collection_scene import render_photos, texture
 
 import matcher
+from matcher.cameras import Camera
 from matcher.cli import main, options
-from matcher.collection.reconstruction.given_poses import GivenPoses, find_model, read_georegistration
-from matcher.collection.reconstruction.reconstruct import reconstruct
 from matcher.collection.store import Store
-from matcher.data.camera import Camera
-from matcher.data.named_poses import read_named_poses
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.evaluate.localization_time import enlarged, time_localization
-from matcher.lab.pairs.posed_photos import PosedPhotos
+from matcher.evaluate.folders import PosedPhotos
+from matcher.evaluate.localization import enlarged, time_localization
 from matcher.localization import localizer, rig
-from matcher.localization.absolute_pose import (
+from matcher.localization.localizer import doubt_alone, doubt_camera, doubt_focal, judge
+from matcher.localization.plot import LocalizationRecording, axes_of
+from matcher.localization.pose import (
     Matches3d,
+    any_camera,
     estimate_pose,
     log10_false_alarms,
     reprojection_errors,
 )
-from matcher.localization.judgement import doubt_alone, doubt_camera, doubt_focal, judge
-from matcher.localization.recording import LocalizationRecording, axes_of
-from matcher.localization.retrieval_index import RetrievalIndex
-from matcher.localization.settings import LocalizationConfig
-from matcher.localization.unknown_camera import any_camera
+from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex
+from matcher.poses import read_named_poses
+from matcher.sfm.reconstruct import GivenPoses, find_model, read_georegistration, reconstruct
 
 pytest.importorskip("pycolmap")
 SIZE = (480, 360)

@@ -12,22 +12,18 @@ from torch import nn
 
 from matcher.attention import linear_attention
 from matcher.config import PositionConfig
-from matcher.data.features import Features
-from matcher.data.geometry import resize_points, upright_to_stored
-from matcher.data.image import Image
 from matcher.errors import UsageError
+from matcher.geometry import resize_points, upright_to_stored
 from matcher.loading import load
-from matcher.match.assignment import drop_unmatched
-from matcher.match.mutual import mutual_matches
-from matcher.match.network.grid import GridExtractor
-from matcher.match.network.inference import AttentionMatcher, off_border
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.packed import attend_to
-from matcher.match.network.position import SinePosition
-from matcher.match.prediction import Assignment
+from matcher.match.blocks import attend_to
+from matcher.match.nearest import mutual_matches
+from matcher.match.network import AttentionMatcher, MatchingNetwork, off_border
+from matcher.match.position import GridExtractor, SinePosition
+from matcher.match.sinkhorn import Assignment, drop_unmatched
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
+from matcher.types import Features, Image
+from matcher.weights.conversion import choose_layout, convert, import_checkpoint
 from matcher.weights.files import save_model
-from matcher.weights.published.conversion import choose_layout, convert, import_checkpoint
 
 PUBLISHED_PARAMETERS = 11_561_456
 KORNIA_SHIFT = 0.5  # its pixels have their centres at +0.5, ours at 0

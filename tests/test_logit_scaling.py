@@ -9,8 +9,8 @@ from random_matcher import CONFIG
 
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.packed import Layout, scaled_queries, scaled_queries_to
+from matcher.match.blocks import Layout, scaled_queries, scaled_queries_to
+from matcher.match.network import MatchingNetwork
 
 ABOVE = 10
 

@@ -10,15 +10,19 @@ import pytest
 from collection_scene import render_photos, synthetic_store
 from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
 
-from matcher.cli.tracked import closing_of
-from matcher.collection.exporting.colmap import write_colmap
-from matcher.sequence import pose_graph
-from matcher.sequence.closed_trajectory import ClosedTrajectory
-from matcher.sequence.closing_plot import plot_closing
+from matcher.cli.track import closing_of
+from matcher.export.colmap import write_colmap
+from matcher.sequence import loops as pose_graph
 from matcher.sequence.keyframe_map import KeyframeMap
-from matcher.sequence.loop_check import kind_of_pair, path_lengths
-from matcher.sequence.pose_graph import PoseGraph, torn_at
-from matcher.sequence.step_graph import LoopEdge
+from matcher.sequence.loops import (
+    ClosedTrajectory,
+    LoopEdge,
+    PoseGraph,
+    kind_of_pair,
+    path_lengths,
+    plot_closing,
+    torn_at,
+)
 
 pycolmap = pytest.importorskip("pycolmap")
 

@@ -12,10 +12,10 @@ from matcher.cli import main
 from matcher.collection.settings import stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
-from matcher.data.images import image_from_array
-from matcher.explain.report.report import write_report
+from matcher.explain.report import write_report
+from matcher.images import image_from_array
 from matcher.sequence.capture import open_frames
-from matcher.serve.matching import Choices, Matching
+from matcher.serve.page import Choices, Matching
 
 QUICK = ("--preset", "nearest", "--max-keypoints", 200)
 HALF = 80  # columns of the scene that masks keep

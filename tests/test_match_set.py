@@ -10,7 +10,7 @@ import PIL.Image
 import pytest
 
 import matcher
-from matcher.data.geometry import warp_points
+from matcher.geometry import warp_points
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = {"geometry": "homography", "max_keypoints": 500}

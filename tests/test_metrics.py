@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from matcher.weights.manifest import read_manifest
+from matcher.weights.files import read_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBER = r"\d*\.\d+"

@@ -8,11 +8,9 @@ import torch
 from random_matcher import CONFIG, matcher_with, pair, random_model
 
 from matcher.config import ALL_LAYERS, ContextConfig
-from matcher.data.features import Features
-from matcher.data.matches import Matches
 from matcher.errors import UsageError
-from matcher.match.network.inference import AttentionMatcher, inference_network, resolve_precision
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import AttentionMatcher, MatchingNetwork, inference_network, resolve_precision
+from matcher.types import Features, Matches
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (12, 1), (0, 9), (8, 0), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
 SETTINGS = [(e, p) for e in (False, True) for p in (False, True)]
@@ -294,7 +292,7 @@ def test_batches_run_in_groups_on_a_processor(pairs, monkeypatch, together: int)
 
     true_run = MatchingNetwork.run
     monkeypatch.setattr(MatchingNetwork, "run", counted)
-    monkeypatch.setattr("matcher.match.network.tokens.TOGETHER", together)
+    monkeypatch.setattr("matcher.match.context.TOGETHER", together)
     for found, known in zip(run(matcher, pairs), expected, strict=True):
         assert_same(found, known)
     assert sum(number for number, _ in sizes) == len(pairs)

@@ -9,10 +9,10 @@ import pytest
 from collection_scene import render_photos, texture
 
 from matcher.cli import main
-from matcher.collection import preemptive
+from matcher.collection import pairs as preemptive
 from matcher.collection.collection import Collection
-from matcher.collection.reconstruction import more_pairs
-from matcher.collection.reconstruction.more_pairs import MorePairs
+from matcher.sfm import growing as more_pairs
+from matcher.sfm.growing import MorePairs
 
 pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "500", "--workers", "0", "--threads", "1")

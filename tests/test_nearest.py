@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from matcher.config import NearestConfig
-from matcher.data.features import Features
 from matcher.errors import UsageError
 from matcher.match.nearest import NearestMatcher
+from matcher.types import Features
 
 
 def make(rng: np.random.Generator, count: int, descriptors: np.ndarray | None = None, **fields) -> Features:

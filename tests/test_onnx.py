@@ -26,17 +26,13 @@ from matcher.config import (
     PositionConfig,
     RefineConfig,
 )
-from matcher.data.features import Features
-from matcher.data.images import read_image
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import Architecture
-from matcher.extract.feature_network import grown
-from matcher.match.nearest import NearestMatcher, mutual_nearest
-from matcher.match.nearest_on_device import mutual_nearest_on
-from matcher.match.network.model import MatchingNetwork
+from matcher.extract.learned import Architecture, grown
+from matcher.images import read_image
+from matcher.match.nearest import NearestMatcher, mutual_nearest, mutual_nearest_on
+from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import sinkhorn as torch_sinkhorn
-from matcher.match.steering import quarter_turns
-from matcher.match.turns import TURNS, best_turn, turned
+from matcher.match.steering import TURNS, best_turn, quarter_turns, turned
 from matcher.onnx import engine, runtime
 from matcher.onnx.builder import Builder
 from matcher.onnx.export import export_preset
@@ -49,6 +45,7 @@ from matcher.onnx.trained import trained_network
 from matcher.onnx.transport import first_potentials, masses, sinkhorn
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
+from matcher.types import Features
 from matcher.weights.files import save_front_end
 
 COUNTS = [(60, 45), (45, 60), (50, 50), (1, 30), (30, 1), (1, 1), (0, 20), (20, 0), (0, 0)]

@@ -9,11 +9,11 @@ import pytest
 from onnx_models import trained_of
 from random_matcher import CONFIG, pair, random_model
 
-from matcher.data.features import Features
 from matcher.onnx import kept
 from matcher.onnx.builder import Builder
 from matcher.onnx.kept import kept_model
 from matcher.onnx.matching import OnnxMatcher
+from matcher.types import Features
 
 
 @pytest.fixture(autouse=True)

@@ -13,16 +13,14 @@ from test_refine_image_pair import CURVE, image
 
 import matcher
 from matcher.config import RefineConfig
-from matcher.data.image import Image
-from matcher.data.matches import REFINEMENTS, Matches
 from matcher.onnx.builder import Builder
 from matcher.onnx.gradients import gradient_image as write_gradients
 from matcher.onnx.matrices import inverse_of_6
 from matcher.onnx.pyramid import PyramidValues
 from matcher.onnx.refinement import refinement_model
 from matcher.onnx.runtime import Model
-from matcher.refine.image_pair import refine_image_pair
-from matcher.refine.windows import Grid, Pyramid
+from matcher.refine import Grid, Pyramid, refine_image_pair
+from matcher.types import REFINEMENTS, Image, Matches
 
 CONFIG = RefineConfig()
 
@@ -138,7 +136,7 @@ def test_gradients_are_those_of_the_package(shape, rng):
     graph.output("made", made, "float32", 1, 1, "H", "W")
     given_image = pixels[None, None].astype(np.float32) / np.float32(255)
     found = np.rint(Model(graph.encode({}))(image=given_image)["made"][0, 0] * 255)
-    wanted = matcher.data.gradients.gradient_image(image(pixels), 1.0).pixels
+    wanted = matcher.images.gradient_image(image(pixels), 1.0).pixels
     assert wanted.std() > 5
     assert np.abs(found - wanted).max() <= 1 and np.mean(found == wanted) > 0.99  # of whole numbers
 

@@ -3,10 +3,8 @@
 import numpy as np
 import torch
 
-from matcher.data.features import Features
-from matcher.data.matches import Matches
-from matcher.match.network.other_turns import try_other_turns
-from matcher.match.turns import PROBED
+from matcher.match.steering import PROBED, try_other_turns
+from matcher.types import Features, Matches
 
 
 def matches(count: int) -> Matches:

@@ -10,8 +10,7 @@ from collection_scene import texture
 
 import matcher
 from matcher.cli import main
-from matcher.collection.nearby import nearby_pairs
-from matcher.collection.preemptive import BEST, _chosen, candidate_pairs, preemptive_pairs
+from matcher.collection.pairs import BEST, _chosen, candidate_pairs, nearby_pairs, preemptive_pairs
 from matcher.collection.store import Store
 from matcher.errors import UsageError
 

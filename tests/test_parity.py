@@ -18,7 +18,7 @@ from parity import (
 )
 
 from matcher.config import MatchingPolicy
-from matcher.data.features import Features
+from matcher.types import Features
 
 WIDTHS = {
     "lightglue-superpoint": 256,

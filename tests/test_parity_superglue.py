@@ -7,7 +7,7 @@ import pytest
 import torch
 from parity import as_table, assert_same, assert_telling, imported, partners, random_pairs, run
 
-from matcher.data.features import Features
+from matcher.types import Features
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,22 @@ import torch
 
 import matcher
 from matcher.config import SecondPassConfig
-from matcher.data.features import Features
-from matcher.data.gradients import gradient_image
-from matcher.data.image import Image
-from matcher.data.images import image_from_array, read_image
-from matcher.data.matches import Matches, TwoViewGeometry
 from matcher.errors import UsageError
-from matcher.passes.crops import LocalMatcher, PassMatches, crop, image_points, whole
-from matcher.passes.evidence import Evidence
-from matcher.passes.regions import change_of_scale, common_region, crops_of
-from matcher.passes.stretching import STRETCH, stretched
-from matcher.passes.union import JOINED, joined
+from matcher.images import gradient_image, image_from_array, read_image
+from matcher.passes.further import JOINED, Evidence, joined
+from matcher.passes.views import (
+    STRETCH,
+    LocalMatcher,
+    PassMatches,
+    change_of_scale,
+    common_region,
+    crop,
+    crops_of,
+    image_points,
+    stretched,
+    whole,
+)
+from matcher.types import Features, Image, Matches, TwoViewGeometry
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import cv2
 import numpy as np
 import pytest
 
-from matcher.data.photos import data_folder, find_images, is_image, list_images, natural_key
 from matcher.errors import UsageError
-from matcher.lab.pairs.textures import read_texture
+from matcher.evaluate.protocols import read_texture
+from matcher.images import data_folder, find_images, is_image, list_images, natural_key
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import matcher
-from matcher.data.camera import Camera
-from matcher.data.features import Features
-from matcher.data.geometry import warp_points
-from matcher.data.images import image_from_array, read_image
+from matcher.cameras import Camera
 from matcher.errors import ImageError, UsageError
-from matcher.match.network.inference import AttentionMatcher
+from matcher.geometry import warp_points
+from matcher.images import image_from_array, read_image
+from matcher.match.network import AttentionMatcher
 from matcher.presets import DEFAULT_PRESET, find_preset
 from matcher.torch_engine import resolve_device
-from matcher.verify.thresholds import threshold_scale
+from matcher.types import Features
+from matcher.verify.adjustment import threshold_scale
 
 H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.data.camera import Camera
-from matcher.verify import epipolar
+from matcher.verify import estimation as epipolar
+from matcher.verify.adjustment import MatchedPoints
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.hypotheses import MatchedPoints
-from matcher.verify.plane_poses import poses_of_plane
+from matcher.verify.homography import poses_of_plane
 
 CAMERAS = Camera(800.0, 780.0, 512.0, 384.0), Camera(600.0, 610.0, 400.0, 300.0)
 

@@ -11,10 +11,10 @@ from rendered_texture import Texture
 import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig
-from matcher.data.geometry import warp_points
-from matcher.drawing.matches import draw_matches
 from matcher.errors import UsageError
+from matcher.geometry import warp_points
 from matcher.verify.planes import MAX_PLANES, PlanesEstimator
+from matcher.viz.drawings import draw_matches
 
 WALLS = (
     np.array([[1.0, 0.05, 20], [-0.02, 1.1, -15], [1e-4, 0, 1]]),

@@ -12,9 +12,9 @@ import torch
 import matcher
 from matcher import Features, Image, Matches, Pipeline, UsageError
 from matcher.cli import main
-from matcher.extract import registry
-from matcher.extract.shared import Found, FrontEnd
-from matcher.plugins import plugin_names
+from matcher.extract import extractor as registry
+from matcher.extract.front_end import Found, FrontEnd
+from matcher.presets import plugin_names
 
 
 class Corners:

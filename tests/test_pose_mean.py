@@ -4,11 +4,18 @@ import cv2
 import numpy as np
 import pytest
 
-from matcher.data.camera import Camera
-from matcher.verify.distances import fundamental_from_pose, sampson
-from matcher.verify.epipolar import estimated_essential
-from matcher.verify.hypotheses import Hypothesis, MatchedPoints, TwoViewModel, likeliest
-from matcher.verify.pose_mean import degrees_apart, mean_pose
+from matcher.cameras import Camera
+from matcher.verify.adjustment import (
+    Hypothesis,
+    MatchedPoints,
+    TwoViewModel,
+    degrees_apart,
+    fundamental_from_pose,
+    likeliest,
+    mean_pose,
+    sampson,
+)
+from matcher.verify.estimation import estimated_essential
 
 
 def pose(degrees, direction=(1.0, 0, 0)):
@@ -54,7 +61,7 @@ def test_the_pose_of_matches_is_the_mean_and_its_inliers_are_counted_anew(rng, m
         return pose(8.5, (1, 0.1, 0.2))
 
     model = estimated_essential(matched, (camera, camera), 1.5, 0)
-    monkeypatch.setattr("matcher.verify.epipolar.mean_pose", shifted)
+    monkeypatch.setattr("matcher.verify.estimation.mean_pose", shifted)
     other = estimated_essential(matched, (camera, camera), 1.5, 0)
     np.testing.assert_array_equal(model.cam1_from_cam0, found[0])
     np.testing.assert_array_equal(other.cam1_from_cam0, pose(8.5, (1, 0.1, 0.2)))

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from matcher.config import ExtractorConfig, PositionConfig
-from matcher.data.features import Features
-from matcher.data.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
-from matcher.data.image import Image
-from matcher.data.images import image_from_array, read_image
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor, detect_sift
-from matcher.match.network.position import RotaryPosition, normalise_positions, position_inputs, rotate
+from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
+from matcher.images import image_from_array, read_image
+from matcher.match.position import RotaryPosition, normalise_positions, position_inputs, rotate
+from matcher.types import Features, Image
 
 NAMES = ("xy", "scale", "orientation")
 

@@ -12,15 +12,12 @@ import torch
 
 import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.data.images import image_from_array, read_image
-from matcher.data.matches import Matches
 from matcher.extract.sift import SiftExtractor
-from matcher.match.network.grid import GridExtractor
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
+from matcher.images import image_from_array, read_image
+from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.match.position import GridExtractor
 from matcher.presets import find_preset
+from matcher.types import Features, Image, Matches
 from matcher.weights.files import load_model
 
 GOLDEN = Path(__file__).with_name("golden_matches.json")

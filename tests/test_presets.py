@@ -10,14 +10,13 @@ from matcher.config import (
     PipelineConfig,
     architecture,
     depth,
+    from_dict,
+    to_dict,
 )
-from matcher.config_tables import from_dict, to_dict
 from matcher.errors import UsageError
 from matcher.loading import load
-from matcher.options import LoadOptions, configure
-from matcher.presets import DEFAULT_PRESET, PRESETS, find_preset
-from matcher.weights.files import load_model
-from matcher.weights.manifest import read_manifest
+from matcher.presets import DEFAULT_PRESET, PRESETS, LoadOptions, configure, find_preset
+from matcher.weights.files import load_model, read_manifest
 
 
 def test_names_and_default():

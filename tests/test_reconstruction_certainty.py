@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from collection_scene import centres, synthetic_store
 
-from matcher.collection.reconstruction.certainty import deviations
-from matcher.collection.reconstruction.reconstruct import reconstruct
-from matcher.collection.refined_keypoints import RefinedKeypoints
-from matcher.lab.benchmark.collections import aligned
+from matcher.benchmark.rows import aligned
+from matcher.collection.sources import RefinedKeypoints
+from matcher.sfm.cameras import deviations
+from matcher.sfm.reconstruct import reconstruct
 
 pytest.importorskip("pycolmap")
 EXACT, INEXACT = 0.1, 1.5  # pixels

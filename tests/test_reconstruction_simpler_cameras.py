@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 from collection_scene import centres, synthetic_store
 
-from matcher.collection.exporting.cameras import CameraChoice
-from matcher.collection.reconstruction import mapping
-from matcher.collection.reconstruction.reconstruct import reconstruct
-from matcher.collection.reconstruction.simpler_cameras import (
-    SIMPLE,
-    enriched,
-    have_few_images,
-    simplified,
-)
-from matcher.lab.benchmark.collections import aligned
+from matcher.benchmark.rows import aligned
+from matcher.export.colmap import CameraChoice
+from matcher.sfm import mapping
+from matcher.sfm.cameras import SIMPLE, enriched, have_few_images, simplified
+from matcher.sfm.reconstruct import reconstruct
 
 pycolmap = pytest.importorskip("pycolmap")
 

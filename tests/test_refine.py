@@ -10,10 +10,15 @@ from rendered_texture import AFFINE, SIZE, Texture, move
 
 import matcher
 from matcher.config import RefineConfig
-from matcher.data.matches import REFINEMENTS, Matches
-from matcher.refine.least_squares import MAX_DAMPING, _weakest_direction
-from matcher.refine.local_maps import fit_affine_maps
-from matcher.refine.refinement import DEVIATION, ImagePyramid, refine_matches
+from matcher.refine import (
+    DEVIATION,
+    MAX_DAMPING,
+    ImagePyramid,
+    _weakest_direction,
+    fit_affine_maps,
+    refine_matches,
+)
+from matcher.types import REFINEMENTS, Matches
 
 
 def grid(start=30, stop=165, step=13):

@@ -7,9 +7,8 @@ from test_refine import errors, grid, matches_of, shaken
 
 import matcher
 from matcher.config import RefineConfig
-from matcher.data.gradients import gradient_image
-from matcher.refine.image_pair import refine_image_pair
-from matcher.refine.refinement import ImagePyramid, refine_matches
+from matcher.images import gradient_image
+from matcher.refine import ImagePyramid, refine_image_pair, refine_matches
 
 CURVE = np.interp(np.arange(256), np.arange(0, 256, 51), [200, 30, 200, 30, 200, 30])  # of another sensor
 

@@ -12,15 +12,12 @@ import torch
 from browser import browser, needs_browser
 
 from matcher.cli import main
-from matcher.data.image import Image
-from matcher.data.matches import MATCHED, UNMATCHED, Matches, TwoViewGeometry
 from matcher.errors import UsageError
-from matcher.explain.report.pair import _fates, pair_data
-from matcher.explain.report.report import write_report
+from matcher.explain.report import _fates, pair_data, write_report
 from matcher.loading import load
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.presets import PRESETS
+from matcher.types import MATCHED, UNMATCHED, Image, Matches, TwoViewGeometry
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,9 @@ from collection_runs import QUICK, photos
 
 from matcher.cli import main
 from matcher.collection.collection import Collection
-from matcher.collection.records import StoredPair
-from matcher.data.matches import Matches, TwoViewGeometry
-from matcher.explain.report.graph import lay_out
-from matcher.explain.report.statistics import BINS, bin_of, collect_statistics
+from matcher.collection.schema import StoredPair
+from matcher.explain.report import BINS, bin_of, collect_statistics, lay_out
+from matcher.types import Matches, TwoViewGeometry
 
 ODD = "<img src=x onerror=alert(1)>&amp;.png"
 

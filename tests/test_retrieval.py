@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from matcher.config import ExtractorConfig
-from matcher.data.features import Features
-from matcher.data.images import image_from_array, read_image
-from matcher.data.photos import data_folder, find_images
 from matcher.errors import UsageError
+from matcher.evaluate.synthetic import LEVELS, draw_homography, warp
 from matcher.extract.sift import SiftExtractor
-from matcher.lab.pairs.synthetic import LEVELS, draw_homography, warp
+from matcher.images import data_folder, find_images, image_from_array, read_image
 from matcher.match.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
-from matcher.match.steering import steered
-from matcher.match.turns import STEERABLE
+from matcher.match.steering import STEERABLE, steered
+from matcher.types import Features
 
 PHOTOS = data_folder() / "photos" / "val"
 

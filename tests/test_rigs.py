@@ -10,20 +10,18 @@ import pytest
 from collection_scene import CAMERA, MemoryStore, renamed, render_photos, ring, synthetic_store
 
 import matcher
+from matcher.cameras import Camera, RigCamera, RigConfig, read_rig_config
 from matcher.cli import main
-from matcher.collection.exporting.cameras import CameraChoice
-from matcher.collection.exporting.formats import export
-from matcher.collection.reconstruction.given_poses import GivenPoses, read_given_poses
-from matcher.collection.reconstruction.reconstruct import RIG, reconstruct
-from matcher.data.camera import Camera
-from matcher.data.rig_config import RigCamera, RigConfig, read_rig_config
 from matcher.errors import UsageError
+from matcher.export.colmap import CameraChoice
+from matcher.export.formats import export
 from matcher.localization import rig as rig_localisation
-from matcher.localization.absolute_pose import Matches3d
-from matcher.localization.judgement import doubt_alone
+from matcher.localization.localizer import doubt_alone
+from matcher.localization.map import localize_frames
+from matcher.localization.pose import Matches3d
 from matcher.localization.rig import estimate_rig
-from matcher.localization.rig_frames import localize_frames
-from matcher.localization.settings import LocalizationConfig
+from matcher.localization.sparse_map import LocalizationConfig
+from matcher.sfm.reconstruct import RIG, GivenPoses, read_given_poses, reconstruct
 
 pycolmap = pytest.importorskip("pycolmap")
 BASELINE = 0.5

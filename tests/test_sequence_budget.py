@@ -6,14 +6,12 @@ import pytest
 import torch
 
 import matcher
-from matcher.budget import choice as budget
-from matcher.budget import frames
-from matcher.budget.choice import Choice, limited, matching_cost
-from matcher.budget.frames import FrameCosts
-from matcher.budget.pace import Pace
-from matcher.data.images import read_image
-from matcher.sequence.latency import StageTimes
-from matcher.sequence.pipelines import for_neighbours, with_layers
+from matcher import budget
+from matcher import budget as frames
+from matcher.budget import Choice, FrameCosts, Pace, limited, matching_cost
+from matcher.images import read_image
+from matcher.sequence.frames import StageTimes
+from matcher.sequence.tracker import for_neighbours, with_layers
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import cv2
 import numpy as np
 import pytest
 
-from matcher.data.image import Image
-from matcher.data.images import image_from_array
-from matcher.sequence.disparity import complete_partners
+from matcher.images import image_from_array
+from matcher.sequence.stereo import complete_partners
+from matcher.types import Image
 
 FAR, NEAR, EDGE = 6.5, 14.25, 200  # disparities left and right of a column of the left image
 SIZE = (400, 240)

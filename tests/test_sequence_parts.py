@@ -6,30 +6,26 @@ import pytest
 from sequence_world import CAMERA
 
 from matcher.config import ExtractorConfig
-from matcher.data.images import image_from_array, read_image
-from matcher.data.rotations import as_quaternion, as_rotation
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
-from matcher.match.turns import STEERABLE, rotated_descriptors
-from matcher.sequence.clock import Clock
-from matcher.sequence.contrast import AdaptiveContrast
-from matcher.sequence.frames import FrameLinks
-from matcher.sequence.guided import Guide, search_guided, typical_limit
-from matcher.sequence.keyframes import KeyframeRule
-from matcher.sequence.latency import Latency
-from matcher.sequence.log import nearest_rows
-from matcher.sequence.odometry import move, project, rays, solve_pose, triangulate
-from matcher.sequence.recording import track_colours
-from matcher.sequence.relocalisation import KeyframeIndex
-from matcher.sequence.stereo import depths_of, partners, within
-from matcher.sequence.tracks import TrackIds
-from matcher.sequence.trajectory import (
-    align,
-    path_length,
-    read_poses,
-    segment_errors,
-    write_tum,
+from matcher.geometry import as_quaternion, as_rotation
+from matcher.images import image_from_array, read_image
+from matcher.match.steering import STEERABLE, rotated_descriptors
+from matcher.sequence.capture import align, nearest_rows, path_length, read_poses, segment_errors, write_tum
+from matcher.sequence.frames import (
+    AdaptiveContrast,
+    Clock,
+    FrameLinks,
+    Guide,
+    Latency,
+    TrackIds,
+    search_guided,
+    typical_limit,
 )
+from matcher.sequence.keyframe_map import KeyframeIndex
+from matcher.sequence.keyframes import KeyframeRule
+from matcher.sequence.plot import track_colours
+from matcher.sequence.stereo import depths_of, move, partners, project, rays, solve_pose, triangulate, within
 
 
 def rotation(axis: tuple[float, float, float], degrees: float) -> np.ndarray:

@@ -7,9 +7,8 @@ import pytest
 
 import matcher
 from matcher.config import ExtractorConfig, PipelineConfig
-from matcher.data.images import image_from_array, read_image
-from matcher.data.sharpness import edge_blur, without_blur
 from matcher.errors import UsageError
+from matcher.images import edge_blur, image_from_array, read_image, without_blur
 
 SIZE = (960, 720)
 

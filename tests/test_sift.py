@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from matcher.config import ExtractorConfig
-from matcher.data.features import Features
-from matcher.data.geometry import UPRIGHT, resize_points, resized, stored_to_upright, upright_size
-from matcher.data.image import Image
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor, detect_sift, root_sift
+from matcher.geometry import UPRIGHT, resize_points, resized, stored_to_upright, upright_size
+from matcher.types import Features, Image
 
 CENTRES = np.array([[40.0, 50.0], [120.25, 44.5], [79.6, 120.3], [160.1, 110.75], [201.4, 60.0]])
 

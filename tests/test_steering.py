@@ -7,15 +7,22 @@ import pytest
 import torch
 
 import matcher
-from matcher.data.features import Features
-from matcher.data.images import read_image
 from matcher.explain.explain import explain
+from matcher.images import read_image
 from matcher.match import steering
-from matcher.match.network import other_turns
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.position import normalise_positions
-from matcher.match.steering import aligned, quarter_turns, steered
-from matcher.match.turns import STEERABLE, TURNS, best_turn, rotated_descriptors
+from matcher.match import steering as other_turns
+from matcher.match.network import AttentionMatcher
+from matcher.match.position import normalise_positions
+from matcher.match.steering import (
+    STEERABLE,
+    TURNS,
+    aligned,
+    best_turn,
+    quarter_turns,
+    rotated_descriptors,
+    steered,
+)
+from matcher.types import Features
 from matcher.weights.files import load_model
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from matcher.collection.reconstruction.reconstruct import ReconstructionError
-from matcher.data.camera import Camera
-from matcher.sequence import step_graph
-from matcher.sequence.step_graph import LoopEdge, loop_edges, spread
+from matcher.cameras import Camera
+from matcher.sequence import loops as step_graph
+from matcher.sequence.loops import LoopEdge, loop_edges, spread
+from matcher.sfm.reconstruct import ReconstructionError
 
 pytest.importorskip("pycolmap")
 COUNT = 40

@@ -10,9 +10,9 @@ from opencv_odometry import opencv_odometry
 from street_scene import BASELINE, CAMERA, OPEN_ROAD, STREET, pair, pose, true_disparities
 
 import matcher
-from matcher.lab.benchmark.sequences import read_calibration
-from matcher.sequence.disparity import complete_partners
-from matcher.sequence.trajectory import read_poses, segment_errors
+from matcher.benchmark.rows import read_calibration
+from matcher.sequence.capture import read_poses, segment_errors
+from matcher.sequence.stereo import complete_partners
 
 ROOT = Path(__file__).resolve().parent.parent
 KITTI = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench/kitti_mini/KITTI_sequence_1"

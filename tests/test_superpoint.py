@@ -8,10 +8,10 @@ import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 
 from matcher.config import ExtractorConfig
-from matcher.data.images import image_from_array
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.shared import LearnedExtractor
+from matcher.extract.front_end import LearnedExtractor
 from matcher.extract.superpoint import FRONT_ENDS, SuperPoint, suppress
+from matcher.images import image_from_array
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 

@@ -12,10 +12,9 @@ import matcher
 from matcher.cli import main
 from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig, PositionConfig
 from matcher.errors import UsageError
-from matcher.extract.shared import resolve
+from matcher.extract.front_end import resolve
 from matcher.match.nearest import NearestMatcher
-from matcher.match.network.inference import AttentionMatcher
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor

@@ -10,11 +10,12 @@ import pytest
 from tiled_scene import HOMOGRAPHY, make_small, textured
 
 import matcher
+from matcher import tiling as tiled
+from matcher import tiling as windows
 from matcher.cli import main
-from matcher.data.geometry import warp_points
-from matcher.data.images import read_image
-from matcher.tiling import tiled, windows
-from matcher.tiling.extraction import spread, tiled_features
+from matcher.geometry import warp_points
+from matcher.images import read_image
+from matcher.tiling import spread, tiled_features
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import pytest
 from tiled_scene import HOMOGRAPHY, make_small, textured
 
 import matcher
+from matcher import tiling as shared
 from matcher.cli import main
-from matcher.data.geometry import warp_points
 from matcher.errors import UsageError
-from matcher.tiling import shared
-from matcher.tiling.shared import WindowedMatcher, by_tiles
+from matcher.geometry import warp_points
+from matcher.tiling import WindowedMatcher, by_tiles
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ import pytest
 from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pairs
 
 from matcher.cli import main
-from matcher.drawing.recording_file import RecordingFile
 from matcher.errors import ImageError, UsageError
-from matcher.sequence.capture import open_frames
-from matcher.sequence.trajectory import read_poses, write_trajectory
+from matcher.sequence.capture import open_frames, read_poses, write_trajectory
+from matcher.viz.recording import RecordingFile
 
 
 @pytest.fixture(scope="module")

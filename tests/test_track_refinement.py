@@ -6,17 +6,17 @@ import pytest
 from rendered_texture import SIZE, Texture
 
 import matcher
+from matcher import images
 from matcher.collection import track_refinement
-from matcher.collection.exporting.npz import write_npz
-from matcher.collection.refined_keypoints import FILE
+from matcher.collection.sources import FILE
 from matcher.collection.store import Store
 from matcher.collection.track_refinement import refine_run
 from matcher.collection.tracks import tracks_of
 from matcher.config import RefineConfig
-from matcher.data import images
-from matcher.data.matches import Matches, MatchRefinement
 from matcher.errors import IntegrityError
-from matcher.explain.report.run import write_run_report
+from matcher.explain.report import write_run_report
+from matcher.export.hloc import write_npz
+from matcher.types import Matches, MatchRefinement
 
 VIEWS = [  # image from texture
     np.eye(2, 3),

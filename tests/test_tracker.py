@@ -9,8 +9,8 @@ import pytest
 from sequence_world import BASELINE, BLACK, CAMERA, RIGHT, World, truth_of
 
 import matcher
+from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.data.camera import Camera
 from matcher.errors import ImageError, UsageError
 from matcher.sequence.frames import FrameResult
 from matcher.verify.estimation import RobustEstimator

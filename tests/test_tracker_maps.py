@@ -15,17 +15,15 @@ from sequence_walls import BASELINE, make_walls, picture, write_pairs
 from sequence_walls import CAMERA as CAMERA_TEXT
 
 import matcher
+from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.track_maps import leave_a_core
-from matcher.data.camera import Camera
+from matcher.cli.track import leave_a_core
 from matcher.errors import MatcherError, UsageError
-from matcher.sequence.background import start
-from matcher.sequence.frames import FrameResult
-from matcher.sequence.kept_frames import KEPT
-from matcher.sequence.late_poses import LatePoses, LocalizedFrame
-from matcher.sequence.map_tracking import FrameLookup, MapTracking
-from matcher.sequence.trajectory import read_poses
-from matcher.threads import thread_environment
+from matcher.processes import thread_environment
+from matcher.sequence.background import LatePoses, LocalizedFrame, start
+from matcher.sequence.capture import read_poses
+from matcher.sequence.frames import KEPT, FrameResult
+from matcher.sequence.keyframe_map import FrameLookup, MapTracking
 
 pytest.importorskip("pycolmap")
 CAMERA = Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
@@ -113,7 +111,7 @@ def test_no_frame_waits_for_the_map_in_the_background(saved, walls):
 
 def test_beside_another_process_a_core_is_left_free(saved, walls, monkeypatch, tmp_path):
     """Threads are fewer while a frame is tracked, and only then; a number that the user gave is kept."""
-    monkeypatch.setattr("matcher.threads.usable_cores", lambda: 4)
+    monkeypatch.setattr("matcher.processes.usable_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     counts, before = [], (torch.get_num_threads(), cv2.getNumThreads())
     tracker = matcher.Tracker("nearest", CAMERA, **FAST)
@@ -155,8 +153,8 @@ def test_beside_another_process_a_core_is_left_free(saved, walls, monkeypatch, t
 
 
 def test_all_cores_for_tracking_are_the_users_choice(monkeypatch, caplog, walls, tmp_path):
-    monkeypatch.setattr("matcher.threads.usable_cores", lambda: 2)
-    monkeypatch.setattr("matcher.threads.compute_threads", lambda: 2)
+    monkeypatch.setattr("matcher.processes.usable_cores", lambda: 2)
+    monkeypatch.setattr("matcher.processes.compute_threads", lambda: 2)
     arguments = (tmp_path, None, None, "background")
 
     def said(engine=None):
@@ -334,7 +332,7 @@ def starved(monkeypatch):
     """The process of maps that are loaded, which gets no core."""
     process = Starved()
     monkeypatch.setattr("matcher.sequence.background.start", lambda task, timing: process)
-    monkeypatch.setattr("matcher.sequence.map_tracking._PATIENCE", 0.01)
+    monkeypatch.setattr("matcher.sequence.keyframe_map._PATIENCE", 0.01)
     return process
 
 

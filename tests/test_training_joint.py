@@ -11,29 +11,27 @@ from training_data import write_photos
 
 import matcher
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
-from matcher.data.matches import UNMATCHED
-from matcher.data.photos import find_images
 from matcher.errors import UsageError
-from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, DensePair, quarter_turned
-from matcher.lab.pairs.sources import build_mixture
-from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.keypoints.batches import BatchSampler, DenseBatch
-from matcher.lab.train.keypoints.joint import BatchKeypoints, labelled, match_scores
-from matcher.lab.train.keypoints.recipe import (
-    BatchRecipe,
-    FrontEndRecipe,
-    JointRecipe,
-    KeypointRecipe,
-    SmallScene,
+from matcher.evaluate.folders import build_mixture
+from matcher.evaluate.posed import HIDDEN, UNKNOWN, DensePair, quarter_turned
+from matcher.evaluate.protocols import PhotoSet
+from matcher.images import find_images
+from matcher.match.network import MatchingNetwork
+from matcher.match.position import normalise_positions
+from matcher.train.cached_pairs import IGNORED, check_recipe
+from matcher.train.front_end_training import (
+    BatchKeypoints,
+    FrontEndTrainer,
+    keypoints_of,
+    labelled,
+    load_matcher,
+    match_scores,
+    train_front_end,
 )
-from matcher.lab.train.keypoints.run import train_front_end
-from matcher.lab.train.keypoints.trainer import FrontEndTrainer, load_matcher
-from matcher.lab.train.keypoints.validation import keypoints_of
-from matcher.lab.train.labels import IGNORED
-from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.reading import check_recipe
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.position import normalise_positions
+from matcher.train.matcher_training import RunOptions
+from matcher.train.recipe import BatchRecipe, FrontEndRecipe, JointRecipe, KeypointRecipe, SmallScene
+from matcher.train.views import BatchSampler, DenseBatch
+from matcher.types import UNMATCHED
 from matcher.weights.files import load_model, save_model
 
 CPU = torch.device("cpu")

@@ -11,25 +11,22 @@ from training_data import write_photos, write_views
 
 from matcher.cli import main
 from matcher.config import ExtractorConfig
-from matcher.data.geometry import warp_points
-from matcher.data.image import Image
-from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import DESCRIPTOR_DIM, Architecture, architecture_of
-from matcher.extract.feature_network import FeatureNetwork, folded
-from matcher.lab.pairs.dense import HIDDEN, VISIBLE_STATE, DensePair, dominant_turn, quarter_turned, transfer
-from matcher.lab.pairs.planes import NOTHING, View, plane_positions
-from matcher.lab.pairs.sources import SourceShares, build_mixture
-from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.keypoints import losses
-from matcher.lab.train.keypoints.averaging import mean_of
-from matcher.lab.train.keypoints.batches import BatchSampler
-from matcher.lab.train.keypoints.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
-from matcher.lab.train.keypoints.run import train_front_end
-from matcher.lab.train.keypoints.trainer import FrontEndTrainer, strongest
-from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.reading import read_recipe, shipped_recipe
+from matcher.evaluate.folders import SourceShares, build_mixture
+from matcher.evaluate.posed import HIDDEN, VISIBLE_STATE, DensePair, dominant_turn, quarter_turned, transfer
+from matcher.evaluate.protocols import PhotoSet
+from matcher.evaluate.synthetic import NOTHING, View, plane_positions
+from matcher.extract.learned import DESCRIPTOR_DIM, Architecture, FeatureNetwork, architecture_of, folded
+from matcher.geometry import warp_points
+from matcher.images import find_images
 from matcher.torch_engine import build_extractor
+from matcher.train import losses
+from matcher.train.cached_pairs import read_recipe, shipped_recipe
+from matcher.train.front_end_training import FrontEndTrainer, mean_of, strongest, train_front_end
+from matcher.train.matcher_training import RunOptions
+from matcher.train.recipe import BatchRecipe, FrontEndRecipe, KeypointRecipe, SmallScene
+from matcher.train.views import BatchSampler
+from matcher.types import Image
 from matcher.weights.files import save_front_end
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from matcher.data.matches import UNMATCHED
-from matcher.lab.benchmark.references import naive_sinkhorn
-from matcher.lab.train.labels import IGNORED
-from matcher.lab.train.losses import (
+from matcher.benchmark.timing import naive_sinkhorn
+from matcher.match.sinkhorn import log_assignment, sinkhorn
+from matcher.train.cached_pairs import IGNORED
+from matcher.train.losses import (
     assignment_loss,
     confidence_loss,
     correspondence_loss,
@@ -16,8 +16,8 @@ from matcher.lab.train.losses import (
     matchability_loss,
     mean_similarity_loss,
 )
-from matcher.lab.train.recipe import OptimiserRecipe
-from matcher.match.sinkhorn import log_assignment, sinkhorn
+from matcher.train.recipe import OptimiserRecipe
+from matcher.types import UNMATCHED
 
 RECIPE = OptimiserRecipe()
 

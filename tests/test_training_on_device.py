@@ -11,43 +11,57 @@ from simulated_gpu import simulated_gpu, waits
 from training_data import write_photos, write_views
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
-from matcher.data.matches import UNMATCHED
 from matcher.errors import UsageError
-from matcher.extract.architecture import Architecture
-from matcher.extract.feature_network import FeatureNetwork
-from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, DensePair, dominant_turn
-from matcher.lab.pairs.posed import sparse_positions
-from matcher.lab.pairs.sources import SourceShares
-from matcher.lab.pairs.stored import find_sets, read_view
-from matcher.lab.train.keypoints.joint import labelled
-from matcher.lab.train.keypoints.losses import other_of_pair
-from matcher.lab.train.keypoints.recipe import (
+from matcher.evaluate.folders import SourceShares
+from matcher.evaluate.posed import (
+    HIDDEN,
+    UNKNOWN,
+    VISIBLE_STATE,
+    DensePair,
+    dominant_turn,
+    find_sets,
+    read_view,
+    sparse_positions,
+)
+from matcher.extract.learned import Architecture, FeatureNetwork
+from matcher.match.network import MatchingNetwork
+from matcher.match.steering import quarter_turns, turned_by
+from matcher.train.cached_pairs import IGNORED, CorrespondingView, check_recipe, label_partners
+from matcher.train.front_end_training import FrontEndTrainer, keypoints_of, labelled, train_front_end
+from matcher.train.losses import other_of_pair
+from matcher.train.matcher_training import RunOptions, Trainer, train
+from matcher.train.recipe import (
     BatchRecipe,
     FrontEndRecipe,
     JointRecipe,
     KeypointRecipe,
+    OptimiserRecipe,
+    PairRecipe,
+    Recipe,
     SmallScene,
+    SourceRecipe,
 )
-from matcher.lab.train.keypoints.run import train_front_end
-from matcher.lab.train.keypoints.trainer import FrontEndTrainer
-from matcher.lab.train.keypoints.validation import keypoints_of
-from matcher.lab.train.labels import IGNORED, label_partners
-from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.on_device.draws import Draws
-from matcher.lab.train.on_device.framing import _rotations, draw_framings, render
-from matcher.lab.train.on_device.image_sampler import DeviceImageSampler, interleaved
-from matcher.lab.train.on_device.labels import partners, quarter_turns_of
-from matcher.lab.train.on_device.photometry import _compressed, _curved, capture
-from matcher.lab.train.on_device.sampler import DeviceSampler
-from matcher.lab.train.on_device.transfer import Transferred, overlap, project, transfer
-from matcher.lab.train.on_device.views import DeviceViews, load_views
-from matcher.lab.train.pair_cache import CorrespondingView
-from matcher.lab.train.reading import check_recipe
-from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe, SourceRecipe
-from matcher.lab.train.run import train
-from matcher.lab.train.trainer import Trainer
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.steering import quarter_turns, turned_by
+from matcher.train.views import (
+    DeviceImageSampler,
+    DeviceSampler,
+    DeviceViews,
+    Draws,
+    Transferred,
+    _compressed,
+    _curved,
+    _rotations,
+    capture,
+    draw_framings,
+    interleaved,
+    load_views,
+    overlap,
+    partners,
+    project,
+    quarter_turns_of,
+    render,
+    transfer,
+)
+from matcher.types import UNMATCHED
 from matcher.weights.files import load_model, save_front_end, save_model
 
 CPU = torch.device("cpu")

@@ -7,20 +7,24 @@ import pytest
 import torch
 from training_data import TINY, write_photos
 
-from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.pairs.dense import HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE
-from matcher.lab.pairs.textures import PhotoSet
-from matcher.lab.train.labels import IGNORED, UNMATCHED, as_unrelated, correspondences, label_partners
-from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.mixed import MixedSampler
-from matcher.lab.train.pair_cache import CorrespondingView, PairCache
-from matcher.lab.train.recipe import PairRecipe, SourceRecipe
-from matcher.lab.train.run import train
-from matcher.lab.train.trainer import blend_with_start
-from matcher.lab.train.validation import validate
-from matcher.lab.train.views import ViewCache
-from matcher.match.network.model import MatchingNetwork
+from matcher.evaluate.posed import HIDDEN_STATE, UNKNOWN_STATE, VISIBLE_STATE
+from matcher.evaluate.protocols import PhotoSet
+from matcher.images import find_images
+from matcher.match.network import MatchingNetwork
+from matcher.train.cached_pairs import (
+    IGNORED,
+    UNMATCHED,
+    CorrespondingView,
+    MixedSampler,
+    PairCache,
+    ViewCache,
+    as_unrelated,
+    correspondences,
+    label_partners,
+)
+from matcher.train.matcher_training import RunOptions, blend_with_start, train, validate
+from matcher.train.recipe import PairRecipe, SourceRecipe
 from matcher.weights.files import load_model, save_model
 
 MIXED = replace(

@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 from training_data import cached, flat_view, look, texture
 
-from matcher.data.matches import UNMATCHED
-from matcher.lab.pairs.planes import NOTHING, SceneRecipe, build_planes, place_camera, render
-from matcher.lab.train.labels import (
+from matcher.evaluate.synthetic import NOTHING, SceneRecipe, build_planes, place_camera, render
+from matcher.match.steering import STEERABLE
+from matcher.train.cached_pairs import (
     IGNORED,
+    LABEL_STRIDE,
+    CachedView,
     as_unrelated,
     collate,
     label_partners,
+    plane_of,
     reproject,
     to_features,
 )
-from matcher.lab.train.recipe import PairRecipe
-from matcher.lab.train.views import LABEL_STRIDE, CachedView, plane_of
-from matcher.match.turns import STEERABLE
+from matcher.train.recipe import PairRecipe
+from matcher.types import UNMATCHED
 
 RECIPE = SceneRecipe(width=160, height=120)
 EMPTY = np.zeros((120, 160), np.uint8)

@@ -8,16 +8,15 @@ import torch
 from training_data import TINY, write_photos
 
 from matcher.config import ExtractorConfig
-from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import DESCRIPTOR_DIM
-from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.projection import fit_projection
-from matcher.lab.train.reading import check_recipe
-from matcher.lab.train.run import train
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.turns import TURNS
+from matcher.extract.learned import DESCRIPTOR_DIM
+from matcher.images import find_images
+from matcher.match.network import MatchingNetwork
+from matcher.match.steering import TURNS
 from matcher.torch_engine import build_extractor
+from matcher.train.cached_pairs import check_recipe
+from matcher.train.losses import fit_projection
+from matcher.train.matcher_training import RunOptions, train
 from matcher.weights.files import save_front_end, save_model
 
 LEARNED = replace(

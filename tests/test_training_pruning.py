@@ -7,14 +7,13 @@ import pytest
 import torch
 from training_data import TINY, random_batch, with_steps
 
-from matcher.data.matches import UNMATCHED
 from matcher.errors import UsageError
-from matcher.lab.train.labelled_layers import PRUNED_AFTER, Labels, Pruning, labelled_layers
-from matcher.lab.train.labels import IGNORED
-from matcher.lab.train.optimisers import build_optimisers
-from matcher.lab.train.reading import check_recipe
-from matcher.lab.train.trainer import Trainer
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import MatchingNetwork
+from matcher.train.cached_pairs import IGNORED, check_recipe
+from matcher.train.losses import PRUNED_AFTER, Labels, Pruning, labelled_layers
+from matcher.train.matcher_training import Trainer
+from matcher.train.optimisers import build_optimisers
+from matcher.types import UNMATCHED
 
 CPU = torch.device("cpu")
 FORESEEING = replace(TINY, network=replace(TINY.network, match_probability=True))

@@ -5,14 +5,22 @@ import numpy as np
 import pytest
 from training_data import texture
 
-from matcher.lab.pairs.dense import HIDDEN, UNKNOWN, VISIBLE_STATE, dominant_turn, transfer
-from matcher.lab.pairs.labelling.agreement import match_errors, sift_features
-from matcher.lab.pairs.lens import draw_lens
-from matcher.lab.pairs.posed import NOTHING, Framing, PosedView, dense_positions, reframe, sparse_positions
-from matcher.lab.pairs.relief.render import ViewCamera, render
-from matcher.lab.pairs.relief.source import Relief
-from matcher.lab.pairs.relief.surfaces import rectangle, with_relief
-from matcher.lab.pairs.textures import PhotoSet
+from matcher.evaluate.posed import (
+    HIDDEN,
+    NOTHING,
+    UNKNOWN,
+    VISIBLE_STATE,
+    Framing,
+    PosedView,
+    dense_positions,
+    dominant_turn,
+    reframe,
+    sparse_positions,
+    transfer,
+)
+from matcher.evaluate.protocols import PhotoSet, draw_lens
+from matcher.train.labelling import match_errors, sift_features
+from matcher.train.relief import Relief, ViewCamera, rectangle, render, with_relief
 
 SIZE = (320, 240)
 
@@ -130,7 +138,7 @@ def test_pairs_of_many_scenes_agree_with_independent_matches(photo_folder):
 
 @pytest.mark.parametrize(("share", "opposite"), [(0.0, False), (1.0, True)])
 def test_some_cameras_look_from_the_opposite_side(tmp_path, monkeypatch, share, opposite):
-    monkeypatch.setattr("matcher.lab.pairs.relief.source.ANYWHERE_SHARE", share)
+    monkeypatch.setattr("matcher.train.relief.ANYWHERE_SHARE", share)
     photo = tmp_path / "photo.png"
     cv2.imwrite(str(photo), noise(5, 256))
     source = Relief(PhotoSet([photo]))

@@ -18,20 +18,15 @@ from training_data import TINY, with_steps, write_photos
 
 from matcher.cli import main
 from matcher.cli.train import enlarged, limited
-from matcher.config import ALL_LAYERS
-from matcher.config_tables import to_dict
+from matcher.config import ALL_LAYERS, to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.evaluate.protocols import split_photos
 from matcher.files import write_output
-from matcher.lab.pairs.textures import split_photos
-from matcher.lab.train.folder import claim_folder
-from matcher.lab.train.keypoints.recipe import FrontEndRecipe
-from matcher.lab.train.loop import RunOptions
-from matcher.lab.train.reading import check_recipe, read_recipe, shipped_recipe
-from matcher.lab.train.recipe import Recipe, fingerprint
-from matcher.lab.train.run import _cached_pairs as cached_pairs
-from matcher.lab.train.run import train
-from matcher.weights.files import load_model
-from matcher.weights.header import read_header
+from matcher.train.cached_pairs import check_recipe, read_recipe, shipped_recipe
+from matcher.train.matcher_training import RunOptions, train
+from matcher.train.matcher_training import _cached_pairs as cached_pairs
+from matcher.train.recipe import FrontEndRecipe, Recipe, claim_folder, fingerprint
+from matcher.weights.files import load_model, read_header
 
 TINY_TOML = """
 name = "tiny"

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 from training_data import look, texture
 
-from matcher.lab.pairs.planes import NOTHING, Plane, SceneRecipe, build_planes, place_camera, project, render
+from matcher.evaluate.synthetic import (
+    NOTHING,
+    Plane,
+    SceneRecipe,
+    build_planes,
+    place_camera,
+    project,
+    render,
+)
 
 RECIPE = SceneRecipe(width=160, height=120)
 EMPTY = np.full((120, 160), 7, np.uint8)

@@ -8,12 +8,10 @@ import pytest
 from training_data import write_photos, write_views
 
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.pairs.dense import HIDDEN, UNKNOWN
-from matcher.lab.pairs.labelling.agreement import match_errors, sift_features
-from matcher.lab.pairs.posed import dense_positions
-from matcher.lab.pairs.sources import Mixture, Planes, build_mixture
-from matcher.lab.pairs.stored import StoredViews, find_sets, read_view
-from matcher.lab.pairs.textures import PhotoSet
+from matcher.evaluate.folders import Mixture, Planes, build_mixture
+from matcher.evaluate.posed import HIDDEN, UNKNOWN, StoredViews, dense_positions, find_sets, read_view
+from matcher.evaluate.protocols import PhotoSet
+from matcher.train.labelling import match_errors, sift_features
 
 DATA = Path(os.environ.get("MATCHER_DATA", "../shared")) / "multiview" / "val" / "bookstore_rendered"
 

@@ -11,13 +11,11 @@ from training_data import TINY, random_batch, with_steps
 
 from matcher.config import PositionConfig
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.train.confidence import ConfidenceTrainer
-from matcher.lab.train.labelled_layers import labelled_layers
-from matcher.lab.train.optimisers import build_optimisers, learning_rate_share
-from matcher.lab.train.recipe import OptimiserRecipe, Recipe
-from matcher.lab.train.start_layers import layer_of
-from matcher.lab.train.trainer import Trainer
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import MatchingNetwork
+from matcher.train.losses import labelled_layers
+from matcher.train.matcher_training import ConfidenceTrainer, Trainer, layer_of
+from matcher.train.optimisers import build_optimisers, learning_rate_share
+from matcher.train.recipe import OptimiserRecipe, Recipe
 from matcher.weights.files import save_model
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.lab.train import validation
-from matcher.lab.train.recipe import PairRecipe
-from matcher.lab.train.validation import validate
-from matcher.match.mutual import MutualBest, credible_matches
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.nearest import MutualBest, credible_matches
+from matcher.match.network import MatchingNetwork
+from matcher.train import matcher_training as validation
+from matcher.train.matcher_training import validate
+from matcher.train.recipe import PairRecipe
 from tests.training_data import TINY
 
 

@@ -9,12 +9,20 @@ import torch
 from training_data import TINY, write_photos
 
 from matcher.config import MatchingPolicy
-from matcher.data.photos import find_images
 from matcher.errors import IntegrityError, UsageError
-from matcher.lab.pairs.textures import PhotoSet, folder_weights, hold_out
-from matcher.lab.train.labels import as_unrelated, reproject
-from matcher.lab.train.sampler import PairSampler, choose_points, overlap, window_centres
-from matcher.lab.train.views import ARRAYS, ViewCache, make_scene
+from matcher.evaluate.protocols import PhotoSet, folder_weights, hold_out
+from matcher.images import find_images
+from matcher.train.cached_pairs import (
+    ARRAYS,
+    PairSampler,
+    ViewCache,
+    as_unrelated,
+    choose_points,
+    make_scene,
+    overlap,
+    reproject,
+    window_centres,
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +130,7 @@ def test_scenes_that_exist_are_not_made_again(cache, monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("matcher.lab.train.views.make_scene", refuse)
+    monkeypatch.setattr("matcher.train.cached_pairs.make_scene", refuse)
     assert list(cache.make(PhotoSet([cache.folder]), range(6))) == list(range(6))
 
 

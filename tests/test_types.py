@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from matcher.config import ExtractorConfig
-from matcher.data.features import Features
-from matcher.data.image import Image
 from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError
 from matcher.extract.sift import SiftExtractor
+from matcher.types import Features, Image
 
 
 def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:

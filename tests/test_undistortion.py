@@ -5,11 +5,11 @@ import sys
 import numpy as np
 import pytest
 
+from matcher.cameras import CAMERA_MODELS, Camera
 from matcher.config import EstimationConfig
-from matcher.data.camera import CAMERA_MODELS, Camera
 from matcher.errors import UsageError
+from matcher.verify.adjustment import undistort
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.undistortion import undistort
 
 DISTORTION = {
     "SIMPLE_PINHOLE": (),

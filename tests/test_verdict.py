@@ -10,15 +10,22 @@ import pytest
 
 import matcher
 from matcher.cli import main
-from matcher.data.images import read_image
-from matcher.data.matches import Matches, TwoViewGeometry
-from matcher.drawing.plots import draw_reliability
 from matcher.errors import UsageError
-from matcher.lab.evaluate.calibration import calibration_error, match_errors, predictions, reliability
-from matcher.lab.evaluate.run import Method
-from matcher.lab.evaluate.verdicts import fit, report, training_pairs
-from matcher.lab.pairs.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
+from matcher.evaluate.calibration import (
+    calibration_error,
+    fit,
+    match_errors,
+    predictions,
+    reliability,
+    report,
+    training_pairs,
+)
+from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
+from matcher.evaluate.run import Method
+from matcher.images import read_image
+from matcher.types import Matches, TwoViewGeometry
 from matcher.verify.verdict import EVIDENCE, Verdict, evidence, reject_improbable, verdict_of
+from matcher.viz.plots import draw_reliability
 
 SIZE = (640, 480)
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.data.images import read_image
 from matcher.errors import UsageError
-from matcher.lab.evaluate.verdict_trial import (
+from matcher.evaluate.calibration import (
     LOOKALIKES,
     SCENES,
     UNRELATED,
@@ -20,14 +19,15 @@ from matcher.lab.evaluate.verdict_trial import (
     KindResult,
     TrialPair,
     TrialSize,
-    as_markdown,
+    as_markdown_verdict_trial,
     trial_pairs,
     try_verdicts,
     upper_bound,
     with_kept_features,
 )
-from matcher.lab.pairs.folders import distant_frames
-from matcher.lab.pairs.protocols import PairImage, UnrelatedPair
+from matcher.evaluate.folders import distant_frames
+from matcher.evaluate.protocols import PairImage, UnrelatedPair
+from matcher.images import read_image
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,6 @@ def test_the_bound_on_the_share_of_errors():
 
 
 def test_the_table_names_wrong_pairs():
-    table = as_markdown([KindResult(UNRELATED, [0.01, 0.95, 0.5], ["a", "b", "c"])])
+    table = as_markdown_verdict_trial([KindResult(UNRELATED, [0.01, 0.95, 0.5], ["a", "b", "c"])])
     assert "| photos of different sources | 3 | 1 | 1 | 1 |" in table
     assert table.endswith("wrong, photos of different sources: b\n")

@@ -8,13 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from matcher.config import ALL_LAYERS, ExtractorConfig
-from matcher.config_tables import to_dict
+from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
 from matcher.errors import IntegrityError
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
-from matcher.weights.files import load_model, save_model
-from matcher.weights.manifest import read_manifest, verify
+from matcher.weights.files import load_model, read_manifest, save_model, verify
 
 ROW = """
 [[weights]]

@@ -12,13 +12,20 @@ from safetensors.torch import save as pack_tensors
 
 from matcher.config import ALL_LAYERS, ContextConfig, MatchingPolicy, NetworkConfig
 from matcher.errors import IntegrityError
-from matcher.match.network.model import MatchingNetwork
+from matcher.match.network import MatchingNetwork
 from matcher.presets import PRESETS
-from matcher.weights import renames
-from matcher.weights.files import load_model, save_model
-from matcher.weights.header import read_header
-from matcher.weights.manifest import read_manifest, weights_folder
-from matcher.weights.renames import KEYS, TENSORS, current_config, current_name
+from matcher.weights import files as renames
+from matcher.weights.files import (
+    KEYS,
+    TENSORS,
+    current_config,
+    current_name,
+    load_model,
+    read_header,
+    read_manifest,
+    save_model,
+    weights_folder,
+)
 
 OLD_NAMES = {
     "layers.1.within.qkv.weight": "layers.1.self_block.attention.qkv.weight",

@@ -3,7 +3,8 @@
 import cv2
 import numpy as np
 
-from matcher.tiling import extraction, windows
+from matcher import tiling as extraction
+from matcher import tiling as windows
 
 HOMOGRAPHY = np.array([[0.93, 0.12, 40.0], [-0.1, 0.95, 60], [2e-5, -1e-5, 1]])
 

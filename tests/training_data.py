@@ -9,14 +9,11 @@ import numpy as np
 import torch
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig
-from matcher.data.features import Features
-from matcher.data.matches import UNMATCHED
-from matcher.lab.pairs.planes import NOTHING, Plane, SceneRecipe, View
-from matcher.lab.pairs.relief.render import ViewCamera, render
-from matcher.lab.pairs.relief.surfaces import Surface, rectangle
-from matcher.lab.train.labels import IGNORED, PairBatch
-from matcher.lab.train.recipe import OptimiserRecipe, PairRecipe, Recipe
-from matcher.lab.train.views import LABEL_STRIDE, CachedView
+from matcher.evaluate.synthetic import NOTHING, Plane, SceneRecipe, View
+from matcher.train.cached_pairs import IGNORED, LABEL_STRIDE, CachedView, PairBatch
+from matcher.train.recipe import OptimiserRecipe, PairRecipe, Recipe
+from matcher.train.relief import Surface, ViewCamera, rectangle, render
+from matcher.types import UNMATCHED, Features
 
 TINY = Recipe(
     name="tiny",

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args
 
 import numpy as np
 import PIL.Image
 
-from matcher.alignment.planar import planar_pipeline, read_full
 from matcher.config import GeometryStatus, PlanarModel
-from matcher.data.geometry import upright_matrix, warp_points
-from matcher.data.matches import TwoViewGeometry
-from matcher.drawing.composites import blend, checkerboard, difference, lay_over
 from matcher.errors import UsageError, unknown_name
 from matcher.files import check_output, write_output
-from matcher.options import LoadOptions
+from matcher.geometry import upright_matrix, warp_points
+from matcher.loading import open_pipeline, with_estimation
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET
+from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.result import Result
-from matcher.verify.planar import estimate_planar
-from matcher.verify.thresholds import threshold_scale
+from matcher.types import Image, TwoViewGeometry
+from matcher.verify.adjustment import threshold_scale
+from matcher.verify.planes import estimate_planar
 from matcher.verify.verdict import reject_improbable
+from matcher.viz.overlays import blend, checkerboard, difference, lay_over
+
+# --- planar: The pipeline for planar scenes, and reading of images at full size.
+
+
+def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
+    """A preset with options, or a pipeline, that verifies its matches by a homography.
+
+    Raises:
+        UsageError: options beside a pipeline, another geometry, and what `matcher.load` refuses.
+    """
+    if options.get("geometry") not in (None, "homography"):
+        raise UsageError(f"planes are matched by geometry 'homography', not {options['geometry']!r}")
+    given = {name: value for name, value in options.items() if name != "geometry"}
+    pipeline = open_pipeline(preset, given)
+    if pipeline.config.estimation.kind == "homography":
+        return pipeline
+    return with_estimation(pipeline, replace(pipeline.config.estimation, kind="homography"))
+
+
+def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:
+    """An image upright and at its full size, as `Pipeline.read` reads it; an `Image` is taken as it is."""
+    config = pipeline.config
+    config = replace(config, extractor=config.extractor.of_size(None), refine=None)
+    return replace(pipeline, config=config).read(image, mask)
+
+
+# --- align: Planar alignment: one image warped onto another by a homography, affine map or similarity.
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}

@@ -2,25 +2,199 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
-from typing import Unpack
+from typing import Any, Unpack
 
 import cv2
 import numpy as np
 
-from matcher.alignment.instances import Detections, Instance
-from matcher.alignment.levels import Window, as_it_is, resized_by, windows
-from matcher.alignment.planar import planar_pipeline, read_full
-from matcher.data.features import Features
-from matcher.data.geometry import warp_points
-from matcher.data.image import Image
-from matcher.drawing.composites import lay_over
+from matcher.alignment.align import planar_pipeline, read_full
+from matcher.arrays import to_numpy
 from matcher.errors import UsageError
+from matcher.files import check_output
+from matcher.geometry import warp_points
 from matcher.loading import takes
-from matcher.options import LoadOptions, refuse_second_pass
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
+from matcher.types import Features, Image
+from matcher.viz.overlays import lay_over, stored_to_pixels
+
+# --- instances: Detected instances of a template.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Instance:
+    """One detected instance of the template in an image."""
+
+    matrix: np.ndarray  # (3, 3) float64, stored pixels of the template → stored pixels of the image
+    corners: np.ndarray  # (4, 2) float64 stored pixels: the template's corners, clockwise from its (0, 0)
+    inliers: int  # of the matches after rectification to the template's scale and rotation
+    share: float  # of the template's keypoints there that are inliers, 0 to 1
+
+    @property
+    def scale(self) -> float:
+        """Pixels of the image per pixel of the template, at its centre."""
+        return float(np.sqrt(abs(np.linalg.det(self._jacobian()))))
+
+    @property
+    def angle(self) -> float:
+        """Rotation in degrees, −180 to 180, from x towards y (clockwise)."""
+        linear = self._jacobian()
+        return float(np.degrees(np.arctan2(linear[1, 0] - linear[0, 1], linear[0, 0] + linear[1, 1])))
+
+    def _jacobian(self) -> np.ndarray:
+        middle = warp_points(self.corners.mean(axis=0, keepdims=True), np.linalg.inv(self.matrix))[0]
+        steps = warp_points(middle + np.array([[0, 0], [1, 0], [0, 1]]), self.matrix)
+        return (steps[1:] - steps[0]).T
+
+    def __repr__(self) -> str:
+        x, y = self.corners.mean(axis=0)
+        how = f"scale {self.scale:.2f}, {self.angle:.0f}°, {self.inliers} inliers"
+        return f"Instance(at {x:.0f}, {y:.0f}, {how})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return {
+            "corners": self.corners.tolist(),
+            "scale": self.scale,
+            "angle": self.angle,
+            "inliers": self.inliers,
+            "share": self.share,
+            "matrix": self.matrix.tolist(),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Detections:
+    """The instances of a template in one image, the one with most inliers first; `find` makes them.
+
+    >>> import matcher, numpy as np
+    >>> image = np.random.default_rng(0).integers(0, 255, (300, 400), dtype=np.uint8)
+    >>> found = matcher.find(image[50:250, 100:300], image, "nearest", max_keypoints=300)
+    >>> len(found), found.size, [round(one.scale, 1) for one in found]
+    (1, (400, 300), [1.0])
+    """
+
+    instances: tuple[Instance, ...]
+    size: tuple[int, int]  # (width, height) of the image, stored pixels
+    template: Image
+    path: Path | None = None  # of the image
+    seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self.instances)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return {
+            "path": None if self.path is None else str(self.path),
+            "width": self.size[0],
+            "height": self.size[1],
+            "instances": [instance.to_dict() for instance in self.instances],
+            "seconds": round(self.seconds, 3),
+        }
+
+    def plot(
+        self,
+        path: str | Path,
+        image: Image | np.ndarray | str | Path | None = None,
+        *,
+        title: str | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Draw the template, and the image with the outlines of its instances; whole or not at all.
+
+        Args:
+            path: .png, .jpg, .jpeg, .pdf or .svg.
+            image: None reads `path` of the image again; give it for arrays.
+            title: one line above.
+            overwrite: replace an existing file even if matcher did not write it.
+
+        Returns:
+            The path written.
+
+        Raises:
+            UsageError: another suffix, an absent folder, an existing foreign file, or no image where it has
+                no path.
+            ImageError: the image cannot be read.
+        """
+        from matcher.viz.drawings import PLOT_SUFFIXES, draw_instances, save_figure
+
+        path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
+        if image is None and self.path is None:
+            raise UsageError("the image was an array: give it to plot(path, image)")
+        corners = [instance.corners for instance in self.instances]
+        shown = self.path if image is None else image
+        return save_figure(draw_instances(self.template, shown, corners, title=title), path)
+
+
+# --- levels: An image at several sizes, each cut into overlapping windows whose features are extracted
+# separately.
+
+WINDOW, OVERLAP = 1024, 256  # pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Features of a part of an image, in pixels of that part."""
+
+    features: Features
+    from_stored: np.ndarray  # (3, 3) stored pixels of the image → pixels of the part
+
+    def outside(self, quads: list[np.ndarray]) -> Window:
+        """The window without the keypoints inside of quadrilaterals (4, 2) of stored pixels."""
+        keep = np.ones(len(self.features), dtype=bool)
+        points = to_numpy(self.features.keypoints).astype(np.float32)
+        for quad in quads:
+            corners = warp_points(quad, self.from_stored).astype(np.float32)
+            keep &= [cv2.pointPolygonTest(corners, point.tolist(), False) < 0 for point in points]
+        if keep.all():
+            return self
+        return replace(self, features=self.features.select(keep))
+
+
+def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]:
+    """The features of an image whose pixels are resized by `factor`, window by window."""
+    shown, from_stored = resized_by(image, factor)
+    height, width = shown.pixels.shape[:2]
+    for top, bottom in _cuts(height):
+        for left, right in _cuts(width):
+            part = np.s_[top:bottom, left:right]
+            mask = None if shown.mask is None else shown.mask[part]
+            if mask is not None and not mask.any():
+                continue
+            cut = as_it_is(np.ascontiguousarray(shown.pixels[part]), mask)
+            shift = np.array([[1.0, 0, -left], [0, 1, -top], [0, 0, 1]])
+            yield Window(pipeline.extract(cut), shift @ from_stored)
+
+
+def resized_by(image: Image, factor: float) -> tuple[Image, np.ndarray]:
+    """An image of its own, upright and resized, and the (3, 3) map from stored pixels to its pixels."""
+    shown = image.resized(factor)
+    return as_it_is(shown.pixels, shown.mask), stored_to_pixels(shown)
+
+
+def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
+    """Pixels as an image that is neither rotated nor resized."""
+    return Image(pixels, size=(pixels.shape[1], pixels.shape[0]), mask=mask)
+
+
+def _cuts(length: int) -> list[tuple[int, int]]:
+    """Overlapping parts of a side, of equal length and at most `WINDOW`."""
+    if length <= WINDOW:
+        return [(0, length)]
+    count = -(-(length - OVERLAP) // (WINDOW - OVERLAP))
+    starts = np.linspace(0, length - WINDOW, count).round().astype(int)
+    return [(int(start), int(start) + WINDOW) for start in starts]
+
+
+# --- find: Detection of a template in images: several instances, at any scale and rotation.
 
 RESIZE = 4096  # default longer side that larger images are reduced to
 _SIDES = (512, 170)  # longer sides of the template that are searched for, pixels

@@ -18,29 +18,35 @@ from typing import Annotated
 import typer
 
 import matcher
-from matcher.cli.exits import exit_code_of
-from matcher.cli.messages import complain, detail, messages, open_standard_streams, survive_odd_names
-from matcher.cli.running import runnable
-from matcher.threads import bound_primitives
+from matcher.cli.options import (
+    complain,
+    detail,
+    exit_code_of,
+    messages,
+    open_standard_streams,
+    runnable,
+    survive_odd_names,
+)
+from matcher.processes import bound_primitives
 
 COMMANDS = {  # where their functions are
     "match": "matcher.cli.match:match",
     "align": "matcher.cli.align:align",
-    "find": "matcher.cli.find:find",
-    "explain": "matcher.cli.explain:explain",
+    "find": "matcher.cli.align:find",
+    "explain": "matcher.cli.match:explain",
     "collection": "matcher.cli.collection:collection",
     "status": "matcher.cli.collection:status",
     "merge": "matcher.cli.collection:merge",
-    "report": "matcher.cli.report:report",
-    "export": "matcher.cli.export:export",
+    "report": "matcher.cli.collection:report",
+    "export": "matcher.cli.collection:export",
     "sfm": "matcher.cli.sfm:sfm",
     "localize": "matcher.cli.localize:localize",
     "track": "matcher.cli.track:track",
-    "serve": "matcher.cli.serve:serve",
-    "evaluate": "matcher.cli.evaluate:evaluate",
-    "presets": "matcher.cli.presets:presets",
+    "serve": "matcher.cli.weights:serve",
+    "evaluate": "matcher.cli.train:evaluate",
+    "presets": "matcher.cli.weights:presets",
     "train": "matcher.cli.train:train",
-    "env": "matcher.cli.environment:environment",
+    "env": "matcher.cli.weights:environment",
 }
 GROUPS = {"weights": ("List, check, download, convert and export weights.", "matcher.cli.weights:COMMANDS")}
 

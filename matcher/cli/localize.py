@@ -2,26 +2,104 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from matcher.cli import options
-from matcher.cli.collecting import Masks
-from matcher.cli.exits import PARTIAL
-from matcher.cli.localized import kept_poses, line_of, say_absent, show_poses, write_poses
-from matcher.cli.messages import complain, show
+from matcher.cli.collection import Masks
+from matcher.cli.options import PARTIAL, complain, show
 
 if TYPE_CHECKING:
-    from matcher.data.camera import Camera
-    from matcher.data.rig_config import RigConfig
+    import numpy as np
+
+    from matcher.cameras import Camera, RigConfig
     from matcher.errors import ImageError
     from matcher.localization.map import Map
+    from matcher.localization.plot import LocalizationRecording
     from matcher.localization.pose import Pose
-    from matcher.localization.recording import LocalizationRecording
+
+
+# --- localized: The poses of photos, written and printed, for `matcher localize`.
+
+
+def write_poses(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:
+    """The poses that were found, in the format that the name asks for; JSON says `where` the map is."""
+    from matcher.errors import UsageError
+    from matcher.poses import write_named_poses
+
+    poses, facts = _accepted(found), details(found)
+    if output.suffix.lower() == ".kitti" and len(poses) < len(found):
+        kept = output.with_suffix(".json")
+        write_named_poses(kept, poses, facts, **where)
+        raise UsageError(
+            f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; the "
+            f"poses are in {kept}, or use .tum or .txt"
+        )
+    write_named_poses(output, poses, facts, **where)
+    show(f"wrote {output}")
+
+
+def show_poses(
+    found: dict[str, Pose], where: dict[str, Any], *, model: Path, count: int, as_json: bool
+) -> None:
+    """Print all that is known of the photos as JSON, or how many of `count` have a pose."""
+    if as_json:
+        rows = {"model": str(model), **where, "poses": details(found)}
+        show(json.dumps(rows, allow_nan=False), always=True)
+    else:
+        show(f"{sum(pose.ok for pose in found.values())} of {count} photos have a pose")
+
+
+def say_absent(place: Map) -> None:
+    """Say how many pictures of the map were missing where keypoints should have been refined on them."""
+    if place.absent:
+        first = place.image_path(place.absent[0])
+        complain(
+            f"{len(place.absent)} pictures of the map are gone, such as {first}: poses are less exact, "
+            "since keypoints were not refined on them; put them back, or give --no-refine"
+        )
+
+
+@contextmanager
+def kept_poses(output: Path | None, found: dict[str, Pose], count: int) -> Iterator[None]:
+    """Where the work is ended early, by an interrupt or a full disk for a drawing, write the poses so far."""
+    from matcher.poses import write_named_poses
+
+    try:
+        yield
+    except BaseException:
+        if output is not None and found:
+            kept = output.with_suffix(".json") if output.suffix.lower() == ".kitti" else output
+            with suppress(OSError):
+                write_named_poses(kept, _accepted(found), details(found))
+                complain(f"ended after {len(found)} of {count} photos, whose poses are in {kept}")
+        raise
+
+
+def _accepted(found: dict[str, Pose]) -> dict[str, np.ndarray]:
+    return {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
+
+
+def details(found: dict[str, Pose]) -> dict[str, dict[str, Any]]:
+    """All that is known of each photo, for JSON."""
+    return {name: pose.to_dict() for name, pose in found.items()}
+
+
+def line_of(name: str, pose: Pose) -> str:
+    """The pose of a photo, or why it has none, as a line to print."""
+    if not pose.ok:
+        return f"{name}: no pose ({pose.reason})"
+    x, y, z = pose.centre
+    seen = f"{pose.num_inliers} of {len(pose.inliers)} matches with {len(pose.images)} images"
+    return f"{name}: at {x:.3f} {y:.3f} {z:.3f}, {seen}, {pose.seconds['total']:.2f} s"
+
+
+# --- localize: `matcher localize`.
 
 ModelFolder = Annotated[
     Path,
@@ -128,7 +206,7 @@ def localize(
     A photo of another place gets no pose, and the reason is printed; then the exit code is 4.
     """
     from matcher.localization.map import Map
-    from matcher.localization.settings import LocalizationConfig
+    from matcher.localization.sparse_map import LocalizationConfig
 
     named = _expand(photos)
     cameras, masked = _cameras(camera, named), _masks(masks, named, features)
@@ -196,9 +274,9 @@ def _poses(
     masks: dict[str, Path],
 ) -> Iterator[tuple[str, Pose | ImageError]]:
     """One by one, from the photos or from their features in a file, or the photos of each moment together."""
-    from matcher.collection.hloc_features import HlocFeatures
     from matcher.errors import ImageError
-    from matcher.localization.rig_frames import localize_frames
+    from matcher.export.hloc import HlocFeatures
+    from matcher.localization.map import localize_frames
 
     if rig is not None:
         yield from localize_frames(place, named, rig, cameras, masks)
@@ -216,7 +294,7 @@ def _poses(
 
 def _expand(photos: list[Path]) -> dict[str, Path]:
     """Photos by name: the path below the given folder, or the file's name."""
-    from matcher.data.photos import find_images
+    from matcher.images import find_images
 
     found: dict[str, Path] = {}
     for given in photos:
@@ -230,7 +308,7 @@ def _expand(photos: list[Path]) -> dict[str, Path]:
 
 def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
     """The cameras by name of photo."""
-    from matcher.data.camera_lists import read_camera_list
+    from matcher.cameras import read_camera_list
     from matcher.errors import UsageError
 
     if text is None:
@@ -245,8 +323,8 @@ def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
 
 def _masks(folder: Path | None, named: dict[str, Path], features: Path | None) -> dict[str, Path]:
     """The masks by name of photo."""
-    from matcher.data.masks import find_masks
     from matcher.errors import UsageError
+    from matcher.images import find_masks
 
     if folder is None:
         return {}
@@ -259,7 +337,7 @@ def _masks(folder: Path | None, named: dict[str, Path], features: Path | None) -
 
 def _rig(path: Path | None, features: Path | None) -> RigConfig | None:
     """The rig that is given, if any."""
-    from matcher.data.rig_config import read_rig_config
+    from matcher.cameras import read_rig_config
 
     if path is not None and features is not None:
         raise typer.BadParameter("--rig needs the photos themselves; give it or --features")
@@ -268,23 +346,23 @@ def _rig(path: Path | None, features: Path | None) -> RigConfig | None:
 
 def _recording(path: Path | None, place: Map) -> AbstractContextManager[LocalizationRecording | None]:
     """What is written beside the poses, if anything; the file appears only if all goes well."""
-    from matcher.localization.recording import LocalizationRecording
+    from matcher.localization.plot import LocalizationRecording
 
     return nullcontext() if path is None else LocalizationRecording(path, place)
 
 
 def _map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any]) -> Path:
-    from matcher.cli.other_models import map_of
+    from matcher.cli.sfm import map_of
 
     return map_of(model, pictures, run, loading)
 
 
 def _check(output: Path | None, plot: Path | None, recording: Path | None, overwrite: bool) -> None:
-    from matcher.collection.exporting.colmap import import_pycolmap
-    from matcher.collection.exporting.output import check_folder
-    from matcher.data.named_poses import SUFFIXES
-    from matcher.drawing.recording_file import import_rerun
+    from matcher.export.colmap import import_pycolmap
+    from matcher.export.output import check_folder
     from matcher.files import check_output
+    from matcher.poses import SUFFIXES
+    from matcher.viz.recording import import_rerun
 
     import_pycolmap()
     if output is not None:

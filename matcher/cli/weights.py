@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+import matcher
 from matcher.cli import options
-from matcher.cli.messages import complain, show, wants_progress
+from matcher.cli.options import complain, show, wants_progress
 
 if TYPE_CHECKING:
-    from matcher.weights.published.catalogue import PublishedFile
+    from matcher.weights.published import PublishedFile
+
+
+# --- weights: Shipped and published weights: `matcher weights list`, `verify`, `fetch`, `import`, `export`.
 
 
 def list_weights() -> None:
     """List shipped and published weights: licence, size, source, and whether they are installed."""
     from matcher.errors import IntegrityError
-    from matcher.weights.manifest import read_manifest
-    from matcher.weights.published.catalogue import read_catalogue
+    from matcher.weights.files import read_manifest
+    from matcher.weights.published import read_catalogue
 
     show("Shipped with this package")
     try:
@@ -61,8 +68,8 @@ def verify_weights(
 ) -> None:
     """Check weights files against their checksums; exit with code 5 if one is missing or damaged."""
     from matcher.errors import IntegrityError, UsageError, unknown_name
-    from matcher.weights.manifest import read_manifest, verify
-    from matcher.weights.published.catalogue import locate, read_catalogue
+    from matcher.weights.files import read_manifest, verify
+    from matcher.weights.published import locate, read_catalogue
 
     rows, published = read_manifest(), read_catalogue()
     for name in names or ():
@@ -96,8 +103,8 @@ def fetch_weights(
     ] = False,
 ) -> None:
     """Download published weights to the cache (MATCHER_CACHE), verify and convert them."""
-    from matcher.weights.published.catalogue import find_published
-    from matcher.weights.published.fetching import fetch
+    from matcher.weights.download import fetch
+    from matcher.weights.published import find_published
 
     rows = [find_published(name) for name in names]
     for row in rows:
@@ -136,7 +143,7 @@ def import_weights(
 ) -> None:
     """Convert a downloaded checkpoint into a weights file, without running any code in it."""
     from matcher.files import check_output
-    from matcher.weights.published.fetching import import_files
+    from matcher.weights.download import import_files
 
     if output is not None:
         check_output(output, (".safetensors",), overwrite=overwrite)
@@ -210,3 +217,117 @@ COMMANDS = {
     "import": import_weights,
     "export": export_weights,
 }
+
+
+# --- presets: `matcher presets`.
+
+
+def presets() -> None:
+    """List the presets: front end, matcher and weights."""
+    from matcher.config import NearestConfig, NetworkConfig
+    from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, package_of, plugin_names
+
+    for name, config in PRESETS.items():
+        if isinstance(config.matcher, NetworkConfig):
+            context = config.matcher.context
+            heads = f"{context.heads} head{'' if context.heads == 1 else 's'}"
+            how = f"{context.depth} layers of {context.dim}-d, {heads}; weights {config.weights}"
+        elif isinstance(config.matcher, NearestConfig):
+            how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
+        else:
+            how = type(config.matcher).__name__.removesuffix("Config")
+        if isinstance(config.matcher, NetworkConfig) and config.matcher.backbone is not None:
+            source = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
+        else:
+            source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
+        default = " (default)" if name == DEFAULT_PRESET else ""
+        show(f"{name + default:<24} {source}; {how}")
+    for name in plugin_names():
+        if name not in PRESETS:
+            show(f"{name:<24} added by {package_of(find_plugin(name))}")
+
+
+# --- environment: `matcher env`.
+
+VARIABLES = {
+    "MATCHER_DATA": "Folder with photos/ and bench/ for `train` and `evaluate`; ../shared if not set.",
+    "MATCHER_CACHE": "Folder for downloaded weights, compiled kernels and rendered training views.",
+    "MATCHER_OFFLINE": "1: never use the network; `weights fetch` fails at once.",
+    "MATCHER_COMPILED": "0: do not use the compiled kernels; a target such as avx2: use those of it.",
+    "MATCHER_DEBUG": "1: print the traceback of every error.",
+    "MATCHER_VENV": "Virtual environment that scripts/demo.py and run_tests.py create; .venv if not set.",
+    "MATCHER_LIGHTGLUE_CODE": "Source file of the published LightGlue, to compare with in tests.",
+    "MATCHER_SUPERGLUE_CODE": "Source file of the published SuperGlue, to compare with in tests.",
+    "OMP_NUM_THREADS": "Number of CPU threads; all cores if not set.",
+}
+_PACKAGES = (
+    "torch", "numpy", "opencv-python-headless", "kornia", "pillow", "poselib", "safetensors",
+    "pycolmap", "h5py", "pillow-heif", "ray", "rerun-sdk", "gradio",
+)  # fmt: skip
+
+
+def environment() -> None:
+    """Print versions, the device and kernels in use, and the environment variables with their values.
+
+    Please include this output in bug reports.
+    """
+    from matcher.files import cache_folder
+
+    show(f"matcher {matcher.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    show(", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    for line in _machine():
+        show(line)
+    show(f"cache: {cache_folder()}\n")
+    width = max(map(len, VARIABLES))
+    for name, meaning in VARIABLES.items():
+        show(f"{name:<{width}}  {meaning}")
+        if name in os.environ:
+            show(f"{'':<{width}}  set to {os.environ[name]!r}")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> list[str]:
+    """Device, precision and kernels that `auto` chooses."""
+    import torch
+
+    from matcher.kernels import kernels
+    from matcher.kernels.loader import library_in_use
+    from matcher.match.network import resolve_precision
+    from matcher.torch_engine import resolve_device
+
+    device = resolve_device("auto")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    return [
+        f"device: {device} ({name}), {torch.get_num_threads()} threads, "
+        f"precision auto is {resolve_precision('auto', device)}",
+        f"kernels: compiled for {library_in_use().split('-')[0]}"
+        if kernels() is not None
+        else "kernels: not compiled; run `python scripts/build_kernels.py`",
+    ]
+
+
+# --- serve: `matcher serve`.
+
+
+def serve(
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="First port to try; 0 takes any free one.")
+    ] = 7860,
+    device: options.Device = "auto",
+    max_upload: Annotated[
+        int, typer.Option(metavar="MB", min=1, help="Refuse photos larger than MB megabytes.")
+    ] = 50,
+) -> None:
+    """Serve a local web page that matches two photos (needs the extra [app])."""
+    from matcher.serve.server import serve as run
+
+    def show_address(address: str) -> None:
+        show(f"Open {address} in a browser; Ctrl-C stops the server.", always=True)
+
+    run(port=port, device=device, max_megabytes=max_upload, on_address=show_address)

@@ -2,40 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations, islice
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from matcher.collection import pairlists, runner
-from matcher.collection.engines import Workers, batch_size, start_engine
-from matcher.collection.hloc_features import find_source
-from matcher.collection.pair_choice import PairChoice, default_choice, requested_choice
-from matcher.collection.pair_finding import chosen_pairs
-from matcher.collection.pairlists import PairFault
-from matcher.collection.planning import ImageChanges, add_pairs, refresh_images
-from matcher.collection.reverification import check_cameras, verify_again
-from matcher.collection.run_folder import check_writable, delete_store
-from matcher.collection.runner import OnProgress, RunReport
-from matcher.collection.selection import Selection
-from matcher.collection.settings import (
-    Setup,
-    build,
-    describe,
-    parse_shard,
-    refuse_changes,
-    stored_setup,
+import numpy as np
+
+from matcher.arrays import to_numpy
+from matcher.cameras import Camera, as_camera
+from matcher.collection import pairs as pairlists
+from matcher.collection import runner, schema
+from matcher.collection.pairs import PairFault, chosen_pairs
+from matcher.collection.runner import ImageChanges, OnProgress, RunReport, add_pairs, refresh_images
+from matcher.collection.schema import DONE, TILE_BITS, Counts, StoredPair
+from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
+from matcher.collection.sources import (
+    FeatureSource,
+    PairChoice,
+    RecordLocation,
+    Selection,
+    check_masks,
+    default_choice,
+    read_record,
+    requested_choice,
 )
-from matcher.collection.sources import FeatureSource, check_masks
-from matcher.collection.store import Store
-from matcher.collection.stored_run import StoredRun
-from matcher.collection.workers import Engine
-from matcher.collection.writer import Writer
-from matcher.data.camera import Camera, as_camera
-from matcher.errors import UsageError
-from matcher.options import LoadOptions
-from matcher.presets import DEFAULT_PRESET
+from matcher.collection.store import EncodedPair, Store, Writer, check_writable, delete_store
+from matcher.collection.tracks import (
+    PairMatches,
+    Tracks,
+    build_tracks,
+    check_cameras,
+    consistent_matches,
+    verify_again,
+)
+from matcher.collection.workers import Engine, Workers, batch_size, start_engine
+from matcher.config import GRID_KIND
+from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.export.hloc import find_source
+from matcher.loading import open_pipeline
+from matcher.pipeline import ImageInput, Mask, Pipeline
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
+from matcher.types import Features, Matches, TwoViewGeometry
+
+if TYPE_CHECKING:
+    from matcher.collection.tracks import Tracks
+    from matcher.export.colmap import CameraChoice
+    from matcher.export.output import ExportReport
+    from matcher.sfm.reconstruct import MappingOptions, Reconstruction
+
+
+# --- stored_run: A run on disk: its contents, exports and reconstructions.
+
+
+class StoredRun:
+    """The reading side of a `Collection`: pairs, tracks, exports, reconstructions; also beside a running one.
+
+    Raises, in every method: `UsageError` where there is no run, `IntegrityError` where it is damaged.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        """The run in that folder."""
+        self.run_dir = Path(run_dir)
+
+    @property
+    def store(self) -> Store:
+        """The reading side, newly opened; close it after use (`with collection.store as store`)."""
+        return Store.open(self.run_dir)
+
+    def counts(self) -> Counts:
+        """Progress of the run."""
+        with self.store as store:
+            return store.counts()
+
+    def tracks(self, *, min_length: int = 2) -> Tracks:
+        """Keypoints of several images that show one point of the scene, joined from the verified matches.
+
+        Args:
+            min_length: images of a track at least; 2 or more.
+
+        Raises:
+            UsageError: there is no run.
+            IntegrityError: the store is damaged.
+        """
+        from matcher.collection.tracks import tracks_of
+
+        with self.store as store:
+            return tracks_of(store, min_length=min_length)
+
+    def __iter__(self) -> Iterator[StoredPair]:
+        """Finished pairs, one after another."""
+        with self.store as store:
+            yield from store.pairs()
+
+    def __repr__(self) -> str:
+        """Folder, preset, images and pairs, in one line."""
+        try:
+            with self.store as store:
+                counts, preset = store.counts(), store.settings.get("preset")
+        except UsageError:
+            return f"Collection({str(self.run_dir)!r}, no images yet)"
+        except (MatcherError, OSError) as error:
+            return f"Collection({str(self.run_dir)!r}, unreadable: {type(error).__name__})"
+        images = f"{counts.images_done} of {counts.images} images"
+        pairs = f"{counts.pairs_done} of {counts.pairs} pairs"
+        return f"Collection({str(self.run_dir)!r}, {preset}, {images} and {pairs} done)"
+
+    def export(
+        self,
+        form: str,
+        out: str | Path,
+        *,
+        cameras: CameraChoice | None = None,
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Export the run for another program: "colmap", "hloc", "npz", "openmvg" or "kapture".
+
+        Args:
+            form: name of the format.
+            out: file (colmap: .db, npz: .npz) or folder to create.
+            cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
+                takes them from the run, from EXIF, or guesses.
+            overwrite: replace what exists; see `exporting.formats.export`.
+
+        Returns:
+            What was written and what was left out.
+
+        Raises:
+            UsageError: an unknown format, an output that exists or cannot be written, names or cameras that
+                the format cannot hold.
+            IntegrityError: the store is damaged.
+        """
+        from matcher.export.formats import export
+
+        with self.store as store:
+            return export(store, form, out, cameras, overwrite=overwrite)
+
+    def reconstruct(
+        self,
+        out: str | Path,
+        *,
+        cameras: CameraChoice | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        **options: Unpack[MappingOptions],
+    ) -> Reconstruction:
+        """Reconstruct cameras and 3D points from the verified matches with COLMAP; needs pycolmap.
+
+        Args:
+            out: folder to create: COLMAP models, points as PLY, a plot, statistics as JSON.
+            cameras: as in `export`; given ones are kept as they are by the incremental mapper.
+            include: names, folders or globs of the images to use; all of the run when absent.
+            exclude: the same, for images to leave out.
+            options: mapper, min_images, threads, seed, overwrite; see `reconstruction.reconstruct`.
+
+        Returns:
+            The models, largest first: poses `cam_from_world` (3, 4) by image name, cameras, numbers.
+
+        Raises:
+            UsageError: pycolmap is absent, `out` exists, or fewer than two images have features.
+            ReconstructionError: no model was found, or COLMAP's process ended early.
+        """
+        from matcher.sfm.reconstruct import reconstruct
+
+        selection = Selection.parse(include, exclude)
+        with self.store as store:
+            only = selection.apply(image.name for image in store.images())
+            return reconstruct(store, out, choice=cameras, only=only, **options)
+
+
+# --- collection: A collection of images: open, add images and pairs, run, read, export, reconstruct.
 
 
 class Collection(StoredRun):
@@ -88,7 +228,7 @@ class Collection(StoredRun):
                 geometry.
             shard: "i/n", i from 1 to n: match only part i of n of the pairs in this store.
             tiles: keypoints of an image, found by tiles at full resolution; `max_keypoints` are those of a
-                tile then, and pairs are matched window by window (`matcher.tiling.shared.by_tiles`).
+                tile then, and pairs are matched window by window (`matcher.tiling.by_tiles`).
             workers: number of worker processes or a `Workers`; None: one per core or GPU, 0: this process.
             options: as for `matcher.load`.
 
@@ -318,3 +458,306 @@ class Collection(StoredRun):
 
 def _silent(_: runner.StageProgress) -> None:
     pass
+
+
+# --- merging: Joins the stores of the parts (shards) of a collection into one, by image name.
+
+_SAME = "Only runs with the same settings can be joined"
+_ROWS = 2048  # pairs of a transaction
+_COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
+
+
+def merge(
+    runs: Sequence[Path], into: Path, *, descriptors: bool = False, on_report: Callable[[str], None]
+) -> None:
+    """Add the contents of `runs` to `into`, which is created if missing.
+
+    A finished pair replaces a failed one, and that replaces a waiting one. If two runs found different
+    keypoints in an image (on machines that round differently), the first run's are kept, and the other run's
+    pairs with this image are matched again.
+
+    Args:
+        runs: folders of stores with the same settings, parts apart.
+        into: folder of the store to create or to add to.
+        descriptors: also copy descriptors; only further pairs need them.
+        on_report: called with a line about each run.
+
+    Raises:
+        UsageError: settings differ, an image's content differs, `into` is one of the runs, or is in use.
+        IntegrityError: a store is damaged.
+    """
+    if any(os.path.realpath(run) == os.path.realpath(into) for run in runs):
+        raise UsageError(f"{into} is one of the runs to join; join them into another folder")
+    with ExitStack() as stack:
+        stores = [stack.enter_context(Store.open(run)) for run in runs]
+        wanted = {**stores[0].settings, "shard": None}
+        for store in stores:
+            refuse_changes(store.folder, {**store.settings, "shard": None}, wanted, _SAME)
+        there = [stack.enter_context(Store.open(into))] if (into / schema.DATABASE).exists() else []
+        _refuse_changed_images([*there, *stores])
+        if not there:
+            Store.create(into, wanted, stores[0].image_folder).close()
+        writer = stack.enter_context(Writer(into))
+        refuse_changes(into, writer.store.settings, wanted, _SAME)
+        with writer.transaction():
+            writer.add_images(sorted({name for store in stores for name in store.names().values()}))
+        for store in stores:
+            _StoreMerge(writer, store, descriptors).run(on_report)
+
+
+def _refuse_changed_images(stores: Sequence[Store]) -> None:
+    """Checked before anything is written, so that no partial merge is left."""
+    seen: dict[str, tuple[str, Path]] = {}
+    for store in stores:
+        for name, digest in store.rows("SELECT name, sha256 FROM images WHERE status = ?", DONE):
+            first, folder = seen.setdefault(name, (digest, store.folder))
+            if first != digest:
+                raise UsageError(
+                    f"{name} is one image in {folder} and another in {store.folder}: do the older run "
+                    "again (`matcher collection IMAGES --run …`), then join them"
+                )
+
+
+class _StoreMerge:
+    """Copies one store into another."""
+
+    def __init__(self, writer: Writer, store: Store, descriptors: bool) -> None:
+        self._writer, self._store, self._copy = writer, store, descriptors
+        ours = {name: number for number, name in writer.store.names().items()}
+        self._numbers = {number: ours[name] for number, name in store.names().items()}
+        self._other: set[int] = set()  # images of the store, by its numbers, with other keypoints than ours
+
+    def run(self, on_report: Callable[[str], None]) -> None:
+        names = self._store.names()
+        for numbers in _groups(iter(sorted(names))):
+            with self._writer.transaction():
+                for number in numbers:
+                    self._join_image(number, names[number])
+        pairs = sum(self._join_pairs(rows) for rows in _groups(self._rows("pairs", "seconds, crc, data")))
+        for rows in _groups(self._rows("failed", "reason")):
+            with self._writer.transaction():
+                self._writer.fail_pairs(row for row in self._mapped(rows) if not self._known("pairs", row))
+        for rows in _groups(self._rows("waiting", "NULL")):
+            self._let_wait(self._mapped(rows))
+        differing = f"; keypoints of {len(self._other)} images differ" if self._other else ""
+        on_report(f"{self._store.folder}: {pairs} pairs joined{differing}")
+
+    def _join_image(self, number: int, name: str) -> None:
+        writer, target = self._writer, self._numbers[number]
+        row = next(self._store.rows(f"SELECT {_COLUMNS} FROM images WHERE id = ?", number))
+        ours = writer.execute(f"SELECT {_COLUMNS} FROM images WHERE id = ?", (target,))[0]
+        if row[0] != DONE:
+            if ours[0] != DONE and row[0] > ours[0]:
+                self._set_image(target, row)
+            return
+        data, crc = next(self._store.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
+        self._store.keypoints(name)  # raises where they are damaged
+        if ours[0] == DONE:
+            if writer.execute("SELECT crc FROM keypoints WHERE image = ?", (target,)) != [(crc,)]:
+                self._other.add(number)
+            return
+        self._set_image(target, row)
+        writer.execute("REPLACE INTO keypoints VALUES (?, ?, ?)", (target, data, crc))
+        if self._copy:
+            self._join_descriptors(number, target, name)
+
+    def _set_image(self, target: int, row: tuple[Any, ...]) -> None:
+        marks = ", ".join("?" * len(row))
+        self._writer.execute(f"UPDATE images SET ({_COLUMNS}) = ({marks}) WHERE id = ?", (*row, target))
+
+    def _join_descriptors(self, number: int, target: int, name: str) -> None:
+        sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
+        for place in self._store.rows(sql, number):
+            try:
+                self._writer.put_descriptors(target, read_record(self._store.folder, RecordLocation(*place)))
+            except FileNotFoundError:
+                return  # deleted on purpose
+            except ValueError as error:
+                raise IntegrityError(f"{self._store.folder}: the descriptors of {name}: {error}") from error
+
+    def _join_pairs(self, rows: Sequence[tuple[Any, ...]]) -> int:
+        """Copy finished pairs; those whose keypoints are not ours wait."""
+        foreign = [row for row in rows if self._other & {row[0], row[1]}]
+        kept = [EncodedPair(*row) for row in self._mapped(row for row in rows if row not in foreign)]
+        new = [pair for pair in kept if not self._known("pairs", pair)]
+        with self._writer.transaction():
+            self._writer.put_pairs(new)
+            self._writer.execute_many(
+                "DELETE FROM failed WHERE image0 = ? AND image1 = ?", [(p.image0, p.image1) for p in new]
+            )
+        self._let_wait(self._mapped(foreign))
+        return len(new)
+
+    def _let_wait(self, rows: Iterator[tuple[Any, ...]]) -> None:
+        free = [row[:2] for row in rows if not (self._known("pairs", row) or self._known("failed", row))]
+        sql = "INSERT OR IGNORE INTO waiting VALUES (?, ?, ?, ?)"
+        with self._writer.transaction():
+            self._writer.execute_many(sql, [(a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b in free])
+
+    def _known(self, table: str, pair: Sequence[Any]) -> bool:
+        sql = f"SELECT 1 FROM {table} WHERE image0 = ? AND image1 = ?"
+        return bool(self._writer.execute(sql, pair[:2]))
+
+    def _rows(self, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
+        return self._store.rows(f"SELECT image0, image1, {columns} FROM {table} ORDER BY image0, image1")
+
+    def _mapped(self, rows: Any) -> Iterator[tuple[Any, ...]]:
+        return ((self._numbers[row[0]], self._numbers[row[1]], *row[2:]) for row in rows)
+
+
+def _groups(rows: Iterator[Any]) -> Iterator[list[Any]]:
+    while group := list(islice(rows, _ROWS)):
+        yield group
+
+
+# --- matched_set: A few images matched in memory: pairs, and tracks through all of them.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MatchedSet:
+    """Images matched with each other, numbered as they were given; `match_set` makes one.
+
+    >>> import matcher, numpy as np
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
+    >>> found = matcher.match_set([scene[:, :320], scene[:, 40:360]], "nearest", max_keypoints=300)
+    >>> found.groups(), found.matches(0, 1).shape == (len(found.tracks), 2)
+    ([[0, 1]], True)
+    """
+
+    names: tuple[str, ...]  # paths, or "image 3" for the array at index 3
+    features: tuple[Features, ...]  # of each image
+    pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]]  # of images i < j
+    tracks: Tracks  # of the inliers; its names are those above
+
+    def matches(self, first: int, second: int) -> np.ndarray:
+        """(K, 2) int64 keypoints of two images that are in one track, also where the two did not match.
+
+        They are cycle-consistent: going on to a third image and back never leads to another keypoint.
+
+        Raises:
+            UsageError: numbers that are not of two images of the set.
+        """
+        if first == second or not {first, second} <= set(range(len(self.names))):
+            raise UsageError(f"{first} and {second} are not two of the images 0 to {len(self.names) - 1}")
+        table = self.tracks.table()
+        columns = [table[table[:, 1] == image] for image in (first, second)]
+        _, *rows = np.intersect1d(columns[0][:, 0], columns[1][:, 0], return_indices=True)
+        return np.stack([column[row, 2] for column, row in zip(columns, rows, strict=True)], axis=1)
+
+    def points(self, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
+        """(K, 2) and (K, 2) stored pixels of `matches(first, second)`."""
+        indices = self.matches(first, second).T
+        ends = zip((first, second), indices, strict=True)
+        return tuple(to_numpy(self.features[image].keypoints)[rows] for image, rows in ends)
+
+    def groups(self) -> list[list[int]]:
+        """The images joined by verified pairs, the largest group first; an image alone is a group."""
+        group = {image: {image} for image in range(len(self.names))}
+        for (first, second), (_, geometry) in self.pairs.items():
+            if geometry.status == "ok" and group[first] is not group[second]:
+                joined = group[first] | group[second]
+                group.update(dict.fromkeys(joined, joined))
+        distinct = {min(members): sorted(members) for members in group.values()}
+        return sorted(distinct.values(), key=lambda members: (-len(members), members))
+
+    def __repr__(self) -> str:
+        verified = sum(geometry.status == "ok" for _, geometry in self.pairs.values())
+        return (
+            f"MatchedSet({len(self.names)} images, {verified} of {len(self.pairs)} pairs verified, "
+            f"{len(self.tracks)} tracks)"
+        )
+
+
+def match_set(
+    images: Sequence[ImageInput],
+    preset: str | Pipeline = DEFAULT_PRESET,
+    *,
+    masks: Sequence[Mask | None] | None = None,
+    pairs: Sequence[tuple[int, int]] | None = None,
+    **options: Unpack[LoadOptions],
+) -> MatchedSet:
+    """Match a few images with each other, in memory: panoramas, small sets. `Collection` is for many.
+
+    Matches that agree with their pair's geometry are joined to tracks, the most probable first. Those that
+    other images contradict, or that would put two keypoints of an image into one track, are left out.
+
+    >>> import matcher, numpy as np
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
+    >>> crops = [scene[:, start : start + 320] for start in (0, 40, 80)]
+    >>> found = matcher.match_set(crops, "nearest", geometry="homography", max_keypoints=300)
+    >>> len(found.pairs), int(found.tracks.lengths.max()), len(found.matches(0, 2)) > 100
+    (3, 3, True)
+
+    Args:
+        images: at least two, as `Pipeline.match` takes them.
+        preset: a preset's name, with `options` of `matcher.load`; or a pipeline.
+        masks: one for each image, None where there is none.
+        pairs: numbers of the images to match; every pair when absent.
+
+    Raises:
+        ImageError: an image cannot be read; the message names it.
+        UsageError: fewer than two images, another number of masks, pairs of no images, essential geometry, a
+            preset without keypoints, and what `matcher.load` refuses.
+    """
+    count = len(images)
+    if count < 2:
+        raise UsageError(f"a set has at least two images, not {count}")
+    if masks is not None and len(masks) != count:
+        raise UsageError(f"masks must be one for each of the {count} images, not {len(masks)}")
+    refuse_second_pass(options, "the pairs of a set share the keypoints of an image")
+    chosen = _checked(pairs, count)
+    pipeline = open_pipeline(preset, options)
+    if pipeline.config.estimation.kind == "essential":
+        raise UsageError("a set is verified without cameras; use geometry 'fundamental' or 'homography'")
+    if pipeline.config.extractor.kind == GRID_KIND:
+        raise UsageError("tracks join keypoints, and this preset has only the cells of a grid; use another")
+    features = tuple(pipeline.extract(*one) for one in zip(images, masks or [None] * count, strict=True))
+    found = {}
+    for first, second in chosen:
+        matches = pipeline.match_features(features[first], features[second])
+        found[first, second] = matches, pipeline.verify(features[first], features[second], matches)
+    names = _names(images)
+    return MatchedSet(names, features, found, _tracks(names, features, found))
+
+
+def _checked(pairs: Sequence[tuple[int, int]] | None, count: int) -> list[tuple[int, int]]:
+    """Pairs i < j, each once."""
+    if pairs is None:
+        return list(combinations(range(count), 2))
+    for pair in pairs:
+        if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(range(count)):
+            raise UsageError(f"pairs must be of two of the images 0 to {count - 1}, not {tuple(pair)}")
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
+
+
+def _names(images: Sequence[ImageInput]) -> tuple[str, ...]:
+    """A name of its own for each image."""
+    names: dict[str, None] = {}
+    for number, image in enumerate(images):
+        path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
+        name = f"image {number}" if path is None else str(path)
+        names[f"{name} ({number})" if name in names else name] = None
+    return tuple(names)
+
+
+def _tracks(
+    names: tuple[str, ...],
+    features: tuple[Features, ...],
+    pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
+) -> Tracks:
+    used = {}
+    for pair, (matches, geometry) in pairs.items():
+        if geometry.status in ("ok", "not_estimated"):
+            used[pair] = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
+    indices = {pair: pairs[pair][0].indices[kept] for pair, kept in used.items()}
+    keypoints = [to_numpy(one.keypoints) for one in features]
+    scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
+    consistent = consistent_matches(indices, keypoints, scales)
+    joined = []
+    for (first, second), kept in used.items():
+        right, scores = consistent[first, second], pairs[first, second][0].scores[kept]
+        rows = indices[first, second][right], scores[right]
+        joined.append(PairMatches(names[first], names[second], *rows))
+    found = build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
+    left_out = sum(int((~right).sum()) for right in consistent.values())
+    return replace(found, conflicts=found.conflicts + left_out)

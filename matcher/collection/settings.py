@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matcher.collection.encoding import common_camera, encode_camera
+from matcher.cameras import Camera
+from matcher.collection.schema import common_camera, encode_camera
 from matcher.collection.sources import FeatureSource
-from matcher.config import GRID_KIND, PipelineConfig
-from matcher.config_tables import from_dict, to_dict
-from matcher.data.camera import Camera
+from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
-from matcher.options import configure, option_at, refuse_second_pass
 from matcher.pipeline import Pipeline
-from matcher.presets import DEFAULT_PRESET, PRESETS
-from matcher.tiling.shared import by_tiles
-from matcher.weights.manifest import read_bytes
-from matcher.weights.published.catalogue import locate_front_end
+from matcher.presets import DEFAULT_PRESET, PRESETS, configure, option_at, refuse_second_pass
+from matcher.tiling import by_tiles
+from matcher.weights.files import read_bytes
+from matcher.weights.published import locate_front_end
 
 _ABSENT = "nothing"
 _WITHOUT = ((None, _ABSENT), (_ABSENT, None))
@@ -202,7 +200,7 @@ def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
 def _is_trained(kind: str) -> bool:
     if kind in ("sift", "learned"):
         return kind == "learned"
-    from matcher.extract.registry import find_front_end  # needs torch, as every other front end does
+    from matcher.extract.extractor import find_front_end
 
     return find_front_end(kind).build is not None
 

@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from matcher.collection.refined_keypoints import RefinedKeypoints, write_refined
+from matcher.collection.sources import RefinedKeypoints, write_refined
 from matcher.collection.tracks import tracks_of
-from matcher.config import RefineConfig
-from matcher.config_tables import from_dict
-from matcher.data.images import limit_for, read_image
-from matcher.data.matches import Matches
+from matcher.config import RefineConfig, from_dict
 from matcher.errors import IntegrityError
-from matcher.refine.local_maps import fit_affine_maps
-from matcher.refine.refinement import DEVIATION, ImagePyramid, refine_matches
+from matcher.images import limit_for, read_image
+from matcher.refine import DEVIATION, ImagePyramid, fit_affine_maps, refine_matches
+from matcher.types import Matches
 
 if TYPE_CHECKING:
-    from matcher.collection.records import StoredImage
+    from matcher.collection.schema import StoredImage
     from matcher.collection.store import Store
+
 
 _WINDOW = 21  # least window side; larger is affordable, as a track is refined once for all its pairs
 _TRIES = 3  # observations of its track that a keypoint is refined against at most, until one is accepted

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from matcher.cameras import Camera
+from matcher.collection.schema import checksum, common_camera, encode_pair
+from matcher.collection.store import EncodedPair, Store, Writer
+from matcher.config import EstimationConfig, from_dict
 from matcher.errors import UsageError
+from matcher.verify.adjustment import threshold_scale
+from matcher.verify.estimation import RobustEstimator
+from matcher.verify.verdict import NOT, reject_improbable
 
-if TYPE_CHECKING:
-    from matcher.collection.store import Store
+# --- tracks: Tracks: the keypoints of many images that show one point of the scene, joined from pairwise
+# matches.
 
 
 class PairMatches(NamedTuple):
@@ -179,3 +186,150 @@ class _Forest:
     def sets(self) -> Iterator[list[int]]:
         """Every set as its sorted keypoints, in the order of their first."""
         return iter(sorted(sorted(members.values()) for members in self._members.values()))
+
+
+# --- cycles: Matches of several images that contradict each other: going round a third image leads
+# elsewhere.
+
+Pair = tuple[int, int]
+_SAME_POINT = 1.5  # pixels of the resized images; detectors find some points twice
+_FEWEST = 2  # third images that see both keypoints; one alone does not tell which of three matches is wrong
+_CONFIRMED = 0.3  # share of them that confirm a right match, at least, even if many other matches are wrong
+
+
+def consistent_matches(
+    pairs: Mapping[Pair, np.ndarray], keypoints: Sequence[np.ndarray], scales: Sequence[float]
+) -> dict[Pair, np.ndarray]:
+    """Which matches of each pair (K,) bool are confirmed by enough third images, of those that can tell.
+
+    A third image confirms a match if both of its keypoints match the same point there, and contradicts it if
+    they match different ones (Zach et al., Disambiguating visual relations using loop constraints, 2010). A
+    right match is contradicted where another match of its keypoints is wrong, so in three images none of the
+    three is known to be wrong and all are kept; the most probable ones decide then (`build_tracks`).
+
+    Args:
+        pairs: (K, 2) keypoints of images i < j, each keypoint once on its side.
+        keypoints: (N, 2) stored pixels of every image.
+        scales: resized size / stored size of every image.
+    """
+    partner = _partners(pairs, [len(points) for points in keypoints])
+    kept = {}
+    for (first, second), indices in pairs.items():
+        confirmed, seen = np.zeros((2, len(indices)), np.int64)
+        for third in range(len(keypoints)):
+            if (first, third) not in partner or (second, third) not in partner:
+                continue
+            ends = np.stack([partner[first, third][indices[:, 0]], partner[second, third][indices[:, 1]]])
+            both = np.flatnonzero((ends >= 0).all(axis=0))
+            here, there = keypoints[third][ends[:, both]]
+            confirmed[both] += np.linalg.norm(here - there, axis=1) * scales[third] <= _SAME_POINT
+            seen[both] += 1
+        kept[first, second] = (seen < _FEWEST) | (confirmed >= _CONFIRMED * seen)
+    return kept
+
+
+def _partners(pairs: Mapping[Pair, np.ndarray], counts: Sequence[int]) -> dict[Pair, np.ndarray]:
+    """For images (i, j) in either order, the keypoint of j that each of i matches (N,), −1 without one."""
+    found = {}
+    for (first, second), indices in pairs.items():
+        for source, target, (column0, column1) in (
+            (first, second, indices.T),
+            (second, first, indices.T[::-1]),
+        ):
+            found[source, target] = np.full(counts[source], -1, np.int64)
+            found[source, target][column0] = column1
+    return found
+
+
+# --- reverification: Verifies finished pairs again, from the stored matches.
+
+_PAIRS = "SELECT image0, image1 FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
+
+
+def verify_again(writer: Writer, names: Iterable[str]) -> int:
+    """Verify the finished pairs of images whose cameras have changed; their features and matches stay.
+
+    Failed pairs, which may have lacked a camera, are matched again. If the run's geometry uses no
+    cameras, nothing is done. To be called inside a transaction, so that a camera is never stored
+    beside a geometry that was estimated with another.
+
+    Returns:
+        How many pairs were verified.
+    """
+    store = writer.store
+    settings = store.settings
+    config = estimation_of(settings)
+    numbers = [writer.number(name) for name in names]
+    if config.kind != "essential" or not numbers:
+        return 0
+    ids = ", ".join(map(str, numbers))
+    writer.let_failed_pairs_wait(writer.execute(_PAIRS.format(table="failed", ids=ids)))
+    verification = _Verification(store, RobustEstimator(config), common_camera(settings))
+    pairs = writer.execute(_PAIRS.format(table="pairs", ids=ids))
+    for image0, image1 in pairs:
+        writer.put_pairs([verification.pair(image0, image1)])
+    return len(pairs)
+
+
+def estimation_of(settings: Mapping[str, Any]) -> EstimationConfig:
+    """How the run of these settings estimates geometry.
+
+    Raises:
+        UsageError: they do not say, or not as this version does.
+    """
+    values = settings.get("config", {}).get("estimation")
+    if values is None:
+        raise UsageError("the settings of the run do not say how its geometry was estimated; match it again")
+    return from_dict(EstimationConfig, values)
+
+
+def check_cameras(store: Store, common: Camera | None) -> None:
+    """Refuse a run that could not verify any pair, before any work.
+
+    Args:
+        store: the run.
+        common: the camera of every image without its own.
+
+    Raises:
+        UsageError: essential geometry, and no image has a camera.
+    """
+    if estimation_of(store.settings).kind != "essential" or common is not None:
+        return
+    if any(image.camera is not None for image in store.images()):
+        return  # pairs of images without one fail with that reason
+    raise UsageError(
+        "geometry 'essential' needs the camera of every image, and none is known: give "
+        "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
+    )
+
+
+class _Verification:
+    """Reads a finished pair and encodes it again with a new geometry."""
+
+    def __init__(self, store: Store, estimator: RobustEstimator, camera: Camera | None) -> None:
+        self._store, self._estimator, self._camera = store, estimator, camera
+        self._names = store.names()
+        self._scales: dict[int, tuple[Any, ...]] = {
+            row[0]: row[1:] for row in store.rows("SELECT id, scale_x, scale_y FROM images")
+        }
+
+    def pair(self, image0: int, image1: int) -> EncodedPair:
+        """The pair as it is to be written."""
+        found = self._store.pair(self._names[image0], self._names[image1])
+        images = [self._store.image(name) for name in (found.name0, found.name1)]
+        cameras = [image.camera or self._camera for image in images]
+        matches = found.matches
+        geometry = self._estimator(
+            matches.points0,
+            matches.points1,
+            cameras=(cameras[0], cameras[1]),
+            scores=matches.scores,
+            covariances=matches.covariances,
+            thresholds_scale=threshold_scale(
+                self._scales[image0], self._scales[image1], self._estimator.config.kind
+            ),
+        )
+        geometry = reject_improbable(geometry, matches, *(image.size for image in images), least=NOT)
+        keypoints = (self._store.keypoints(found.name0), self._store.keypoints(found.name1))
+        data = encode_pair(matches, geometry, *keypoints)
+        return EncodedPair(image0, image1, found.seconds, checksum(data), data)

@@ -6,8 +6,8 @@ import pickle
 import sys
 from multiprocessing.connection import Connection
 
-from matcher.collection.jobs import JobRunner
 from matcher.collection.store import Store
+from matcher.collection.workers import JobRunner
 from matcher.errors import MatcherError
 
 

@@ -8,26 +8,262 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from matcher.data.features import Features
-from matcher.data.matches import MATCHED, UNMATCHED
+from matcher.attention import Kernel, linear_attention
+from matcher.config import NetworkConfig
 from matcher.errors import UsageError
-from matcher.explain.attention import (
-    Attention,
-    AttentionInputs,
-    attention_inputs,
-    rollout,
-    strongest_attention,
-)
-from matcher.explain.layers import LayerReport, layer_report
-from matcher.match.network.inference import AttentionMatcher, off_border
-from matcher.match.network.model import MatchingNetwork
-from matcher.match.network.states import LayerState
+from matcher.match.adaptivity import LayerState
+from matcher.match.context import Layer, Tokens
+from matcher.match.nearest import credible_matches
+from matcher.match.network import AttentionMatcher, MatchingNetwork, off_border
+from matcher.match.sinkhorn import PairPrediction
+from matcher.match.steering import confidence_threshold
 from matcher.pipeline import Pipeline
+from matcher.types import MATCHED, UNMATCHED, Features
+
+# --- attention: What asked points attend to: weights of every block and head, their entropy, and rollout
+# over layers.
+
+_ROWS = 256  # points whose weights are held at once in a rollout
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """What the asked points of one image attend to in one block, the strongest first."""
+
+    points: np.ndarray  # (A, H, k) int64, attended points of the source image; -1 where the point is gone
+    weights: np.ndarray  # (A, H, k) float32 of a total of 1
+    entropy: np.ndarray  # (A, H) float32, nats; log of the number of points if all weights are equal
+
+
+class AttentionInputs(NamedTuple):
+    """One image attending to itself or the other; points are numbered through both images."""
+
+    here: Tensor  # (n,) int64 input points that attend, image 1 after image 0
+    there: Tensor  # (m,) those that are attended to
+    q: Tensor  # (heads, n, d)
+    k: Tensor  # (heads, m, d)
+    kernel: Kernel
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """(heads, A, m) float32, what the score function gives each attended point, for the rows (A,)."""
+        if not len(self.there):
+            return self.q.new_zeros(len(self.q), len(rows), 0, dtype=torch.float32)
+        if self.kernel is linear_attention:
+            q, k = self._features()
+            return (q[:, rows] @ k.transpose(1, 2)) / self._totals(q[:, rows], k)
+        if not isinstance(self.kernel, nn.Module):  # softmax of scaled products, however it is computed
+            q, k = self.q[:, rows].float(), self.k.float()
+            return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(1, 2), dim=-1)
+        # A learned score function applied to unit vectors as values gives its weights, whichever it is.
+        dtype = next(self.kernel.parameters()).dtype
+        units = torch.eye(len(self.there), dtype=dtype, device=self.q.device).expand(len(self.q), -1, -1)
+        return self.kernel(self.q[:, rows].to(dtype), self.k.to(dtype), units).float()
+
+    def spread(self, shares: Tensor) -> Tensor:
+        """Shares (A, n) of the points that attend, handed on to those they attend to: (A, m)."""
+        if self.kernel is linear_attention:  # a grid has ten thousand points: never the weights themselves
+            q, k = self._features()
+            summary = (shares / self._totals(q, k).transpose(1, 2)) @ q  # (heads, A, d)
+            return (summary @ k.transpose(1, 2)).mean(0)
+        total = shares.new_zeros(len(shares), len(self.there))
+        for rows in torch.arange(len(self.here), device=shares.device).split(_ROWS):
+            total += shares[:, rows] @ self.weights(rows).mean(0)
+        return total
+
+    def _features(self) -> tuple[Tensor, Tensor]:
+        """φ of queries and keys, φ = elu + 1 (Katharopoulos et al. 2020, eq. 7)."""
+        return F.elu(self.q.float()) + 1, F.elu(self.k.float()) + 1
+
+    @staticmethod
+    def _totals(q: Tensor, k: Tensor) -> Tensor:
+        """(heads, A, 1) what the weights of each row are divided by, with the same least total."""
+        return (q @ k.sum(1).unsqueeze(-1)) + 1e-6
+
+
+def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
+    """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
+    ((n, _),) = tokens.layout.counts
+    ids, sides = (tokens.index[:n], tokens.index[n:] + offset), (slice(None, n), slice(n, None))
+    blocks = zip(
+        (layer.self_block, layer.cross_block),
+        layer.queries_keys(tokens.x, tokens.rotations, tokens.layout),
+        strict=True,
+    )
+    found = []
+    for cross, (block, (q, k)) in enumerate(blocks):
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+        for here in (0, 1):
+            there = 1 - here if cross else here
+            found.append(
+                AttentionInputs(ids[here], ids[there], q[:, sides[here]], k[:, sides[there]], block.score)
+            )
+    return found
+
+
+def strongest_attention(block: AttentionInputs, asked: np.ndarray, strongest: int, offset: int) -> Attention:
+    """The strongest weights of the asked points (numbered through both images) that are still there."""
+    heads, count = len(block.q), min(strongest, len(block.there))
+    points = np.full((len(asked), heads, strongest), -1, np.int64)
+    weights, entropy = np.zeros(points.shape, np.float32), np.zeros(points.shape[:2], np.float32)
+    place = {point: row for row, point in enumerate(block.here.tolist())}
+    alive = [i for i, point in enumerate(asked.tolist()) if point in place]
+    if alive and count:
+        rows = torch.tensor([place[int(asked[i])] for i in alive], device=block.q.device)
+        found = block.weights(rows).transpose(0, 1)  # (A, heads, m)
+        top = found.topk(count, dim=-1)
+        there = block.there - offset * int(block.there[0] >= offset)
+        points[alive, :, :count] = there[top.indices].cpu().numpy()
+        weights[alive, :, :count] = top.values.cpu().numpy()
+        entropy[alive] = torch.special.entr(found).sum(-1).cpu().numpy()
+    return Attention(points, weights, entropy)
+
+
+def rollout(inputs: list[list[AttentionInputs]], asked: np.ndarray, total: int) -> np.ndarray:
+    """Where the information of asked points came from: the product of (I + mean over heads)/2 of all blocks.
+
+    Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3.
+    """
+    device = inputs[0][0].q.device
+    rows = torch.from_numpy(asked).to(device)
+    flow = torch.zeros(len(asked), total, device=device)
+    flow[torch.arange(len(asked), device=device), rows] = 1.0
+    for blocks in reversed(inputs) if len(asked) else ():
+        for pair in (blocks[2:], blocks[:2]):
+            source = flow.clone()
+            for block in pair:
+                if len(block.here) and len(block.there):
+                    share = flow[:, block.here] / 2
+                    source[:, block.here] -= share
+                    source[:, block.there] += block.spread(share)
+            flow = source
+    return flow.cpu().numpy()
+
+
+# --- layers: The state after one layer: matches, confidence, points without a match, and points pruned.
+
+
+@dataclass(frozen=True, eq=False)
+class LayerReport:
+    """What was known after one layer."""
+
+    self_attention: tuple[Attention, Attention]  # of the asked points of image 0 and 1
+    cross_attention: tuple[Attention, Attention]
+    matches: np.ndarray  # (K, 2) int64, input points that would match if the network stopped here
+    scores: np.ndarray  # (K,) float32
+    appeared: int  # matches that the layer before did not have
+    vanished: int
+    unmatched: tuple[float | None, float | None]  # mean probability of no partner; None without a dustbin
+    certain: float | None  # what early exit compares with its share, see `exit_certainty`; None without heads
+    expected: float | None  # matches to be expected in the end; None where no heads predict them
+    confidences: np.ndarray | None  # (T,) float32 of the live points, image 1 after image 0
+    marginal_errors: tuple[float, ...]  # Sinkhorn: relative error of the rows, iteration by iteration
+    exited: bool  # the pair stopped here
+    pruned: tuple[np.ndarray, np.ndarray]  # input points pruned after this layer
+    # (P, 2) of those: probability of a partner (matchability, or what the heads for it predict), confidence
+    reasons: tuple[np.ndarray, np.ndarray]
+
+
+def layer_report(
+    state: LayerState,
+    attended: list[Attention],
+    known: np.ndarray,
+    total: int,
+    inner: tuple[Tensor, Tensor] | None,
+) -> tuple[LayerReport, PairPrediction]:
+    """What one layer did to a single pair, and the assignment if the network stops there.
+
+    Args:
+        state: of the network's run.
+        attended: by the asked points, in the order of `attention.attention_inputs`.
+        known: (K, 2) matches before the layer.
+        total: points of both images before any pruning.
+        inner: (N,), (M,) bool, input points that may have a partner; None where all may.
+    """
+    config, exits = state.network.config, bool(state.exiting)
+    (prediction,) = state.assign([0], record_errors=exits).values()
+    matches, scores = _matched(prediction, config, inner)
+    now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
+    unmatched = (prediction.assignment.log_unmatched0, prediction.assignment.log_unmatched1)
+    dropped, reasons = _dropped(state)
+    certain, expected = exit_certainty(state, total)
+    report = LayerReport(
+        self_attention=(attended[0], attended[1]),
+        cross_attention=(attended[2], attended[3]),
+        matches=matches,
+        scores=scores,
+        appeared=len(now - before),
+        vanished=len(before - now),
+        unmatched=(None, None) if config.assignment.dustbin == "none" else _means(unmatched),
+        certain=certain,
+        expected=expected,
+        confidences=None if state.confidences is None else state.confidences.cpu().numpy(),
+        marginal_errors=next(iter(prediction.assignment.row_errors), ()),
+        exited=exits and not state.is_last,
+        pruned=dropped,
+        reasons=reasons,
+    )
+    return report, prediction
+
+
+def _matched(
+    pair: PairPrediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
+    local, scores = credible_matches(
+        pair.assignment.mutual_best, config.policy.match_threshold, config.policy.threshold_doubles_at
+    )
+    index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
+    if inner is not None:
+        allowed = inner[0][index[:, 0]] & inner[1][index[:, 1]]
+        index, scores = index[allowed], scores[allowed]
+    return index.cpu().numpy(), scores.cpu().numpy()
+
+
+def _means(log_shares: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    return tuple(float(x.exp().mean()) if x.numel() else 0.0 for x in log_shares)
+
+
+def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float | None]:
+    """The share that early exit compares with `exit_share`, and the number of matches to be expected.
+
+    Without heads that predict matches: the share of points that are confident, pruned ones counted as such
+    (`adaptivity.ready_by_confidence`). With them: the share of the expected matches whose points are
+    confident (`adaptivity.ready_by_match_probability`): unmatched points are confident from the start.
+    """
+    if state.confident is None:
+        return None, None
+    unconfident = ~state.confident
+    if not state.network.config.match_probability:
+        return (1 - float(unconfident.sum()) / total if total else None), None
+    expected = float(state.match_probabilities.sum())
+    share = 1 - float(state.match_probabilities[unconfident].sum()) / expected if expected else None
+    return share, expected / 2
+
+
+def _dropped(
+    state: LayerState,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Input points of either image that a layer pruned, and why (see `LayerReport.reasons`)."""
+    tokens, gone = state.tokens, state.dropped
+    why = tokens.x.new_zeros(len(gone), 2)
+    if gone.any():
+        why = torch.stack([state.match_probabilities, state.confidences], dim=1)
+    n = tokens.layout.counts[0][0]
+    sides = (slice(None, n), slice(n, None))
+    return (
+        tuple(tokens.index[at][gone[at]].cpu().numpy() for at in sides),
+        tuple(why[at][gone[at]].cpu().numpy() for at in sides),
+    )
+
+
+# --- explain: Why points matched or not: the network's run of one pair, recorded layer by layer.
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,3 +390,36 @@ def _fates(
             fate[report.pruned[side]] = number
         fate[matches[:, side]] = MATCHED
     return fates
+
+
+# --- rules: The rules of early exit and pruning in words, for both kinds of networks.
+
+
+def confidence_thresholds(config: NetworkConfig) -> list[float]:
+    """Confidence above which a point counts as confident, after each layer but the last."""
+    depth = config.context.depth
+    return [confidence_threshold(layer, depth) for layer in range(depth - 1)]
+
+
+def rules(config: NetworkConfig) -> tuple[str, str]:
+    """When a pair exits and which points are pruned: a sentence each."""
+    policy = config.policy
+    stop, drop = "All layers run: early exit is off.", "No point is pruned: pruning is off."
+    if policy.early_exit:
+        share = f"{100 * policy.exit_share:g} %"
+        enough = f"more than {share} of its points, including pruned ones, are confident of their assignment"
+        if config.match_probability:
+            enough = f"{share} of the expected matches are confident"
+        stop = f"A pair stops when {enough}."
+    if policy.pruning:
+        sure = " and it is confident of its assignment"
+        if not policy.prune_confident_only:
+            sure = ", whether it is confident or not"
+        limit = f"{partner_words(config)} is at most {policy.prune_matchability:g}"
+        drop = f"A point is pruned if its {limit}{sure}."
+    return stop, drop
+
+
+def partner_words(config: NetworkConfig) -> str:
+    """What the first of `LayerReport.reasons` is: predicted by heads of its own, or the dustbin's logit."""
+    return "predicted probability of a partner" if config.match_probability else "matchability"

@@ -8,19 +8,362 @@ hold at that position; nothing is described that is not a point.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_shuffle
 
 from matcher.config import ExtractorConfig
-from matcher.data.image import Image
-from matcher.extract.feature_network import FeatureNetwork
-from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
-from matcher.extract.shared import Found, FrontEnd, grey, strongest
-from matcher.kernels.maps import peaks_compiled
-from matcher.kernels.trials import Trial
+from matcher.errors import IntegrityError
+from matcher.extract.front_end import (
+    Found,
+    FrontEnd,
+    allowed_pixels,
+    best_pixels,
+    grey,
+    inner_pixels,
+    padded,
+    read_together,
+    strongest,
+)
+from matcher.kernels.calls import (
+    add_enlarged_compiled,
+    have_maps,
+    have_samples,
+    linear,
+    peaks_compiled,
+    sample_compiled,
+    score_pixels_compiled,
+)
+from matcher.kernels.loader import Trial
+from matcher.types import Image
+
+# --- architecture: Sizes of our front end's network; no torch.
+
+DESCRIPTOR_DIM = 64
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An encoder's maps, finest first, and the MLP that describes points; the shipped sizes by default."""
+
+    widths: tuple[int, ...] = (16, 32, 64, 128, 192)  # channels of maps at 1/2, 1/4, 1/8, … of the resolution
+    depths: tuple[int, ...] = (2, 2, 3, 4, 3)  # convolutions of each
+    hidden: int = 384  # of the MLP
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one sample of the coarsest map to the next."""
+        return 2 ** len(self.widths)
+
+    def rules(self) -> list[tuple[bool, str]]:
+        """Conditions on the values, each with the message for a recipe that violates it."""
+        sizes = (*self.widths, *self.depths, self.hidden)
+        return [
+            (2 <= len(self.widths) == len(self.depths), "network: as many widths as depths, at least 2"),
+            (len(self.widths) <= 6, "network.widths: at most 6"),
+            (min(sizes, default=0) >= 1, "network: sizes of at least 1"),
+            (max(sizes, default=0) <= 4096, "network: sizes of at most 4096"),
+        ]
+
+    def __str__(self) -> str:
+        """In words."""
+        widths, depths = (" ".join(map(str, each)) for each in (self.widths, self.depths))
+        return f"widths {widths}, depths {depths}, hidden {self.hidden}"
+
+    def contains(self, smaller: Architecture) -> bool:
+        """Whether a network of those sizes can grow to these."""
+        return self.hidden >= smaller.hidden and all(
+            len(own) >= len(other) and all(a >= b for a, b in zip(own, other, strict=False))
+            for own, other in ((self.widths, smaller.widths), (self.depths, smaller.depths))
+        )
+
+
+def shapes_of(sizes: Architecture) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the parameters of such a network, batch normalisation folded away."""
+    widths, found = sizes.widths, {}
+    before = 1
+    for stage, (width, depth) in enumerate(zip(widths, sizes.depths, strict=True)):
+        for block in range(depth):
+            kernel = 5 if stage == block == 0 else 3
+            found[_weight(stage, block)] = (width, before, kernel, kernel)
+            before = width
+    for stage, (lower, upper) in enumerate(pairwise(widths)):
+        found[f"lift.{stage}.weight"] = (lower, upper, 1, 1)
+    found["mix.0.weight"] = (widths[0], widths[0], 3, 3)
+    found["points.weight"] = (4, widths[0], 3, 3)
+    found["descriptor.0.weight"] = (sizes.hidden, sum(widths))
+    found["descriptor.2.weight"] = (DESCRIPTOR_DIM, sizes.hidden)
+    biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in found.items()}
+    return found | biases
+
+
+def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
+    """The sizes of the network whose parameters have these names and shapes.
+
+    Raises:
+        IntegrityError: there is no such network; the message reads on after the file's name.
+    """
+    depths: list[int] = []
+    while (depth := _convolutions(shapes, len(depths))) > 0:
+        depths.append(depth)
+    try:
+        widths = [shapes[_weight(stage, 0)][0] for stage in range(len(depths))]
+        sizes = Architecture(tuple(widths), tuple(depths), shapes["descriptor.0.weight"][0])
+    except (KeyError, IndexError):
+        sizes = Architecture((), ())
+    expected = shapes_of(sizes) if all(holds for holds, _ in sizes.rules()) else {}
+    found = {name: tuple(shape) for name, shape in shapes.items()}
+    if not expected or found != expected:
+        strange = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+        raise IntegrityError(f"does not hold the tensors of our front end: {', '.join(strange[:8])}")
+    return sizes
+
+
+def _weight(stage: int, block: int) -> str:
+    return f"encoder.{stage}.{block}.0.weight"
+
+
+def _convolutions(shapes: Mapping[str, Sequence[int]], stage: int) -> int:
+    """How many convolutions a map is made by."""
+    depth = 0
+    while _weight(stage, depth) in shapes:
+        depth += 1
+    return depth
+
+
+# --- feature_network: The network of our own front end: an encoder, a decoder that scores pixels, an MLP
+# that describes points.
+
+_UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
+_LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
+
+
+def _fused_convolution() -> Callable[..., Tensor] | None:
+    """oneDNN's convolution that ends with a ReLU, which spares a pass over the map; None without it.
+
+    It is missing in some builds of PyTorch, and refuses bfloat16 on processors without AVX-512.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+
+
+class ConvNormRelu(nn.Sequential):
+    """Convolution, batch normalisation, ReLU; once trained, the second is part of the first."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, *, normalised: bool) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=not normalised),
+            nn.BatchNorm2d(outputs) if normalised else nn.Identity(),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, H, W) → (B, outputs, H / stride, W / stride)."""
+        convolution, norm, _ = self
+        half = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled()
+        fused = _fused_convolution() if half and not isinstance(norm, nn.BatchNorm2d) else None
+        if fused is None:
+            return super().forward(x)
+        sizes = (convolution.padding, convolution.stride, convolution.dilation, convolution.groups)
+        return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")
+
+
+def _add_enlarged(fine: Tensor, coarse: Tensor) -> Tensor:
+    """fine (B, C, 2h, 2w) + coarse (B, C, h, w) enlarged."""
+    if fine.dtype == coarse.dtype and have_maps(fine, coarse):
+        return add_enlarged_compiled(fine, coarse)
+    return fine + interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
+
+
+class FeatureNetwork(nn.Module):
+    """An encoder of several resolutions, a decoder that scores pixels, an MLP that describes points.
+
+    Args:
+        sizes: of its maps.
+        normalised: with batch normalisation, for training; `folded` makes a network without.
+    """
+
+    def __init__(self, sizes: Architecture = Architecture(), *, normalised: bool = False) -> None:
+        super().__init__()
+        self.normalised = normalised
+        self._build(sizes)
+
+    def _build(self, sizes: Architecture) -> None:
+        normalised, widths = self.normalised, sizes.widths
+        self.sizes = sizes
+        self.encoder = nn.ModuleList()
+        before = 1
+        for width, depth in zip(widths, sizes.depths, strict=True):
+            blocks = [ConvNormRelu(before, width, 3 if self.encoder else 5, 2, normalised=normalised)]
+            blocks += [ConvNormRelu(width, width, 3, 1, normalised=normalised) for _ in range(depth - 1)]
+            self.encoder.append(nn.Sequential(*blocks))
+            before = width
+        self.lift = nn.ModuleList(nn.Conv2d(upper, lower, 1) for lower, upper in pairwise(widths))
+        self.mix = ConvNormRelu(widths[0], widths[0], 3, 1, normalised=normalised)
+        self.points = nn.Conv2d(widths[0], 4, 3, padding=1)
+        self.descriptor = nn.Sequential(
+            nn.Linear(sum(widths), sizes.hidden), nn.ReLU(), nn.Linear(sizes.hidden, DESCRIPTOR_DIM)
+        )
+
+    def fit(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Become a network of the sizes that parameters of these names and shapes have.
+
+        Raises:
+            IntegrityError: there is no such network; the message reads on after the file's name.
+        """
+        sizes = architecture_of(shapes)
+        if sizes != self.sizes:
+            self._build(sizes)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Score every pixel.
+
+        Args:
+            pixels: (B, 1, H, W) grey in [0, 1]; repeated at the right and lower edge to multiples of
+                `sizes.stride`.
+
+        Returns:
+            Logits (B, H, W) float32, and the encoder's maps, finest first, to describe points with.
+        """
+        height, width = pixels.shape[2:]
+        logits, maps = self._maps(padded(pixels, self.sizes.stride))
+        return logits[:, :height, :width], maps
+
+    def _maps(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        centred = pixels - pixels.mean((2, 3), keepdim=True)
+        # A standard deviation; torch's own takes eight times as long.
+        deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
+        x = (centred / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        maps = []
+        for stage in self.encoder:
+            x = stage(x)
+            maps.append(x)
+        for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
+            x = _add_enlarged(lower, lift(x))
+        x = self.mix(x)
+        if have_maps(x):
+            return score_pixels_compiled(x, self.points.weight, self.points.bias), maps
+        # Half precision would make neighbouring pixels equal.
+        with torch.autocast(x.device.type, enabled=False):
+            return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
+
+    def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
+        """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
+        if have_samples(*maps):
+            sampled = sample_compiled(maps, points, [2.0**-k for k in range(1, len(maps) + 1)])
+        else:
+            columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
+            sampled = torch.cat(columns, dim=-1)
+        widen, activate, narrow = self.descriptor
+        hidden = activate(linear(sampled.flatten(0, -2), widen.weight, widen.bias))
+        described = linear(hidden, narrow.weight, narrow.bias).unflatten(0, sampled.shape[:-1])
+        return normalize(described.float(), dim=-1)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
+        self.to(memory_format=torch.channels_last)
+        for part in (self.encoder, self.lift, self.mix):
+            part.to(dtype)
+
+
+def folded(network: FeatureNetwork) -> FeatureNetwork:
+    """The network in evaluation without batch normalisation, which has become part of its convolutions."""
+    plain = FeatureNetwork(network.sizes).eval()
+    network = network.eval()
+    for ours, trained in zip(plain.modules(), network.modules(), strict=True):
+        if isinstance(ours, ConvNormRelu):
+            convolution, norm, _ = trained
+            gain = norm.weight / (norm.running_var + norm.eps).sqrt()
+            ours[0].weight.data.copy_(convolution.weight * gain[:, None, None, None])
+            ours[0].bias.data.copy_(norm.bias - norm.running_mean * gain)
+    for name in _UNNORMALISED:
+        getattr(plain, name).load_state_dict(getattr(network, name).state_dict())
+    return plain
+
+
+@torch.no_grad()
+def unfolded(plain: FeatureNetwork, pixels: Tensor) -> FeatureNetwork:
+    """A network to train on: batch normalisation begins with the statistics of `pixels` (B, 1, H, W), so that
+    what is computed of them stays as it is."""
+    network, seen = FeatureNetwork(plain.sizes, normalised=True), []
+    blocks = [part for part in plain.modules() if isinstance(part, ConvNormRelu)]
+
+    def look(_: nn.Module, __: tuple[Tensor], maps: Tensor) -> None:
+        seen.append(torch.var_mean(maps, (0, 2, 3), correction=0))
+
+    hooks = [block[0].register_forward_hook(look) for block in blocks]
+    plain(pixels)
+    for hook in hooks:
+        hook.remove()
+    fresh = [part for part in network.modules() if isinstance(part, ConvNormRelu)]
+    for (convolution, norm, _), ours, (variance, mean) in zip(fresh, blocks, seen, strict=True):
+        convolution.weight.copy_(ours[0].weight)
+        norm.weight.copy_((variance + norm.eps).sqrt())
+        norm.bias.copy_(mean)
+        norm.running_mean.copy_(mean - ours[0].bias)
+        norm.running_var.copy_(variance)
+    for name in _UNNORMALISED:
+        getattr(network, name).load_state_dict(getattr(plain, name).state_dict())
+    return network
+
+
+@torch.no_grad()
+def grown(plain: FeatureNetwork, sizes: Architecture) -> FeatureNetwork:
+    """A larger network that computes the same: what is new weighs 0 where it meets what was there.
+
+    With more maps it is the same on images whose sides are multiples of its stride; others are repeated
+    further at the edge, which changes their mean and deviation.
+
+    Args:
+        plain: without batch normalisation.
+        sizes: as large as its own or larger, in every respect.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # grown again, it is the same
+        network = FeatureNetwork(sizes).eval()
+    old = dict(plain.named_parameters())
+    for name, value in network.named_parameters():
+        if name == "descriptor.0.weight":
+            continue
+        if name in old:
+            _put(value, old[name])
+        elif name.startswith("lift"):
+            value.zero_()
+        elif name.startswith("encoder") and int(name.split(".")[1]) < len(plain.encoder):
+            # Of a map that was there: its last values pass on, as none of them is negative.
+            nn.init.dirac_(value) if value.ndim == 4 else value.zero_()
+    # Columns of the first layer are the channels of all maps, one map after the other.
+    first, before = network.descriptor[0].weight, plain.descriptor[0].weight
+    first[: len(before)] = 0
+    starts = [sum(sizes.widths[:level]) for level in range(len(plain.sizes.widths))]
+    for start, columns in zip(starts, before.split(plain.sizes.widths, dim=1), strict=True):
+        first[: len(before), start : start + columns.shape[1]] = columns
+    return network
+
+
+def _put(value: Tensor, old: Tensor) -> None:
+    """Put smaller parameters at the beginning of larger ones; old outputs ignore new inputs."""
+    value[: len(old)] = 0
+    value[tuple(slice(side) for side in old.shape)] = old
+
+
+def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:
+    """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge, or
+    "zeros"."""
+    height, width = maps.shape[-2:]
+    # A tensor of both sizes would have to be uploaded, which a GPU's queue waits for.
+    grid = torch.stack([(2 * points[..., 0] + 1) / width, (2 * points[..., 1] + 1) / height], dim=-1) - 1
+    found = grid_sample(maps.float(), grid[:, :, None], padding_mode=beyond, align_corners=False)
+    return found[..., 0].transpose(1, 2)
+
+
+# --- learned: Our own front end: a small convolutional network that detects and describes keypoints.
 
 NMS_RADIUS = 3  # pixels within which a point scores highest
 SCORE_THRESHOLD = 0.004  # below it lie noise and plain surfaces; rooms with few keypoints need those above

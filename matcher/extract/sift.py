@@ -8,11 +8,10 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
+from matcher.arrays import root_sift
 from matcher.config import ExtractorConfig
-from matcher.data.descriptors import root_sift
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.extract.settings import resolve
+from matcher.extract.front_end import resolve
+from matcher.types import Features, Image
 
 
 class SiftExtractor:

@@ -15,9 +15,18 @@ from torch import Tensor, nn
 from torch.nn.functional import grid_sample, max_pool2d, normalize, pixel_shuffle
 
 from matcher.config import ExtractorConfig
-from matcher.data.image import Image
-from matcher.extract.on_device import allowed_pixels, best_pixels, inner_pixels, read_together
-from matcher.extract.shared import Found, FrontEnd, grey, padded, strongest
+from matcher.extract.front_end import (
+    Found,
+    FrontEnd,
+    allowed_pixels,
+    best_pixels,
+    grey,
+    inner_pixels,
+    padded,
+    read_together,
+    strongest,
+)
+from matcher.types import Image
 
 CELL = 8  # pixels a side
 DESCRIPTOR_DIM = 256

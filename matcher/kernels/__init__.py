@@ -6,8 +6,8 @@ What is between the matrix products of a block, attention on matrix units, the k
 `MATCHER_COMPILED=0` in the environment leaves them alone.
 """
 
-from matcher.kernels.library import SWITCH, build, kernels
-from matcher.kernels.windows import FitSettings, WindowView, fit_windows_compiled
+from matcher.kernels.calls import FitSettings, WindowView, fit_windows_compiled
+from matcher.kernels.loader import SWITCH, build, kernels
 
 __all__ = [
     "SWITCH",

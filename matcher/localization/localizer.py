@@ -2,31 +2,361 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import dist
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
+from matcher.arrays import to_numpy
+from matcher.cameras import Camera
 from matcher.config import RefineConfig
-from matcher.data.camera import Camera
-from matcher.data.features import Features
-from matcher.data.tensors import to_numpy
-from matcher.localization.absolute_pose import Matches3d, PoseEstimate, estimate_pose, refine_pose
-from matcher.localization.correspondences import Correspondences
-from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import doubt_alone, doubt_camera, doubt_focal, judge
-from matcher.localization.likely_images import likely_images
-from matcher.localization.pose import Pose
-from matcher.localization.retrieval_index import RetrievalIndex
-from matcher.localization.settings import LocalizationConfig
-from matcher.localization.sparse_map import SparseMap
-from matcher.localization.subpixel import MapImages, refined_positions
-from matcher.localization.unknown_camera import any_camera, cameras_to_try
+from matcher.localization.pose import (
+    MapImages,
+    Matches3d,
+    Pose,
+    PoseEstimate,
+    PoseStatus,
+    any_camera,
+    cameras_to_try,
+    estimate_pose,
+    log10_false_alarms,
+    refine_pose,
+    refined_positions,
+    reprojection_errors,
+    spread,
+)
+from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex, SparseMap
 from matcher.pipeline import Pipeline
-from matcher.refine.refinement import ImagePyramid
+from matcher.refine import ImagePyramid
+from matcher.types import Features, Matches, strongest, strongest_rows
+
+# --- correspondences: Matches of a photo with the points of a map, through the tracks of the images it is
+# matched with.
+
+
+@dataclass(eq=False)
+class Correspondences:
+    """What is known of a photo so far: rows of keypoint, point, map image and its keypoint, and the score."""
+
+    model: SparseMap
+    positions: np.ndarray  # (N, 2) of the photo's keypoints, stored pixels
+    rows: list[np.ndarray] = field(default_factory=list)  # (k, 4) int64 each: keypoint, point, image, its own
+    scores: list[np.ndarray] = field(default_factory=list)  # (k,) each
+    images: list[int] = field(default_factory=list)  # matched so far
+
+    def add(self, image: int, matches: Matches) -> int:
+        """The matches of a map image (image 0) with the photo (image 1); returns those that have a point."""
+        self.images.append(image)
+        theirs, ours = matches.indices.T if len(matches) else np.zeros((2, 0), np.int64)
+        points = self.model.points[image][theirs]
+        kept = points >= 0
+        columns = (ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept])
+        self.rows.append(np.column_stack(columns).astype(np.int64).reshape(-1, 4))
+        self.scores.append(np.asarray(matches.scores[kept], dtype=np.float64))
+        return int(kept.sum())
+
+    def table(self, images: Sequence[int] | None = None) -> np.ndarray:
+        """(M, 4) rows, each pair of keypoint and point once, by its best score.
+
+        Args:
+            images: only the matches of these; all when absent.
+        """
+        if not self.rows:
+            return np.zeros((0, 4), np.int64)
+        rows, scores = np.concatenate(self.rows), np.concatenate(self.scores)
+        if images is not None:
+            kept = np.isin(rows[:, 2], list(images))
+            rows, scores = rows[kept], scores[kept]
+        rows = rows[np.argsort(-scores, kind="stable")]
+        _, first = np.unique(rows[:, :2], axis=0, return_index=True)
+        return rows[np.sort(first)]
+
+    def matches(self, table: np.ndarray, positions: np.ndarray | None = None) -> Matches3d:
+        """Those of a table, at the keypoints' positions or others (M, 2)."""
+        points2d = self.positions[table[:, 0]] if positions is None else positions
+        return Matches3d(points2d.astype(np.float64), self.model.xyz[table[:, 1]], table[:, 0])
+
+    def inliers_by_image(self, table: np.ndarray, inliers: np.ndarray) -> dict[int, int]:
+        """How many of the inliers each image that was matched shows."""
+        agreeing = {tuple(row) for row in table[inliers][:, :2].tolist()}
+        counts = {}
+        for image, rows in zip(self.images, self.rows, strict=True):
+            counts[image] = sum(tuple(row) in agreeing for row in rows[:, :2].tolist())
+        return counts
+
+
+# --- covisibility: Clusters of images that see common points: similar images of several places are
+# localised apart.
+
+MIN_SHARED = 10  # points that connect two images
+
+
+def covisibility_clusters(model: SparseMap, images: Sequence[int]) -> list[list[int]]:
+    """The images in groups connected by common points, as in hloc (Sarlin et al. 2019).
+
+    Args:
+        model: the map.
+        images: rows, most similar first; images between them do not connect them.
+
+    Returns:
+        The groups, the one with most images first, each in the order given.
+    """
+    groups: list[list[int]] = []
+    for image in images:
+        joined, apart = [image], []
+        for group in groups:
+            if any(model.shared(image, other) >= MIN_SHARED for other in group):
+                joined += group
+            else:
+                apart.append(group)
+        groups = [*apart, joined]
+    rank = {image: place for place, image in enumerate(images)}
+    ordered = [sorted(group, key=rank.__getitem__) for group in groups]
+    return sorted(ordered, key=lambda group: (-len(group), rank[group[0]]))
+
+
+# --- likely_images: Images of a map worth matching with all keypoints, found by matching the strongest few
+# first.
+
+
+def likely_images(
+    pipeline: Pipeline,
+    model: SparseMap,
+    features: Callable[[str], Features],
+    photo: Features,
+    images: Sequence[int],
+    *,
+    keypoints: int,
+    least: int,
+) -> list[int]:
+    """Those of whose points enough match a photo's strongest keypoints, the ones with most first.
+
+    Most similar images of a photo that is hard to localise do not show its place. A network finds that out
+    last: it uses all layers, and tries another turn. With a few hundred keypoints that costs a third or less
+    (preemptive matching, Wu 2013).
+
+    Args:
+        pipeline: of the map.
+        model: the map.
+        features: of an image by name.
+        photo: its features.
+        images: rows of the model.
+        keypoints: of the photo and of each image.
+        least: matches with points of an image that is kept.
+    """
+    ours = strongest(photo, keypoints)
+    theirs, rows = [], []
+    for image in images:
+        whole = features(model.names[image])
+        rows.append(strongest_rows(whole, keypoints))
+        theirs.append(whole.select(rows[-1]))
+    found = pipeline.match_features_batch([(each, ours) for each in theirs])
+    counts = [
+        int(np.count_nonzero(model.points[image][row[matches.indices[:, 0]]] >= 0)) if len(matches) else 0
+        for image, row, matches in zip(images, rows, found, strict=True)
+    ]
+    order = np.argsort(-np.array(counts, dtype=np.int64), kind="stable")
+    return [images[index] for index in order if counts[index] >= least]
+
+
+# --- judgement: Whether an estimated pose is accepted, and in words why not.
+
+# A camera that is given is doubted where fewer of the keypoints than this share agree, and this many times as
+# many do with a focal length that is so many times longer or shorter, or with a principal point in the middle
+# that is so many focal lengths away.
+_DOUBTED_BELOW, _MORE, _OTHER_FOCAL, _OTHER_CENTRE = 0.6, 1.5, 1.15, 0.05
+# An accepted pose is doubted where its matches fit a focal length better that is so many times longer or
+# shorter, by this share of their squared errors.
+_NEAR_FOCAL, _LESS_ERROR = 1.04, 0.2
+# Another pose rivals the accepted one where this share as many other keypoints agree with it, which are so
+# many times the largest error off by the accepted one. In a kitchen with like tables a wrong pose had .65,
+# right ones at most .43.
+_RIVAL, _ELSEWHERE = 0.55, 5.0
+
+
+def doubt_camera(
+    verdict: tuple[PoseStatus, str, float],
+    estimate: PoseEstimate | None,
+    matches: Matches3d,
+    camera: Camera,
+    max_error: float,
+    config: LocalizationConfig,
+    estimate_freely: Callable[[], PoseEstimate | None],
+) -> tuple[PoseStatus, str, float]:
+    """The verdict, or "wrong_camera" where another camera than the given one explains far more.
+
+    Args:
+        verdict: of `judge`.
+        estimate: with the given camera.
+        matches: M of them.
+        camera: the given one.
+        max_error: of an inlier, stored pixels.
+        config: what is asked of a pose.
+        estimate_freely: a pose with its focal length, the principal point in the middle; called only where
+            few agree with the given camera.
+    """
+    total = len(np.unique(matches.keypoints))
+    agreeing = _agreeing(estimate, matches)
+    if agreeing >= _DOUBTED_BELOW * total or (free := estimate_freely()) is None:
+        return verdict
+    more, given, found = _agreeing(free, matches), _focal(camera), _focal(free.camera)
+    centre, middle = (camera.cx, camera.cy), (free.camera.cx, free.camera.cy)
+    other_focal = max(given, found) >= _OTHER_FOCAL * min(given, found)
+    other_centre = dist(centre, middle) >= _OTHER_CENTRE * given
+    if more < _MORE * agreeing or not (other_focal or other_centre):
+        return verdict
+    if judge(free, matches, max_error, config, focal_known=False)[0] != "ok":
+        return verdict
+    return (
+        "wrong_camera",
+        f"{agreeing} of {total} matched keypoints agree with the camera that is given, of a focal length of "
+        f"{given:.0f} pixels and a principal point at {_place(centre)}, and {more} with one of "
+        f"{found:.0f} and {_place(middle)}: correct the camera, or give none",
+        verdict[2],
+    )
+
+
+def doubt_focal(
+    verdict: tuple[PoseStatus, str, float],
+    estimate: PoseEstimate,
+    matches: Matches3d,
+    max_error: float,
+) -> tuple[PoseStatus, str, float]:
+    """The verdict, or "wrong_camera" where the matches of an accepted pose fit another focal length better.
+
+    Errors beyond `max_error` count as that. A difference that is only significant would say too little: the
+    points of a map have errors of their own, which a focal length may take up.
+
+    Args:
+        verdict: of `judge`.
+        estimate: the accepted pose, with the given camera.
+        matches: M of them.
+        max_error: of an inlier, stored pixels.
+    """
+    fixed, free = (refine_pose(estimate, matches, max_error, refine_focal=each) for each in (False, True))
+    if fixed is None or free is None:
+        return verdict
+    given, found = estimate.camera, free.camera
+    changes = np.log([found.fx / given.fx, found.fy / given.fy])  # of one sign where the zoom is wrong
+    if max(changes.min(), -changes.max()) < np.log(_NEAR_FOCAL):
+        return verdict
+    errors = [reprojection_errors(matches, each.cam_from_world, each.camera) for each in (fixed, free)]
+    before, after = (float(np.square(np.minimum(each, max_error)).sum()) for each in errors)
+    if after > (1 - _LESS_ERROR) * before:
+        return verdict
+    return (
+        "wrong_camera",
+        f"the matches fit a focal length of {_focal(found):.0f} pixels, and the camera that is given has "
+        f"one of {_focal(given):.0f} pixels: correct the camera, or give none",
+        verdict[2],
+    )
+
+
+def doubt_alone(
+    verdict: tuple[PoseStatus, str, float],
+    estimates: Sequence[PoseEstimate],
+    matches: Sequence[Matches3d],
+    max_errors: Sequence[float],
+    config: LocalizationConfig,
+    estimate_others: Callable[[list[Matches3d]], Sequence[PoseEstimate | None] | None],
+) -> tuple[PoseStatus, str, float]:
+    """The verdict, or "ambiguous" where the other matches agree with another pose nearly as well.
+
+    Where things look alike, such as the tables of a room, wrong matches agree with each other.
+
+    Args:
+        verdict: of `judge`.
+        estimates: the accepted pose of each picture: of one, or of those of a rig.
+        matches: of each.
+        max_errors: of an inlier in each, stored pixels.
+        config: what is asked of a pose.
+        estimate_others: poses from other matches of the same pictures.
+    """
+    agreeing = sum(map(_agreeing, estimates, matches))
+    if agreeing >= config.enough_inliers:
+        return verdict
+    others = [
+        each.select(np.flatnonzero(~np.isin(each.keypoints, each.keypoints[estimate.inliers])))
+        for estimate, each in zip(estimates, matches, strict=True)
+    ]
+    rivals = estimate_others(others)
+    count = 0 if rivals is None else sum(map(_agreeing, rivals, others))
+    if count < _RIVAL * agreeing:
+        return verdict
+    off = [
+        reprojection_errors(rest, estimate.cam_from_world, estimate.camera)[rival.inliers] / limit
+        for rest, estimate, rival, limit in zip(others, estimates, rivals, max_errors, strict=True)
+    ]
+    if np.median(np.concatenate(off)) < _ELSEWHERE:
+        return verdict  # it is the same place, seen less exactly
+    reason = f"{agreeing} matched keypoints agree with a pose, and {count} others with another one"
+    return "ambiguous", reason, verdict[2]
+
+
+def _agreeing(estimate: PoseEstimate | None, matches: Matches3d) -> int:
+    return 0 if estimate is None else len(np.unique(matches.keypoints[estimate.inliers]))
+
+
+def _focal(camera: Camera) -> float:
+    return (camera.fx + camera.fy) / 2
+
+
+def _place(point: tuple[float, float]) -> str:
+    return f"({point[0]:.0f}, {point[1]:.0f})"
+
+
+def judge(
+    estimate: PoseEstimate | None,
+    matches: Matches3d,
+    max_error: float,
+    config: LocalizationConfig,
+    *,
+    focal_known: bool,
+) -> tuple[PoseStatus, str, float]:
+    """Status, reason, and log10 of the number of false alarms.
+
+    Args:
+        estimate: from these matches.
+        matches: M of them.
+        max_error: of an inlier, stored pixels.
+        config: what is asked of a pose.
+        focal_known: before the estimation.
+    """
+    count = len(np.unique(matches.keypoints))
+    if count < config.min_inliers:
+        return (
+            "too_few_matches",
+            f"{count} keypoints match points of the map, {config.min_inliers} needed",
+            0.0,
+        )
+    if estimate is None:
+        return "no_model", f"no pose agrees with the {count} matches", 0.0
+    size = estimate.camera.size
+    inliers = estimate.inliers
+    agreeing = _agreeing(estimate, matches)
+    alarms = log10_false_alarms(
+        matches, inliers, float(size[0] * size[1]), max_error, focal_known=focal_known
+    )
+    least = max(config.min_inliers, min(config.min_share * count, config.enough_inliers))
+    if agreeing < least or alarms > config.max_log10_false_alarms:
+        return "not_significant", f"only {agreeing} of {count} matched keypoints agree with a pose", alarms
+    covered = spread(matches.points2d[inliers], size)
+    if covered < (config.min_spread_of_few if agreeing < config.few_share * count else config.min_spread):
+        share = f"{100 * covered:.1f} %"
+        return (
+            "implausible",
+            f"the {agreeing} of {count} that agree lie in one spot, {share} of the photo",
+            alarms,
+        )
+    return "ok", "", alarms
+
+
+# --- localizer: One photo: similar images, matches with points, a pose, and the same with refined
+# keypoints.
 
 _FREED = 1.1  # times the inliers, for which a focal length is refined
 

@@ -11,17 +11,32 @@ from functools import partial
 
 import numpy as np
 
-from matcher.collection.exporting.colmap import import_pycolmap, to_colmap
-from matcher.data.camera import Camera
-from matcher.data.tensors import to_numpy
+from matcher.arrays import to_numpy
+from matcher.cameras import Camera
 from matcher.errors import UsageError
-from matcher.localization.absolute_pose import (
+from matcher.export.colmap import import_pycolmap, to_colmap
+from matcher.localization.localizer import (
+    Attempt,
+    Correspondences,
+    Localizer,
+    Query,
+    as_pose,
+    covisibility_clusters,
+    doubt_alone,
+    doubt_camera,
+    doubt_focal,
+    judge,
+)
+from matcher.localization.pose import (
     CONFIDENCE,
     ITERATIONS,
     LOSS,
     MIN_MATCHES,
     Matches3d,
+    Pose,
     PoseEstimate,
+    PoseStatus,
+    any_camera,
     as_colmap_camera,
     as_rigid,
     covariance_of,
@@ -29,13 +44,7 @@ from matcher.localization.absolute_pose import (
     reprojection_errors,
     undistorted,
 )
-from matcher.localization.correspondences import Correspondences
-from matcher.localization.covisibility import covisibility_clusters
-from matcher.localization.judgement import doubt_alone, doubt_camera, doubt_focal, judge
-from matcher.localization.localizer import Attempt, Localizer, Query, as_pose
-from matcher.localization.pose import Pose, PoseStatus
-from matcher.localization.settings import LocalizationConfig
-from matcher.localization.unknown_camera import any_camera
+from matcher.localization.sparse_map import LocalizationConfig
 
 _CLUSTERS = 2  # groups of map images that are tried
 _ROUNDS = 3  # of refinement and a new choice of inliers

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 
-from matcher.collection.reconstruction.given_poses import (
+from matcher.cameras import Camera
+from matcher.collection.schema import INDEX as FILE
+from matcher.errors import IntegrityError, UsageError
+from matcher.files import write_whole
+from matcher.match.retrieval import (
+    LENGTH,
+    WORDS,
+    Vocabulary,
+    collection_vocabulary,
+    global_descriptor,
+    strongest_descriptors,
+)
+from matcher.match.steering import rotated_descriptors
+from matcher.sfm.reconstruct import (
     camera_of_model,
     check_finite,
     check_model_poses,
@@ -16,11 +35,13 @@ from matcher.collection.reconstruction.given_poses import (
     find_model,
     read_model,
 )
-from matcher.data.camera import Camera
-from matcher.errors import IntegrityError, UsageError
+from matcher.types import Features
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
+
+
+# --- sparse_map: The points of a COLMAP model as arrays, by the keypoints of a run that observe them.
 
 _HALF_PIXEL = 0.5  # COLMAP's origin is the corner of the first pixel
 _MOVED = 4.0  # pixels of the resized image by which refinement may have moved half of the keypoints
@@ -107,3 +128,167 @@ def _check_keypoints(store: Store, name: str, points: np.ndarray, place: Path) -
         f"`matcher sfm {store.folder} --out NEW_MODEL`, or triangulate the model's poses anew with "
         "`matcher sfm PHOTOS --poses MODEL --out NEW_MODEL`"
     )
+
+
+# --- settings: How photos are localised, and when a pose is refused.
+
+
+@dataclass(frozen=True)
+class LocalizationConfig:
+    """Policy of `Map.localize`; pixels are those of the resized photo.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    neighbours: int = 10  # most similar images of the map that a photo is matched with, at most
+    batch: int = 2  # images matched before the pose is tried
+    enough_inliers: int = 150  # after which no more images are matched
+    # Where the first batch is not enough, the other images are matched by so many keypoints at first
+    # (preemptive matching, Wu 2013), and with all only if so many of these match points; 0: all at once.
+    preemptive_keypoints: int = 256
+    preemptive_matches: int = 4
+    max_error: float = 4.0  # of an inlier
+    # Keypoints that agree with a pose, at least, and log10 of the poses with as many that chance would give.
+    # Wrong matches are not independent: in a room with several like tables, up to 27 keypoints (SIFT: 32)
+    # agreed with a pose at the wrong one, for which log10 is −40 (−73).
+    min_inliers: int = 35
+    max_log10_false_alarms: float = -80.0
+    # Of the matched keypoints, unless `enough_inliers` agree: with a wrong pose at such a table 57 of 313 did
+    # once (SIFT), with right ones 23 % or more.
+    min_share: float = 0.2
+    min_spread: float = 0.005  # share of the photo that the inliers cover
+    # And where less than this share of the matched keypoints agree, as elsewhere in the photo they disagree.
+    # Where points of the map were inexact 27 to 39 % agreed with poses .4 to .9 m off, on 11 to 13 % of the
+    # photo; right ones of as few cover more, but for one of SIFT's.
+    few_share: float = 0.45
+    min_spread_of_few: float = 0.14
+    refine: bool = True  # keypoints of the photo are refined on the images
+    seed: int = 0  # of the sampling
+
+    def __post_init__(self) -> None:
+        for name in ("neighbours", "batch", "enough_inliers", "min_inliers", "max_error"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
+        for name in ("preemptive_keypoints", "preemptive_matches"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must not be negative, but it is {getattr(self, name)!r}")
+
+
+# --- retrieval_index: Which images of a map look most like a photo: one global descriptor per image, kept
+# beside the run.
+
+_BLOCK = 128  # rows compared at once, so that they fit a core's cache
+# In large maps, images are compared by sums of neighbouring components first, and this many of them exactly.
+_SKETCH, _SHORTLIST = 1024, 512
+_OVERHEAD = 1 << 16  # bytes of a file beside its arrays
+_LONGEST_DESCRIPTOR = 4096  # values
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalIndex:
+    """Global descriptors of the images of a run; a photo is compared in all orientations."""
+
+    vocabulary: Vocabulary | None  # None: no image has any keypoint
+    table: np.ndarray  # (I, G) float16 of unit length, zeros for images without keypoints
+    kind: str  # of the features
+
+    @classmethod
+    def build(cls, names: Sequence[str], features: Callable[[str], Features]) -> RetrievalIndex:
+        """The index of these images; their features are read twice and not kept."""
+        vocabulary, kind = collection_vocabulary(names, features)
+        if vocabulary is None:
+            return cls(None, np.zeros((len(names), 1), np.float16), kind)
+        rows = [global_descriptor(vocabulary, features(name)) for name in names]
+        return cls(vocabulary, np.array(rows, dtype=np.float16), kind)
+
+    def similar(self, features: Features, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """(k,) rows of the most similar images, best first, and their similarity, at most 1."""
+        if self.vocabulary is None or not bool(features.mask.any()):
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        described = [
+            self.vocabulary.describe(turned)
+            for turned in rotated_descriptors(strongest_descriptors(features), self.kind)
+        ]
+        queries = np.array(described, dtype=np.float32)
+        rows = np.arange(len(self.table))
+        if len(rows) > 4 * max(_SHORTLIST, k) and self.table.shape[1] % _SKETCH == 0:
+            roughly = (self._sketches @ _sketch(queries).T).max(axis=1)
+            rows = np.sort(np.argpartition(-roughly, max(_SHORTLIST, k))[: max(_SHORTLIST, k)])
+        found = [
+            (self.table[rows[start : start + _BLOCK]].astype(np.float32) @ queries.T).max(axis=1)
+            for start in range(0, len(rows), _BLOCK)
+        ]
+        similarity = np.concatenate(found)
+        best = np.argsort(-similarity, kind="stable")[:k]
+        return rows[best], similarity[best]
+
+    @cached_property
+    def _sketches(self) -> np.ndarray:
+        """(I, 1024) float32: the components have random signs already, so sums of them keep similarities."""
+        blocks = [_sketch(self.table[i : i + _BLOCK]) for i in range(0, len(self.table), _BLOCK)]
+        return np.concatenate(blocks)
+
+
+def _sketch(rows: np.ndarray) -> np.ndarray:
+    """(N, 1024) sums of neighbouring components of global descriptors (N, G)."""
+    return rows.astype(np.float32).reshape(len(rows), _SKETCH, -1).sum(axis=2)
+
+
+def open_index(
+    folder: Path, names: Sequence[str], digests: Sequence[str], features: Callable[[str], Features]
+) -> RetrievalIndex:
+    """The index of a run, read from its folder, or made and kept there where it can be written.
+
+    Args:
+        folder: of the run.
+        names: its images.
+        digests: of their content; an index of others is made again.
+        features: the features of an image.
+    """
+    wanted = hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
+    path = folder / FILE
+    try:
+        if (index := _read(path, wanted, len(names))) is not None:
+            return index
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error):
+        pass  # absent or damaged: it can be made again
+    index = RetrievalIndex.build(names, features)
+    _keep(index, path, wanted)
+    return index
+
+
+def _read(path: Path, of: str, images: int) -> RetrievalIndex | None:
+    """A kept index, None if it is of other images; errors of many kinds where it is damaged."""
+    most = images * LENGTH * 2 + WORDS * _LONGEST_DESCRIPTOR * (4 + 8 + 4) + _OVERHEAD
+    with np.load(path, allow_pickle=False) as stored:
+        if sum(member.file_size for member in stored.zip.infolist()) > most:
+            raise ValueError("it would unpack to more than an index of these images takes")
+        if str(stored["of"]) != of:
+            return None
+        words, target, sign, table = (stored[name] for name in ("words", "target", "sign", "table"))
+        length, kind = int(stored["length"]), str(stored["kind"])
+    if table.shape != (images, length) or not np.isfinite(table).all():
+        raise ValueError("its table is not one of these images")
+    if not words.size:
+        return RetrievalIndex(None, table, kind)
+    if words.ndim != 2 or not np.isfinite(words).all():
+        raise ValueError("its words are none")
+    if (target.shape, sign.shape) != ((words.size,), (words.size,)) or not (np.abs(sign) == 1).all():
+        raise ValueError("its words are not folded as they should be")
+    if target.dtype.kind != "i" or not ((target >= 0) & (target < length)).all():
+        raise ValueError("its words are folded out of the table")
+    return RetrievalIndex(Vocabulary(words, target, sign, length), table, kind)
+
+
+def _keep(index: RetrievalIndex, path: Path, of: str) -> None:
+    """Write an index beside its run; a folder that cannot be written costs time only."""
+    own, buffer = index.vocabulary, io.BytesIO()
+    words = np.zeros((0, 0), np.float32) if own is None else own.words
+    target, sign = (np.zeros(0), np.zeros(0)) if own is None else (own.target, own.sign)
+    arrays = dict(words=words, target=target, sign=sign, table=index.table)
+    np.savez(buffer, length=index.table.shape[1], kind=index.kind, of=of, **arrays)
+    try:
+        write_whole(path, buffer.getvalue())
+    except OSError:
+        return

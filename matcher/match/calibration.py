@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from matcher.config import CalibrationConfig
-from matcher.data.matches import Matches, TwoViewGeometry
+from matcher.types import Matches, TwoViewGeometry
 
 _LEAST = 1e-4  # probabilities nearer to 0 or 1 are taken as this near
 _VARIANCE = 0.05  # pixels² of the resized image, of which variances are multiples: a usual one

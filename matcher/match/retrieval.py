@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from matcher.data.features import Features
-from matcher.data.tensors import to_numpy
+from matcher.arrays import to_numpy
 from matcher.errors import UsageError
-from matcher.match.turns import STEERABLE, TURNS, rotated_descriptors
+from matcher.match.steering import STEERABLE, TURNS, rotated_descriptors
+from matcher.types import Features
 
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less

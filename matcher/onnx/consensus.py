@@ -1,4 +1,4 @@
-"""Consensus rounds as ONNX operations: the same steps as `matcher.match.network.consensus`, for one pair."""
+"""Consensus rounds as ONNX operations: the same steps as `matcher.match.consensus`, for one pair."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ConsensusGraph:
     def _from_predictions(self, prior: PriorValues, axis: int) -> Value:
         """The predictions' factor of 1 + |position − other|² / tolerance, five numbers along `axis`.
 
-        Far for dustbins. In float64, since large numbers cancel, as in `matcher.match.network.consensus`;
+        Far for dustbins. In float64, since large numbers cancel, as in `matcher.match.consensus`;
         turned before, because ONNX Runtime 1.17 cannot join a product of float64 with transposing.
         """
         g, number = self.graph, self._number

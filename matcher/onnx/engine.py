@@ -9,7 +9,6 @@ from typing import Any
 import onnxruntime  # noqa: F401  its absence is found out here
 
 from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig
-from matcher.data.protocols import Extractor
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor
 from matcher.match.nearest import NearestMatcher
@@ -19,6 +18,7 @@ from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.trained import trained_network
 from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.result import WeightsSource
+from matcher.types import Extractor
 
 
 def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:

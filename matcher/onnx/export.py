@@ -11,12 +11,7 @@ from matcher.config import NetworkConfig, PipelineConfig
 from matcher.errors import UsageError
 from matcher.files import check_output, write_whole
 from matcher.onnx.linear import Numbers
-from matcher.onnx.models import (
-    colmap_models,
-    extractor_model,
-    network_model,
-    opencv_extractor_model,
-)
+from matcher.onnx.models import colmap_models, extractor_model, network_model, opencv_extractor_model
 from matcher.onnx.opencv import opencv_matcher
 from matcher.onnx.pairs import check_exportable
 from matcher.onnx.refinement import KIND as REFINEMENT

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from matcher.config import ExtractorConfig
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.extract.settings import resolve
+from matcher.extract.front_end import resolve
 from matcher.onnx.interface import SETTINGS
 from matcher.onnx.kept import kept_model
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import trained_front_end
+from matcher.types import Features, Image
 
 
 class OnnxExtractor:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from matcher.config import ExtractorConfig
-from matcher.extract.architecture import Architecture, architecture_of
+from matcher.extract.learned import Architecture, architecture_of
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.interface import KIND
 from matcher.onnx.linear import Linear, Numbers, stored

@@ -1,10 +1,10 @@
-"""Images of gradient magnitude as ONNX operations: the same as `matcher.data.gradients`."""
+"""Images of gradient magnitude as ONNX operations: the same as `matcher.images`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from matcher.data.gradients import FLOOR, GREY, LEAST, NEIGHBOURHOOD
+from matcher.images import FLOOR, GREY, LEAST, NEIGHBOURHOOD
 from matcher.onnx.builder import Builder, Value
 
 WHITE = 255.0  # the grey value that is 1 in our models

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import onnxruntime
 
-from matcher.extract import architecture
+from matcher.extract import learned as architecture
 from matcher.files import NotOursError, cache_folder, make_private, open_own
-from matcher.kernels.library import processor_flags
+from matcher.kernels.loader import processor_flags
 from matcher.onnx.runtime import Model, session
 
 MOST = 12  # files that are kept; those that were not used for longest are deleted

@@ -1,7 +1,7 @@
 """One layer of the network as ONNX operations: self-attention, cross-attention, and their heads.
 
 The tokens of both images are one list (T, dim), those of image 0 first. Linear maps that follow each other
-are multiplied together, as in `matcher.match.network.fused`.
+are multiplied together, as in `matcher.match.context`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Layers:
     def _attend(self, q: Value, k: Value, v: Value) -> Value:
         """Softmax attention of q (N, dim) to k and v (M, dim) → (N, dim)."""
         g, heads, above = self.graph, self.config.heads, self.config.scale_logits_above
-        if above is not None:  # see `matcher.match.network.packed.scaled_queries`
+        if above is not None:  # see `matcher.match.blocks.scaled_queries`
             q = q * (g.Log(g.Max(g.real(g.size(k, 0)), float(above))) * (1 / math.log(above)))
         if self.fused_attention:
             one = [g.Unsqueeze(each, [0]) for each in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Least-squares matching of windows as ONNX operations: the same as `matcher.refine.least_squares`.
+"""Least-squares matching of windows as ONNX operations: the same as `matcher.refine`.
 
 Changes of a window, and the unknowns of its equations, are (K, 2, 3) here: shift, and deformation along x and
 along y, of the window's x and then of its y.
@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from matcher import refine as numbers
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.matrices import Square, inverse_of_3, inverse_of_6, on_diagonal, on_shift, weakest_direction
 from matcher.onnx.pyramid import PyramidValues
-from matcher.refine import least_squares as numbers
-from matcher.refine.fitting import FIRST_STEPS, STEPS
-from matcher.refine.windows import Grid
+from matcher.refine import FIRST_STEPS, STEPS, Grid
 
 _EPSILON = 1e-12
 _KEPT = ((0, 1, 0), (0, 0, 1))  # no shift, no deformation
@@ -31,7 +30,7 @@ class ImageWindows(NamedTuple):
 
 
 class FitValues(NamedTuple):
-    """As `matcher.refine.least_squares.Fit`."""
+    """As `matcher.refine.Fit`."""
 
     change: Value  # (K, 2, 3)
     covariance: Square

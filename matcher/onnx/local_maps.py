@@ -1,4 +1,4 @@
-"""The local affine map at every match as ONNX operations: the same as `matcher.refine.local_maps`."""
+"""The local affine map at every match as ONNX operations: the same as `matcher.refine`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.matrices import Square
-from matcher.refine.local_maps import (
-    LEAST_RADIUS,
-    MAX_ANISOTROPY,
-    MAX_SCALE,
-    MIN_NEIGHBOURS,
-    RIDGE,
-    SCALES,
-)
+from matcher.refine import LEAST_RADIUS, MAX_ANISOTROPY, MAX_SCALE, MIN_NEIGHBOURS, RIDGE, SCALES
 
 _FAR = 1e30  # squared pixels, from a match to itself
 

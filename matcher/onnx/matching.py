@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matcher.config import CalibrationConfig, NetworkConfig
-from matcher.data.features import Features
-from matcher.data.matches import Matches
 from matcher.errors import UsageError
 from matcher.match.calibration import calibrated
-from matcher.match.features import check_features
+from matcher.match.nearest import check_features
 from matcher.onnx.interface import EXTRA
 from matcher.onnx.kept import kept_model
 from matcher.onnx.runtime import Model
 from matcher.onnx.trained import Trained
+from matcher.types import Features, Matches
 
 if TYPE_CHECKING:
     from matcher.onnx.linear import Numbers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.onnx.builder import Builder, Value
-from matcher.refine.least_squares import MAX_DAMPING
+from matcher.refine import MAX_DAMPING
 
 _TINY, _EPSILON = 1e-30, 1e-12
 
@@ -101,7 +101,7 @@ def inverse_of_6(g: Builder, matrices: Value) -> Value:
 def weakest_direction(structure: Square, noise: Value) -> tuple[Square, Value]:
     """Projections on the weakest eigenvectors of structure tensors, and (K,) the damping along them.
 
-    See `matcher.refine.least_squares`; `noise` (K,) is the eigenvalue that noise alone causes.
+    See `matcher.refine`; `noise` (K,) is the eigenvalue that noise alone causes.
     """
     g, (xx, xy, _, yy) = structure.a.graph, structure
     across, twice = xx - yy, xy * 2.0

@@ -1,6 +1,6 @@
 """The matching network of one pair as ONNX operations: layers, early exit, pruning, assignment.
 
-The same steps as `matcher.match.network.model`. Each layer after which a pair may stop lies in a branch of
+The same steps as `matcher.match.network`. Each layer after which a pair may stop lies in a branch of
 the layer before, and what follows the last layer that ran is written once.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.config import NetworkConfig
-from matcher.match.rules import NEGLIGIBLE, confidence_threshold
+from matcher.match.steering import NEGLIGIBLE, confidence_threshold
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.consensus import ConsensusGraph
 from matcher.onnx.layers import Arrays, Layers

@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.config import ExtractorConfig, NetworkConfig
 from matcher.errors import UsageError
-from matcher.match.turns import COMPARED, MIN_GAIN, STEERABLE, TURNS
+from matcher.match.steering import COMPARED, MIN_GAIN, STEERABLE, TURNS
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.consensus import ConsensusGraph
 from matcher.onnx.front_end import GREY, FrontEndGraph

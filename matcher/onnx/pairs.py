@@ -9,10 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from matcher.config import NetworkConfig
-from matcher.config_tables import to_dict
+from matcher.config import NetworkConfig, to_dict
 from matcher.errors import UsageError
-from matcher.match.turns import (
+from matcher.match.steering import (
     ACCEPTED_GAIN,
     ACCEPTED_PART,
     OTHER_TURNS,

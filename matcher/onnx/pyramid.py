@@ -1,4 +1,4 @@
-"""Windows of an image at any resolution, as ONNX operations: the same as `matcher.refine.windows`."""
+"""Windows of an image at any resolution, as ONNX operations: the same as `matcher.refine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matches read off log probabilities, as ONNX operations: the same steps as `matcher.match.mutual`."""
+"""Matches read off log probabilities, as ONNX operations: the same steps as `matcher.match.nearest`."""
 
 from __future__ import annotations
 

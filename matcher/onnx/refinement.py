@@ -1,6 +1,6 @@
 """The model of refinement: two images and their matches in, the matches to a fraction of a pixel out.
 
-The same steps as `matcher.refine.refinement` and `matcher.refine.image_pair`.
+The same steps as `matcher.refine` and `matcher.refine`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.config import RefineConfig
-from matcher.data.matches import REFINEMENTS
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.gradients import WHITE, gradient_image
 from matcher.onnx.least_squares import FitGraph, FitValues, ImageWindows
 from matcher.onnx.local_maps import local_maps
 from matcher.onnx.matrices import Square
 from matcher.onnx.pyramid import PyramidValues, level_of
-from matcher.refine.image_pair import FEW, SMOOTHING
-from matcher.refine.refinement import DEVIATION, MAX_HALVINGS, MAX_LAST_STEP, MIN_CONTRAST, MIN_VISIBLE
-from matcher.refine.windows import Grid
+from matcher.refine import (
+    DEVIATION,
+    FEW,
+    MAX_HALVINGS,
+    MAX_LAST_STEP,
+    MIN_CONTRAST,
+    MIN_VISIBLE,
+    SMOOTHING,
+    Grid,
+)
+from matcher.types import REFINEMENTS
 
 KIND = "refine"
 _BLOCK = 256  # matches computed together, so that their windows stay in a core's cache
@@ -53,7 +60,7 @@ def refinement_model(config: RefineConfig) -> bytes:
     looked at where grey values do not correlate; `points0`, `points1` (K, 2) the matches, finite, in pixels
     of the files, the centre of the first one being (0, 0). Nothing is masked or turned upright. Outputs:
     `refined1` (K, 2) the points of image 1; `status` (K,) int64, 0 for a match that was refined, else why it
-    stayed where it was, an index into `matcher.data.matches.REFINEMENTS`, whose names are the file's metadata
+    stayed where it was, an index into `matcher.types.REFINEMENTS`, whose names are the file's metadata
     `status`; `covariances` (K, 2, 2) of these points, in pixels² of the file, of an unrefined match a guess;
     `correlations` (K,) of the windows.
 
@@ -272,7 +279,7 @@ def _frame(g: Builder, affine: Value) -> Square:
 
 
 def _middle_frames(g: Builder, maps: Square) -> tuple[Square, Square]:
-    """Maps from a frame halfway between the views to image 0 and to image 1; see `matcher.refine.windows`."""
+    """Maps from a frame halfway between the views to image 0 and to image 1; see `matcher.refine`."""
     half = maps.transposed().times(maps).square_root().square_root()
     inverse, area = half.inverse(), g.Abs(maps.determinant())
     zoom = g.Sqrt(g.Sqrt(g.Max(area, 1.0 / area)))

@@ -20,7 +20,7 @@ import onnxruntime
 
 from matcher.errors import UsageError
 from matcher.onnx.builder import Builder
-from matcher.threads import compute_threads
+from matcher.processes import compute_threads
 
 LEAST_VERSION = (1, 17)  # the first with operator set 20
 _QUIET = 3  # errors only

@@ -1,10 +1,19 @@
-"""Quarter turns of descriptors as ONNX operations: the same steps as `matcher.match.turns`."""
+"""Quarter turns of descriptors as ONNX operations: the same steps as `matcher.match.steering`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from matcher.match.turns import CERTAIN, COMPARED, DECISIVE, FEW, MIN_DISTANCE, MIN_GAIN, TURNED_EXIF, TURNS
+from matcher.match.steering import (
+    CERTAIN,
+    COMPARED,
+    DECISIVE,
+    FEW,
+    MIN_DISTANCE,
+    MIN_GAIN,
+    TURNED_EXIF,
+    TURNS,
+)
 from matcher.onnx.builder import Builder, Value
 
 

@@ -1,4 +1,4 @@
-"""From keypoints to tokens as ONNX operations: the same steps as `matcher.match.network.position`."""
+"""From keypoints to tokens as ONNX operations: the same steps as `matcher.match.position`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 
 from matcher.config import NetworkConfig
-from matcher.data.geometry import UPRIGHT
+from matcher.geometry import UPRIGHT
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.layers import Arrays, batch_norm
 

@@ -12,12 +12,10 @@ import numpy as np
 
 from matcher.config import ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.architecture import architecture_of
+from matcher.extract.learned import architecture_of
 from matcher.onnx.interface import KIND, SETTINGS
-from matcher.weights.arrays import read_arrays
-from matcher.weights.header import front_end_of, network_config
-from matcher.weights.manifest import read_bytes
-from matcher.weights.published.catalogue import find_weights, locate_front_end
+from matcher.weights.files import front_end_of, network_config, read_arrays, read_bytes
+from matcher.weights.published import find_weights, locate_front_end
 
 
 class Trained(NamedTuple):

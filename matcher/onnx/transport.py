@@ -1,6 +1,6 @@
 """From scores with dustbins to log probabilities, as ONNX operations.
 
-The same steps as `matcher.match.sinkhorn` and `matcher.match.assignment`, for one pair.
+The same steps as `matcher.match.sinkhorn` and `matcher.match.sinkhorn`, for one pair.
 """
 
 from __future__ import annotations

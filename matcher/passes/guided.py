@@ -13,11 +13,10 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.data.features import Features
-from matcher.data.geometry import warp_points
-from matcher.data.matches import Matches, MatchRefinement, TwoViewGeometry, best_first
-from matcher.match.turns import rotated_descriptors
-from matcher.verify.thresholds import threshold_scale
+from matcher.geometry import warp_points
+from matcher.match.steering import rotated_descriptors
+from matcher.types import Features, Matches, MatchRefinement, TwoViewGeometry, best_first
+from matcher.verify.adjustment import threshold_scale
 
 GUIDED = "guided matching"  # among the stages of `Result.seconds`
 # Chosen on ten pairs of a room and 16 warps of training photos: of what is found so 67 and 100 % are

@@ -2,36 +2,348 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from matcher.budget.choice import Choice
-from matcher.data.camera import Camera, as_camera
-from matcher.data.features import Features
-from matcher.data.image import Image
-from matcher.data.matches import Matches
-from matcher.options import LoadOptions
+from matcher.budget import BUDGETS, Choice, FrameCosts, Pace, at_pace, limited, strongest
+from matcher.cameras import Camera, as_camera
+from matcher.config import GRID_KIND
+from matcher.errors import ImageError, UsageError, check_number
+from matcher.loading import open_pipeline, takes
+from matcher.match.blocks import with_layers
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET
-from matcher.refine.refinement import ImagePyramid
-from matcher.sequence.clock import Clock
-from matcher.sequence.disparity import complete_partners
-from matcher.sequence.extraction import FrameExtractor
-from matcher.sequence.frames import FrameLinks, FrameResult, FrameStatus, Relocalisation
-from matcher.sequence.keyframe_refinement import KeyframeRefinement
-from matcher.sequence.keyframes import KeptFrame, KeyframeRule
-from matcher.sequence.latency import Latency, StageTimes
-from matcher.sequence.linking import Linker
-from matcher.sequence.local_map import CANDIDATES, LocalMap
-from matcher.sequence.pipelines import check_settings, link_estimator, tracking_pipeline
-from matcher.sequence.pose_tracking import PoseTracker
-from matcher.sequence.relocalisation import verify_candidates
-from matcher.sequence.stereo import partners, within
-from matcher.sequence.tracker_maps import TrackerMaps
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
+from matcher.refine import ImagePyramid
+from matcher.sequence.frames import (
+    AdaptiveContrast,
+    Clock,
+    FrameLinks,
+    FrameResult,
+    FrameStatus,
+    Guide,
+    Latency,
+    Relocalisation,
+    StageTimes,
+    TrackIds,
+)
+from matcher.sequence.keyframe_map import KeyframeIndex, MatchPairs, TrackerMaps, verify_candidates
+from matcher.sequence.keyframes import (
+    KeptFrame,
+    KeyframeRefinement,
+    KeyframeRule,
+    Linker,
+    median_parallax,
+    share_left,
+    through,
+)
+from matcher.sequence.pose_tracking import LostTracks, PoseTracker
+from matcher.sequence.stereo import complete_partners, partners, within
+from matcher.types import Estimator, Features, Image, Matches
+from matcher.verify.estimation import RobustEstimator
 
 if TYPE_CHECKING:
     from matcher.sequence.keyframe_map import KeyframeMap
+
+
+# --- pipelines: A tracker's settings and pipelines: the one it is given, and less of it for neighbouring
+# frames.
+
+# Tracks and poses live on matches that are right, not on many; single pairs do with less.
+BASELINES = (1e-6, 1e6)  # in the unit of the poses, such as metres
+WINDOWS = (1e-3, 1e6)  # pixels
+MATCH_THRESHOLD = 0.2
+NEIGHBOUR_ITERATIONS = 10  # of Sinkhorn, the last time
+
+
+def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
+    """A preset with options, or a pipeline as it is; its estimator verifies the links.
+
+    Raises:
+        UsageError: options beside a pipeline, a preset without keypoints, or another geometry than the
+            fundamental matrix.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    _need_fundamental(given.get("geometry", "fundamental"))
+    refuse_second_pass(given, "frames are matched by one pass each")
+    if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
+        given = {"match_threshold": MATCH_THRESHOLD, **given}
+    pipeline = open_pipeline(preset, given)
+    _need_fundamental(pipeline.config.estimation.kind)
+    if pipeline.config.extractor.kind == GRID_KIND:
+        raise UsageError(
+            "a tracker follows keypoints, and this preset has only the cells of a grid; use another preset"
+        )
+    return pipeline
+
+
+def _need_fundamental(kind: str) -> None:
+    if kind != "fundamental":
+        raise UsageError(
+            f"a tracker verifies its links by the fundamental matrix, not by geometry {kind!r}; leave "
+            "geometry out, and give a camera for poses"
+        )
+
+
+def for_neighbours(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with what neighbouring frames need: the first half of its layers, all points, a rough
+    assignment.
+
+    With earlier weights, 512 points and one driving sequence (26 frames of kitti_mini), 2, 3, 4 and all 6
+    layers gave tracks of 4.48, 4.43, 4.44 and 4.41 frames, 95.8 to 96.0 % of the links being right; a rough
+    assignment instead of one to its tolerance changed tracks by .01 frames.
+    """
+    layers = (pipeline.layers + 1) // 2
+    return replace(
+        pipeline, matcher=with_layers(pipeline.matcher, layers, NEIGHBOUR_ITERATIONS, pruning=False)
+    )
+
+
+def link_estimator(estimator: Estimator) -> Estimator:
+    """The estimator for the links of frames: fundamental matrices stay as they are sampled.
+
+    They tell right links from wrong ones, and where to search for others; poses come from depths. Adjusted
+    ones cost a tenth of a frame's time and improve neither links nor odometry (measurements/sequences.md).
+    """
+    return replace(estimator, adjusted=False) if isinstance(estimator, RobustEstimator) else estimator
+
+
+def check_settings(
+    baseline: float | None, budget_ms: float | None, window: int, epipolar_window: float | None
+) -> None:
+    """Refuse numbers that a tracker cannot use.
+
+    Raises:
+        UsageError: one of them.
+    """
+    given = (
+        ("baseline", baseline, BASELINES),
+        ("budget_ms", budget_ms, BUDGETS),
+        ("epipolar_window", epipolar_window, WINDOWS),
+    )
+    for name, value, limits in given:
+        if value is not None:
+            check_number(value, name, *limits)
+    if type(window) is not int or window < 2:
+        raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
+
+
+# --- extraction: From images to features, frame by frame, within a time budget.
+
+
+class FrameExtractor:
+    """Reads frames and extracts their features.
+
+    The first frame decides how a time budget is spent and, by its sharpness, the size of all frames. Where
+    frames take longer than planned, because other programs use the machine, less is planned for the next; and
+    where the extraction of a frame does, less is done with the rest of it.
+    """
+
+    def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
+        self.pipeline = pipeline  # for frames far apart
+        self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
+        self.choice: Choice | None = None  # what the budget led to, for the frame at hand
+        self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
+        self._costs: FrameCosts | None = None  # of the pipeline as it came
+        self._planned: Choice | None = None
+        self._pace, self._new = Pace(), False
+        # Whether a first frame with keypoints has settled size and budget.
+        self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
+
+    def read(self, frames: list[ImageInput], mask: Mask | None = None) -> list[Image]:
+        """One image, or left and right, as the front end wants them; the mask is of the first.
+
+        Raises:
+            ImageError: an image cannot be read, or the two differ in size.
+        """
+        if self.choice != self._planned:
+            self._use(self._planned)
+        masks = [mask, *[None] * (len(frames) - 1)]
+        images = [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
+        sizes = [image.size for image in images]
+        if len(set(sizes)) > 1:
+            raise ImageError(
+                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes[0]} and "
+                f"{sizes[1]}; rectify both to one size"
+            )
+        if self._decided or not len(self.extract(images[:1])[0]):
+            return images
+        self._decided = True
+        if self._budget_ms is None:
+            self.pipeline = _of_one_size(self.pipeline, images[0])
+            return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
+        self._costs = FrameCosts(self.pipeline, images[0], stereo=len(images) > 1)
+        self._plan()
+        self._costs.settle()
+        return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
+
+    def took(self, milliseconds: float) -> None:
+        """Plan anew for the next frames, where the last ones took longer, or no longer take longer."""
+        if self.choice is None or self._new:
+            self._new = False  # a first frame also measures, and those of a new size select kernels
+            return
+        self._pace.add(milliseconds, predicted=self.choice.predicted_ms / self.choice.pace)
+        if self._pace.differs_from(self._planned.pace):
+            self._plan()
+
+    def _plan(self) -> None:
+        self._planned = at_pace(self._costs.choose, self._budget_ms, self._pace.value)
+        self._use(self._planned)
+        self._new = True
+
+    def _use(self, choice: Choice) -> None:
+        self.choice = choice
+        self.pipeline = self.near = limited(self._costs.pipeline, choice)
+
+    def within_budget(self, features: list[Features], spent: Mapping[str, float]) -> list[Features]:
+        """The features that the rest of the frame has time for, the strongest; `near` matches them.
+
+        Args:
+            features: of the frame's images.
+            spent: on it so far, milliseconds: `extract`, and `total`.
+        """
+        if self.choice is None or self._new:  # the first extraction of a size is slower
+            return features
+        choice = self._costs.rest(self.choice, spent["total"], spent["extract"])
+        if choice is self.choice:
+            return features
+        self._use(choice)
+        return [strongest(found, choice.max_keypoints) for found in features]
+
+    def extract(self, images: list[Image]) -> list[Features]:
+        """Features of each image; beyond the points that a budget allows, the weakest are left out."""
+        features = self._contrast.extract(self.pipeline.extractor, images)
+        if self.choice is None:
+            return features
+        return [strongest(found, self.choice.max_keypoints) for found in features]
+
+
+def _of_one_size(pipeline: Pipeline, image: Image) -> Pipeline:
+    """The pipeline that resizes all images as it has resized this one."""
+    config = pipeline.config.extractor
+    resize = max(image.pixels.shape[:2]) if image.is_reduced(config.resize) else config.resize
+    return replace(pipeline, config=replace(pipeline.config, extractor=config.of_size(resize)))
+
+
+# --- local_map: The local map: the last frame, the keyframes and the tracks, and how a new frame joins
+# them.
+
+CLOSE = 40.0  # baselines; the depths of nearer points show how far the camera moved
+CANDIDATES = 3  # keyframes that a lost frame is compared with
+
+
+class LocalMap:
+    """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
+
+    def __init__(
+        self,
+        linker: Linker,
+        poses: PoseTracker,
+        window: int,
+        rule: KeyframeRule,
+        baseline: float | None,
+        refinement: KeyframeRefinement,
+    ) -> None:
+        self.linker, self.poses, self.index = linker, poses, KeyframeIndex()
+        self._refinement = refinement
+        self.keyframes: deque[KeptFrame] = deque(maxlen=window)
+        self.previous: KeptFrame | None = None
+        self._keyframe: KeptFrame | None = None
+        self._close = None if baseline is None else CLOSE * baseline
+        self._rule, self._tracks, self._missing = rule, TrackIds(), LostTracks()
+        self._guide: Guide | None = None
+
+    def link(
+        self, current: KeptFrame, matches: Matches | None, match: MatchPairs
+    ) -> tuple[FrameStatus, FrameLinks | None, FrameLinks | None]:
+        """Links to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
+        previous, keyframe = self.previous, self._keyframe
+        if previous is None:
+            return "first", None, None
+        to_previous, self._guide = self.linker.verify(previous, current, matches)
+        if keyframe is previous:
+            to_keyframe = to_previous
+        else:
+            to_keyframe = self.linker.complete(keyframe, current, through(keyframe, previous, to_previous))
+            if not to_keyframe.consistent.any():
+                direct = match([(keyframe.features, current.features)])[0]
+                to_keyframe, _ = self.linker.verify(keyframe, current, direct)
+        if to_keyframe.consistent.any():
+            return "tracked", to_previous, to_keyframe
+        if to_previous.consistent.any():  # the keyframe is out of sight before another was made
+            self._keep(previous)
+            return "tracked", to_previous, to_previous
+        others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
+        likely = self.index.candidates(current, others, CANDIDATES)
+        if (found := verify_candidates(match, self.linker, current, likely)) is not None:
+            self._keyframe = found[0]
+            return "tracked", to_previous, found[1]
+        return "lost", to_previous, None
+
+    def identify(
+        self, current: KeptFrame, to_previous: FrameLinks | None, to_keyframe: FrameLinks | None
+    ) -> np.ndarray:
+        """Give the points their track ids; returns their lengths."""
+        offers = [
+            (earlier.track_ids, links.indices[links.consistent])
+            for earlier, links in ((self.previous, to_previous), (self._keyframe, to_keyframe))
+            if links is not None
+        ]
+        if to_previous is not None and self.linker.guided:
+            taken = np.concatenate([indices[:, 1] for _, indices in offers])
+            offers.append((self._missing.track_ids, self._missing.find(current, taken, self._guide)))
+        current.track_ids, lengths = self._tracks.extend(len(current.keypoints), offers)
+        if to_previous is not None:
+            self._missing.update(self.previous, current, to_previous, self._guide)
+        return lengths
+
+    def refine(self, current: KeptFrame, links: FrameLinks | None) -> None:
+        """Refine the points of the frame against the keyframe that the links lead to."""
+        if links is not None:
+            self._refinement.refine(self._keyframe, current, links)
+
+    def place(self, current: KeptFrame, status: FrameStatus, links: FrameLinks | None) -> dict[str, object]:
+        """Pose of the frame and whether it becomes a keyframe: fields of its result."""
+        keyframe = self._keyframe
+        if links is None:
+            pose_status = self.poses.begin(current) if status == "first" else self.poses.bridge(current)
+            current.begins_anew = status == "lost"
+            if self.keyframes and self.keyframes[-1].begins_anew and not self.keyframes[-1].most_links:
+                self.keyframes.pop()  # one lost frame after the other must not push out what is known
+            self._keep(current)
+            return {"is_keyframe": True, "pose_status": pose_status}
+        pose_status, T = self.poses.locate(keyframe, current, links)
+        kept = share_left(keyframe, links, self._close)
+        parallax = median_parallax(keyframe, current.keypoints, links)
+        wanted = self._rule.wants(kept, parallax, current.size)
+        if wanted and (pose_status in ("ok", "no_camera") or kept < self._rule.kept / 2):
+            self.poses.promote(keyframe, current, links, T)
+            if pose_status in ("too_few", "starting"):  # later frames could not go on without a pose
+                pose_status = self.poses.bridge(current)
+            self._keep(current)
+        return {
+            "is_keyframe": self._keyframe is current,
+            "keyframe": keyframe.index,
+            "parallax": parallax,
+            "kept": kept,
+            "pose_status": pose_status,
+            "cam_from_keyframe": T,
+        }
+
+    def close(self, current: KeptFrame) -> None:
+        """The frame becomes the last one; what nothing needs any more is forgotten."""
+        self.previous = current
+        self._tracks.forget(current.track_ids, self._keyframe.track_ids, self._missing.track_ids)
+
+    def _keep(self, frame: KeptFrame) -> None:
+        self._keyframe = frame
+        self.keyframes.append(frame)
+
+
+# --- tracker: The tracker: frames go in one by one; tracks, keyframes, poses and depths come out.
 
 
 class Tracker(TrackerMaps):

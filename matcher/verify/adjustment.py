@@ -8,13 +8,126 @@ counts by how probable it is (`_weights`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+import cv2
 import numpy as np
 
-from matcher.config import PlanarModel
-from matcher.verify.hypotheses import MatchedPoints
+from matcher.cameras import Camera
+from matcher.config import GeometryKind, PlanarModel
+from matcher.errors import UsageError, install_command
+
+# --- hypotheses: Matched points of a pair, hypotheses of their geometry, and which of these is kept.
+
+LOSS_SCALE = 0.5  # pixels; errors well above it no longer pull a refined model
+CONFIDENCE = 0.9999
+MAX_ITERATIONS = 10_000
+
+_AGREED = 0.8  # share of matches that agree with a hypothesis, at which no other is tried
+_CELL = 32.0  # pixels of the resized image
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedPoints:
+    """Distinct, finite matches of a pair, in resized pixels."""
+
+    points0: np.ndarray  # (N, 2)
+    points1: np.ndarray  # (N, 2)
+    probable: np.ndarray  # (N,) match probabilities
+    covariances: np.ndarray | None = None  # (N, 2, 2) of points1
+
+    def __len__(self) -> int:
+        return len(self.points0)
+
+    @property
+    def sides(self) -> tuple[np.ndarray, np.ndarray]:
+        """The points of both images."""
+        return self.points0, self.points1
+
+    def best_first(self) -> np.ndarray | None:
+        """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), if there is one."""
+        return np.argsort(-self.probable, kind="stable") if np.ptp(self.probable) > 0 else None
+
+    def most_probable(self, share: float) -> MatchedPoints:
+        """At least a share of the matches, in the same order: all as probable as the last of them."""
+        least = np.quantile(self.probable, 1 - share, method="higher")
+        part = self.probable >= least
+        if part.all():
+            return self
+        covariances = None if self.covariances is None else self.covariances[part]
+        return MatchedPoints(self.points0[part], self.points1[part], self.probable[part], covariances)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(N,) how much each match says, 1 on average: less where there are many others.
+
+        Neighbours lie off their true places by the same lens distortion, rolling shutter or motion, so a
+        hundred on one poster say little more than ten, and less than ten all over the image. Divided by
+        the matches in the same cell of a grid, the geometric mean over both images.
+        """
+        counts = [_in_same_cell(points) for points in self.sides]
+        weights = 1 / np.sqrt(counts[0] * counts[1])
+        return weights / weights.mean()
+
+
+def trials(
+    matched: MatchedPoints, plan: Iterable[tuple[float, float]]
+) -> Iterator[tuple[float, MatchedPoints]]:
+    """Each factor of the threshold in a plan, with its share of the matches; none twice."""
+    done = set()
+    for factor, share in plan:
+        part = matched.most_probable(share)
+        if (factor, len(part)) not in done:
+            done.add((factor, len(part)))
+            yield factor, part
+
+
+def _in_same_cell(points: np.ndarray) -> np.ndarray:
+    """(N,) how many points lie in the cell of each of (N, 2)."""
+    cells = np.floor(points / _CELL)
+    _, cell, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
+    return counts[cell.reshape(-1)]
+
+
+@dataclass(frozen=True, eq=False)
+class TwoViewModel:
+    """A two-view geometry of N matches, in resized pixels."""
+
+    matrix: np.ndarray  # (3, 3)
+    inliers: np.ndarray  # (N,) bool
+    cam1_from_cam0: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Hypothesis:
+    """A model that may be the right one."""
+
+    model: TwoViewModel
+    likelihood: float  # logarithm, of `likelihood.py`
+    agreeing: float  # share of all matches, by the threshold that it was found with
+
+
+def made(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
+    """The hypotheses up to the first that most matches agree with; those after it are not made."""
+    found = []
+    for one in hypotheses:
+        found.append(one)
+        if one.agreeing >= _AGREED:
+            break
+    return found
+
+
+def likeliest(hypotheses: Sequence[Hypothesis]) -> Hypothesis | None:
+    """The likeliest hypothesis, the earliest of equals; None where none has a likelihood."""
+    known = [one for one in hypotheses if not np.isnan(one.likelihood)]
+    return max(known, key=lambda one: one.likelihood, default=None)
+
+
+# --- adjustment: A model of two views adjusted to its inliers, each weighed by how exactly its position is
+# known.
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
 _ROUNDS, _ATTEMPTS = 15, 8
@@ -292,3 +405,179 @@ def _tangents(direction: np.ndarray) -> np.ndarray:
     first = np.cross(direction, other)
     first /= np.linalg.norm(first)
     return np.stack([first, np.cross(direction, first)])
+
+
+# --- pose_mean: The mean of the poses that explain the matches of a pair nearly as well as the likeliest
+# one.
+
+_TEMPERATURE = 10.0
+_NEAR = 10.0  # degrees between rotations, and between directions of translation, of poses that are averaged
+
+
+def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.ndarray | None:
+    """The mean pose (4, 4) with a translation of length 1; None where no other is near the likeliest.
+
+    Rotations have the chordal mean (Hartley et al. 2013, section 5.3), translations the mean direction.
+
+    Args:
+        hypotheses: with poses.
+        likeliest: the one among them that others must be near.
+    """
+    best = likeliest.model.cam1_from_cam0
+    near = [
+        one
+        for one in hypotheses
+        if np.isfinite(one.likelihood) and degrees_apart(one.model.cam1_from_cam0, best) < _NEAR
+    ]
+    if len(near) < 2 or not np.isfinite(likeliest.likelihood):
+        return None
+    gains = np.array([one.likelihood for one in near]) - likeliest.likelihood
+    weights = np.exp(gains / _TEMPERATURE)
+    total = np.einsum("n,nij->ij", weights, np.stack([one.model.cam1_from_cam0 for one in near]))
+    left, _, right = np.linalg.svd(total[:3, :3])
+    pose = np.eye(4)
+    pose[:3, :3], pose[:3, 3] = left @ right, total[:3, 3] / np.linalg.norm(total[:3, 3])
+    return pose
+
+
+def degrees_apart(pose0: np.ndarray, pose1: np.ndarray) -> float:
+    """The larger of the angles between two rotations and between two directions of translation."""
+    between = (np.trace(pose0[:3, :3] @ pose1[:3, :3].T) - 1) / 2
+    cosines = np.array([between, pose0[:3, 3] @ pose1[:3, 3]])
+    return float(np.degrees(np.arccos(cosines.clip(-1, 1))).max())
+
+
+# --- distances: Residuals of matched points under a two-view geometry.
+
+
+def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
+    """(K,) symmetric epipolar distance in pixels: the mean of the distances to the line in either image.
+
+    Hartley and Zisserman, Multiple View Geometry, 2nd edition, section 11.4.
+    """
+    lifted0 = np.concatenate([points0, np.ones_like(points0[:, :1])], axis=1)
+    lifted1 = np.concatenate([points1, np.ones_like(points1[:, :1])], axis=1)
+    lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
+    residual = np.abs(np.sum(lines1 * lifted1, axis=1))
+    norm0 = np.maximum(np.linalg.norm(lines0[:, :2], axis=1), 1e-12)
+    norm1 = np.maximum(np.linalg.norm(lines1[:, :2], axis=1), 1e-12)
+    return 0.5 * residual * (1 / norm0 + 1 / norm1)
+
+
+def fundamental_from_pose(K0: np.ndarray, K1: np.ndarray, cam1_from_cam0: np.ndarray) -> np.ndarray:
+    """F (3, 3) with x1ᵀ F x0 = 0 from intrinsics and the pose that takes camera-0 points to camera 1."""
+    x, y, z = cam1_from_cam0[:3, 3]
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    return np.linalg.inv(K1).T @ cross @ cam1_from_cam0[:3, :3] @ np.linalg.inv(K0)
+
+
+def sampson(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
+    """(N,) Sampson's distance in pixels."""
+    lifted0, lifted1 = (np.column_stack([points, np.ones(len(points))]) for points in (points0, points1))
+    lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
+    slope = np.sqrt(np.sum(lines0[:, :2] ** 2, axis=1) + np.sum(lines1[:, :2] ** 2, axis=1))
+    return np.abs(np.sum(lines1 * lifted1, axis=1)) / np.maximum(slope, 1e-300)
+
+
+def in_front(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    inverse_calibrations: tuple[np.ndarray, np.ndarray],
+    cam1_from_cam0: np.ndarray,
+) -> np.ndarray:
+    """(N,) bool: matches whose rays come nearest to each other in front of both cameras.
+
+    Args:
+        points0, points1: (N, 2) pixels.
+        inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1.
+        cam1_from_cam0: (4, 4).
+    """
+    sides = zip((points0, points1), inverse_calibrations, strict=True)
+    rays = [np.column_stack([points, np.ones(len(points))]) @ inverse.T for points, inverse in sides]
+    first, second = (ray / np.linalg.norm(ray, axis=1, keepdims=True) for ray in rays)
+    first = first @ cam1_from_cam0[:3, :3].T
+    # The lengths a, b of least |a first + t − b second|, times a positive number.
+    cosine = np.sum(first * second, axis=1)
+    along0, along1 = -first @ cam1_from_cam0[:3, 3], second @ cam1_from_cam0[:3, 3]
+    return (along0 + cosine * along1 > 0) & (cosine * along0 + along1 > 0)
+
+
+# --- thresholds: Thresholds are pixels of the resized images; here they become pixels of the stored ones.
+
+
+def threshold_scale(
+    scale0: Sequence[float] | np.ndarray, scale1: Sequence[float] | np.ndarray, kind: GeometryKind
+) -> float:
+    """Stored pixels for one pixel of the resized images, for a threshold on the residual of that geometry.
+
+    The residual of homographies lies in image 1. An epipolar residual mixes both images as Sampson's distance
+    does (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either image alone.
+
+    Args:
+        scale0, scale1: (sx, sy), resized / stored size of image 0 and 1, as `Features.scale` holds it.
+        kind: of the geometry.
+    """
+    stored0, stored1 = (1 / float(np.sqrt(scale[0] * scale[1])) for scale in (scale0, scale1))
+    return (
+        stored1 if kind in ("homography", "homographies") else float(np.sqrt(2 / (stored0**-2 + stored1**-2)))
+    )
+
+
+# --- undistortion: Points of a camera with lens distortion → points of the pinhole camera with the same
+# calibration matrix.
+
+_PINHOLE = ("PINHOLE", "SIMPLE_PINHOLE")
+_RADIAL = ("SIMPLE_RADIAL", "RADIAL", "OPENCV", "FULL_OPENCV")  # COLMAP took these from OpenCV
+_FISHEYE = ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "OPENCV_FISHEYE")
+_UNTIL = (cv2.TERM_CRITERIA_COUNT + cv2.TERM_CRITERIA_EPS, 100, 1e-10)
+
+
+def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
+    """Where an ideal pinhole camera with `camera.K` would see the points.
+
+    OpenCV inverts its own models, the radial and the fisheye ones; pycolmap the others.
+
+    Args:
+        points: (K, 2) stored pixels; rows that are not finite stay so.
+        camera: of the image.
+
+    Returns:
+        (K, 2) float64; NaN where the model cannot be inverted.
+
+    Raises:
+        UsageError: a model that only pycolmap can invert, and it is not installed.
+    """
+    points = np.asarray(points, dtype=np.float64)
+    if camera.model in _PINHOLE or not len(points):
+        return points
+    if camera.model in _RADIAL:
+        # In OpenCV 4 another function has the criteria; its default stops after five steps.
+        invert = getattr(cv2, "undistortPointsIter", cv2.undistortPoints)
+        found = invert(
+            points[:, None], camera.K, _padded(camera, 4), P=camera.K, criteria=_UNTIL, R=np.eye(3)
+        )
+        return found[:, 0]
+    if camera.model in _FISHEYE:
+        found = cv2.fisheye.undistortPoints(points[:, None], camera.K, _padded(camera, 4), P=camera.K)
+        # OpenCV marks what it cannot invert by −1000000 before it applies P.
+        return np.where(np.abs(found[:, 0]) < 1e5 * camera.fx, found[:, 0], np.nan)
+    return _by_pycolmap(points, camera)
+
+
+def _padded(camera: Camera, least: int) -> np.ndarray:
+    values = camera.distortion
+    return np.array([*values, *(0.0,) * (least - len(values))])
+
+
+def _by_pycolmap(points: np.ndarray, camera: Camera) -> np.ndarray:
+    try:
+        import pycolmap
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"points of the camera model {camera.model} are undistorted by pycolmap: {install_command('sfm')}"
+        ) from None
+    model, params = camera.to_colmap()
+    width, height = camera.size or (1, 1)
+    lens = pycolmap.Camera(model=model, width=width, height=height, params=params)
+    found = lens.cam_from_img(points + 0.5)
+    return found * (camera.fx, camera.fy) + (camera.cx, camera.cy)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lgamma, log, pi, sqrt
 
 import cv2
 import numpy as np
 import poselib
 
-from matcher.data.geometry import warp_points
-from matcher.verify.adjustment import Spread, adjusted_homography, refined
-from matcher.verify.hypotheses import (
+from matcher.cameras import Camera
+from matcher.geometry import warp_points
+from matcher.verify.adjustment import (
     CONFIDENCE,
     LOSS_SCALE,
     MAX_ITERATIONS,
     Hypothesis,
     MatchedPoints,
+    Spread,
     TwoViewModel,
+    adjusted_homography,
+    fundamental_from_pose,
+    in_front,
     likeliest,
     made,
+    refined,
+    sampson,
 )
-from matcher.verify.likelihood import homography_likelihood
+from matcher.verify.verdict import homography_likelihood
+
+# --- homography: Homographies of matched points, in resized pixels.
 
 
 def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
@@ -97,3 +106,115 @@ def _refine_homography(
 
 # One after the other, each with the inliers of the one before; only the first needs no covariances.
 _REFINEMENTS = (_refine_homography, adjusted_homography, adjusted_homography)
+
+
+# --- degeneracy: Degenerate configurations: matches on a line or spot, pure rotation, and support by
+# chance.
+
+
+def on_a_line(points: np.ndarray, inliers: np.ndarray, tolerance: float, minimum: int, chance: float) -> bool:
+    """Whether the inliers lie on one line or spot, but for no more than chance would put beside it.
+
+    Matches along a line leave at least `minimum` − 3 points' worth of freedom to F and E (to H: one point's),
+    with which a model can fit as many arbitrary matches; only what exceeds that is support.
+    """
+    sample = points[inliers]
+    sample = sample[:: -(-len(sample) // 64)]  # as good as all of them for a line, and the fit is slow
+    dx, dy, x, y = cv2.fitLine(sample.astype(np.float32), cv2.DIST_L1, 0, 0.01, 0.01).ravel()
+    beside = np.abs((points[:, 0] - x) * dy - (points[:, 1] - y) * dx) > tolerance
+    count, support = int(np.count_nonzero(beside)), int(np.count_nonzero(beside & inliers))
+    return log_false_alarms(count, support, minimum - 3, chance) >= 0
+
+
+def only_rotates(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    cameras: tuple[Camera, Camera],
+    inliers: np.ndarray,
+    cam1_from_cam0: np.ndarray,
+) -> bool:
+    """Whether a rotation alone explains the inliers as well as the essential matrix does.
+
+    Noise of deviation s per coordinate gives Sampson's distance a 90th percentile of 1.6 s, and the distance
+    after the best rotation (Kabsch 1976) one of 3 s; a factor of three between them leaves room. Where it
+    holds, the translation is noise.
+    """
+    points0, points1 = points0[inliers], points1[inliers]
+    K0, K1 = (camera.K for camera in cameras)
+    rays0, rays1 = (
+        np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(K).T
+        for points, K in ((points0, K0), (points1, K1))
+    )
+    rays0, rays1 = (rays / np.linalg.norm(rays, axis=1, keepdims=True) for rays in (rays0, rays1))
+    near = np.ones(len(points0), dtype=bool)
+    for _ in range(4):  # outliers that the essential matrix happens to fit must not pull the rotation
+        u, _, vt = np.linalg.svd(rays1[near].T @ rays0[near])
+        rotation = u @ np.diag([1, 1, np.linalg.det(u @ vt)]) @ vt
+        turned = warp_points(points0, K1 @ rotation @ np.linalg.inv(K0))
+        error = np.nan_to_num(np.linalg.norm(turned - points1, axis=1), nan=np.inf)
+        near = error <= (reach := np.percentile(error, 90, method="nearest"))
+    fundamental = fundamental_from_pose(K0, K1, cam1_from_cam0)
+    noise = np.percentile(sampson(points0, points1, fundamental), 90)
+    return bool(reach <= max(3 * noise, 0.1))
+
+
+def chance_inlier(points0: np.ndarray, points1: np.ndarray, threshold: float, homography: bool) -> float:
+    """Probability that a random match is an inlier: its region's share of the area that the points span."""
+    shares = []
+    for points in (points0, points1):
+        width, height = np.maximum(np.ptp(points, axis=0), 1.0)
+        band = 2 * sqrt(2) * threshold * np.hypot(width, height)  # Sampson: √2 times the distance to the line
+        shares.append((pi * threshold**2 if homography else band) / (width * height))
+    return float(min(1.0, shares[1] if homography else max(shares)))
+
+
+def log_false_alarms(count: int, inliers: int, minimum: int, chance: float) -> float:
+    """Logarithm of how many models with that many inliers `count` random matches would give.
+
+    Moisan and Stival, A probabilistic criterion to detect rigid point matches, IJCV 2004, section 3.
+    """
+    if inliers <= minimum:
+        return 0.0
+
+    def log_choose(n: int, k: int) -> float:
+        return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
+
+    models = log(count - minimum) + log_choose(count, inliers) + log_choose(inliers, minimum)
+    return models + (inliers - minimum) * log(chance)
+
+
+# --- plane_poses: The relative poses that the homography of a plane allows.
+
+_LEAST_STEP = 1e-6  # length of a translation, in distances of the plane; shorter ones have no direction
+
+
+def poses_of_plane(
+    matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float
+) -> Iterator[np.ndarray]:
+    """Poses cam1_from_cam0 (4, 4), |t| = 1, with most of a plane's matches in front of both cameras.
+
+    Decomposed by OpenCV (Malis and Vargas 2007).
+
+    Args:
+        matched: the N matches.
+        cameras: pinhole cameras of the resized images.
+        threshold: pixels; how far a match may lie from its place by the homography.
+    """
+    homography = sampled_homography(matched, threshold)
+    if homography is None:
+        return
+    homography = facing(homography, matched.points0)
+    plane = transfer_error(*matched.sides, homography) <= threshold
+    inverse = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
+    try:
+        calibrated = inverse[1] @ homography @ cameras[0].K
+        _, rotations, translations, _ = cv2.decomposeHomographyMat(calibrated, np.eye(3))
+    except cv2.error:  # as in the other estimators: for what has no decomposition
+        return
+    for rotation, translation in zip(rotations, translations, strict=True):
+        pose, length = np.eye(4), np.linalg.norm(translation)
+        if not (_LEAST_STEP < length < np.inf and np.isfinite(rotation).all()):
+            continue
+        pose[:3, :3], pose[:3, 3] = rotation, translation[:, 0] / length
+        if 2 * np.count_nonzero(in_front(*matched.sides, inverse, pose) & plane) > np.count_nonzero(plane):
+            yield pose

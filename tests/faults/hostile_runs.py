@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 from random_collection import features, pair, put_features, put_pair
 
-from matcher.collection.store import Store
-from matcher.collection.writer import ImageFacts, Writer
-from matcher.data.camera import Camera
+from matcher.cameras import Camera
+from matcher.collection.store import ImageFacts, Store, Writer
 
 SETTINGS = {
     "preset": "nearest",

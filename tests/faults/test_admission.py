@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from matcher.serve.admission import MOST_FILES, _Counted, admitting, from_own_page
+from matcher.serve.server import MOST_FILES, _Counted, admitting, from_own_page
 
 pytestmark = pytest.mark.promise(7)
 HOST = (b"host", b"127.0.0.1:7860")

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import matcher
+from matcher.cameras import as_camera
 from matcher.cli import main
-from matcher.collection.pairlists import read_pairs
-from matcher.data.camera import as_camera
-from matcher.data.features import Features
+from matcher.collection.pairs import read_pairs
 from matcher.errors import MatcherError, UsageError
-from matcher.sequence.trajectory import read_poses
+from matcher.sequence.capture import read_poses
+from matcher.types import Features
 from matcher.weights.files import load_model, save_model
 
 pytestmark = pytest.mark.promise(4)

@@ -9,11 +9,11 @@ from fuzzing import examples, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matcher.data.camera_lists import read_camera_list
-from matcher.data.named_poses import read_named_poses
+from matcher.cameras import read_camera_list
 from matcher.errors import UsageError
-from matcher.lab.train.reading import read_recipe, shipped_recipe
-from matcher.sequence.trajectory import read_poses
+from matcher.poses import read_named_poses
+from matcher.sequence.capture import read_poses
+from matcher.train.cached_pairs import read_recipe, shipped_recipe
 
 pytestmark = pytest.mark.promise(4)
 SECONDS = 5.0  # for a megabyte

@@ -6,8 +6,8 @@ import pytest
 from collection_runs import QUICK, photos
 
 from matcher.cli import main
-from matcher.collection.reconstruction import mapping_process
 from matcher.collection.store import Store
+from matcher.sfm import mapping_process
 
 pytest.importorskip("pycolmap")
 pytestmark = pytest.mark.promise(9)

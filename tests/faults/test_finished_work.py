@@ -18,8 +18,8 @@ from nursery import Nursery
 
 from matcher.cli import main
 from matcher.collection.collection import Collection
-from matcher.collection.engines import Workers
 from matcher.collection.store import Store
+from matcher.collection.workers import Workers
 
 pytestmark = [
     pytest.mark.promise(1),

@@ -11,8 +11,8 @@ from collection_runs import pairs_done, start, wait_for
 from collection_scene import render_photos
 
 from matcher.cli import main
-from matcher.collection.reconstruction.given_poses import read_given_poses
 from matcher.collection.store import Store
+from matcher.sfm.reconstruct import read_given_poses
 
 pytest.importorskip("pycolmap")
 pytestmark = [

@@ -13,10 +13,10 @@ from fuzzing import examples, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matcher.collection.reconstruction.given_poses import check_points, read_given_poses, read_model
-from matcher.data.features import Features
 from matcher.errors import IntegrityError, UsageError
-from matcher.localization.retrieval_index import RetrievalIndex, open_index
+from matcher.localization.sparse_map import RetrievalIndex, open_index
+from matcher.sfm.reconstruct import check_points, read_given_poses, read_model
+from matcher.types import Features
 
 pycolmap = pytest.importorskip("pycolmap")
 pytestmark = pytest.mark.promise(5)

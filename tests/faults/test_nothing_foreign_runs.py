@@ -12,7 +12,8 @@ from collection_runs import QUICK, ROOT, photos
 from hostile_runs import small_run
 
 from matcher import files
-from matcher.kernels import library, trusted
+from matcher.kernels import loader as library
+from matcher.kernels import loader as trusted
 
 pytestmark = pytest.mark.promise(5)
 
@@ -94,7 +95,7 @@ def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_p
 SPAWNING = """
 import multiprocessing, sys
 sys.path.append({tests!r})
-from matcher.lab.train.workers import ViewWorkers
+from matcher.train.cached_pairs import ViewWorkers
 from faulty_cache import Cache
 if __name__ == "__main__":
     with ViewWorkers(Cache(), [], 1, print) as workers:

@@ -76,7 +76,7 @@ def test_files_of_others_in_a_folder_stay(stored, tmp_path, capfd, form):
 
 
 def test_what_an_earlier_export_wrote_is_deleted_with_it(tmp_path):
-    from matcher.collection.exporting.output import whole_folder
+    from matcher.export.output import whole_folder
 
     for names in (("sparse/0/a", "sparse/1/a"), ("sparse/0/a",)):
         with whole_folder(tmp_path / "model", overwrite=True) as part:

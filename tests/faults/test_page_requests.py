@@ -8,7 +8,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 from served_page import served
 
-from matcher.serve.admission import MOST_FILES
+from matcher.serve.server import MOST_FILES
 
 pytestmark = pytest.mark.promise(7)
 BOUNDARY = "x7x"

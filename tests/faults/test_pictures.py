@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import matcher
-from matcher.data.decoding import decode
-from matcher.data.image import Image
 from matcher.errors import ImageError, ImageWarning, MatcherError
+from matcher.image_files import decode
+from matcher.types import Image
 
 pytestmark = pytest.mark.promise(4)
 SECONDS = 5.0  # for a megabyte

@@ -12,11 +12,11 @@ from collection_runs import QUICK, photos
 from hostile_runs import edit, small_run
 
 from matcher.cli import main
-from matcher.collection.exporting.output import whole_folder
-from matcher.collection.locking import StoreLock
-from matcher.collection.run_files import HOLDER
+from matcher.collection.schema import HOLDER, StoreLock
 from matcher.errors import UsageError
-from matcher.kernels import trials, trusted
+from matcher.export.output import whole_folder
+from matcher.kernels import loader as trials
+from matcher.kernels import loader as trusted
 from matcher.onnx import kept
 
 pytestmark = pytest.mark.promise(5)

@@ -12,8 +12,7 @@ from collection_runs import QUICK, photos
 from hostile_runs import EDITS, apply, blob, damaged_pair, edit, planted_files, small_run
 
 from matcher.cli import main
-from matcher.collection.store import Store
-from matcher.collection.writer import Writer
+from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError
 
 pytestmark = pytest.mark.promise(5)
@@ -183,7 +182,7 @@ def test_refined_keypoints_of_other_images_or_sizes(run, capfd):
 
 def test_reading_without_end_is_stopped(tmp_path, monkeypatch):
     """Where pages of the file refer to each other in circles, no count of rows is an end."""
-    from matcher.collection import store_check
+    from matcher.collection import store as store_check
 
     run = small_run(tmp_path / "run")
     monkeypatch.setattr(store_check, "_STEPS", -1)

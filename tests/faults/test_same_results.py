@@ -16,8 +16,9 @@ from real_pairs import fifty_pairs
 from spawned import facts, match_all
 
 import matcher
-from matcher.data.photos import data_folder, is_image
-from matcher.kernels import SWITCH, build, library
+from matcher.images import data_folder, is_image
+from matcher.kernels import SWITCH, build
+from matcher.kernels import loader as library
 
 pytestmark = pytest.mark.promise(3)
 

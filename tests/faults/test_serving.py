@@ -17,7 +17,7 @@ from served_page import served
 
 from matcher.cli import main
 from matcher.errors import ImageError, UsageError
-from matcher.serve.matching import Choices, Matching, geometry_rows
+from matcher.serve.page import Choices, Matching, geometry_rows
 from matcher.serve.server import HOST, build_app
 
 pytestmark = pytest.mark.promise(7)

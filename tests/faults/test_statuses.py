@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.data.camera import Camera
 from matcher.verify.estimation import RobustEstimator
 
 pytestmark = pytest.mark.promise(8)

@@ -1,1 +1,0 @@
-"""Keypoints, layers and passes that fit a time budget."""

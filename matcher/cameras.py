@@ -1,0 +1,435 @@
+"""Cameras in stored-image pixels, with the distortion models of COLMAP.
+
+The centre of the first pixel is (0, 0) here; COLMAP's lies at (0.5, 0.5). `from_colmap` and `to_colmap`
+convert.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matcher.config import GeometryKind
+from matcher.errors import UsageError
+from matcher.files import read_given
+from matcher.geometry import as_quaternion, as_rotation, check_poses
+
+# --- camera: Cameras in stored-image pixels, with the distortion models of COLMAP.
+
+# COLMAP's name → focal lengths (1: one for both axes) and how many distortion parameters follow the principal
+# point (COLMAP, src/colmap/sensor/models.h).
+CAMERA_MODELS = {
+    "SIMPLE_PINHOLE": (1, 0),
+    "PINHOLE": (2, 0),
+    "SIMPLE_RADIAL": (1, 1),
+    "RADIAL": (1, 2),
+    "OPENCV": (2, 4),
+    "FULL_OPENCV": (2, 8),
+    "SIMPLE_RADIAL_FISHEYE": (1, 1),
+    "RADIAL_FISHEYE": (1, 2),
+    "OPENCV_FISHEYE": (2, 4),
+    "FOV": (2, 1),
+    "THIN_PRISM_FISHEYE": (2, 8),
+}
+_HALF_PIXEL = 0.5
+_LARGEST = 1e9  # pixels, or a distortion parameter
+_SHORTEST = 1e-6  # focal length in pixels
+
+
+@dataclass(frozen=True)
+class Camera:
+    """Intrinsics of an image as stored in its file, in pixels.
+
+    A pinhole camera unless `model` names another:
+
+        >>> from matcher import Camera
+        >>> camera = Camera(800, 800, 511.5, 383.5, size=(1024, 768))
+        >>> camera.K[0].tolist()
+        [800.0, 0.0, 511.5]
+        >>> Camera.from_K(camera.K, size=(1024, 768)) == camera
+        True
+
+    Raises:
+        UsageError: a focal length that is not positive, a value that is not a finite number, an unknown
+            model, or a number of distortion parameters that the model does not have.
+    """
+
+    fx: float
+    fy: float
+    cx: float  # the centre of the first pixel is (0, 0)
+    cy: float
+    size: tuple[int, int] | None = None  # (width, height) of the stored image, where it is known
+    model: str = "PINHOLE"  # a name in CAMERA_MODELS
+    distortion: tuple[float, ...] = ()  # in COLMAP's order, such as k1, k2, p1, p2 of OPENCV
+
+    def __post_init__(self) -> None:
+        for name in ("fx", "fy", "cx", "cy"):
+            object.__setattr__(self, name, _number(getattr(self, name), name))
+        if min(self.fx, self.fy) < _SHORTEST:
+            raise UsageError(f"a camera's focal lengths must be positive, not {self.fx:g} and {self.fy:g}")
+        if self.model not in CAMERA_MODELS:
+            raise UsageError(f"unknown camera model {self.model!r}; known: {', '.join(CAMERA_MODELS)}")
+        focals, count = CAMERA_MODELS[self.model]
+        if focals == 1 and self.fx != self.fy:
+            raise UsageError(
+                f"the camera model {self.model} has one focal length, not {self.fx:g}, {self.fy:g}"
+            )
+        distortion = tuple(_number(value, "distortion") for value in self.distortion)
+        if len(distortion) != count:
+            raise UsageError(
+                f"the camera model {self.model} has {count} distortion parameters, not {len(distortion)}"
+            )
+        object.__setattr__(self, "distortion", distortion)
+        if self.size is not None:
+            object.__setattr__(self, "size", _size(self.size))
+
+    @property
+    def K(self) -> np.ndarray:
+        """(3, 3) float64 calibration matrix, without the distortion."""
+        return np.array([[self.fx, 0.0, self.cx], [0.0, self.fy, self.cy], [0.0, 0.0, 1.0]])
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        """All parameters in the order of COLMAP's `model`; the centre of the first pixel is (0, 0)."""
+        focals = (self.fx,) if CAMERA_MODELS[self.model][0] == 1 else (self.fx, self.fy)
+        return (*focals, self.cx, self.cy, *self.distortion)
+
+    @classmethod
+    def from_K(cls, K: Any, *, size: tuple[int, int] | None = None) -> Camera:
+        """A pinhole camera from a (3, 3) calibration matrix without skew.
+
+        Raises:
+            UsageError: another shape, skew, a last row other than (0, 0, 1), or values `Camera` refuses.
+        """
+        try:
+            K = np.asarray(K, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise UsageError(f"K must be a (3, 3) matrix of numbers, not {type(K).__name__}") from None
+        if K.shape != (3, 3):
+            raise UsageError(f"K must be a (3, 3) matrix, not {K.shape}")
+        if not np.allclose(K[2], (0, 0, 1)) or K[1, 0] != 0 or abs(K[0, 1]) > 1e-6 * abs(K[0, 0]):
+            raise UsageError("K must be [[fx, 0, cx], [0, fy, cy], [0, 0, 1]]; a skew is not supported")
+        return cls(K[0, 0], K[1, 1], K[0, 2], K[1, 2], size)
+
+    @classmethod
+    def from_colmap(cls, model: str, params: Sequence[float], size: tuple[int, int] | None = None) -> Camera:
+        """A camera from COLMAP's model name and parameters, whose first pixel has its centre at (0.5, 0.5).
+
+            >>> Camera.from_colmap("SIMPLE_RADIAL", [800, 512, 384, 0.1], (1024, 768)).cx
+            511.5
+
+        Raises:
+            UsageError: an unknown model, or another number of parameters than it has.
+        """
+        if model not in CAMERA_MODELS:
+            raise UsageError(f"unknown camera model {model!r}; known: {', '.join(CAMERA_MODELS)}")
+        focals, more = CAMERA_MODELS[model]
+        values = [float(value) for value in params]
+        if len(values) != focals + 2 + more:
+            raise UsageError(f"{model} has {focals + 2 + more} parameters, not {len(values)}")
+        fx, fy = values[0], values[focals - 1]
+        cx, cy = (value - _HALF_PIXEL for value in values[focals : focals + 2])
+        return cls(fx, fy, cx, cy, size, model, tuple(values[focals + 2 :]))
+
+    def to_colmap(self) -> tuple[str, tuple[float, ...]]:
+        """Model name and parameters with COLMAP's pixel origin, for `pycolmap.Camera`."""
+        moved = replace(self, cx=self.cx + _HALF_PIXEL, cy=self.cy + _HALF_PIXEL)
+        return self.model, moved.params
+
+
+def as_camera(value: Any, name: str = "camera") -> Camera:
+    """A camera from what users have: a `Camera`, four numbers fx, fy, cx, cy, or a (3, 3) matrix K.
+
+    Raises:
+        UsageError: anything else; `name` is the argument's in the message.
+    """
+    if isinstance(value, Camera):
+        return value
+    wanted = f"{name} must be a Camera, four numbers fx, fy, cx, cy in stored pixels, or a (3, 3) matrix K"
+    try:
+        numbers = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise UsageError(f"{wanted}, not {type(value).__name__}") from None
+    if numbers.shape == (3, 3):
+        return Camera.from_K(numbers)
+    if numbers.shape == (4,):
+        return Camera(*numbers.tolist())
+    raise UsageError(f"{wanted}, not {type(value).__name__} of shape {numbers.shape}")
+
+
+def camera_of_each(value: Any, count: int) -> list[Any]:
+    """What says the camera of each of some pictures, from one for all or one for each, as of `as_camera`.
+
+    Raises:
+        UsageError: another number of cameras.
+    """
+    try:
+        one = np.asarray(value, dtype=np.float64).shape in ((4,), (3, 3))
+    except (TypeError, ValueError):  # a Camera, or several of different kinds
+        one = isinstance(value, Camera)
+    each = [value] * count if one else list(value)
+    if len(each) != count:
+        raise UsageError(f"{count} pictures need as many cameras, not {len(each)}")
+    return each
+
+
+def cameras_of_pair(
+    kind: GeometryKind, camera0: Any, camera1: Any, sizes: Sequence[tuple[int, int]] | None = None
+) -> tuple[Camera, Camera] | None:
+    """The cameras that the geometry of a pair needs, None for a kind without.
+
+    Args:
+        kind: of the geometry.
+        camera0, camera1: as `as_camera` takes them; images of one size may have one camera.
+        sizes: (width, height) of both stored images; None while they are unknown.
+
+    Raises:
+        UsageError: no camera where one is needed, one where none is, one of images of another size, or what
+            `as_camera` refuses.
+    """
+    if kind != "essential":
+        if camera0 is not None or camera1 is not None:
+            raise UsageError(
+                f"cameras are for geometry 'essential' only, and this pipeline estimates {kind!r}: leave "
+                "camera0 and camera1 out, or load it with geometry='essential'"
+            )
+        return None
+    if camera0 is None:
+        raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
+    if camera1 is None and sizes and sizes[0] != sizes[1]:
+        raise UsageError(
+            f"the images have {sizes[0][0]} x {sizes[0][1]} and {sizes[1][0]} x {sizes[1][1]} pixels, so "
+            "camera0 is not that of both: give camera1, too"
+        )
+    first = as_camera(camera0, "camera0")
+    cameras = first, first if camera1 is None else as_camera(camera1, "camera1")
+    for index, (camera, size) in enumerate(zip(cameras, sizes or (), strict=bool(sizes))):
+        if camera.size not in (None, size):
+            raise UsageError(f"camera{index} is of images of {camera.size}, but its image is {size}")
+    return cameras
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"a camera's {name} must be a number, not {value!r}") from None
+    if not math.isfinite(number):
+        raise UsageError(f"a camera's {name} must be finite, not {number}")
+    if abs(number) > _LARGEST:
+        raise UsageError(f"a camera's {name} must not exceed {_LARGEST:g}, not {number:g}")
+    return number
+
+
+def _size(size: Any) -> tuple[int, int]:
+    try:
+        width, height = (int(side) for side in size)
+    except (TypeError, ValueError):
+        raise UsageError(f"a camera's size must be (width, height), not {size!r}") from None
+    if width < 1 or height < 1:
+        raise UsageError(f"a camera's size must be positive, not {width} x {height}")
+    return width, height
+
+
+# --- camera_lists: Cameras of images by name, in the lines of hloc's query lists.
+
+
+def read_camera_list(path: str | Path) -> dict[str, Camera]:
+    """Cameras by name of image, from lines `NAME MODEL WIDTH HEIGHT PARAMS…` with COLMAP's models.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is something else.
+    """
+    path = Path(path)
+    try:
+        lines = read_given(path).decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as a list of cameras ({error})") from error
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            name, model, width, height, *params = words
+            size = int(width), int(height)
+            found[name] = Camera.from_colmap(model, [float(value) for value in params], size)
+        except ValueError as error:  # a UsageError is one
+            raise UsageError(
+                f"{path}, line {number}: NAME MODEL WIDTH HEIGHT PARAMS… with a model of COLMAP's is needed "
+                f"({error})"
+            ) from error
+    if not found:
+        raise UsageError(f"{path} names no camera")
+    return found
+
+
+# --- rig_config: Cameras that are fixed to each other, such as a stereo pair, from COLMAP's
+# `rig_config.json`.
+
+_CAMERA = {"image_prefix", "ref_sensor", "camera_model_name", "camera_params"}
+_TURN, _SHIFT = "cam_from_rig_rotation", "cam_from_rig_translation"
+_UNIT = 1e-2  # by which the length of a rotation's quaternion may be off
+_LARGEST_FILE = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class RigCamera:
+    """One camera of a rig."""
+
+    prefix: str  # what the names of its pictures begin with
+    cam_from_rig: np.ndarray | None  # (4, 4), the identity for the reference; None: not known
+    camera: Camera | None  # intrinsics, stored pixels; None: not known
+
+
+@dataclass(frozen=True, eq=False)
+class RigConfig:
+    """The rigs of a file; the first camera of each is its reference."""
+
+    rigs: tuple[tuple[RigCamera, ...], ...]
+    source: str = "the rig"  # for messages
+
+    @property
+    def known(self) -> bool:
+        """Whether the file says how all cameras are fixed to each other."""
+        return all(each.cam_from_rig is not None for rig in self.rigs for each in rig)
+
+    def intrinsics(self) -> dict[str, Camera]:
+        """The intrinsics that the file gives, by prefix."""
+        return {each.prefix: each.camera for rig in self.rigs for each in rig if each.camera is not None}
+
+    def camera_of(self, name: str) -> RigCamera | None:
+        """The camera that took a picture; None: it is of no rig."""
+        return next((each for rig in self.rigs for each in rig if name.startswith(each.prefix)), None)
+
+    def frames(self, names: Iterable[str]) -> list[dict[str, RigCamera]]:
+        """The pictures of each moment, by name; pictures of no rig are left out.
+
+        Raises:
+            UsageError: the names of the pictures do not fit: a camera has none, or no two are of one moment.
+        """
+        names = sorted(names)
+        found: dict[tuple[int, str], dict[str, RigCamera]] = {}
+        for number, rig in enumerate(self.rigs):
+            for camera in rig:
+                own = [name for name in names if name.startswith(camera.prefix)]
+                if not own:
+                    raise UsageError(
+                        f"{self.source}: no picture's name begins with {camera.prefix!r}; names are paths "
+                        f"below the folder of the images, such as {names[0] if names else 'left/0.png'}"
+                    )
+                for name in own:
+                    found.setdefault((number, name.removeprefix(camera.prefix)), {})[name] = camera
+        if all(len(frame) < 2 for frame in found.values()):
+            first = [next(name for name in names if name.startswith(c.prefix)) for c in self.rigs[0][:2]]
+            raise UsageError(
+                f"{self.source}: no two pictures are of one moment; their names must be the same after the "
+                f"prefix, unlike {first[0]} and {first[1]}"
+            )
+        return list(found.values())
+
+    def to_json(self) -> str:
+        """The text of a `rig_config.json`."""
+        rows = [{"cameras": [_row(each, each is rig[0]) for each in rig]} for rig in self.rigs]
+        return json.dumps(rows, indent=1)
+
+
+def read_rig_config(path: str | Path) -> RigConfig:
+    """The rigs of a file in the format of COLMAP's `rig_config.json`.
+
+    It is a list of `{"cameras": [...]}`, each camera with `image_prefix`; one has `"ref_sensor": true`, the
+    others may have `cam_from_rig_rotation` (w, x, y, z) and `cam_from_rig_translation`, all may have
+    `camera_model_name` and `camera_params` (in COLMAP's pixels).
+
+    Raises:
+        UsageError: the file cannot be read, or says something else; the message names the camera.
+    """
+    path = Path(path)
+    try:
+        rows = json.loads(read_given(path, _LARGEST_FILE).decode("utf-8"))
+        rigs = tuple(_rig(row) for row in rows if _is_object(row, {"cameras"}, "a rig"))
+        if not rigs or not isinstance(rows, list):
+            raise ValueError("it lists no rig")
+        _check_prefixes([camera.prefix for rig in rigs for camera in rig])
+    except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise UsageError(
+            f'{path}: cannot be read as COLMAP\'s rig_config.json, a list of {{"cameras": [...]}} with an '
+            f"image_prefix each ({error})"
+        ) from error
+    return RigConfig(rigs, str(path))
+
+
+def _rig(row: Mapping[str, Any]) -> tuple[RigCamera, ...]:
+    cameras = row.get("cameras")
+    if not isinstance(cameras, list) or len(cameras) < 2:
+        raise ValueError("a rig has a list of at least two cameras")
+    known = _CAMERA | {_TURN, _SHIFT}
+    reference = [each.get("ref_sensor", False) for each in cameras if _is_object(each, known, "a camera")]
+    if reference.count(True) != 1 or any(not isinstance(value, bool) for value in reference):
+        raise ValueError('one camera of each rig, and only one, has "ref_sensor": true')
+    found = [_camera(each, reference=is_one) for each, is_one in zip(cameras, reference, strict=True)]
+    found.insert(0, found.pop(reference.index(True)))
+    return tuple(found)
+
+
+def _camera(row: Mapping[str, Any], *, reference: bool) -> RigCamera:
+    prefix = row.get("image_prefix")
+    if not isinstance(prefix, str) or not prefix:
+        raise ValueError("each camera has an image_prefix, a text that is not empty")
+    for pair in ((_TURN, _SHIFT), ("camera_model_name", "camera_params")):
+        if len(row.keys() & set(pair)) == 1:
+            raise ValueError(f"{prefix}: {pair[0]} and {pair[1]} go together")
+    pose = np.eye(4) if reference else None
+    if _TURN in row:
+        turn, shift = (np.array(row[key], dtype=np.float64) for key in (_TURN, _SHIFT))
+        if turn.shape != (4,) or shift.shape != (3,) or not np.isfinite([*turn, *shift]).all():
+            raise ValueError(f"{prefix}: {_TURN} has four finite numbers (w, x, y, z), {_SHIFT} three")
+        if abs(np.linalg.norm(turn) - 1) > _UNIT:
+            raise ValueError(f"{prefix}: {_TURN} is a quaternion of length 1, not {np.linalg.norm(turn):.3g}")
+        if reference and not (np.allclose(np.abs(turn), (1, 0, 0, 0)) and np.allclose(shift, 0)):
+            raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
+        pose = np.eye(4)
+        pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
+        check_poses(pose[None])
+    camera = None
+    if "camera_params" in row:
+        camera = Camera.from_colmap(row["camera_model_name"], row["camera_params"])
+    return RigCamera(prefix, pose, camera)
+
+
+def _is_object(row: Any, known: set[str], what: str) -> bool:
+    """True; ValueError for what is none, or has members that nothing would read."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{what} is an object, not {type(row).__name__}")
+    if unknown := sorted(row.keys() - known):
+        raise ValueError(f"{what} has no {unknown[0]!r}; it may have {', '.join(sorted(known))}")
+    return True
+
+
+def _check_prefixes(prefixes: list[str]) -> None:
+    # In order, a prefix stands right before one that begins with it.
+    for first, second in pairwise(sorted(prefixes)):
+        if second.startswith(first):
+            raise ValueError(
+                f"the image_prefix {first!r} and {second!r} cannot be told apart; end them with / or _"
+            )
+
+
+def _row(each: RigCamera, reference: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"image_prefix": each.prefix}
+    if reference:
+        row["ref_sensor"] = True
+    elif each.cam_from_rig is not None:
+        x, y, z, w = as_quaternion(each.cam_from_rig[:3, :3]).tolist()
+        row |= {_TURN: [w, x, y, z], _SHIFT: each.cam_from_rig[:3, 3].tolist()}
+    if each.camera is not None:
+        model, params = each.camera.to_colmap()
+        row |= {"camera_model_name": model, "camera_params": list(params)}
+    return row

@@ -1,1 +1,0 @@
-"""From a finished run to cameras and points, by COLMAP."""

@@ -1,1 +1,0 @@
-"""The nouns: images, features, matches, cameras, and what can be computed from one of them."""

@@ -1,1 +1,0 @@
-"""Drawings: matches, what became of keypoints, one view over the other, epipolar lines."""

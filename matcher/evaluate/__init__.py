@@ -1,0 +1,1 @@
+"""Accuracy of matchers on pairs with ground truth."""

@@ -1,1 +1,0 @@
-"""The self-contained HTML report: its data, and the page that shows them."""

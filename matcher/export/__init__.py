@@ -1,0 +1,1 @@
+"""Runs written for COLMAP, hloc, NumPy, OpenMVG and kapture, each with its own pixel origin."""

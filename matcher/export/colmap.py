@@ -1,0 +1,410 @@
+"""COLMAP's database, written by pycolmap itself, because its schema changes between versions.
+
+COLMAP's pixels have their origin in the corner of the first pixel: everything moves by half a pixel. COLMAP
+does not check indices and crashes on one out of range, so all are checked here.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import hypot
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from matcher.cameras import CAMERA_MODELS, Camera, RigConfig
+from matcher.errors import UsageError, install_command
+from matcher.export.output import ExportReport, begin_export, valid_keypoints, valid_pairs, whole_file
+from matcher.types import TwoViewGeometry
+
+if TYPE_CHECKING:
+    from matcher.collection.schema import StoredImage, StoredPair
+    from matcher.collection.store import Store
+
+
+# --- cameras: Which photos share a camera, and what is known about it before the reconstruction.
+
+Sharing = Literal["auto", "single", "each"]
+HALF_PIXEL = 0.5
+GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing is known
+FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diagonal
+_EXIF, _FOCAL, _FOCAL_35MM = 0x8769, 0x920A, 0xA405
+_MAKE, _MODEL = 0x010F, 0x0110
+
+# COLMAP's models that can start without distortion.
+MODELS = tuple(name for name in CAMERA_MODELS if name != "FOV")
+
+
+@dataclass(frozen=True)
+class CameraChoice:
+    """How an export or a reconstruction sets up cameras.
+
+        >>> from matcher.export.colmap import CameraChoice
+        >>> CameraChoice(model="OPENCV", sharing="single").camera is None
+        True
+
+    Raises:
+        UsageError: an unknown model or way of sharing.
+    """
+
+    camera: Camera | None = None  # of all photos, stored pixels; None: from the store, EXIF or a guess
+    sharing: Sharing = "auto"  # same size, folder and EXIF · one for all photos · each photo its own
+    model: str = "SIMPLE_RADIAL"  # of cameras that are not given
+    known: Mapping[str, Camera] = field(default_factory=dict)  # by name of image, such as those of a model
+    refine_known: bool = False  # adjust those of `known` in the reconstruction
+    rig: RigConfig | None = None  # cameras that are fixed to each other; each has its own intrinsics
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise UsageError(f"the camera model must be one of {', '.join(MODELS)}, not {self.model!r}")
+        if self.sharing not in ("auto", "single", "each"):
+            raise UsageError(f"cameras are shared auto, single or each, not {self.sharing!r}")
+        if self.rig is not None and self.sharing != "auto":
+            raise UsageError("the pictures of each camera of a rig share it: leave the sharing at auto")
+
+
+@dataclass(frozen=True)
+class Intrinsics:
+    """One camera in COLMAP's terms; the centre of the first pixel is (0.5, 0.5)."""
+
+    model: str
+    size: tuple[int, int]
+    params: tuple[float, ...]
+    given: bool  # by the user: it is not refined
+    focal_known: bool  # given or from EXIF
+
+
+@dataclass(frozen=True)
+class _Exif:
+    make: str = ""
+    model: str = ""
+    focal: float = 0.0  # mm
+    focal_35mm: float = 0.0
+
+
+def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
+    """Refuse a camera for all photos where every photo has another one.
+
+    Raises:
+        UsageError: the camera would be that of none of the photos.
+    """
+    if choice.camera is None:
+        return
+    of_rigs, others = _cameras_of_rigs(choice), set()
+    for name in names:
+        mounted = choice.rig and choice.rig.camera_of(name)
+        other = (of_rigs.get(mounted.prefix) if mounted else None) or choice.known.get(name)
+        if other is None or _same(other, choice.camera):
+            return
+        others.add(name)
+    if others:
+        where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
+        raise UsageError(
+            f"the camera that is given would be that of no photo: all {len(others)} have theirs in {where}; "
+            "leave it out"
+        )
+
+
+def group_cameras(
+    images: Sequence[StoredImage], choice: CameraChoice | None = None
+) -> list[tuple[Intrinsics, list[StoredImage]]]:
+    """The cameras of a collection, each with its photos.
+
+    Raises:
+        UsageError: one camera for photos of different sizes, one that was calibrated at another size, or one
+            that no photo would have.
+    """
+    choice = choice or CameraChoice()
+    check_used(choice, (image.name for image in images))
+    groups: dict[tuple, list[StoredImage]] = {}
+    found: dict[tuple, _Exif] = {}
+    of_rigs = _cameras_of_rigs(choice)
+    for image in images:
+        mounted = choice.rig and choice.rig.camera_of(image.name)
+        of_rig = of_rigs.get(mounted.prefix) if mounted else None
+        known = of_rig or choice.known.get(image.name) or choice.camera or image.camera
+        if known is not None and known.size not in (None, image.size):
+            raise UsageError(
+                f"{image.name} has {image.size[0]} x {image.size[1]} pixels, but its camera was given for "
+                f"{known.size[0]} x {known.size[1]}"
+            )
+        exif = _Exif() if known is not None else read_exif(image.path)
+        key: tuple = (image.size, known)
+        if choice.sharing == "each":
+            key = (*key, image.name)
+        elif mounted:
+            key = (*key, mounted.prefix)
+        elif choice.sharing == "auto" and known is None:
+            key = (*key, str(Path(image.name).parent), exif)
+        groups.setdefault(key, []).append(image)
+        found.setdefault(key, exif)
+    if choice.rig is not None:
+        _check_rig(choice.rig, list(groups.values()))
+    if choice.sharing == "single" and len(groups) > 1:
+        sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
+        raise UsageError(
+            f"one camera cannot take photos of {sizes} pixels or of several calibrations; use auto"
+        )
+    adjustable = set(choice.known.values()) if choice.refine_known else set()
+    if choice.camera is not None:  # which is not refined, wherever it comes from
+        adjustable = {each for each in adjustable if not _same(each, choice.camera)}
+    adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
+    return [
+        (_intrinsics(key, found[key], choice.model, given=key[1] not in adjustable), group)
+        for key, group in groups.items()
+    ]
+
+
+def _same(first: Camera, second: Camera) -> bool:
+    """Whether two cameras have the same intrinsics; one may not say its size."""
+    return replace(first, size=None) == replace(second, size=None)
+
+
+def _cameras_of_rigs(choice: CameraChoice) -> dict[str, Camera]:
+    """By prefix: what the file of the rig says, else the camera of any of its pictures that is known."""
+    if choice.rig is None:
+        return {}
+    mounted = {name: choice.rig.camera_of(name) for name in choice.known}
+    known = {each.prefix: choice.known[name] for name, each in mounted.items() if each is not None}
+    return known | choice.rig.intrinsics()
+
+
+def _check_rig(rig: RigConfig, groups: list[list[StoredImage]]) -> None:
+    first: dict[str, StoredImage] = {}
+    for image, *_ in groups:
+        mounted = rig.camera_of(image.name)
+        if mounted and (other := first.setdefault(mounted.prefix, image)) is not image:
+            raise UsageError(
+                f"{rig.source}: all pictures of {mounted.prefix!r} are by one camera, but {other.name} has "
+                f"{other.size[0]} x {other.size[1]} pixels and {image.name} {image.size[0]} x "
+                f"{image.size[1]}, or their intrinsics differ"
+            )
+
+
+def _intrinsics(key: tuple, exif: _Exif, model: str, *, given: bool) -> Intrinsics:
+    size, camera = key[:2]
+    if camera is not None:
+        return Intrinsics(camera.model, size, camera.to_colmap()[1], given=given, focal_known=True)
+    focal = exif.focal_35mm / hypot(*FULL_FRAME) * hypot(*size)
+    focals, more = CAMERA_MODELS[model]
+    start = (focal or GUESSED_FOCAL * max(size),) * focals
+    params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)
+    return Intrinsics(model, size, params, given=False, focal_known=focal > 0)
+
+
+def read_exif(path: Path) -> _Exif:
+    """Camera facts from a photo's EXIF header; empty if it cannot be read."""
+    import PIL.Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with PIL.Image.open(path) as photo:
+                tags = photo.getexif()
+                more = tags.get_ifd(_EXIF)
+                return _Exif(
+                    str(tags.get(_MAKE, "")),
+                    str(tags.get(_MODEL, "")),
+                    _positive(more.get(_FOCAL)),
+                    _positive(more.get(_FOCAL_35MM)),
+                )
+    except Exception:  # a header can be wrong in any way, and nothing depends on it
+        return _Exif()
+
+
+def _positive(value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, ZeroDivisionError):
+        return 0.0
+    return number if 0 < number < 1e5 else 0.0
+
+
+# --- rigs: Rigs in COLMAP's terms.
+
+
+def colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
+    """`pycolmap.RigConfig` for each rig; intrinsics are the database's."""
+    found = []
+    for cameras in rig.rigs:
+        rows = []
+        for number, each in enumerate(cameras):
+            row = pycolmap.RigConfigCamera()
+            row.image_prefix, row.ref_sensor = each.prefix, number == 0
+            if number and each.cam_from_rig is not None:
+                pose = np.asarray(each.cam_from_rig, dtype=np.float64)
+                row.cam_from_rig = pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
+            rows.append(row)
+        config = pycolmap.RigConfig()
+        config.cameras = rows
+        found.append(config)
+    return found
+
+
+# --- colmap: COLMAP's database, written by pycolmap itself, because its schema changes between versions.
+
+_ROOM = 1 << 16  # bytes; what COLMAP says where less is left does not name the disk
+_ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
+
+
+def import_pycolmap() -> Any:
+    """The module pycolmap.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import pycolmap
+    except ImportError as error:
+        raise UsageError(f"this needs pycolmap: {install_command('sfm')}") from error
+    _keep_termination()
+    return pycolmap
+
+
+def _keep_termination() -> None:
+    """Take back SIGTERM, which the import gave to glog: it would dump the stack and clean nothing up."""
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def write_colmap(
+    store: Store,
+    out: Path,
+    choice: CameraChoice | None = None,
+    only: Collection[str] | None = None,
+    without: Collection[tuple[str, str]] = (),
+) -> ExportReport:
+    """A database for COLMAP: cameras, images, keypoints, matches and verified pairs.
+
+    All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
+    again, clear the latter and run COLMAP's verification.
+
+    Args:
+        store: the run.
+        out: the database file; one that exists is replaced (`export` and the command line refuse to).
+        choice: the cameras, and the rig that they are fixed to.
+        only: names of the images to write; all when absent.
+        without: pairs to leave out, names in order.
+
+    Raises:
+        UsageError: pycolmap is absent, nothing to write, a name that SQLite cannot hold, or a rig that does
+            not fit the images.
+        OSError: the disk is full.
+    """
+    pycolmap = import_pycolmap()
+    report, images = begin_export(store, out, utf8="COLMAP", only=only)
+    report.without = without
+    cameras = group_cameras(images, choice)
+    rig = None if choice is None else choice.rig
+    if rig is not None:
+        rig.frames(image.name for image in images)  # they fit
+    # Without a DatabaseTransaction, whose end kills the process where the disk is full.
+    with (
+        whole_file(out) as part,
+        _translated_errors(out),
+        _whole_database(part),
+        pycolmap.Database.open(part) as database,
+    ):
+        camera_of = _write_cameras(pycolmap, database, cameras, report)
+        numbers = {}  # ascending with the names, so that image 0 of a pair has the smaller number
+        for image in images:
+            row = pycolmap.Image(name=image.name, camera_id=camera_of[image.name])
+            numbers[image.name] = database.write_image(row)
+            points = to_colmap(valid_keypoints(store, image))
+            database.write_keypoints(numbers[image.name], points)
+        _write_pairs(pycolmap, database, valid_pairs(store, images, report), numbers)
+        if rig is not None:
+            pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
+            pycolmap.apply_rig_config(colmap_rigs(pycolmap, rig), database)
+    return report
+
+
+def _write_pairs(pycolmap: Any, database: Any, pairs: Iterable[StoredPair], numbers: dict[str, int]) -> None:
+    for pair in pairs:
+        ends = numbers[pair.name0], numbers[pair.name1]
+        indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
+        database.write_matches(*ends, indices)
+        verified = two_view_geometry(pycolmap, pair.geometry, indices)
+        if verified is not None:
+            database.write_two_view_geometry(*ends, verified)
+
+
+def _write_cameras(
+    pycolmap: Any,
+    database: Any,
+    cameras: list[tuple[Intrinsics, list[StoredImage]]],
+    report: ExportReport,
+) -> dict[str, int]:
+    """The number of the camera of every image."""
+    camera_of = {}
+    for intrinsics, group in cameras:
+        width, height = intrinsics.size
+        params = list(intrinsics.params)
+        camera = pycolmap.Camera(model=intrinsics.model, width=width, height=height, params=params)
+        camera.has_prior_focal_length = intrinsics.focal_known
+        number = database.write_camera(camera)
+        camera_of |= {image.name: number for image in group}
+        report.cameras += 1
+        report.guessed_cameras += 0 if intrinsics.focal_known else len(group)
+        if intrinsics.given:
+            report.given_cameras.append(number)
+    return camera_of
+
+
+def to_colmap(points: np.ndarray) -> np.ndarray:
+    """Points (…, 2) in stored pixels → COLMAP's pixels."""
+    return points + np.asarray(HALF_PIXEL, dtype=points.dtype)
+
+
+def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndarray) -> Any | None:
+    """The verified matches of a pair with their model, None where there is none.
+
+    The configuration must be set: without it, COLMAP's mapper silently ignores the pair.
+    """
+    if geometry.status != "ok" or geometry.matrix is None:
+        return None
+    kinds = pycolmap.TwoViewGeometryConfiguration
+    verified = pycolmap.TwoViewGeometry()
+    verified.inlier_matches = indices[np.asarray(geometry.inliers, dtype=bool)]
+    if geometry.kind == "homography":
+        verified.config = kinds.PLANAR_OR_PANORAMIC
+        verified.H = _ORIGIN @ geometry.matrix @ np.linalg.inv(_ORIGIN)
+    elif geometry.kind == "fundamental":
+        verified.config = kinds.UNCALIBRATED
+        verified.F = np.linalg.inv(_ORIGIN).T @ geometry.matrix @ np.linalg.inv(_ORIGIN)
+    else:
+        verified.config = kinds.CALIBRATED
+        verified.E = geometry.matrix
+        if geometry.cam1_from_cam0 is not None:
+            rotation = pycolmap.Rotation3d(geometry.cam1_from_cam0[:3, :3])
+            verified.cam2_from_cam1 = pycolmap.Rigid3d(rotation, geometry.cam1_from_cam0[:3, 3])
+    return verified
+
+
+@contextmanager
+def _whole_database(path: Path) -> Iterator[None]:
+    """Refuse a closed database of which some is still in SQLite's log, because the disk is full."""
+    yield
+    if path.with_name(f"{path.name}-wal").exists():
+        raise OSError(errno.ENOSPC, f"{path.parent}: the disk is full")
+
+
+@contextmanager
+def _translated_errors(out: Path) -> Iterator[None]:
+    """Translate COLMAP's C++ exceptions."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "full" in str(error) or shutil.disk_usage(out.absolute().parent).free < _ROOM:
+            raise OSError(errno.ENOSPC, f"{out}: the disk is full") from error
+        raise OSError(errno.EIO, f"{out}: COLMAP could not write its database ({error})") from error

@@ -1,0 +1,344 @@
+"""Outputs that appear completely or not at all and replace nothing unasked, and the export report."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from matcher.collection.schema import common_camera
+from matcher.errors import UsageError
+from matcher.files import read_given
+
+if TYPE_CHECKING:
+    from matcher.collection.schema import StoredImage, StoredPair
+    from matcher.collection.store import Store
+
+
+# --- output: Outputs that appear completely or not at all and replace nothing unasked, and the export
+# report.
+
+_ABANDONED = 10.0  # seconds, after which a folder that nobody holds is no new one
+_WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
+
+
+@dataclass
+class ExportReport:
+    """What an export wrote, and what it had to leave out."""
+
+    path: Path
+    images: int = 0
+    keypoints: int = 0
+    pairs: int = 0
+    verified: int = 0  # pairs with a geometry
+    matches: int = 0
+    given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
+    cameras: int = 0
+    guessed_cameras: int = 0  # photos of which nothing says the focal length
+    left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
+    excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
+    without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report, ready to print."""
+        first = (
+            f"{self.images} images with {self.keypoints} keypoints, {self.pairs} pairs "
+            f"({self.verified} verified) with {self.matches} matches"
+        )
+        return [first, *self.notes, *(f"left out: {reason}" for reason in self.left_out)]
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; the file is renamed to `path` when the block succeeds.
+
+    Whether an existing file may be replaced is for the caller to check first.
+
+    Raises:
+        UsageError: the folder is absent or cannot be written, or `path` is a folder.
+        OSError: the disk is full.
+    """
+    check_place(path)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file")
+    part = _part(path)
+    try:
+        yield part
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-shm", "-journal"))):
+            leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path` that takes its name when the block ends well.
+
+    Args:
+        path: the folder to be made; it must not exist, or be empty.
+        overwrite: the folder may hold files. What an earlier export wrote there is deleted, files of the same
+            name as a new one are replaced, and all others stay.
+
+    Raises:
+        UsageError: the parent folder is absent or cannot be written, or `path` must not be written.
+        OSError: the disk is full.
+    """
+    check_folder(path, overwrite=overwrite)
+    _remove_abandoned(path)
+    part = _part(path)
+    part.mkdir()
+    held = _hold(part)
+    try:
+        yield part
+        names = sorted(file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file())
+        (part / _WRITTEN).write_text(json.dumps(names), encoding="utf-8")
+        if path.exists() and any(path.iterdir()):
+            _move_into(part, path, names)
+            return
+        if path.exists():
+            path.rmdir()
+        part.replace(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what programs that were killed left of this folder; what another one is writing stays."""
+    for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
+        held = None
+        with suppress(OSError):
+            if part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - _ABANDONED:
+                held = _hold(part)
+        if held is not None:
+            shutil.rmtree(part, ignore_errors=True)
+            os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """Lock a folder until the returned descriptor is closed or the program ends; None where that fails."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another program holds it, or this disk has no locks
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def check_place(path: Path) -> None:
+    """Refuse, before any work, an output whose folder is absent or cannot be written.
+
+    Raises:
+        UsageError: the folder is missing or cannot be written.
+    """
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {parent}; make it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: the folder {parent} cannot be written")
+
+
+def check_folder(path: Path, *, overwrite: bool = False) -> None:
+    """Refuse, before any work, a folder that cannot be made, or that holds something (see `whole_folder`).
+
+    Raises:
+        UsageError: it cannot be created, it is not empty, or `path` is a file.
+    """
+    check_place(path)
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path} is a link to nothing; name another folder")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a folder")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise UsageError(
+            f"{path} exists and is not an empty folder; name another, or write into it with overwrite=True "
+            "(files of the same names are replaced, others stay)"
+        )
+
+
+def _move_into(part: Path, path: Path, names: list[str]) -> None:
+    """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
+    for name in names:
+        if link := _link_to(path, name):
+            raise UsageError(
+                f"{link} is a link, which leads out of {path}; move it away, or name another folder"
+            )
+    for old in _written_before(path):
+        if old not in names and not _link_to(path, old) and (path / old).is_file():
+            (path / old).unlink()
+    for name in (*names, _WRITTEN):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (part / name).replace(path / name)
+
+
+def _link_to(folder: Path, name: str) -> Path | None:
+    """The folder on the way to a file of `folder` that is a link, if there is one."""
+    ways = [folder / parent for parent in Path(name).parents[:-1]]
+    return next((way for way in ways if way.is_symlink()), None)
+
+
+def _written_before(path: Path) -> list[str]:
+    """Names of the files that an earlier export wrote into this folder; none where that is not known."""
+    try:
+        names = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    safe = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return [name for name in safe if not Path(name).is_absolute() and ".." not in Path(name).parts]
+
+
+def _part(path: Path) -> Path:
+    return path.absolute().with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
+
+
+# --- validation: Checks before an export: an index out of range would crash the program that reads it.
+
+_SHOWN = 5  # names in a message
+
+
+def begin_export(
+    store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
+) -> tuple[ExportReport, list[StoredImage]]:
+    """The report of an export, which counts what is left out, and the images that have features, by name.
+
+    An image without a camera of its own has that of the run, with which its pairs were verified.
+
+    Args:
+        store: the run.
+        out: what is to be written.
+        utf8: where the format holds names as UTF-8; None: names may be anything.
+        only: names of the images to export; all when absent.
+
+    Raises:
+        UsageError: there is no image, or a name is not UTF-8 and must be.
+    """
+    report = ExportReport(out)
+    images = sorted(store.images(), key=lambda image: image.name)
+    if only is not None:
+        report.excluded = {image.name for image in images}.difference(only)
+        images = [image for image in images if image.name not in report.excluded]
+    done = [image for image in images if image.status == "done"]
+    for status in ("failed", "waiting"):
+        names = [image.name for image in images if image.status == status]
+        if names:
+            report.notes.append(f"{len(names)} images {status} in the run are not written: {_few(names)}")
+    if not done:
+        raise UsageError(
+            "the run has no image with features; finish it first: `matcher collection … --run …`"
+        )
+    if utf8 is not None:
+        refuse_names((image.name for image in done), _not_utf8, f"are not UTF-8, which {utf8} needs")
+    common = common_camera(store.settings)
+    done = [replace(image, camera=image.camera or common) for image in done]
+    report.images = len(done)
+    report.keypoints = sum(image.count for image in done)
+    return report, done
+
+
+def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
+    """(N, 2) float32 keypoints in stored pixels, all finite; refined ones if the run was refined.
+
+    Raises:
+        UsageError: their number differs from the store's, or they are not finite.
+    """
+    refined = store.refined_keypoints(image.name)
+    points = store.keypoints(image.name) if refined is None else refined.keypoints
+    points = np.ascontiguousarray(points, dtype=np.float32)
+    if points.shape != (image.count, 2) or not np.isfinite(points).all():
+        raise UsageError(
+            f"{image.name}: its {image.count} keypoints are damaged; restore the run from a copy, or "
+            "delete it and match again"
+        )
+    return points
+
+
+def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportReport) -> Iterator[StoredPair]:
+    """The pairs of those images whose every index is valid, with name0 before name1; others are left out."""
+    counts = {image.name: image.count for image in images}
+    for pair in store.pairs():
+        if report.excluded & {pair.name0, pair.name1} or (pair.name0, pair.name1) in report.without:
+            continue
+        fault = _pair_fault(pair, counts)
+        if fault is not None:
+            report.left_out.append(f"the pair {pair.name0} {pair.name1}: {fault}")
+            continue
+        report.pairs += 1
+        report.matches += len(pair.matches)
+        report.verified += pair.geometry.status == "ok"
+        yield pair
+
+
+def _pair_fault(pair: StoredPair, counts: dict[str, int]) -> str | None:
+    for name in (pair.name0, pair.name1):
+        if name not in counts:
+            return f"{name} has no features"
+    if pair.name0 >= pair.name1:
+        return "its images are not in order"
+    indices = np.asarray(pair.matches.indices)
+    if indices.ndim != 2 or indices.shape[1] != 2 or indices.dtype.kind not in "iu":
+        return f"its indices have shape {indices.shape} and type {indices.dtype}"
+    if len(indices) == 0:
+        return None
+    for side, name in enumerate((pair.name0, pair.name1)):
+        column = indices[:, side]
+        if column.min() < 0 or column.max() >= counts[name]:
+            return f"a match refers to a keypoint beyond the {counts[name]} of {name}"
+        if len(np.unique(column)) != len(column):
+            return f"a keypoint of {name} is matched twice"
+    if np.shape(pair.geometry.inliers) != (len(indices),):
+        return "its inliers and matches differ in number"
+    return None
+
+
+def refuse_names(names: Iterable[str], bad: Callable[[str], bool], reason: str) -> None:
+    """Refuse an export whose format cannot hold some of the names.
+
+    Raises:
+        UsageError: there are such names; the message lists the first.
+    """
+    found = [name for name in names if bad(name)]
+    if found:
+        raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
+
+
+def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: str) -> None:
+    """Refuse an export whose format would give one key to several names.
+
+    Raises:
+        UsageError: there are such names; the message lists the first groups.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(key(name), []).append(name)
+    found = [" = ".join(group) for group in groups.values() if len(group) > 1]
+    if found:
+        raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
+
+
+def _not_utf8(name: str) -> bool:
+    """Whether a file name holds bytes that are no UTF-8."""
+    return any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def _few(names: list[str]) -> str:
+    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:_SHOWN]]
+    return ", ".join(shown) + (", …" if len(names) > _SHOWN else "")

@@ -1,0 +1,267 @@
+"""Settings of front ends; no torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from matcher.config import ExtractorConfig
+from matcher.errors import UsageError
+from matcher.types import Features, Image
+
+# --- settings: Settings of front ends; no torch.
+
+_SETTINGS = ("variant", "score_threshold", "nms_radius", "border")
+
+
+def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
+    """The configuration with the published value wherever a setting is None.
+
+    Raises:
+        UsageError: a setting that the front end does not have, or a value out of range.
+    """
+    if config.max_keypoints < 1:
+        raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
+    given = {name: getattr(config, name) for name in _SETTINGS if getattr(config, name) is not None}
+    if foreign := sorted(set(given) - set(published)):
+        has = ", ".join(published) or "none"
+        raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
+    if config.keep == "largest" and config.kind != "sift":
+        raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
+    for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
+        if given.get(name, least) < least:
+            raise UsageError(f"{name} must be at least {least}, not {given[name]}")
+    return replace(config, **{**published, **given})
+
+
+# --- shared: What learned front ends share: their network, filled when it is first needed, and the way to
+# `Features`.
+
+# Puts the trained parameters of a configuration into its network, strictly, or raises.
+Fill = Callable[[nn.Module, ExtractorConfig], None]
+
+# A described patch is six times as wide as the keypoint that OpenCV would report for it.
+_PATCH_TO_DIAMETER = 1 / 6
+_TOGETHER = 8  # images in one batch of a network
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a front end finds on an upright, resized image, best first; on any device.
+
+    Points that the image's mask excludes must be left out, as `strongest` does.
+    """
+
+    points: Tensor  # (N, 2) float xy, pixels of `image.pixels`; the centre of the first one is (0, 0)
+    scores: Tensor  # (N,) float, in any unit; larger is better
+    descriptors: Tensor  # (N, D) float; of norm 1, unless `data.descriptors.UNNORMALISED` names the front end
+    # (N, 2, 2) columns are the axes of the described patch, in the same pixels; they also give the features'
+    # `scales` and `orientations`
+    affine_frames: Tensor | None = None
+
+
+class FrontEnd(NamedTuple):
+    """A front end as data: how its network, if it has one, is built and run."""
+
+    build: Callable[[ExtractorConfig], nn.Module] | None  # None: nothing is learned
+    # Finds points in one image with the network, which is None where there is none to build.
+    find: Callable[[nn.Module | None, Image, ExtractorConfig], Found] | None
+    published: Mapping[str, Any]  # the settings that it has, with their published values
+    # Instead of `find`, in images of one size at once, by a network that has `prepare(dtype)` and runs in
+    # half precision where that is fast.
+    find_together: Callable[[nn.Module, Sequence[Image], ExtractorConfig], list[Found]] | None = None
+
+
+class LearnedExtractor:
+    """A front end whose network, if it has one, is built and filled at the first call."""
+
+    def __init__(
+        self,
+        config: ExtractorConfig,
+        front_end: FrontEnd,
+        fill: Fill,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        weights: str | Path | None = None,
+    ) -> None:
+        """Keep what is needed; nothing is built or read yet.
+
+        Args:
+            config: settings that are None become the published ones.
+            front_end: of `config.kind`.
+            fill: puts the trained parameters into the network, which is on the CPU then.
+            device: where the network runs.
+            dtype: of the network, if it is one that runs in half precision.
+            weights: the file that `fill` reads, None if it is the usual one; it distinguishes extractors.
+
+        Raises:
+            UsageError: a setting that this front end does not have, or a value out of range.
+        """
+        self.config = resolve(config, front_end.published)
+        self.front_end = front_end
+        self.device, self.dtype, self.weights = torch.device(device), dtype, weights
+        self._fill = fill
+
+    @cached_property
+    def network(self) -> nn.Module | None:
+        """The network with its parameters, built when it is first used; errors are those of `fill`."""
+        if self.front_end.build is None:
+            return None
+        # Building may draw random numbers; the caller's generator must not notice.
+        with torch.random.fork_rng(devices=[]):
+            network = self.front_end.build(self.config)
+        self._fill(network, self.config)
+        if self.front_end.find_together is not None:
+            network.prepare(self.dtype)
+        return network.eval().requires_grad_(False).to(self.device)
+
+    def limited(self, max_keypoints: int) -> LearnedExtractor:
+        """The same with another number of keypoints; the network is shared."""
+        _ = self.network  # built once, not by each copy
+        changed = copy.copy(self)
+        changed.config = replace(self.config, max_keypoints=max_keypoints)
+        return changed
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image in stored pixels, on the CPU, strongest first.
+
+        Raises:
+            IntegrityError: the parameters are absent or do not fit.
+        """
+        together, network, config = self.front_end.find_together, self.network, self.config
+        if together is None:
+            found = [self.front_end.find(network, image, config) for image in images]
+        else:
+            found = by_size(partial(together, network, config=config), images)
+        return [to_features(one, image, config.kind) for one, image in zip(found, images, strict=True)]
+
+
+def by_size(find: Callable[[Sequence[Image]], list[Found]], images: Sequence[Image]) -> list[Found]:
+    """What `find` finds when it gets at most `_TOGETHER` images of one size at a time, in their order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, image in enumerate(images):
+        groups.setdefault(image.pixels.shape[:2], []).append(number)
+    found: dict[int, Found] = {}
+    for numbers in groups.values():
+        for start in range(0, len(numbers), _TOGETHER):
+            batch = numbers[start : start + _TOGETHER]
+            found |= zip(batch, find([images[number] for number in batch]), strict=True)
+    return [found[number] for number in range(len(images))]
+
+
+def grey(image: Image, device: torch.device) -> Tensor:
+    """(1, 1, H, W) float32 in [0, 1]."""
+    return torch.from_numpy(image.grey()).to(device)[None, None].float() / 255
+
+
+def colour(image: Image, device: torch.device) -> Tensor:
+    """(1, 3, H, W) RGB float32 in [0, 1]; a grey image three times."""
+    pixels = torch.from_numpy(np.ascontiguousarray(image.pixels)).to(device).float() / 255
+    return pixels.expand(1, 3, -1, -1) if pixels.ndim == 2 else pixels.permute(2, 0, 1)[None]
+
+
+def padded(pixels: Tensor, multiple: int, least: int = 1) -> Tensor:
+    """(B, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
+
+    Points keep their coordinates; the caller drops those that lie beyond the image.
+    """
+    height, width = (max(least, side) for side in pixels.shape[-2:])
+    right, bottom = (-width % multiple + width, -height % multiple + height)
+    return pad(pixels, (0, right - pixels.shape[-1], 0, bottom - pixels.shape[-2]), mode="replicate")
+
+
+def mask_of(image: Image, device: torch.device) -> Tensor | None:
+    """(H, W) bool where points may lie; None is everywhere."""
+    return None if image.mask is None else torch.from_numpy(np.ascontiguousarray(image.mask)).to(device)
+
+
+def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tensor:
+    """Index (K,) of the best `limit` points on the image and inside its mask; ties in the order given."""
+    height, width = image.pixels.shape[:2]
+    x, y = points.round().long().unbind(-1)
+    keep = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    allowed = mask_of(image, points.device)
+    if allowed is not None:
+        keep &= allowed[y.clamp(0, height - 1), x.clamp(0, width - 1)]
+    index = keep.nonzero()[:, 0]
+    return index[torch.argsort(scores[index], descending=True, stable=True)[:limit]]
+
+
+def to_features(found: Found, image: Image, kind: str) -> Features:
+    """Carry points and affine frames from the upright, resized image to stored pixels."""
+    points = found.points.cpu().double().numpy()
+    shape = {} if found.affine_frames is None else _shapes(found.affine_frames.cpu().double().numpy(), image)
+    return Features(
+        keypoints=image.to_stored(points).astype(np.float32),
+        descriptors=found.descriptors.float().cpu(),
+        scores=found.scores.float().cpu(),
+        kind=kind,
+        **shape,
+        **image.features_fields(),
+    )
+
+
+def _shapes(affine_frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
+    """Affine frames (N, 2, 2) in stored pixels, keypoint diameters, directions of the patches' x axes."""
+    stored = image.axes_to_stored @ affine_frames
+    determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
+    return {
+        "affine_frames": stored.astype(np.float32),
+        "scales": (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32),
+        "orientations": np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32),
+    }
+
+
+# --- on_device: The best points of a batch of score maps on a GPU, which is read once.
+
+
+def allowed_pixels(images: Sequence[Image], device: torch.device) -> Tensor:
+    """(B, H, W) or (1, 1, 1) bool: where points of images of one size may lie."""
+    masks = [mask_of(image, torch.device("cpu")) for image in images]
+    if all(mask is None for mask in masks):
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+    whole = torch.ones(images[0].pixels.shape[:2], dtype=torch.bool)
+    return torch.stack([whole if mask is None else mask.bool() for mask in masks]).to(device)
+
+
+def inner_pixels(maps: Tensor, border: int) -> Tensor:
+    """(B, H, W) bool: pixels of such maps that are `border` or more away from the edge."""
+    inner = torch.zeros_like(maps, dtype=torch.bool)
+    height, width = maps.shape[1:]
+    inner[:, border : height - border, border : width - border] = True
+    return inner
+
+
+def best_pixels(scores: Tensor, keep: Tensor, threshold: float, limit: int) -> tuple[Tensor, Tensor]:
+    """The pixels (B, K, 2) int64 xy of maps (B, H, W) that score most, and their scores (B, K).
+
+    Args:
+        scores: positive.
+        keep: broadcast to (B, H, W) bool, pixels that may be points.
+        threshold: the others score more.
+        limit: K, if there are as many pixels. Where fewer are points, scores of the rest are 0.
+    """
+    found = torch.where(keep & (scores > threshold), scores, 0.0).flatten(1)
+    best, index = found.topk(min(limit, found.shape[1]), dim=1)
+    width = scores.shape[2]
+    return torch.stack([index % width, index.div(width, rounding_mode="floor")], dim=2), best
+
+
+def read_together(points: Tensor, scores: Tensor, descriptors: Tensor, threshold: float) -> list[Found]:
+    """Points (B, K, 2), scores (B, K) and descriptors (B, K, D) of each image, on the processor."""
+    table = torch.cat([points.float(), scores.float()[..., None], descriptors.float()], dim=2).cpu()
+    found = []
+    for rows in table:
+        rows = rows[: int((rows[:, 2] > threshold).sum())]
+        found.append(Found(rows[:, :2], rows[:, 2], rows[:, 3:]))
+    return found

@@ -1,0 +1,456 @@
+"""How many scans a JPEG has: a decoder goes over the whole picture for each, and 20 bytes can be a scan."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import PIL.Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.PpmImagePlugin import PpmImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from matcher.arrays import is_deep, read_deep
+from matcher.errors import ImageError, ImageWarning, MatcherError, UsageError, install_command
+from matcher.geometry import UPRIGHT
+
+# --- jpeg: How many scans a JPEG has: a decoder goes over the whole picture for each, and 20 bytes can be a
+# scan.
+
+# A baseline JPEG has 1 to 4, encoders of progressive ones write about 10.
+MOST_SCANS = 64
+_SCAN, _END, _WITHOUT_LENGTH = 0xDA, 0xD9, (0x01, 0xD8)
+# In the samples of a scan, a zero follows each 0xFF that is no marker; restarts lie between them.
+_AFTER_SCAN = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
+
+
+def check_scans(file: BinaryIO) -> None:
+    """Refuse a JPEG of more scans than any encoder writes; the file is at its start before and afterwards.
+
+    Raises:
+        ValueError: there are more than `MOST_SCANS`.
+    """
+    data = file.read()
+    file.seek(0)
+    if data.count(b"\xff\xda") <= MOST_SCANS:  # the bytes may also lie in a profile or a thumbnail
+        return
+    at, scans = 2, 0
+    while (marker := _marker(data, at)) is not None:
+        at, kind = marker
+        if kind == _END:
+            return
+        if kind in _WITHOUT_LENGTH:
+            continue
+        at += max(2, int.from_bytes(data[at : at + 2], "big"))
+        if kind == _SCAN:
+            scans += 1
+            if scans > MOST_SCANS:
+                raise ValueError(f"it has more than {MOST_SCANS} scans")
+            after = _AFTER_SCAN.search(data, at)
+            at = len(data) if after is None else after.start()
+
+
+def _marker(data: bytes, at: int) -> tuple[int, int] | None:
+    """Where the next marker ends, and its second byte; bytes before it are passed over, as decoders do."""
+    found = _AFTER_SCAN.search(data, at)
+    return None if found is None else (found.end(), data[found.end() - 1])
+
+
+# --- netpbm: PBM, PGM, PPM and PFM files → samples in their depth.
+
+_HEADER = 1 << 16  # bytes; comments belong to it
+_CHANNELS = {b"P1": 1, b"P2": 1, b"P3": 3, b"P4": 1, b"P5": 1, b"P6": 3, b"Pf": 1, b"PF": 3}
+_PLAIN = (b"P1", b"P2", b"P3")
+_BITS, _FLOATS = (b"P1", b"P4"), (b"Pf", b"PF")
+
+
+def read_header(file: BinaryIO) -> tuple[bytes, int, int, float]:
+    """Kind, width, height and the largest value (of PFM, its scale); the file is then at its samples.
+
+    Raises:
+        ValueError: no such header.
+    """
+    head = file.read(_HEADER)
+    kind, place, values = head[:2], 2, []
+    if kind not in _CHANNELS:
+        raise ValueError("it begins with no known kind")
+    wanted = 2 if kind in _BITS else 3
+    while len(values) < wanted:
+        start = place
+        while head[place : place + 1].isspace():
+            place += 1
+        if head[place : place + 1] == b"#":
+            while place < len(head) and head[place] not in b"\r\n":
+                place += 1
+            continue
+        stop = place
+        while stop < len(head) and not head[stop : stop + 1].isspace():
+            stop += 1
+        if start == place or stop == len(head):
+            raise ValueError(f"its header does not end within {_HEADER} bytes")
+        values.append(head[place:stop])
+        place = stop
+    width, height = (_whole(text) for text in values[:2])
+    top = 1.0 if kind in _BITS else float(values[2]) if kind in _FLOATS else float(_whole(values[2]))
+    valid = top != 0 and np.isfinite(top) if kind in _FLOATS else 0 < top < 65536
+    if not (width > 0 and height > 0 and valid):
+        raise ValueError(f"its header holds {width} x {height} and {top:g}")
+    file.seek(place + 1)
+    return kind, width, height, top
+
+
+def _whole(text: bytes) -> int:
+    if not (text.isdigit() and len(text) < 10):
+        raise ValueError(f"its header holds {text[:20]!r}")
+    return int(text)
+
+
+def read_samples(file: BinaryIO, kind: bytes, width: int, height: int, top: float) -> np.ndarray:
+    """(H, W) or (H, W, 3) uint8, uint16 or float32; bits, and depths between 8 and 16, by their full range.
+
+    Raises:
+        ValueError: fewer samples than the header promises, or larger ones.
+    """
+    channels = _CHANNELS[kind]
+    shape = (height, width) if channels == 1 else (height, width, channels)
+    if kind in _FLOATS:
+        values = _binary(file, shape, "<f4" if top < 0 else ">f4")
+        return values[::-1].astype(np.float32)  # its rows go from the bottom up
+    if kind == b"P4":
+        rows = _binary(file, (height, -(-width // 8)), "u1")
+        return (1 - np.unpackbits(rows, axis=1, count=width)) * np.uint8(255)  # 1 is black
+    if kind in _PLAIN:
+        values = _plain(file, shape, bits=kind == b"P1")
+    else:
+        values = _binary(file, shape, "u1" if top < 256 else ">u2")
+    if kind == b"P1":
+        return ((1 - np.minimum(values, 1)) * 255).astype(np.uint8)
+    if values.max() > top:
+        raise ValueError(f"a sample of {values.max()} is larger than its {top:g}")
+    full = 255 if top < 256 else 65535
+    if top == full:
+        return values.astype(np.uint8 if full == 255 else np.uint16)
+    scaled = np.rint(values * np.float64(full / top))
+    return scaled.astype(np.uint8 if full == 255 else np.uint16)
+
+
+def _binary(file: BinaryIO, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    wanted = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+    data = file.read(wanted)
+    if len(data) < wanted:
+        raise ValueError(f"{wanted - len(data)} bytes are missing")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _plain(file: BinaryIO, shape: tuple[int, ...], *, bits: bool) -> np.ndarray:
+    """Numbers as text; the bits of a PBM need no spaces between them. A comment may follow any line."""
+    count = int(np.prod(shape, dtype=object))
+    text = b"\n".join(line.partition(b"#")[0] for line in file.read(16 * count + _HEADER).splitlines())
+    words = [bytes([word]) for word in b"".join(text.split())] if bits else text.split(None, count)
+    if len(words) < count:
+        raise ValueError(f"{count - len(words)} samples are missing")
+    if not all(word.isdigit() and len(word) < 10 for word in words[:count]):
+        raise ValueError("a sample is no number")
+    return np.array([int(word) for word in words[:count]], dtype=np.int64).reshape(shape)
+
+
+# --- probe: What a file is before it is decoded: a regular file, and which image format by its first bytes.
+
+PathLike = str | os.PathLike[str]
+Opener = Callable[[BinaryIO], PIL.Image.Image]
+_URL = re.compile(r"(https?|ftp|file|s3|gs):/+(?=[^/])", re.IGNORECASE)
+
+
+def as_path(path: PathLike) -> Path:
+    """An image's path.
+
+    Raises:
+        UsageError: something that is no path.
+        ImageError: a URL.
+    """
+    try:
+        found = Path(path)
+    except TypeError:
+        raise UsageError(f"an image is given by its path, not by {type(path).__name__}") from None
+    if _URL.match(os.fspath(path)) and not found.exists():
+        # A Path has lost one of the two slashes.
+        url = _URL.sub(lambda scheme: f"{scheme[1]}://", os.fspath(path), count=1)
+        raise ImageError(f"{url}: images are read from files; download it first, then name the file")
+    return found
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The opened file; anything that is not a regular, non-empty file is refused before it can block.
+
+    Raises:
+        ImageError: the file is missing, empty, a folder, a pipe or a device.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError(f"{path}: not a file (a directory, pipe or device); name one image file")
+        if status.st_size == 0:
+            raise ImageError(f"{path}: the file is empty; copy or export it again")
+        return path.open("rb")
+    except OSError as error:
+        raise ImageError(f"{path}: cannot be opened ({error.strerror}); check the path") from error
+    except ValueError as error:  # a NUL byte in the name
+        raise ImageError(f"{os.fspath(path)!r}: not a file name ({error}); check the path") from error
+
+
+def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
+    """Name and Pillow class of the image format, from the file's first bytes; None: `netpbm` reads it.
+
+    Raises:
+        ImageError: a format that is not known.
+    """
+    head = file.read(16)
+    file.seek(0)
+    for name, signature, opener in _FORMATS:
+        if re.match(signature, head, re.DOTALL):
+            return name, opener
+    known = ", ".join(name for name, _, _ in _FORMATS)
+    raise ImageError(f"{path}: not an image in a known format ({known}); convert it to PNG or JPEG")
+
+
+def _open_heif(file: BinaryIO) -> PIL.Image.Image:
+    try:
+        from pillow_heif import HeifImageFile
+    except ModuleNotFoundError:
+        raise ImageError(
+            f"{file.name}: HEIC needs pillow-heif: {install_command('heif')}, or convert it to JPEG"
+        ) from None
+    return HeifImageFile(file)
+
+
+def _open_avif(file: BinaryIO) -> PIL.Image.Image:
+    try:
+        from PIL.AvifImagePlugin import SUPPORTED, AvifImageFile
+    except ModuleNotFoundError:  # Pillow before 11.3
+        SUPPORTED = False
+    if not SUPPORTED:
+        raise ImageError(f"{file.name}: this Pillow cannot read AVIF; update pillow, or convert it to JPEG")
+    return AvifImageFile(file)
+
+
+_FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (  # None: `netpbm`
+    ("JPEG", rb"\xff\xd8\xff", JpegImageFile),
+    ("PNG", rb"\x89PNG\r\n\x1a\n", PngImageFile),
+    ("TIFF", rb"II[*+]\0|MM\0[*+]", TiffImageFile),
+    ("WebP", rb"RIFF.{4}WEBP", WebPImageFile),
+    ("BMP", rb"BM", BmpImageFile),
+    ("PGM, PPM, PBM or PFM", rb"P[1-6Ff]\s", None),
+    ("GIF", rb"GIF8[79]a", GifImageFile),
+    ("JPEG 2000", rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51", Jpeg2KImageFile),
+    ("AVIF", rb".{4}ftypavi[fs]", _open_avif),
+    ("HEIC", rb".{4}ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)", _open_heif),
+)
+
+
+# --- decoding: An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF
+# orientation.
+
+EXIF_ORIENTATION = 0x0112
+_STRIP_ROWS = 256  # Pillow → NumPy in strips takes half the time of one piece: the copies stay in the cache
+_shared: dict[str, Lock] = {}  # between threads
+_INVERSE_TURN = {6: 8, 8: 6}  # every other orientation undoes itself
+
+
+class Decoded(NamedTuple):
+    """An image as stored in its file."""
+
+    samples: np.ndarray  # (H, W) or (H, W, 3) RGB, in the file's depth
+    opaque: np.ndarray | None  # (H, W) bool, where alpha is not 0; None: everywhere
+    orientation: int  # EXIF 1-8
+
+
+def decode(path: Path, max_pixels: int) -> Decoded:
+    """The first frame or page of an image file; with an `ImageWarning` if there are more.
+
+    Raises:
+        ImageError: missing, not a known image, larger than `max_pixels`, cut short or damaged.
+    """
+    with open_regular(path) as file:
+        name, opener = find_format(file, path)
+        if opener is None:
+            with _decoding(path, name):
+                kind, *size, top = read_header(file)
+            _check_size(path, *size, max_pixels)
+            with _decoding(path, name):
+                return Decoded(read_samples(file, kind, *size, top), None, 1)
+        with _decoding(path, name):
+            if name == "JPEG":
+                check_scans(file)
+            image = opener(file)
+        width, height = image.size
+        _check_size(path, width, height, max_pixels)
+        _warn_of_pages(image, path, name)
+        with _decoding(path, name), _quiet(width * height):
+            turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
+            deep = is_deep(image, file)
+            image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
+            if turned != 1 or not deep or (found := read_deep(file, path, image.size)) is None:
+                found = samples_of(image)
+            raw, opaque = found
+            orientation = _orientation(image.getexif()) if turned == 1 else turned
+    if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
+        back = _INVERSE_TURN.get(turned, turned)
+        raw, opaque = turned_by(raw, back), None if opaque is None else turned_by(opaque, back)
+    return Decoded(raw, opaque, orientation)
+
+
+def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise ImageError(
+            f"{path}: {width} x {height} pixels are more than the limit of {max_pixels}; "
+            "make the image smaller or raise max_pixels"
+        )
+
+
+def from_pillow(image: PIL.Image.Image) -> Decoded:
+    """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done.
+
+    Raises:
+        ImageError: it was opened from a file that is cut short or damaged.
+    """
+    path = Path(getattr(image, "filename", "") or "the PIL image")
+    with _decoding(path, image.format or "image"):
+        image.load()
+        turned = isinstance(image, TiffImageFile)  # by Pillow, whatever its tags are
+        return Decoded(*samples_of(image), 1 if turned else _orientation(image.getexif()))
+
+
+def _warn_of_pages(image: PIL.Image.Image, path: Path, name: str) -> None:
+    try:
+        pages = getattr(image, "n_frames", 1)
+    except Exception:  # a later page is damaged, and it is not needed
+        return
+    if pages > 1:
+        what = "pages" if name == "TIFF" else "frames"
+        warnings.warn(f"{path}: has {pages} {what}; the first one is used", ImageWarning, stacklevel=4)
+
+
+@contextmanager
+def _decoding(path: Path, name: str) -> Iterator[None]:
+    """Whatever a decoder raises on damaged bytes, as one error that names the file and the remedy."""
+    try:
+        yield
+    except (MatcherError, MemoryError):
+        raise
+    except PIL.Image.DecompressionBombError as error:
+        raise ImageError(
+            f"{path}: the {name} is beyond its decoder's own limit ({error}); make the image smaller"
+        ) from error
+    except Exception as error:
+        raise ImageError(
+            f"{path}: the {name} cannot be decoded ({error}); it is cut short or damaged: export it again"
+        ) from error
+
+
+@contextmanager
+def _quiet(pixels: int) -> Iterator[None]:
+    """No warning of Pillow's for a size the caller allows; the filters stay alone where it would not warn.
+
+    The filters are those of all threads, so one image at a time changes them and puts them back.
+    """
+    if pixels <= (PIL.Image.MAX_IMAGE_PIXELS or pixels):
+        yield
+        return
+    alone = _shared.setdefault("filters", Lock())
+    with alone, warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
+        yield
+
+
+def _orientation(tags: Any) -> int:
+    value = tags.get(EXIF_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def samples_of(image: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
+    """Samples of a decoded image as grey or RGB in the file's depth, and where alpha is not 0."""
+    if image.mode.startswith("I") or image.mode == "F":
+        raw = _strips(image)  # Pillow's own conversion to 8 bits would clip instead of scale
+        if isinstance(image, PpmImageFile) and image.mode == "I":
+            raw = raw.astype(np.uint16)  # Pillow scales a deep PGM to 16 bits, in 32-bit numbers
+        clear = image.info.get("transparency")
+        return raw, raw != clear if isinstance(clear, int) else None
+    grey = image.mode in ("1", "L", "LA", "La")
+    if not image.has_transparency_data:
+        mode = "L" if grey else "RGB"
+        return _strips(image if image.mode == mode else image.convert(mode)), None
+    raw = _strips(image.convert("LA" if grey else "RGBA"))
+    return raw[..., 0] if grey else raw[..., :3], raw[..., -1] != 0
+
+
+def _strips(image: PIL.Image.Image) -> np.ndarray:
+    width, height = image.size
+    probe = np.asarray(image.crop((0, 0, width, 1)))
+    array = np.empty((height, *probe.shape[1:]), dtype=probe.dtype)
+    for top in range(0, height, _STRIP_ROWS):
+        bottom = min(top + _STRIP_ROWS, height)
+        array[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
+    return array
+
+
+def turned_by(array: np.ndarray, orientation: int) -> np.ndarray:
+    """Stored array (H, W[, C]) → upright view; the signed permutation that `geometry` applies to points."""
+    turn = UPRIGHT[orientation]
+    array = array if turn[0, 0] else array.swapaxes(0, 1)
+    return array[:: turn[1].sum(dtype=int), :: turn[0].sum(dtype=int)]
+
+
+# --- gps: Where a photo was taken, from its EXIF header.
+
+_GPS = 0x8825
+_LATITUDE, _LONGITUDE, _ALTITUDE = (1, 2), (3, 4), (5, 6)  # tags of the direction and of the value
+
+
+def read_gps(path: Path) -> tuple[float, float, float] | None:
+    """Latitude and longitude in degrees, north and east positive, and metres above the ellipsoid.
+
+    Without an altitude the third is 0. None where the header has no position, or one that cannot be.
+    """
+    import PIL.Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with PIL.Image.open(path) as photo:
+                tags = photo.getexif().get_ifd(_GPS)
+        latitude = _degrees(tags, _LATITUDE, "S")
+        longitude = _degrees(tags, _LONGITUDE, "W")
+        if abs(latitude) > 90 or abs(longitude) > 180 or latitude == longitude == 0:
+            return None
+        return latitude, longitude, _altitude(tags)
+    except Exception:  # a header can be wrong in any way, and nothing depends on it
+        return None
+
+
+def _degrees(tags: Any, which: tuple[int, int], negative: str) -> float:
+    degrees, minutes, seconds = (float(value) for value in tags[which[1]])
+    value = degrees + minutes / 60 + seconds / 3600
+    if not math.isfinite(value):
+        raise ValueError("not a number")
+    return -value if str(tags.get(which[0], "")).strip("\0 ").upper() == negative else value
+
+
+def _altitude(tags: Any) -> float:
+    if _ALTITUDE[1] not in tags:
+        return 0.0
+    value = float(tags[_ALTITUDE[1]])
+    below = tags.get(_ALTITUDE[0], b"\0") in (1, b"\1")
+    return 0.0 if not math.isfinite(value) else -value if below else value

@@ -1,0 +1,549 @@
+"""Image files and images in memory → `Image`: decoded, scaled to 8 bits, turned upright, made smaller."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import PIL.Image
+
+from matcher.arrays import ACCEPTED, as_array, is_tensor, split_alpha, to_grey, to_numpy, to_uint8
+from matcher.errors import ImageError, ImageWarning, UsageError
+from matcher.geometry import LONGEST_ASPECT, resized, upright_size
+from matcher.image_files import Decoded, PathLike, as_path, decode, from_pillow, turned_by
+from matcher.processes import at_once
+from matcher.types import Image
+
+# --- masks: Where keypoints may lie: masks from files and arrays, in stored pixels.
+
+
+def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
+    """(H, W) bool from an image file, in stored pixels: True where any channel is not 0 and alpha is not 0.
+
+    Raises:
+        ImageError: as `matcher.images.read_image`.
+    """
+    raw, opaque, _ = decode(as_path(path), max_pixels)
+    keep = raw != 0 if raw.ndim == 2 else np.any(raw != 0, axis=2)
+    return keep if opaque is None else keep & opaque
+
+
+def find_mask(folder: Path, name: str) -> Path | None:
+    """The mask in a folder of masks of the image of that name, relative to its own folder; None without one.
+
+    The mask of `a/b.jpg` is called `a/b.jpg`, `a/b.jpg.png` or `a/b.png`. A link to nothing, a pipe or a
+    device of that name counts as one, so that reading it fails rather than the image going unmasked.
+    """
+    path = folder / name
+    choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
+    return next((mask for mask in choices if os.path.lexists(mask) and not mask.is_dir()), None)
+
+
+def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path]:
+    """The masks by name of image, of those that have one.
+
+    Args:
+        folder: of masks.
+        names: of the images, relative to their own folder.
+        where: the images are, for the message.
+
+    Raises:
+        UsageError: no folder, or one without a mask of any of the images.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder of masks")
+    names = list(names)
+    found = {name: mask for name in names if (mask := find_mask(folder, name)) is not None}
+    if not found:
+        raise no_mask(folder, names, where)
+    return found
+
+
+def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:
+    """The error for a folder that holds no mask of any image."""
+    first = names[0]
+    return UsageError(
+        f"{folder} holds no mask of any of the {len(names)} images of {where}: the mask of {first} is called "
+        f"{first}, {first}.png or {Path(first).with_suffix('.png')}"
+    )
+
+
+def combined(
+    opaque: np.ndarray | None,
+    mask: PathLike | np.ndarray | Any | None,
+    shape: tuple[int, int],
+    max_pixels: int,
+) -> np.ndarray | None:
+    """(H, W) bool: where the image is opaque and the caller's mask keeps it; None = everywhere.
+
+    Raises:
+        ImageError: the mask's file cannot be read.
+        UsageError: the mask is none, or of another size than the stored image, of shape (H, W).
+    """
+    if mask is None:
+        return opaque
+    if isinstance(mask, (str, os.PathLike)):
+        name, keep = str(mask), read_mask(mask, max_pixels)
+    else:
+        name, keep = "the mask", _in_memory(mask)
+    if keep.shape != shape:
+        found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
+        raise UsageError(
+            f"{name} is {found} pixels, its image {wanted}; "
+            "a mask has the size of the image as stored, before EXIF orientation and resize"
+        )
+    return keep if opaque is None else keep & opaque
+
+
+def _in_memory(mask: Any) -> np.ndarray:
+    """(H, W) bool of an array, a PIL image or a torch tensor."""
+    if isinstance(mask, PIL.Image.Image):
+        mask = mask.convert("L")
+    array = to_numpy(mask) if is_tensor(mask) else np.asarray(mask)
+    if array.dtype.kind not in "biuf":
+        kind = type(mask).__name__
+        raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
+    return array != 0
+
+
+# --- sharpness: How sharp an image is: the blur of its edges, and the size below which shrinking it would
+# lose detail.
+
+# Blur, in pixels, above which an image is soft, and that it has once resized. Chosen on photos and rendered
+# views, enlarged, blurred, darkened, with noise and compression; sharp photos have at most .7.
+SHARP = 0.65
+_EDGES = 256  # of the image, the strongest ones at a coarse scale, where noise averages out
+_FEWEST_EDGES = 20  # with fewer, nothing is known
+_COARSE = 4  # pixels of the image to one of that scale
+_BLOCK = 5  # coarse pixels a side of blocks, of which each has one edge at most
+_RADIUS = 8  # pixels around an edge that are looked at
+_SCALES = (1.0, 2.0)  # standard deviations of the Gaussians whose gradients are compared
+_SHIFTS = 2  # pixels by which the coarse scale may misplace an edge
+_LEAST_GRADIENT = 2.0  # grey values per pixel
+_SHARPER_SHARE = 30.0  # percent of the edges that are sharper than the blur: depth of field, motion, shadows
+_LEAST_BLUR = 0.1
+
+
+def edge_blur(grey: np.ndarray) -> float:
+    """The standard deviation, in pixels, of a Gaussian that blurs the sharper edges of an image.
+
+    An edge blurred by σ and seen through Gaussians of σ₁ and σ₂ has gradients of the ratio
+    √((σ² + σ₂²) / (σ² + σ₁²)) (after Zhuo and Sim 2011), whatever its contrast.
+
+    Args:
+        grey: (H, W) uint8.
+
+    Returns:
+        The blur; 0 if there are too few edges to tell.
+    """
+    patches = _patches(grey)
+    if len(patches) < _FEWEST_EDGES:
+        return 0.0
+    fine, coarse = _gradients(patches)
+    clear = coarse > _LEAST_GRADIENT
+    if np.count_nonzero(clear) < _FEWEST_EDGES:
+        return 0.0
+    ratio = np.maximum((fine[clear] / coarse[clear]) ** 2, 1.02)  # 1 is an edge of infinite blur
+    variance = (_SCALES[1] ** 2 - ratio * _SCALES[0] ** 2) / (ratio - 1)
+    return float(np.percentile(np.sqrt(np.maximum(variance, _LEAST_BLUR**2)), _SHARPER_SHARE))
+
+
+def without_blur(pixels: np.ndarray, least: int) -> float:
+    """The factor, at most 1, by which an image can be made smaller with little loss of detail.
+
+    Args:
+        pixels: (H, W) grey or (H, W, 3) RGB, uint8.
+        least: pixels that the longer side keeps; an image that is smaller stays as it is.
+    """
+    longer = max(pixels.shape)
+    if longer <= least:
+        return 1.0
+    grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    return min(1.0, max(least / longer, SHARP / max(edge_blur(grey), SHARP)))
+
+
+def _patches(grey: np.ndarray) -> np.ndarray:
+    """(N, 2r + 1, 2r + 1) float32 around the strongest edges, N at most `_EDGES`."""
+    height, width = grey.shape
+    side = 2 * _RADIUS + 1
+    small = (width // _COARSE, height // _COARSE)
+    if min(small) < 2 * _BLOCK:
+        return np.zeros((0, side, side), np.float32)
+    shrunk = cv2.resize(grey, small, interpolation=cv2.INTER_AREA)
+    edges = (cv2.Sobel(shrunk, cv2.CV_16S, *order) for order in ((1, 0), (0, 1)))
+    strength = cv2.magnitude(*(edge.astype(np.float32) for edge in edges))
+    rows, columns = (n // _BLOCK for n in strength.shape)
+    blocks = strength[: rows * _BLOCK, : columns * _BLOCK].reshape(rows, _BLOCK, columns, _BLOCK)
+    blocks = blocks.swapaxes(1, 2).reshape(rows * columns, -1)
+    where = blocks.argmax(1)
+    best = np.argsort(-blocks.max(1), kind="stable")[:_EDGES]
+    block_y, block_x = np.divmod(best, columns)
+    y, x = np.divmod(where[best], _BLOCK)
+    at = np.stack([block_x * _BLOCK + x, block_y * _BLOCK + y], axis=1)
+    at = np.round((at + 0.5) * np.divide([width, height], small) - 0.5).astype(np.int64)
+    at = at[np.all((at >= _RADIUS) & (at < np.array([width, height]) - _RADIUS), axis=1)]
+    offsets = np.arange(-_RADIUS, _RADIUS + 1)
+    x, y = at.T
+    return grey[y[:, None, None] + offsets[:, None], x[:, None, None] + offsets].astype(np.float32)
+
+
+def _gradients(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) gradient magnitudes at both scales, each the largest near the centre of the patch."""
+    count, side, _ = patches.shape
+    filters = np.concatenate([_filters(scale) for scale in _SCALES])
+    # All filters along x, then all along y: two products of matrices are faster than many small ones.
+    along = (patches.reshape(count * side, side) @ filters.T).reshape(count, side, -1)
+    places = 2 * _SHIFTS + 1
+    both = along.swapaxes(1, 2).reshape(-1, side) @ filters.T
+    both = both.reshape(count, 2, 2, places, 2, 2, places)
+    found = []
+    for scale in range(len(_SCALES)):
+        one = both[:, scale, :, :, scale]  # (N, filter along x, place, filter along y, place)
+        magnitude = np.hypot(one[:, 1, :, 0], one[:, 0, :, 1])
+        found.append(magnitude.reshape(count, -1).max(1))
+    return found[0], found[1]
+
+
+def _filters(scale: float) -> np.ndarray:
+    """(2 · places, side): a Gaussian and its derivative, centred at places around the patch's centre."""
+    places = np.arange(-_SHIFTS, _SHIFTS + 1)[:, None]
+    x = np.arange(-_RADIUS, _RADIUS + 1) - places
+    gaussian = np.exp(-(x**2) / (2 * scale**2))
+    gaussian /= gaussian.sum(1, keepdims=True)
+    derivative = gaussian * x
+    derivative /= (derivative * x).sum(1, keepdims=True)
+    return np.concatenate([gaussian, derivative]).astype(np.float32)
+
+
+# --- images: Image files and images in memory → `Image`: decoded, scaled to 8 bits, turned upright, made
+# smaller.
+
+MAX_PIXELS = 178_000_000
+ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
+
+
+def limit_for(size: tuple[int, int]) -> int:
+    """`max_pixels` for a file that was read before and had this size: the limit was raised for it then."""
+    return max(MAX_PIXELS, size[0] * size[1])
+
+
+def read_image(
+    path: PathLike,
+    *,
+    resize: int | None = 1024,
+    soft_resize: int | None = None,
+    upright: bool = True,
+    max_pixels: int = MAX_PIXELS,
+    mask: PathLike | np.ndarray | None = None,
+    alpha_mask: bool = True,
+    keep_stored: bool = False,
+) -> Image:
+    """Read an image file.
+
+    Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, PFM, GIF, JPEG 2000, AVIF and (with the `heif`
+    extra) HEIC; of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by
+    their full range, those of a PFM must lie in [0, 1].
+
+    >>> import matcher, PIL.Image
+    >>> PIL.Image.new("L", (1600, 1200)).save("grey.png")
+    >>> matcher.read_image("grey.png", resize=800)
+    Image(1600 x 1200 stored, 800 x 600 grey, 'grey.png')
+
+    Args:
+        path: the file.
+        resize: longer side in pixels, only ever made smaller; None keeps the size. An image more than four
+            times as long as wide gets the area of an ordinary one instead, with an `ImageWarning`.
+        soft_resize: a soft image (enlarged, blurred) is made smaller still, until its edges are sharp, but
+            its longer side keeps so many pixels; None: never.
+        upright: apply the EXIF orientation; False keeps the stored pixels.
+        max_pixels: width · height above which the file is refused from its header, undecoded.
+        mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
+        alpha_mask: where alpha is 0, the mask is False too; with an `ImageWarning` if it is 0 everywhere.
+        keep_stored: also keep the image without colour at the file's resolution and depth, as
+            `Image.stored`; `Pipeline.refine` reads it.
+
+    Raises:
+        ImageError: the file is missing, not a known image, too large, cut short or damaged.
+        UsageError: an argument that cannot be used, or a mask of another size than the stored image.
+    """
+    path = as_path(path)
+    _check_limits(resize, soft_resize, max_pixels)
+    decoded = decode(path, max_pixels)
+    try:
+        pixels = to_uint8(decoded.samples)
+    except ValueError as error:
+        raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
+    opaque = _opaque(decoded, alpha_mask, str(path))
+    keep = combined(opaque, mask, pixels.shape[:2], max_pixels)
+    image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), path, upright=upright)
+    return _with_stored(image, decoded.samples, keep) if keep_stored else image
+
+
+def image_from_array(
+    array: Any,
+    *,
+    resize: int | None = 1024,
+    soft_resize: int | None = None,
+    upright: bool = True,
+    mask: PathLike | np.ndarray | None = None,
+    alpha_mask: bool = True,
+    keep_stored: bool = False,
+) -> Image:
+    """An image in memory: a NumPy array, a torch tensor or a PIL image.
+
+    Args:
+        array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
+            tensor may have its channels first. A PIL image may be of any mode.
+        resize, soft_resize, mask, alpha_mask, keep_stored: as in `read_image`.
+        upright: apply the EXIF orientation of a PIL image.
+
+    Raises:
+        ImageError: a PIL image whose file is damaged.
+        UsageError: another shape or dtype, values outside the range, NaN, or a mask of another size.
+    """
+    _check_limits(resize, soft_resize, MAX_PIXELS)
+    if isinstance(array, PIL.Image.Image):
+        decoded = from_pillow(array)
+    else:
+        decoded = Decoded(*split_alpha(as_array(array)), orientation=1)
+    try:
+        pixels = to_uint8(decoded.samples)
+    except ValueError as error:
+        raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
+    opaque = _opaque(decoded, alpha_mask, "the image")
+    keep = combined(opaque, mask, pixels.shape[:2], MAX_PIXELS)
+    image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), None, upright=upright)
+    return _with_stored(image, decoded.samples, keep) if keep_stored else image
+
+
+def read_input(
+    image: ImageInput,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    mask: PathLike | np.ndarray | None = None,
+    **options: Any,
+) -> Image:
+    """Whatever a user has as an image: a file, an image in memory, or an `Image`, which is taken as it is.
+
+    Raises:
+        ImageError, UsageError: as `read_image` and `image_from_array`, which take the other options; or an
+            `Image` with a mask beside it.
+    """
+    if isinstance(image, Image):
+        if mask is not None:
+            raise UsageError(
+                "an Image carries its own mask; build it with one instead of passing a mask beside it"
+            )
+        return image
+    if isinstance(image, (str, Path)):
+        return read_image(image, max_pixels=max_pixels, mask=mask, **options)
+    return image_from_array(image, mask=mask, **options)
+
+
+def read_both(
+    read: Callable[[ImageInput, Any], Image], *sides: tuple[ImageInput, Any]
+) -> tuple[Image, Image]:
+    """Both images of a pair, files at once where this process may use two threads.
+
+    Args:
+        read: makes an image of what the user has and of its mask.
+        sides: image and mask, of image 0 and of image 1; if both cannot be read, image 0 is the one told.
+    """
+    calls = [partial(read, *side) for side in sides]
+    # Of images in memory there is little to do, and PIL images may share an open file.
+    if all(isinstance(image, (str, Path)) for image, _ in sides):
+        return at_once(*calls)
+    return calls[0](), calls[1]()
+
+
+def _opaque(decoded: Decoded, alpha_mask: bool, name: str) -> np.ndarray | None:
+    """(H, W) bool where alpha is not 0, if it is a mask; None: everywhere."""
+    opaque = decoded.opaque if alpha_mask else None
+    if opaque is not None and not opaque.any():
+        warnings.warn(
+            f"{name}: alpha is 0 everywhere, so there are no keypoints; alpha_mask=False ignores it",
+            ImageWarning,
+            stacklevel=4,
+        )
+    return opaque
+
+
+def _with_stored(image: Image, samples: np.ndarray, keep: np.ndarray | None) -> Image:
+    return replace(image, stored=to_grey(samples), stored_mask=keep)
+
+
+def _check_limits(resize: int | None, soft_resize: int | None, max_pixels: int) -> None:
+    limits = {"resize": resize, "soft_resize": soft_resize, "max_pixels": max_pixels}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise UsageError(f"{name} must be at least 1, not {limit}")
+
+
+def _finish(
+    pixels: np.ndarray,
+    keep: np.ndarray | None,
+    exif: int,
+    sides: tuple[int | None, int | None],
+    path: Path | None,
+    *,
+    upright: bool,
+) -> Image:
+    """Shrink first, then turn: the same image, and only the small one is moved.
+
+    `sides` are `resize` and `soft_resize`.
+    """
+    size, orientation = (pixels.shape[1], pixels.shape[0]), exif if upright else 1
+    new_size, _ = resized(upright_size(size, orientation), sides[0])
+    target = upright_size(new_size, orientation)  # the swap undoes itself
+    stored = pixels
+    if target != size:
+        _warn_of_strips(size, target, path)
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    if sides[1] is not None and (factor := without_blur(pixels, sides[1])) < 1:
+        target = tuple(max(1, round(side * factor)) for side in target)
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    if keep is not None and target != size:
+        # kept where more than half of the resized pixel's area is
+        keep = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
+    upright = (upright_size(target, orientation), upright_size(size, orientation))
+    pixels = np.ascontiguousarray(turned_by(pixels, orientation))
+    keep = None if keep is None else np.ascontiguousarray(turned_by(keep, orientation))
+    return Image(
+        pixels=pixels,
+        size=size,
+        scale=tuple(new / old for new, old in zip(*upright, strict=True)),
+        orientation=orientation,
+        path=path,
+        mask=keep,
+        exif_orientation=None if exif == orientation else exif,
+    )
+
+
+def _warn_of_strips(size: tuple[int, int], target: tuple[int, int], path: Path | None) -> None:
+    """A long strip cannot be made small without losing its short side."""
+    if max(size) > LONGEST_ASPECT * min(size):
+        name = "the image" if path is None else str(path)
+        warnings.warn(
+            f"{name}: {size[0]} x {size[1]} is a long strip, so it is resized by its area, to {target[0]} x "
+            f"{target[1]}; cut into overlapping parts it would keep more detail",
+            ImageWarning,
+            stacklevel=4,
+        )
+
+
+# --- gradients: Images of gradient magnitude, for pairs whose grey values have little in common.
+
+# Chosen on photos whose colours went through random non-monotonic curves; magnitudes matched better than
+# their logarithms and their square roots.
+NEIGHBOURHOOD = 20.0  # pixels, of the Gaussian that averages the magnitudes around a pixel; among 10 and 40
+FLOOR = 0.1  # of the mean magnitude, so that noise in flat areas stays dark
+LEAST = 0.1  # of an average; smaller ones are rounding errors
+GREY = 90  # grey value of a magnitude equal to the average around it
+_ROWS = 256  # whose derivatives are computed at a time
+
+
+def gradient_image(image: Image, smoothing: float) -> Image:
+    """The gradient magnitude of an image relative to the average around each pixel, (H, W) uint8.
+
+    It takes about 8 bytes a pixel while it is computed, because images may be large (`matcher.tiled`).
+
+    Args:
+        image: resized; what it keeps of the file (`Image.stored`) is left out.
+        smoothing: standard deviation in pixels of the Gaussian before the derivatives.
+    """
+    magnitude = _magnitudes(image.grey(), smoothing)
+    around = cv2.GaussianBlur(magnitude, (0, 0), NEIGHBOURHOOD)
+    around += FLOOR * around.mean()
+    magnitude /= np.maximum(around, LEAST, out=around)
+    magnitude *= GREY
+    pixels = np.minimum(magnitude, 255, out=magnitude).astype(np.uint8)
+    return replace(image, pixels=pixels, stored=None, stored_mask=None)
+
+
+def _magnitudes(grey: np.ndarray, smoothing: float) -> np.ndarray:
+    """(H, W) float32 gradient magnitudes of a smoothed image (H, W) uint8, some rows at a time."""
+    found = np.empty(grey.shape, np.float32)
+    reach = math.ceil(4 * smoothing) + 2  # pixels that OpenCV's Gaussian and Sobel's derivatives look away
+    for top in range(0, len(grey), _ROWS):
+        low = max(0, top - reach)
+        smooth = cv2.GaussianBlur(grey[low : top + _ROWS + reach].astype(np.float32), (0, 0), smoothing)
+        derivatives = (cv2.Sobel(smooth, cv2.CV_32F, dx, 1 - dx) for dx in (1, 0))
+        found[top : top + _ROWS] = cv2.magnitude(*derivatives)[top - low : top - low + _ROWS]
+    return found
+
+
+# --- photos: Image files in folders: which suffixes are images, in what order, and where the shared data
+# lie.
+
+IMAGE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".tif",
+    ".tiff",
+    ".webp",
+    ".bmp",
+    ".pgm",
+    ".ppm",
+    ".pbm",
+    ".pnm",
+    ".pfm",
+    ".gif",
+    ".jp2",
+    ".avif",
+    ".heic",
+    ".heif",
+)
+DATA_VARIABLE = "MATCHER_DATA"  # environment variable that names the folder of `data_folder`
+
+
+def is_image(path: str | os.PathLike[str]) -> bool:
+    """Whether a file's name has the suffix of an image, in any case."""
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES  # noqa: PTH122 - odd names must not raise
+
+
+def list_images(folder: Path) -> Iterator[str]:
+    """Names of the image files below a folder, relative to it, with forward slashes, in no certain order.
+
+    Hidden files and folders are left out.
+    """
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for file in files:
+            if not file.startswith(".") and is_image(file):
+                yield (Path(where) / file).relative_to(folder).as_posix()
+
+
+def find_images(folder: Path) -> list[Path]:
+    """All image files below a folder, sorted by path.
+
+    Raises:
+        UsageError: there is no such folder, or no image in it.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder of images")
+    found = sorted(path for name in list_images(folder) if (path := folder / name).is_file())
+    if not found:
+        raise UsageError(f"{folder}: no images here (looked for {', '.join(IMAGE_SUFFIXES)})")
+    return found
+
+
+def natural_key(name: str) -> tuple[list[tuple[int, int, str]], str]:
+    """A sort key that compares runs of digits as numbers (frame2 before frame10); the name breaks ties."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", name)
+    return [(0, int(p), "") if p[0] in "0123456789" else (1, 0, p) for p in parts], name
+
+
+def data_folder() -> Path:
+    """Where photos/ and bench/ lie: the folder `$MATCHER_DATA`, else `shared` beside the checkout."""
+    named = os.environ.get(DATA_VARIABLE)
+    return Path(named) if named else Path(__file__).resolve().parents[2] / "shared"

@@ -1,1 +1,0 @@
-"""The laboratory: pairs with truth, training, evaluation and benchmarks."""

@@ -1,1 +1,0 @@
-"""Speed and memory on this machine, compared with other implementations with the same parameters."""

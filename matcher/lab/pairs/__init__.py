@@ -1,1 +1,0 @@
-"""Pairs of images with ground truth: benchmark sets and synthetic pairs."""

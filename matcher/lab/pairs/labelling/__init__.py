@@ -1,1 +1,0 @@
-"""Depth and poses for photos of real scenes: structure from motion, multi-view stereo, consistency checks."""

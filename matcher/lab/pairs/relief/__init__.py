@@ -1,1 +1,0 @@
-"""Scenes with relief and clutter, made of photos, plain surfaces and noise, with the depth of every pixel."""

@@ -1,1 +1,0 @@
-"""Training: scenes, views, pairs, losses, loop."""

@@ -1,1 +1,0 @@
-"""The attentional network: position, context, assignment, and the model that composes them."""

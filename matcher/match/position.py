@@ -1,0 +1,384 @@
+"""Position encodings: rotations of a point's query and key channels, or added to its descriptor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matcher.config import ContextConfig, PositionConfig
+from matcher.errors import UsageError
+from matcher.kernels.calls import linear
+from matcher.match.blocks import Backbone, widest_float
+from matcher.match.steering import upright_maps
+from matcher.types import Features, Image
+
+# --- position: Position encodings: rotations of a point's query and key channels, or added to its
+# descriptor.
+
+CHANNELS = {
+    "xy": 2,
+    "scale": 1,
+    "orientation": 2,
+    "score": 1,
+    "raw_scale": 1,
+    "raw_sigma": 1,
+    "raw_orientation": 1,
+    "raw_counterclockwise": 1,
+    "frame": 4,
+}
+# Longer side of the images that LightGlue's networks were trained on, of which their raw scales are pixels.
+TRAINED_SIDE = 1024.0
+
+
+def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
+    """(…, N, 2) upright positions (p − size/2) / (extent · max(size)), in about [−1, 1], float32.
+
+    `features.size` is the stored size; the view matched (EXIF) turns both the points and the size.
+    """
+    turn = _turn(features)
+    size = features.size.unsqueeze(-2)
+    centred = (features.keypoints - (size - 1) / 2) @ turn.transpose(-1, -2)
+    return (centred - 0.5) / (size.amax(-1, keepdim=True) * extent)
+
+
+def position_inputs(features: Features, names: tuple[str, ...], extent: float = 0.5) -> Tensor:
+    """(…, N, C) the inputs of the encoding.
+
+    `scale` is log2 of the keypoint's diameter relative to the image, `orientation` is (cos, sin) so that it
+    has no seam at ±π; both are of order one. The others are what LightGlue's networks were trained with:
+
+    - `raw_scale`: OpenCV's diameter, in pixels of the image resized to 1024 on its longer side, whatever
+      size the keypoints were found at; `raw_sigma` is COLMAP's scale, half of it.
+    - `raw_orientation`: radians from x towards y in (−π, π], as COLMAP has it; `raw_counterclockwise`: from x
+      towards −y in [0, 2π), as kornia's patches have it.
+    - `frame`: where the two axes of the described patch end, as positions.
+    """
+    return torch.cat([_column(features, name, extent) for name in names], dim=-1)
+
+
+def _column(features: Features, name: str, extent: float) -> Tensor:
+    if name == "xy":
+        return normalise_positions(features, extent)
+    if name == "score":
+        return features.scores.unsqueeze(-1)
+    if name == "frame":
+        return _axis_ends(features, extent)
+    if name == "orientation":
+        return _upright_directions(features)
+    if name in ("raw_orientation", "raw_counterclockwise"):
+        x, y = _upright_directions(features).split(1, dim=-1)
+        return torch.atan2(y, x) if name == "raw_orientation" else torch.atan2(-y, x) % (2 * math.pi)
+    side = features.size.amax(-1, keepdim=True)
+    scales = _required(features.scales, "scale")
+    if name in ("raw_scale", "raw_sigma"):
+        return (scales * TRAINED_SIDE / side).unsqueeze(-1) * (0.5 if name == "raw_sigma" else 1.0)
+    relative = scales.clamp_min(1e-3) / side
+    return (relative.log2().unsqueeze(-1) + 6) / 2
+
+
+def _axis_ends(features: Features, extent: float) -> Tensor:
+    """(…, N, 4) normalised ends of the x and of the y axis of the described patch."""
+    turn = _turn(features)
+    axes = turn.unsqueeze(-3) @ _required(features.affine_frames, "affine_frame")
+    reach = (features.size.amax(-1) * extent)[..., None, None, None]
+    ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
+    return ends.transpose(-1, -2).flatten(-2)
+
+
+def _upright_directions(features: Features) -> Tensor:
+    angles = _required(features.orientations, "orientation")
+    turn = _turn(features)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1) @ turn.transpose(-1, -2)
+
+
+def _turn(features: Features) -> Tensor:
+    """(…, 2, 2) the map from stored directions to those of the view that is matched."""
+    codes = features.matched_orientation
+    return upright_maps(codes.device)[codes]
+
+
+def _required(value: Tensor | None, name: str) -> Tensor:
+    if value is None:
+        raise UsageError(f"this matcher needs {name}s of the keypoints: Features({name}s=…)")
+    return value
+
+
+def check_inputs(config: PositionConfig) -> PositionConfig:
+    """The same configuration.
+
+    Raises:
+        UsageError: no inputs, or one that is not in `CHANNELS`.
+    """
+    unknown = set(config.inputs) - set(CHANNELS)
+    if unknown or not config.inputs:
+        what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
+        raise UsageError(f"{what}; known: {', '.join(CHANNELS)}")
+    return config
+
+
+def input_channels(config: PositionConfig) -> int:
+    """How many numbers describe a point's position."""
+    return sum(CHANNELS[name] for name in config.inputs)
+
+
+class RotaryPosition(nn.Module):
+    """Learned frequencies: phases = W·inputs, which turn pairs of channels.
+
+    LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021. One table for all
+    layers and heads. Channel c of the first half of a head is paired with channel c of its second half.
+
+    Raises:
+        UsageError: no inputs, or one that is not in `CHANNELS`.
+    """
+
+    def __init__(self, config: PositionConfig, head_dim: int) -> None:
+        super().__init__()
+        self.config = check_inputs(config)
+        self.frequencies = nn.Linear(input_channels(config), head_dim // 2, bias=False)
+        # Wavelengths from the whole image down to a few hundredths of it.
+        with torch.no_grad():
+            self.frequencies.weight.normal_()
+            spread = torch.logspace(math.log10(0.5), math.log10(12.0), head_dim // 2)
+            self.frequencies.weight[:, :2] *= spread[:, None]
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, 2, head_dim/2) cosines and sines, float32 whatever the rest runs in."""
+        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+        phases = inputs.float() @ self.frequencies.weight.float().t()
+        return torch.stack([phases.cos(), phases.sin()], dim=-2)
+
+
+class MlpPosition(nn.Module):
+    """A multilayer perceptron of position and score, added to the descriptor (SuperGlue, eq. 2)."""
+
+    def __init__(self, config: PositionConfig, dim: int) -> None:
+        super().__init__()
+        self.config = check_inputs(config)
+        widths = (input_channels(config), *config.hidden)
+        self.hidden = nn.ModuleList(
+            nn.ModuleDict({"linear": nn.Linear(a, b), "norm": nn.BatchNorm1d(b)}) for a, b in pairwise(widths)
+        )
+        self.out = nn.Linear(widths[-1], dim)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, dim), float32."""
+        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+        x = inputs.flatten(0, -2)
+        for block in self.hidden:
+            x = block["norm"](block["linear"](x)).relu()
+        return self.out(x).unflatten(0, inputs.shape[:-1])
+
+
+class SinePosition(nn.Module):
+    """Sines and cosines of a cell's column and row, added to the descriptor (Carion et al. 2020).
+
+    As LoFTR has it (Sun et al. 2021, section 3.2): channels 4k … 4k+3 are sin and cos of ω_k times the
+    column, then of ω_k times the row, both counted from 1. ω_k = 10000^(−4k/dim), or e^(−2k) ("steep"): a
+    slip of operators in the published code, with which the first indoor and outdoor networks were trained.
+    """
+
+    def __init__(self, config: PositionConfig, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.decay = 2.0 if config.frequencies == "steep" else 4 * math.log(10000.0) / dim
+
+    def forward(self, features: Features) -> Tensor:
+        """(…, N, dim), float32; `UsageError` for features that lie on no grid."""
+        cells = _required(features.cells, "cell")
+        exact = widest_float(cells.device)  # far cells have phases of many turns
+        steps = torch.arange(self.dim // 4, device=cells.device, dtype=exact)
+        phases = (cells.to(exact) + 1).unsqueeze(-2) * torch.exp(-self.decay * steps).unsqueeze(-1)
+        return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3).float()
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of channel pairs whose gradient to the angles needs no more than what it returned."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rotations: Tensor) -> Tensor:
+        out = _rotated(x, rotations[:, None, 0].to(x.dtype), rotations[:, None, 1].to(x.dtype))
+        ctx.save_for_backward(out, rotations)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        out, rotations = ctx.saved_tensors
+        cos, sin = rotations[:, None, 0].to(grad.dtype), rotations[:, None, 1].to(grad.dtype)
+        # d(out)/d(angle) is `out` turned by a quarter; the angle's gradient goes back through (cos, sin).
+        first, second = out.chunk(2, dim=-1)
+        grad_first, grad_second = grad.chunk(2, dim=-1)
+        angle = (first * grad_second - second * grad_first).sum(1).to(rotations.dtype)
+        grad_rotations = torch.stack([-angle * rotations[:, 1], angle * rotations[:, 0]], dim=1)
+        return _rotated(grad, cos, -sin), grad_rotations
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():  # it fuses this by itself, and does not know parts of `out`
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Turn the channel pairs of x (T, heads, head_dim) by `rotations` (T, 2, head_dim/2) = (cos, sin)."""
+    return _Rotate.apply(x, rotations)
+
+
+def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
+    """The position encoding that a configuration names."""
+    if config.kind == "rotary":
+        return RotaryPosition(config, context.dim // context.heads)
+    added = {"mlp": MlpPosition, "sine": SinePosition}
+    return added[config.kind](config, context.dim) if config.kind in added else None
+
+
+# --- grid: Matching without a detector, as a front end: every cell of a regular grid is a keypoint.
+
+
+class GridExtractor:
+    """Cells with descriptors, position on the grid and a finer map; `affine_frames` are their sides."""
+
+    def __init__(self, backbone: Backbone, kind: str = "loftr") -> None:
+        """Keep the network, which runs where its parameters lie.
+
+        Args:
+            backbone: in evaluation mode; it belongs to the matcher, whose weights hold its parameters.
+            kind: what the features are called.
+        """
+        self.backbone = backbone
+        self.kind = kind
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image in stored pixels, on the CPU, cells row by row, within the mask only."""
+        return [self._extract(image) for image in images]
+
+    def _extract(self, image: Image) -> Features:
+        pixels = torch.from_numpy(np.ascontiguousarray(image.grey())).to(
+            self.backbone.stem.conv.weight.device
+        )
+        coarse, fine = self.backbone(pixels[None, None].float() / 255)
+        (rows, columns), stride = coarse.shape[-2:], self.backbone.stride
+        cells = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
+        sides = stride * image.axes_to_stored
+        features = Features(
+            keypoints=image.to_stored(stride * cells - 0.5),
+            descriptors=coarse[0].flatten(1).t().contiguous().cpu(),
+            affine_frames=np.broadcast_to(sides, (len(cells), 2, 2)),
+            cells=cells,
+            grid=np.array([columns, rows]),
+            maps=fine[0].cpu(),
+            kind=self.kind,
+            **image.features_fields(),
+        )
+        if image.mask is None:
+            return features
+        return features.select(torch.from_numpy(image.mask[stride * cells[:, 1], stride * cells[:, 0]]))
+
+
+# --- correspondence: Guidance by predicted correspondences: every token knows its position and predicts
+# that of its partner.
+
+_FREQUENCIES = 32
+_FARTHEST = 1.5  # in normalised positions: a partner may lie outside the image, but not arbitrarily far
+
+
+class Side(NamedTuple):
+    """The points of one image after a layer."""
+
+    x: Tensor  # (…, N, dim) states
+    positions: Tensor  # (…, N, 2) normalised positions
+    predicted: Tensor | None = None  # (…, N, 2) predicted positions of partners in the other image, if guided
+
+
+class CorrespondenceGuidance(nn.Module):
+    """Encodings of positions, and a predicted correspondence after each layer; all in float32."""
+
+    def __init__(
+        self, dim: int, depth: int, inputs: tuple[str, ...] = ("xy", "scale", "orientation")
+    ) -> None:
+        super().__init__()
+        self.names = inputs  # positions first
+        self.frequencies = nn.Linear(2, _FREQUENCIES, bias=False)
+        others = sum(CHANNELS[name] for name in inputs) - 2
+        self.encode_position = nn.Linear(2 * _FREQUENCIES + others, dim, bias=False)
+        self.predict = nn.ModuleList(nn.Linear(dim, 2) for _ in range(depth))
+        self.encode = nn.ModuleList(nn.Linear(2 * _FREQUENCIES, dim, bias=False) for _ in range(depth))
+        self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(depth))
+        self.weight = nn.ParameterList(torch.full((_FREQUENCIES,), 0.02) for _ in range(depth))
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Wavelengths from beyond the image to a tenth of it; encodings too weak to disturb descriptors."""
+        self.frequencies.weight.normal_()
+        self.frequencies.weight *= torch.logspace(-0.3, 1.4, _FREQUENCIES)[:, None]
+        nn.init.normal_(self.encode_position.weight, std=0.04)  # zero here and below would be a saddle
+        for predict, encode, confidence in zip(self.predict, self.encode, self.confidence, strict=True):
+            nn.init.normal_(predict.weight, std=0.02)
+            for start in (predict.bias, encode.weight, confidence.weight, confidence.bias):
+                nn.init.zeros_(start)
+
+    def inputs(self, features: Features) -> Tensor:
+        """(…, N, C) the inputs of `begin`: the normalised position first, then what else is configured."""
+        return position_inputs(features, self.names)
+
+    def begin(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Tokens (T, dim) and their inputs (T, C) → tokens with an encoding of their own position."""
+        with torch.autocast(x.device.type, enabled=False):
+            code = torch.cat([self._waves(inputs[:, :2]), inputs[:, 2:]], dim=1)
+            return x + linear(code, self.encode_position.weight)
+
+    def forward(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Tokens (T, dim) after layer `depth` → tokens, and the predicted positions (T, 2) of their partners.
+
+        Predictions are positions in the other image as `normalise_positions` gives them. No gradient flows
+        from their encodings back into the prediction.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            predicted = self.predict[depth](x)
+            return x + linear(self._predicted_waves(predicted), self.encode[depth].weight), predicted
+
+    def agreement(self, side0: Side, side1: Side, depth: int) -> Tensor:
+        """(…, N, M) what scores gain where a predicted position is the other point's own, from both sides.
+
+        Σ_k w_k cos(ω_k · (predicted − own)), weighted by each point's confidence in its prediction.
+        """
+        with torch.autocast(side0.x.device.type, enabled=False):
+            left, right = self.factors(side0, side1, depth)
+            return left @ right.transpose(-1, -2)
+
+    def factors(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, Tensor]:
+        """(…, N, C), (…, M, C) whose products are the agreement."""
+        weights = [self._weights(side, depth) for side in (side0, side1)]
+        return self.weighted_factors(side0, side1, *weights)
+
+    def weighted_factors(
+        self, side0: Side, side1: Side, weights0: Tensor, weights1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `factors`, for weights (…, N, 64), (…, M, 64) of the waves of predicted positions."""
+        waves0, waves1 = (self._predicted_waves(side.predicted) for side in (side0, side1))
+        left = torch.cat([weights0 * waves0, self._waves(side0.positions)], dim=-1)
+        right = torch.cat([self._waves(side1.positions), weights1 * waves1], dim=-1)
+        return left, right
+
+    def _waves(self, positions: Tensor) -> Tensor:
+        phases = positions @ self.frequencies.weight.t()
+        return torch.cat([phases.cos(), phases.sin()], dim=-1)
+
+    def _predicted_waves(self, predicted: Tensor) -> Tensor:
+        return self._waves(predicted.detach().clamp(-_FARTHEST, _FARTHEST))
+
+    def _weights(self, side: Side, depth: int) -> Tensor:
+        return 2 * self.confidence[depth](side.x.float()).sigmoid() * self.weight[depth].repeat(2)

@@ -1,1 +1,0 @@
-"""Subpixel refinement of matches by least-squares matching on the images."""

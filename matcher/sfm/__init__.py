@@ -1,0 +1,1 @@
+"""Cameras and points of many photos, by COLMAP."""

@@ -1,0 +1,260 @@
+"""More photos for a model that exists: matched in its run, registered, triangulated and adjusted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from glob import escape
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Unpack
+
+from matcher.cameras import Camera, read_rig_config
+from matcher.collection.collection import Collection
+from matcher.collection.pairs import BEST
+from matcher.collection.runner import OnProgress, add_pairs
+from matcher.collection.schema import DATABASE
+from matcher.collection.sources import PairChoice, Photos, default_choice
+from matcher.collection.store import Store, Writer
+from matcher.errors import IntegrityError, UsageError
+from matcher.export.colmap import CameraChoice, read_exif
+from matcher.images import list_images
+from matcher.match.retrieval import similar_pairs
+from matcher.sfm.models import read_summary
+from matcher.sfm.reconstruct import (
+    RIG,
+    GivenPoses,
+    MappingOptions,
+    Reconstruction,
+    read_given_poses,
+    reconstruct,
+)
+
+# --- more_pairs: Further pairs for a model that lacks images, where the pairs of its run were chosen
+# sparingly.
+
+# Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
+EXHAUSTIVE_UP_TO, NEIGHBOURS = 100, 30
+
+OnRound = Callable[[int, int], None]  # images without a pose, pairs that are matched now
+
+
+class MorePairs:
+    """Called with the images without a pose, it matches more of their pairs; see `reconstruct`.
+
+    First the pairs of each image with the most similar others, then all in a run of up to 100 images, in a
+    larger one those that the strongest keypoints were compared of.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        *,
+        on_round: OnRound | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """For a run whose images have been added; `on_round` is called before pairs are matched."""
+        self._collection = collection
+        self._on_round, self._on_progress = on_round, on_progress
+        self._rounds: Iterator[Iterable[tuple[str, str]]] | None = None
+
+    def __call__(self, without_pose: frozenset[str]) -> bool:
+        """Whether there are pairs that were not matched before; they are now."""
+        if self._rounds is None:
+            self._rounds = self._candidates()
+        for pairs in self._rounds:
+            if new := self._added(pairs, without_pose):
+                if self._on_round is not None:
+                    self._on_round(len(without_pose), new)
+                self._collection.run(on_progress=self._on_progress)
+                return True
+        return False
+
+    def _candidates(self) -> Iterator[Iterable[tuple[str, str]]]:
+        """The pairs of each round; none for a run whose pairs were not chosen preemptively."""
+        with self._collection.store as store:
+            choice = store.pair_choice
+            names = sorted(image.name for image in store.images() if image.status == "done")
+        if not isinstance(choice, PairChoice) or choice.method != "preemptive":
+            return
+        yield self._similar(names, BEST)
+        everything = len(names) <= EXHAUSTIVE_UP_TO
+        yield combinations(names, 2) if everything else self._similar(names, choice.neighbours or NEIGHBOURS)
+
+    def _similar(self, names: list[str], k: int) -> list[tuple[str, str]]:
+        with self._collection.store as store:
+            return list(similar_pairs(names, store.features, k))
+
+    def _added(self, pairs: Iterable[tuple[str, str]], without_pose: frozenset[str]) -> int:
+        """Of these pairs, those with an image without a pose go to the run; how many are new."""
+        with Writer(self._collection.run_dir) as writer:
+            return add_pairs(writer, (pair for pair in pairs if without_pose & set(pair)))[1]
+
+
+# --- growing: More photos for a model that exists: matched in its run, registered, triangulated and
+# adjusted.
+
+_PHOTOS = "photos"  # the source of a run whose features were extracted by the package
+
+
+def find_run(model: str | Path) -> Path:
+    """The folder of the run that a model was made from.
+
+    Raises:
+        UsageError: the model does not say, or the run is not there.
+    """
+    folder = Path(model)
+    named = read_summary(folder).get("run")
+    if isinstance(named, str) and named.isprintable():
+        run = folder.absolute() / named
+    else:
+        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
+    try:
+        if (run / DATABASE).is_file():
+            return run.resolve()
+    except OSError:  # a name that no file can have
+        run = run.with_name(f"{run.name[:80]}…")
+    raise UsageError(
+        f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
+        "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
+        f"{folder} --out NEW_MODEL`, or localise by `matcher localize {folder} PHOTOS --pictures DIR`"
+    )
+
+
+def match_more(
+    run: str | Path,
+    photos: str | Path,
+    *,
+    known: Iterable[str] = (),
+    pairs: dict[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
+    **how: Any,
+) -> Collection:
+    """Extract and match the photos of a folder in a run that exists, with its settings; the run keeps all.
+
+    Args:
+        run: its folder.
+        photos: the run's folder of images, or a folder in it.
+        known: names that are not new, such as those of a model.
+        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: all in small runs, else
+            each image with the most similar ones.
+        on_progress: as of `Collection.run`.
+        how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
+
+    Returns:
+        The run's collection, with the photos.
+
+    Raises:
+        UsageError: the photos lie elsewhere, or there is none that is new.
+        IntegrityError: a known photo has changed.
+    """
+    with Store.open(run) as store:
+        before, folder = [image.name for image in store.images()], store.image_folder
+        present = _names(photos, folder)
+        new = sorted(set(present).difference(known))
+        if not new:
+            raise UsageError(f"the model has all {len(present)} photos of {photos} already")
+        _refuse_changed(store, set(known))
+    collection = Collection.reopen(run, **how)
+    kept = [name for name in before if (folder / name).is_file()]
+    names = sorted({*kept, *new})
+    collection.add_images(folder, include=[escape(name) for name in names])
+    limits = {"exhaustive_up_to": EXHAUSTIVE_UP_TO, "neighbours": NEIGHBOURS}
+    chosen = pairs or {"pairs": default_choice(len(names), **limits)}
+    collection.add_pairs(**chosen, on_progress=on_progress)
+    collection.run(on_progress=on_progress)
+    return collection
+
+
+def continue_model(
+    model: str | Path,
+    photos: str | Path,
+    out: str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    choice: CameraChoice | None = None,
+    pairs: dict[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
+    on_round: OnRound | None = None,
+    how: dict[str, Any] | None = None,
+    **options: Unpack[MappingOptions],
+) -> Reconstruction:
+    """A model with more photos, in the same world coordinates; the one that is continued stays as it is.
+
+    What is matched stays in the run, so after an interruption the same call goes on from there.
+
+    Args:
+        model: a folder that `reconstruct` wrote; a rig that it was made with applies to all photos.
+        photos: the run's folder of images, or a folder in it; what the run has already is not done again.
+        out: the folder of the new model.
+        run_dir: folder of the run; by default the one that the model was made from.
+        choice: cameras of the new photos that share none with a photo of the model.
+        pairs, on_progress, how: as of `match_more`.
+        on_round: called where photos got no pose from pairs that were chosen preemptively, before more of
+            their pairs are matched; see `MorePairs`.
+        options: of `reconstruct`.
+
+    Raises:
+        UsageError: no model or run, photos that lie elsewhere, or none of them is new.
+        IntegrityError: the model or the run is damaged, or a photo of the model has changed.
+        ReconstructionError: COLMAP's process ended early.
+    """
+    given = read_given_poses(model, fixed=False)
+    run = find_run(model) if run_dir is None else Path(run_dir)
+    if (rig := Path(model) / RIG).is_file():
+        choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
+    how = {"pairs": pairs, "known": given.cam_from_world, "on_progress": on_progress, **(how or {})}
+    more = MorePairs(match_more(run, photos, **how), on_round=on_round, on_progress=on_progress)
+    with Store.open(run) as store:
+        poses = replace(given, cameras=_with_shared_cameras(store, given))
+        return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)
+
+
+def _refuse_changed(store: Store, known: set[str]) -> None:
+    """Refuse another picture under the name of one whose pose is known, before the run takes it in."""
+    source = store.settings["source"]
+    if source["kind"] != _PHOTOS or source.get("masks"):
+        return  # digests are of features, or of both files
+    photos = Photos(store.image_folder)
+    for image in store.images():
+        same = image.name not in known or image.status != "done" or not image.path.is_file()
+        if not same and photos.digest(image.name) != image.sha256:
+            raise IntegrityError(
+                f"{image.path} has changed since its keypoints were found, and its pose is that of the old "
+                "file: put that back and give the new one another name, or make the model again"
+            )
+
+
+def _names(photos: str | Path, folder: Path) -> list[str]:
+    """Names in the run of the photos below a folder.
+
+    Raises:
+        UsageError: the folder is not the run's, or holds no photo.
+    """
+    given = Path(photos)
+    if not given.is_dir():
+        raise UsageError(f"{photos} is not a folder of photos")
+    try:
+        below = Path(os.path.realpath(given)).relative_to(os.path.realpath(folder))
+    except ValueError:
+        raise UsageError(
+            f"{photos} does not lie in {folder}, the folder of the run's images, from which they are named: "
+            f"put the new photos into it, for example as {folder / Path(photos).name}"
+        ) from None
+    names = sorted((below / name).as_posix() for name in list_images(given))
+    if not names:
+        raise UsageError(f"{photos} holds no photos")
+    return names
+
+
+def _with_shared_cameras(store: Store, given: GivenPoses) -> dict[str, Camera]:
+    """The cameras of the model's photos, and of those by the same device, size and focal length."""
+    keys = {}
+    for image in store.images():
+        exif = read_exif(image.path) if image.path.is_file() else None
+        identity = exif if exif is not None and exif.model else str(Path(image.name).parent)
+        keys[image.name] = (image.size, identity)
+    known = {keys[name]: camera for name, camera in given.cameras.items() if name in keys}
+    found = {name: known[key] for name, key in keys.items() if key in known}
+    return {**found, **given.cameras}

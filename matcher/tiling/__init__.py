@@ -1,1 +1,0 @@
-"""Images of any size: keypoints by tiles at full resolution, matched window by window."""

@@ -1,0 +1,1 @@
+"""From photos to a weights file."""

@@ -1,0 +1,723 @@
+"""One image as front ends take it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import cv2
+import numpy as np
+
+from matcher.arrays import (
+    ORIENTATIONS,
+    SIFT_DIM,
+    all_finite,
+    as_array_field_arrays,
+    as_tensor,
+    is_raw_sift,
+    is_tensor,
+    library,
+    loaded_torch,
+    root_sift,
+    stack_padded,
+    to_numpy,
+)
+from matcher.cameras import Camera
+from matcher.config import GeometryKind, GeometryStatus
+from matcher.errors import UsageError
+from matcher.geometry import (
+    UPRIGHT,
+    resize_points,
+    resized,
+    stored_to_upright,
+    turn_angles,
+    upright_size,
+    upright_to_stored,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+# --- image: One image as front ends take it.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Image:
+    """One image, upright and resized, ready for a front end; `read_image` makes one of a file.
+
+    >>> import numpy as np
+    >>> from matcher import Image
+    >>> image = Image(np.zeros((60, 80), np.uint8), size=(160, 120), scale=(0.5, 0.5))
+    >>> image.to_stored(np.array([[0.0, 0.0]])).tolist()
+    [[0.5, 0.5]]
+    """
+
+    pixels: np.ndarray  # (H, W) or (H, W, 3) RGB, uint8
+    size: tuple[int, int]  # (width, height) as stored in the file, before orientation and resize
+    scale: tuple[float, float] = (1.0, 1.0)  # (sx, sy) = resized / upright size, after rounding
+    orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become `pixels`
+    path: Path | None = None
+    mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
+    exif_orientation: int | None = None  # of the file, if it was not applied; else `orientation`
+    # (H, W) grey, stored pixels at the file's resolution and depth: uint8, uint16 or float32 up to 255;
+    # refinement reads it. And (H, W) bool, where it may.
+    stored: np.ndarray | None = None
+    stored_mask: np.ndarray | None = None
+
+    @property
+    def stored_scale(self) -> np.ndarray:
+        """(2,) float32: `scale` along the stored image's x and y axes, as `Features.scale` holds it."""
+        turned = self.orientation >= 5
+        return np.asarray(self.scale[::-1] if turned else self.scale, dtype=np.float32)
+
+    @property
+    def axes_to_stored(self) -> np.ndarray:
+        """(2, 2) float64: the linear map from vectors of `pixels` to vectors of the stored image."""
+        return UPRIGHT[self.orientation].T @ np.diag([1 / self.scale[0], 1 / self.scale[1]])
+
+    def grey(self) -> np.ndarray:
+        """(H, W) uint8: `pixels` without colour."""
+        if self.pixels.ndim == 2:
+            return self.pixels
+        return cv2.cvtColor(self.pixels, cv2.COLOR_RGB2GRAY)
+
+    def to_stored(self, points: np.ndarray) -> np.ndarray:
+        """Points (…, 2) of `pixels` → stored pixels, float64."""
+        upright = resize_points(points, (1 / self.scale[0], 1 / self.scale[1]))
+        return upright_to_stored(upright, self.size, self.orientation)
+
+    def from_stored(self, points: np.ndarray) -> np.ndarray:
+        """Stored pixels (…, 2) → points of `pixels`, float64; the inverse of `to_stored`."""
+        return resize_points(stored_to_upright(points, self.size, self.orientation), self.scale)
+
+    def resized(self, factor: float) -> Image:
+        """The same image with fewer or more pixels, and its mask."""
+        import cv2
+
+        height, width = self.pixels.shape[:2]
+        size = (max(1, round(width * factor)), max(1, round(height * factor)))
+        how = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
+        mask = self.mask
+        if mask is not None:
+            mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
+        scale = (self.scale[0] * size[0] / width, self.scale[1] * size[1] / height)
+        return replace(self, pixels=cv2.resize(self.pixels, size, interpolation=how), mask=mask, scale=scale)
+
+    def is_reduced(self, resize: int | None) -> bool:
+        """Whether it was made smaller than to this longer side, because it was soft."""
+        height, width = self.pixels.shape[:2]
+        full, _ = resized(upright_size(self.size, self.orientation), resize)
+        return width * height < full[0] * full[1]
+
+    def features_fields(self) -> dict[str, Any]:
+        """What `Features` take from their image: size, scale and orientations, as keyword arguments."""
+        exif = self.orientation if self.exif_orientation is None else self.exif_orientation
+        return {
+            "size": np.asarray(self.size, dtype=np.float32),
+            "scale": self.stored_scale,
+            "exif_orientation": np.asarray(exif),
+            "view_orientation": None if exif == self.orientation else np.asarray(self.orientation),
+        }
+
+    def __repr__(self) -> str:
+        height, width = self.pixels.shape[:2]
+        colour = "grey" if self.pixels.ndim == 2 else "RGB"
+        parts = [f"{self.size[0]} x {self.size[1]} stored", f"{width} x {height} {colour}"]
+        parts += [f"EXIF {self.orientation}"] * (self.orientation != 1)
+        parts += ["masked"] * (self.mask is not None)
+        return f"Image({', '.join(parts)}{'' if self.path is None else f', {str(self.path)!r}'})"
+
+
+# --- features: Keypoints and descriptors of an image or of a padded batch of images.
+
+RAW_SIFT = (
+    "these are raw SIFT descriptors, but matchers of SIFT take RootSIFT: build the features by "
+    "Features.from_cv2(keypoints, descriptors, size), which converts them"
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Features:
+    """Keypoints and descriptors of one image (no leading axis) or of a padded batch (leading axis B).
+
+    Arrays may be NumPy or torch when users build it; positions become float32. They are kept as torch tensors
+    in a process that has loaded torch, else as NumPy arrays; `np.asarray` reads both, and `numpy` converts.
+    Descriptors are those the matcher was trained with: of norm 1, for SIFT as RootSIFT (`from_cv2` converts);
+    networks refuse others.
+
+    >>> from matcher import Features
+    >>> Features(keypoints=[[10, 20], [30, 40]], descriptors=[[1, 0], [0, 1]], size=(64, 48))
+    Features(2 keypoints, 2-d 'any' descriptors, 64 x 48 pixels)
+
+    Raises:
+        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no image,
+            or raw SIFT descriptors under the name "sift".
+    """
+
+    keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
+    descriptors: Tensor  # (..., N, D), of norm 1 for all matchers but those of DeDoDe and LoFTR
+    scores: Tensor | None = None  # (..., N) detector score, larger is better; ones when absent
+    size: Tensor | None = None  # (..., 2) stored (width, height); required
+    scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
+    orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
+    # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
+    affine_frames: Tensor | None = None
+    cells: Tensor | None = None  # (..., N, 2) column and row of the point on the grid of its front end
+    grid: Tensor | None = None  # (..., 2) columns and rows of that grid
+    maps: Tensor | None = None  # (..., C, h, w) finer map of the image, to refine matches on
+    mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
+    exif_orientation: Tensor | None = None  # (...) int64 EXIF code 1-8 of the stored pixels; 1 when absent
+    # (...) int64 EXIF code of the view in which positions are normalised, where a matcher turned the image
+    view_orientation: Tensor | None = None
+    # (..., 2) size that the front end saw / stored size, along the stored x and y axes; 1 when absent
+    scale: Tensor | None = None
+    kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
+    _PER_IMAGE = ("size", "scale", "exif_orientation", "view_orientation", "grid", "maps")
+
+    def __post_init__(self) -> None:
+        convert = as_array_field_arrays if loaded_torch() is None else as_tensor
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "kind" and value is not None:
+                object.__setattr__(self, f.name, convert(value, f.name))
+        self._fill_defaults()
+        self._check()
+
+    def _fill_defaults(self) -> None:
+        if self.keypoints is None or self.descriptors is None:
+            raise UsageError("Features need keypoints (..., N, 2) and descriptors (..., N, D)")
+        points, xp = self.keypoints, library(self.keypoints)
+        if self.size is None:
+            raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
+        shape = tuple(self.keypoints.shape)
+        if len(shape) < 2 or shape[-1] != 2:
+            raise UsageError(f"Features.keypoints must be (..., N, 2), not {shape}")
+        if tuple(self.size.shape) != (*shape[:-2], 2):
+            raise UsageError(f"Features.size must be {(*shape[:-2], 2)}, not {tuple(self.size.shape)}")
+        if self.scores is None:
+            object.__setattr__(self, "scores", xp.ones_like(points[..., 0]))
+        if self.mask is None:
+            object.__setattr__(self, "mask", xp.ones_like(points[..., 0], dtype=bool))
+        if self.exif_orientation is None:
+            upright = xp.ones_like(self.size[..., 0], dtype=xp.int64)
+            object.__setattr__(self, "exif_orientation", upright)
+        if self.scale is None:
+            object.__setattr__(self, "scale", xp.ones_like(self.size))
+
+    def _check(self) -> None:
+        shape = self.keypoints.shape
+        wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
+        wanted |= dict.fromkeys(("size", "scale", "grid"), (*shape[:-2], 2))
+        wanted |= dict.fromkeys(ORIENTATIONS, tuple(shape[:-2]))
+        wanted |= {"affine_frames": (*shape, 2), "cells": tuple(shape)}
+        wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
+        wanted["maps"] = () if self.maps is None else (*shape[:-2], *self.maps.shape[-3:])
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
+            if value is not None and value.shape != wanted.get(name, value.shape):
+                raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
+            if not (value is None or all_finite(value)):
+                raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
+        if not bool((self.size > 0).all() & (self.scale > 0).all()):
+            raise UsageError("Features.size and Features.scale must be positive")
+        for name in ORIENTATIONS:
+            codes = getattr(self, name)
+            if codes is not None and not bool(((codes >= 1) & (codes <= 8)).all()):
+                raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
+        some = self.descriptors[..., :64, :].reshape(-1, max(self.descriptors.shape[-1], 1))[:64]
+        if self.kind == "sift" and is_raw_sift(to_numpy(some)):
+            raise UsageError(RAW_SIFT)
+
+    @property
+    def matched_orientation(self) -> Tensor:
+        """(...) int64 EXIF code of the view in which positions are normalised for matching.
+
+        It is `view_orientation` where a matcher turned the image, else the file's `exif_orientation`.
+        """
+        return self.exif_orientation if self.view_orientation is None else self.view_orientation
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(width, height) of the stored image, of features of one image."""
+        width, height = (round(value) for value in self.size.tolist())
+        return width, height
+
+    def __len__(self) -> int:
+        """Points per image, padding included."""
+        return self.keypoints.shape[-2]
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self)} keypoints", f"{self.descriptors.shape[-1]}-d {self.kind!r} descriptors"]
+        if self.keypoints.ndim == 2:
+            parts.append("{:.0f} x {:.0f} pixels".format(*self.size.tolist()))
+        else:
+            parts.insert(0, f"batch {tuple(self.keypoints.shape[:-2])}")
+        return f"Features({', '.join(parts)})"
+
+    @classmethod
+    def of_valid(cls, **values: Tensor | str) -> Features:
+        """As the constructor, of tensors of the fields' types, which are not checked: on a GPU every check
+        waits for it."""
+        made = object.__new__(cls)
+        for f in fields(cls):
+            object.__setattr__(made, f.name, values.pop(f.name, f.default))
+        if values:
+            raise TypeError(f"Features have no field {', '.join(values)}")
+        made._fill_defaults()
+        return made
+
+    @classmethod
+    def from_image(
+        cls,
+        image: Image,
+        points: np.ndarray,
+        descriptors: np.ndarray | Tensor,
+        *,
+        scores: np.ndarray | Tensor | None = None,
+        diameters: np.ndarray | None = None,
+        angles: np.ndarray | None = None,
+        kind: str = "any",
+    ) -> Features:
+        """What a front end found on `image.pixels`, carried back to the stored image.
+
+        >>> import numpy as np
+        >>> from matcher import Features, Image
+        >>> image = Image(np.zeros((60, 80), np.uint8), size=(160, 120), scale=(0.5, 0.5))
+        >>> Features.from_image(image, np.array([[4.5, 2.0]]), np.ones((1, 4))).keypoints.tolist()
+        [[9.5, 4.5]]
+
+        Args:
+            image: what the front end was given.
+            points: (N, 2) xy in pixels of `image.pixels`, whose first pixel's centre is (0, 0).
+            descriptors: (N, D).
+            scores: (N,) detector score, larger is better.
+            diameters: (N,) of the keypoints, pixels of `image.pixels`; they become `scales`.
+            angles: (N,) radians from x towards y on `image.pixels`; they become `orientations`.
+            kind: the front end's name; "any" goes with every matcher.
+
+        Raises:
+            UsageError: as the constructor.
+        """
+        turn = UPRIGHT[image.orientation].T
+        return cls(
+            keypoints=image.to_stored(np.asarray(points)).astype(np.float32),
+            descriptors=descriptors,
+            scores=scores,
+            scales=None if diameters is None else diameters / np.float32(np.sqrt(np.prod(image.scale))),
+            orientations=None if angles is None else turn_angles(angles, turn).astype(np.float32),
+            kind=kind,
+            **image.features_fields(),
+        )
+
+    @classmethod
+    def from_cv2(
+        cls,
+        keypoints: Sequence[cv2.KeyPoint],
+        descriptors: np.ndarray | None,
+        size: tuple[int, int],
+        *,
+        kind: str = "sift",
+    ) -> Features:
+        """What OpenCV's `detectAndCompute` returns; raw SIFT descriptors become RootSIFT.
+
+        >>> import cv2, numpy as np
+        >>> from matcher import Features
+        >>> image = np.random.default_rng(0).integers(0, 255, (48, 64), dtype=np.uint8)
+        >>> features = Features.from_cv2(*cv2.SIFT_create().detectAndCompute(image, None), size=(64, 48))
+        >>> round(float(np.linalg.norm(features.descriptors[0])), 3)
+        1.0
+
+        Args:
+            keypoints: in stored pixels.
+            descriptors: (N, D) float; None where there are no keypoints.
+            size: (width, height) of the image.
+            kind: the front end; "sift" is what `hybrid` and `lightglue-sift` take.
+
+        Raises:
+            UsageError: binary descriptors, such as ORB's, and what the constructor refuses.
+        """
+        values = np.zeros((0, SIFT_DIM), np.float32) if descriptors is None else np.asarray(descriptors)
+        if values.dtype == np.uint8 and values.shape[-1:] != (SIFT_DIM,):
+            raise UsageError("binary descriptors (ORB, BRISK, AKAZE) are not supported; use SIFT's")
+        if kind == "sift" and is_raw_sift(values):
+            values = root_sift(values)
+        table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], np.float32).reshape(-1, 5)
+        return cls(
+            keypoints=table[:, :2],
+            descriptors=values,
+            scores=table[:, 4],
+            size=size,
+            scales=table[:, 2],
+            orientations=np.deg2rad(table[:, 3]),
+            kind=kind,
+        )
+
+    def to_cv2(self) -> list[cv2.KeyPoint]:
+        """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""
+        import cv2
+
+        if self.keypoints.ndim != 2:
+            raise UsageError("features of one image are needed; take a batch apart by unstack()")
+        chosen = self.select(self.mask)
+        points, scores = chosen.keypoints.tolist(), chosen.scores.tolist()
+        sizes = [1.0] * len(points) if chosen.scales is None else chosen.scales.tolist()
+        angles = [-1.0] * len(points)
+        if chosen.orientations is not None:
+            angles = (np.rad2deg(to_numpy(chosen.orientations)) % 360).tolist()
+        columns = zip(points, sizes, angles, scores, strict=True)
+        return [cv2.KeyPoint(*point, size, angle, score) for point, size, angle, score in columns]
+
+    def _map(self, change) -> Features:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+        return self.with_valid(**{k: None if v is None else change(k, v) for k, v in values.items()})
+
+    def with_valid(self, **values: Tensor | None) -> Features:
+        """The same with other fields, which are not checked: on a GPU every check waits for it."""
+        changed = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(changed, name, value)
+        return changed
+
+    def to(self, device: torch.device | str) -> Features:
+        """The same features as torch tensors on a device; themselves if they are that."""
+        import torch
+
+        if is_tensor(self.keypoints):
+            there = self.keypoints.device == torch.device(device)
+            return self if there else self._map(lambda _, value: value.to(device))
+        # Fields are converted where a tensor is among them.
+        return replace(self, keypoints=torch.from_numpy(self.keypoints)).to(device)
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """All fields that are there as NumPy arrays, by name, but for `kind`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+        return {name: to_numpy(value) for name, value in values.items() if value is not None}
+
+    def select(self, index: Tensor) -> Features:
+        """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
+        return self._map(lambda name, value: value if name in self._PER_IMAGE else value[index])
+
+    def entries(self, chosen: Tensor | Sequence[int]) -> Features:
+        """Some images of a batch, as a batch."""
+        return self._map(lambda _, value: value[chosen])
+
+    def first(self, count: int | None) -> Features:
+        """At most so many points of every image of a batch, which are the strongest of a front end's."""
+        return self._map(lambda name, value: value if name in self._PER_IMAGE else value[:, :count])
+
+    def unstack(self) -> list[Features]:
+        """A padded batch taken apart into single images without their padding."""
+        singles = [self._map(lambda _, value, b=b: value[b]) for b in range(self.keypoints.shape[0])]
+        return [single.select(single.mask) for single in singles]
+
+    @staticmethod
+    def stack(items: Sequence[Features]) -> Features:
+        """Single images padded with masked zeros to one batch; `UsageError` for mixed kinds or no image."""
+        kinds = sorted({f"{item.kind} ({item.descriptors.shape[-1]}-d)" for item in items})
+        if len(kinds) != 1:
+            raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
+        columns, convert = {}, as_array_field_arrays if loaded_torch() is None else as_tensor
+        for name in (f.name for f in fields(Features) if f.name != "kind"):
+            values = [getattr(item, name) for item in items]
+            if name == "view_orientation" and any(value is not None for value in values):
+                values = [item.matched_orientation for item in items]
+            absent = any(value is None for value in values)
+            columns[name] = None if absent else convert(stack_padded(values), name)
+        return items[0].with_valid(**columns)
+
+
+# --- matches: Matches of a pair and the geometry that they agree with; NumPy, K matches.
+
+UNMATCHED = -1  # in place of a partner's index, and for keypoints without a match
+MATCHED = 0  # among the fates of keypoints, beside UNMATCHED and n > 0: pruned after layer n
+
+
+# What refinement did to a match: "refined", or why it was left as it was.
+REFINEMENTS = ("refined", "outside", "no_map", "flat", "moved_far", "low_correlation", "not_converged")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MatchRefinement:
+    """What least-squares matching on the images says of K matches (`Pipeline.refine`).
+
+    Status 0 means that a match was refined. Otherwise it was left where it was, because
+
+    - `outside`: half of the window around it is on no image, or masked;
+    - `no_map`: the matches around it do not tell how its surroundings are deformed;
+    - `flat`: there is no contrast around it;
+    - `moved_far`: the windows would fit best where the match cannot be;
+    - `low_correlation`: neither grey values nor gradients look alike there;
+    - `not_converged`: there is no clear best place.
+    """
+
+    status: np.ndarray  # (K,) uint8, an index into `matcher.types.REFINEMENTS`
+    covariances: np.ndarray  # (K, 2, 2) float32 of points1, in stored pixels²; of an unrefined match a guess
+    correlations: np.ndarray  # (K,) float32 of the windows, in [-1, 1]
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """(K,) bool: matches that were refined."""
+        return self.status == 0
+
+    def select(self, index: np.ndarray) -> MatchRefinement:
+        """That of some matches, by indices or a mask."""
+        return MatchRefinement(self.status[index], self.covariances[index], self.correlations[index])
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """What `Result.save` writes: `refinement`, the status by name, `covariances` and `correlations`."""
+        names = np.array(REFINEMENTS)[self.status]
+        return {"refinement": names, "covariances": self.covariances, "correlations": self.correlations}
+
+    def counts(self) -> dict[str, int]:
+        """The number of matches by status, those that occur."""
+        found = np.bincount(self.status, minlength=len(REFINEMENTS)).tolist()
+        return {name: count for name, count in zip(REFINEMENTS, found, strict=True) if count}
+
+    def __repr__(self) -> str:
+        counts = [f"{count} {name}" for name, count in self.counts().items()]
+        return f"MatchRefinement({', '.join(counts) or 'none'})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Matches:
+    """Mutual matches of one pair, best first.
+
+    >>> import numpy as np
+    >>> from matcher import Matches
+    >>> points = np.zeros((1, 2), np.float32)
+    >>> Matches(np.array([[4, 7]]), points, points, np.array([0.75], np.float32))
+    Matches(1 match, scores 0.75 to 0.75)
+    """
+
+    indices: np.ndarray  # (K, 2) int64 into the features of image 0 and 1
+    points0: np.ndarray  # (K, 2) float32 stored pixels
+    points1: np.ndarray  # (K, 2)
+    # (K,) float32 in [0, 1]: the probability of being within 3 pixels where a preset is calibrated, given the
+    # geometry once it is known; else what the network or the ratio test gave.
+    scores: np.ndarray
+    layers_run: int = 0
+    kept0: int = 0  # points not pruned
+    kept1: int = 0
+    refinement: MatchRefinement | None = None  # None where the images were not looked at again
+    prior: np.ndarray | None = None  # (K,) float32, see `prior_scores`; None: they are `scores`
+
+    @classmethod
+    def from_indices(
+        cls, indices: np.ndarray, keypoints0: np.ndarray, keypoints1: np.ndarray, scores: np.ndarray
+    ) -> Matches:
+        """Matches from pairs of keypoint indices, sorted best first.
+
+        >>> import numpy as np
+        >>> from matcher import Matches
+        >>> keypoints = np.arange(10.0).reshape(5, 2)
+        >>> found = Matches.from_indices([[0, 1], [3, 2]], keypoints, keypoints, [0.5, 0.9])
+        >>> found.points0.tolist(), found.scores.round(2).tolist()
+        ([[6.0, 7.0], [0.0, 1.0]], [0.8999999761581421, 0.5])
+
+        Args:
+            indices: (K, 2) into keypoints0 and keypoints1; a keypoint occurs at most once on its side.
+            keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels, NumPy or torch.
+            scores: (K,) in [0, 1].
+        """
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1, 2)
+        scores = np.asarray(scores, dtype=np.float32)
+        order = np.argsort(-scores, kind="stable")
+        indices, scores = indices[order], scores[order]
+        keypoints0, keypoints1 = (np.asarray(k, dtype=np.float32) for k in (keypoints0, keypoints1))
+        return cls(
+            indices=indices,
+            points0=keypoints0[indices[:, 0]],
+            points1=keypoints1[indices[:, 1]],
+            scores=scores,
+            kept0=len(keypoints0),
+            kept1=len(keypoints1),
+        )
+
+    @property
+    def prior_scores(self) -> np.ndarray:
+        """(K,) float32 in [0, 1] the scores from before a geometry is known, by which it weighs the matches.
+
+        So does the verdict. They take account of refinement.
+        """
+        return self.scores if self.prior is None else self.prior
+
+    @property
+    def covariances(self) -> np.ndarray | None:
+        """(K, 2, 2) of points1, in stored pixels², where the images were looked at again."""
+        return None if self.refinement is None else self.refinement.covariances
+
+    def __len__(self) -> int:
+        """The number of matches K."""
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Matches(none)"
+        count = "1 match" if len(self) == 1 else f"{len(self)} matches"
+        layers = f", {self.layers_run} layers" if self.layers_run else ""
+        return f"Matches({count}, scores {self.scores.min():.2f} to {self.scores.max():.2f}{layers})"
+
+    def to_cv2(self) -> list[cv2.DMatch]:
+        """OpenCV's matches, for `cv2.drawMatches`: query is image 0, train image 1, distance 1 − score.
+
+        The indices are those of the features, so they fit `Features.to_cv2` of features without padding.
+        """
+        import cv2
+
+        rows = zip(self.indices.tolist(), self.scores.tolist(), strict=True)
+        return [cv2.DMatch(query, train, 1.0 - score) for (query, train), score in rows]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TwoViewGeometry:
+    """A model of how two views relate, or the reason why there is none.
+
+    `status` is whether to use the model:
+
+    - `ok`: use it.
+    - `low_inliers`: a model with fewer inliers than required, or no more than chance gives, also among the
+      matches of several passes.
+    - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line or (for
+      essential) views that only rotate, or nothing that fits.
+    - `not_estimated`: no geometry was requested.
+
+    >>> import numpy as np
+    >>> from matcher import TwoViewGeometry
+    >>> TwoViewGeometry("homography", "too_few", np.zeros(3, bool))
+    TwoViewGeometry(homography: too_few, 0 of 3 inliers)
+    """
+
+    kind: GeometryKind
+    status: GeometryStatus
+    inliers: np.ndarray  # (K,) bool
+    # (3, 3) float64. Homography: stored pixels of image 0 → image 1. Fundamental: x1ᵀ F x0 = 0 in stored
+    # pixels; essential: the same in normalised coordinates of the cameras.
+    matrix: np.ndarray | None = None
+    cam1_from_cam0: np.ndarray | None = None  # (4, 4) float64, unit translation; essential only
+    # Of homographies only, where `matrix` is that of the plane with most inliers:
+    planes: np.ndarray | None = None  # (K,) int64 index into `matrices`, −1 for outliers
+    matrices: np.ndarray | None = None  # (P, 3, 3) float64, most inliers first
+
+    def __repr__(self) -> str:
+        count = int(np.count_nonzero(self.inliers))
+        return f"TwoViewGeometry({self.kind}: {self.status}, {count} of {len(self.inliers)} inliers)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Kind, status, number of inliers and models as plain values, ready for `json.dumps`."""
+        models = {"matrix": self.matrix, "cam1_from_cam0": self.cam1_from_cam0, "matrices": self.matrices}
+        return {
+            "kind": self.kind,
+            "status": self.status,
+            "inliers": int(np.count_nonzero(self.inliers)),
+            **{name: None if model is None else model.tolist() for name, model in models.items()},
+        }
+
+
+def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, TwoViewGeometry]:
+    """The matches by falling score, equal ones in their order, and the geometry with their inliers."""
+    order, refinement = np.argsort(-matches.scores, kind="stable"), matches.refinement
+    names = ("indices", "points0", "points1", "scores")
+    changes = {name: getattr(matches, name)[order] for name in names}
+    if matches.prior is not None:
+        changes["prior"] = matches.prior[order]
+    planes = None if geometry.planes is None else geometry.planes[order]
+    return (
+        replace(matches, **changes, refinement=refinement and refinement.select(order)),
+        replace(geometry, inliers=geometry.inliers[order], planes=planes),
+    )
+
+
+# --- protocols: What a pipeline is made of: an extractor, a matcher and an estimator.
+
+
+class Extractor(Protocol):
+    """A front end: images → features of each, unpadded."""
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Detect and describe."""
+
+
+class Matcher(Protocol):
+    """Features of B pairs → matches of each; both arguments are batches.
+
+    One whose scores are probabilities may have a `calibration` (`matcher.config.CalibrationConfig`), by which
+    a pipeline corrects those of refined and of verified matches; the scores of others stay as they are.
+    """
+
+    def __call__(self, features0: Features, features1: Features) -> list[Matches]:
+        """Match every pair of the batch."""
+
+
+class Estimator(Protocol):
+    """Matched points → two-view geometry.
+
+    One whose attribute `takes_covariances` is true is also given `covariances`, of points1 in stored pixels²
+    (K, 2, 2), where matches have them.
+    """
+
+    def __call__(
+        self,
+        points0: np.ndarray,
+        points1: np.ndarray,
+        *,
+        cameras: tuple[Camera, Camera] | None = None,
+        scores: np.ndarray | None = None,
+        thresholds_scale: float = 1.0,
+    ) -> TwoViewGeometry:
+        """Estimate robustly; bad points give a status, never an error."""
+
+
+# --- feature_pairs: What a program gives as pairs of features, checked before they are stacked.
+
+
+def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
+    """The pairs, if each is two `Features` of one image.
+
+    Raises:
+        UsageError: no list or tuple, an entry that is no pair of `Features`, or a batch.
+    """
+    if not isinstance(pairs, (list, tuple)):
+        raise UsageError(f"pairs must be a list of pairs of Features, not {type(pairs).__name__}")
+    for number, pair in enumerate(pairs):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            what = f"{len(pair)} of them" if isinstance(pair, (list, tuple)) else type(pair).__name__
+            raise UsageError(f"pairs[{number}] must be two Features, not {what}")
+        for features in pair:
+            if not isinstance(features, Features):
+                raise UsageError(f"pairs[{number}] must be two Features, not {type(features).__name__}")
+            if features.keypoints.ndim != 2:
+                raise UsageError(
+                    "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
+                )
+    return pairs
+
+
+def one_for_each(found: Any, kind: type, count: int, role: str, part: object) -> list[Any]:
+    """What a part of a pipeline, perhaps a user's own, returned for `count` images or pairs, as a list.
+
+    Raises:
+        UsageError: there is not one object of this kind for each.
+    """
+    listed = list(found)
+    if len(listed) != count or not all(isinstance(each, kind) for each in listed):
+        what = {"extractor": "image", "matcher": "pair"}[role]
+        name = type(part).__name__
+        raise UsageError(f"the {role} {name} must return a list with one {kind.__name__} for every {what}")
+    return listed
+
+
+# --- strongest: The keypoints that the front end scored highest.
+
+
+def strongest_rows(features: Features, count: int) -> np.ndarray:
+    """Rows of the `count` keypoints of the highest scores, in their order; of equal ones the first."""
+    return np.sort(np.argsort(-to_numpy(features.scores), kind="stable")[:count])
+
+
+def strongest(features: Features, count: int) -> Features:
+    """The features of one image, at most `count`, those of the highest scores, in their order."""
+    return features if len(features) <= count else features.select(strongest_rows(features, count))

@@ -1,0 +1,1 @@
+"""Drawings of matches, keypoints, overlays and plots."""

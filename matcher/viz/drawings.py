@@ -1,0 +1,551 @@
+"""What all drawings share: two views placed on a white canvas, a header with a legend, encoding.
+
+Built on matplotlib's objects (no pyplot, so no global state and no window).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import cv2
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from matcher.errors import UsageError
+from matcher.files import check_output, write_output
+from matcher.geometry import resize_points, stored_to_upright, warp_points
+from matcher.images import MAX_PIXELS, image_from_array, read_image
+from matcher.types import MATCHED, UNMATCHED, Image
+from matcher.verify.adjustment import epipolar_distance
+
+# --- canvas: What all drawings share: two views placed on a white canvas, a header with a legend, encoding.
+
+PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
+VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette
+SKY = (0.34, 0.71, 0.91)
+GREEN = (0.0, 0.62, 0.45)
+ORANGE = (0.9, 0.62, 0.0)
+BLUE = (0.0, 0.45, 0.7)
+PINK = (0.8, 0.47, 0.65)
+YELLOW = (0.94, 0.89, 0.26)
+
+_SIDE, _GAP, _MIN_WIDTH, _DPI = 800, 12, 960, 100  # pixels; _SIDE: longer side of either image
+_HEADER = 52  # pixels, of an image 1000 wide; in wider ones the header grows, to be read when they are shrunk
+_DIM = 0.85  # brightness of the images below the lines
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """An image at its scale and position on the canvas."""
+
+    image: Image
+    scale: tuple[float, float]  # (sx, sy) = display size / size of image.pixels
+    offset: tuple[int, int]  # of the top left pixel on the canvas
+    shape: tuple[int, int]  # (width, height) as displayed
+
+    def points(self, points: np.ndarray) -> np.ndarray:
+        """Stored pixels (K, 2) → canvas pixels."""
+        upright = stored_to_upright(points, self.image.size, self.image.orientation)
+        resized = resize_points(upright, self.image.scale)
+        return resize_points(resized, self.scale) + np.asarray(self.offset)
+
+
+@dataclass(frozen=True)
+class Legend:
+    """The colour legend of a header: a scale with its two ends, and texts, each in its own colour."""
+
+    texts: tuple[tuple[str, tuple[float, ...] | str], ...] = ()
+    scale: Colormap | None = None
+    ends: tuple[str, str] = ("", "")
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as .png, .jpg, .jpeg, .pdf or .svg; the file appears whole or not at all.
+
+    Raises:
+        UsageError: another suffix, or a folder that is absent.
+    """
+    path = check_output(path, PLOT_SUFFIXES)
+    write_output(path, _encoded(figure, path.suffix.lower()[1:]))
+    return path
+
+
+def figure_pixels(figure: Figure) -> np.ndarray:
+    """A figure as an (H, W, 3) uint8 RGB array."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _encoded(figure: Figure, kind: str) -> bytes:
+    FigureCanvasAgg(figure)
+    options = {"jpg": {"pil_kwargs": {"quality": 92}}, "pdf": {"metadata": {"CreationDate": None}}}
+    options |= {"jpeg": options["jpg"], "svg": {"metadata": {"Date": None}}}
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "matcher"}):  # the same names of parts every time
+        figure.savefig(buffer, format=kind, dpi=_DPI, **options.get(kind, {}))
+    return buffer.getvalue()
+
+
+def as_image(image: Image | np.ndarray | str | Path, max_pixels: int = MAX_PIXELS) -> Image:
+    """An image by its path, as an array, or as it is; raises as `images.read_image` does."""
+    if isinstance(image, (str, Path)):
+        return read_image(image, max_pixels=max_pixels)
+    return image if isinstance(image, Image) else image_from_array(image)
+
+
+def as_points(points: np.ndarray, name: str) -> np.ndarray:
+    """(K, 2) float64; `UsageError` naming the argument for another shape or values that are not finite."""
+    points = np.asarray(points, dtype=np.float64)
+    if points.ndim != 2 or points.shape[1] != 2:
+        raise UsageError(f"{name} must be (K, 2), not {points.shape}")
+    if not np.isfinite(points).all():
+        raise UsageError(f"{name} holds values that are not finite (NaN or infinity)")
+    return points
+
+
+def as_column(
+    values: np.ndarray | None, count: int, name: str, default: np.ndarray | None = None
+) -> np.ndarray:
+    """(K,) values or the default; `UsageError` naming the argument for another shape."""
+    values = default if values is None else np.asarray(values)
+    if values.shape != (count,):
+        raise UsageError(f"{name} must be ({count},), not {values.shape}")
+    return values
+
+
+def place(image0: Image, image1: Image, *, stacked: bool = False) -> tuple[tuple[Placed, Placed], np.ndarray]:
+    """Both images with the same longer side, side by side or one above the other, centred on white.
+
+    Returns:
+        Where they lie, and the canvas (H, W, 3) uint8.
+    """
+    shown = [_display(image.pixels) for image in (image0, image1)]
+    rows, columns = ([pixels.shape[axis] for pixels in shown] for axis in (0, 1))
+    used = max(columns) if stacked else sum(columns) + _GAP
+    width, height = max(_MIN_WIDTH, used), sum(rows) + _GAP if stacked else max(rows)
+    canvas = np.full((height, width, 3), 255, np.uint8)
+    left, top, placed = (width - used) // 2, 0, []
+    for image, pixels, h, w in zip((image0, image1), shown, rows, columns, strict=True):
+        x, y = ((width - w) // 2, top) if stacked else (left, (height - h) // 2)
+        canvas[y : y + h, x : x + w] = pixels
+        placed.append(Placed(image, (w / image.pixels.shape[1], h / image.pixels.shape[0]), (x, y), (w, h)))
+        left, top = left + w + _GAP, top + h + _GAP
+    return (placed[0], placed[1]), canvas
+
+
+def _display(pixels: np.ndarray) -> np.ndarray:
+    """(h, w, 3) at display size, darker and paler, so that coloured lines stand out."""
+    factor = _SIDE / max(pixels.shape[:2])
+    size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
+    shown = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR)
+    if shown.ndim == 2:
+        return cv2.cvtColor(cv2.convertScaleAbs(shown, alpha=_DIM), cv2.COLOR_GRAY2RGB)
+    grey = cv2.cvtColor(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    return cv2.addWeighted(shown, 0.5 * _DIM, grey, 0.5 * _DIM, 0)
+
+
+def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
+    """A figure whose axes show the canvas (H, W, 3) pixel by pixel, under room for a header."""
+    height, width = canvas.shape[:2]
+    total = height + header_height(width)
+    figure = Figure(figsize=(width / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, height / total))
+    axes.imshow(canvas, interpolation="nearest", aspect="auto")
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def two_images(
+    image0: Image | np.ndarray, image1: Image | np.ndarray, *, stacked: bool
+) -> tuple[tuple[Placed, Placed], Figure, Axes]:
+    """Where both images lie, and a figure that shows them."""
+    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
+    return placed, *blank_figure(canvas)
+
+
+def header_height(width: int) -> int:
+    """Rows above the images of a canvas so wide."""
+    return round(_HEADER * _enlarged(width))
+
+
+def _enlarged(width: float) -> float:
+    return max(1.0, width / 1000)
+
+
+def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
+    """Filled dots at canvas points (K, 2), `area` in square points."""
+    axes.scatter(points[:, 0], points[:, 1], s=area, color=colour, alpha=alpha, linewidths=0)
+
+
+def draw_header(figure: Figure, title: str, legend: Legend) -> None:
+    """The title, shortened to one line, and below it what the colours mean."""
+    width, height = figure.get_size_inches() * _DPI
+    unit = _enlarged(width)
+    title, room = " ".join(title.split()), int(width / (8.5 * unit))
+    title = title if len(title) <= room else title[: room - 1] + "…"
+    heading = {"fontsize": 11 * unit, "va": "center", "parse_math": False}
+    figure.text(12 * unit / width, 1 - 16 * unit / height, title, **heading)
+    y, x = 1 - 38 * unit / height, 12.0 * unit
+    style = {"fontsize": 9 * unit, "va": "center", "parse_math": False, "color": "0.25"}
+    renderer = FigureCanvasAgg(figure).get_renderer()
+
+    def write(text: str, colour: str | tuple[float, ...] = "0.25") -> float:
+        """Text at x; its width in pixels."""
+        drawn = figure.text(x / width, y, text, **{**style, "color": colour})
+        return drawn.get_window_extent(renderer).width if text else 0.0
+
+    if legend.scale is not None:
+        x += write(legend.ends[0]) + 8 * unit
+        bar = figure.add_axes((x / width, y - 4 * unit / height, 120 * unit / width, 8 * unit / height))
+        bar.imshow(np.linspace(0, 1, 64)[None], cmap=legend.scale, aspect="auto")
+        bar.set(xticks=[], yticks=[])
+        bar.spines[:].set(color="0.6", linewidth=0.5)  # a scale that begins with white has an end, too
+        x += 128 * unit
+        x += write(legend.ends[1]) + 24 * unit
+    for text, colour in legend.texts:
+        if colour != "none":
+            white = min(colour) > 0.95
+            x += write("○" if white else "●", "0.25" if white else colour) + 4 * unit
+        x += write(text) + 20 * unit
+
+
+# --- ellipses: Ellipses of uncertainty around matched points.
+
+ENLARGED = 20  # a tenth of a pixel could not be seen
+_CORNERS = 33
+
+
+def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: np.ndarray | None) -> None:
+    """The one-sigma ellipses of points, `ENLARGED` times their size.
+
+    Args:
+        axes: of a drawing that `placed` lies on.
+        placed: the image of the points.
+        points: (K, 2) stored pixels.
+        covariances: (K, 2, 2) stored pixels²; None draws nothing.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit.
+    """
+    if covariances is None:
+        return
+    points, covariances = as_points(points, "points"), np.asarray(covariances, dtype=np.float64)
+    if covariances.shape != (len(points), 2, 2):
+        raise UsageError(f"covariances must be ({len(points)}, 2, 2), not {covariances.shape}")
+    if not len(points):
+        return
+    angle = np.linspace(0, 2 * np.pi, _CORNERS)
+    values, axes_of = np.linalg.eigh(covariances)
+    radii = axes_of * np.sqrt(values.clip(0))[:, None]
+    rings = points[:, None] + ENLARGED * np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
+    outlines = placed.points(rings.reshape(-1, 2)).reshape(rings.shape)
+    axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
+
+
+# --- keypoints: What became of every keypoint: matched, kept without a partner, or dropped at some layer.
+
+_CROWD = 2048  # points of an image beyond which dots are smaller, so that they never cover it
+
+
+def draw_fates(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    keypoints0: np.ndarray,
+    keypoints1: np.ndarray,
+    fates0: np.ndarray,
+    fates1: np.ndarray,
+    *,
+    layers: int,
+    stacked: bool = False,
+    title: str = "what became of every keypoint",
+) -> Figure:
+    """Two images with their keypoints, coloured by fate.
+
+    Args:
+        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels.
+        fates0, fates1: (N,), (M,) int: `MATCHED`, `UNMATCHED`, or the layer (1 … layers) that pruned it.
+        layers: depth of the network, the end of the colour scale.
+        stacked: one image above the other instead of side by side.
+        title: one line above the images.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit, or images that cannot be used.
+    """
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
+    scale, counts = _pruned_colours(), np.zeros(3, int)
+    for side, keypoints, fates in zip(placed, (keypoints0, keypoints1), (fates0, fates1), strict=True):
+        points = side.points(as_points(keypoints, "keypoints"))
+        fates = as_column(fates, len(points), "fates")
+        pruned, kept, matched = fates > 0, fates == UNMATCHED, fates == MATCHED
+        unit = min(1.0, _CROWD / max(1, len(points)))
+        draw_dots(axes, points, "black", 20.0 * unit, 0.35)
+        draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0 * unit, 1.0)
+        draw_dots(axes, points[kept], VERMILION, 9.0 * unit, 1.0)
+        draw_dots(axes, points[matched], SKY, 12.0 * unit, 1.0)
+        counts += [matched.sum(), kept.sum(), pruned.sum()]
+    texts = [
+        (f"matched: {counts[0]}", SKY),
+        (f"kept, without a partner: {counts[1]}", VERMILION),
+    ]
+    if not counts[2]:
+        draw_header(figure, title, Legend((*texts, ("pruned: 0", "none"))))
+    else:
+        ends = (f"pruned ({counts[2]}) at layer 1", str(max(1, layers - 1)))
+        draw_header(figure, title, Legend(tuple(texts), scale, ends))
+    return figure
+
+
+def _pruned_colours() -> Colormap:
+    return ListedColormap(matplotlib.colormaps["Greys"](np.linspace(0.0, 0.6, 64)))
+
+
+# --- matches: Drawings of matches: two views, lines between matched points, coloured by what is known of
+# them.
+
+ColourBy = Literal["confidence", "inliers", "error", "planes"]
+_PLANES = (SKY, YELLOW, GREEN, PINK, BLUE, ORANGE)  # colours, used again where there are more planes
+
+_CELL = 64  # pixels; the drawn lines are spread over cells of this size
+
+
+def draw_matches(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    *,
+    scores: np.ndarray | None = None,
+    inliers: np.ndarray | None = None,
+    errors: np.ndarray | None = None,
+    planes: np.ndarray | None = None,
+    colour_by: ColourBy = "confidence",
+    error_limit: float = 5.0,
+    stacked: bool = False,
+    keypoints0: np.ndarray | None = None,
+    keypoints1: np.ndarray | None = None,
+    covariances: np.ndarray | None = None,
+    title: str | None = None,
+    max_lines: int = 200,
+) -> Figure:
+    """Two images, upright, with lines between their matched points.
+
+    Args:
+        image0, image1, points0, points1: images as `images.image_from_array` takes; (K, 2) stored pixels.
+        scores, inliers: (K,) in [0, 1], the confidence of a match, 1 when absent; (K,) bool, None where no
+            geometry was estimated, then no match counts as an outlier.
+        errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, −1 for none;
+            what colours show; larger errors have one colour; one image above the other.
+        keypoints0, keypoints1, covariances: (N, 2), (M, 2) all keypoints, as dots; (K, 2, 2) of points1, as
+            ellipses of one sigma, enlarged twenty times.
+        title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit, or images that cannot be used.
+    """
+    points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
+    count, shown, colours = len(points0), {"error": errors, "planes": planes}, _scale(colour_by)
+    scores = as_column(scores, count, "scores", np.ones(count))
+    good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
+    _check(len(points1), count, colour_by, shown, error_limit, max_lines)
+    judged = None if inliers is None or colour_by == "error" else good
+    title = title or f"{count} matches" + ("" if inliers is None else f", {int(good.sum())} inliers")
+    good |= colour_by == "error"  # errors tell more than whether a match is an inlier
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
+    _draw_keypoints(axes, placed, (keypoints0, keypoints1))
+    ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
+    each = colours(np.clip(_shares(colour_by, scores, shown, error_limit), 0, 1))
+    drawn = _draw_lines(axes, ends, scores, good, each, max_lines)
+    draw_ellipses(axes, placed[1], points1, covariances)
+    draw_header(figure, title, _legend(colour_by, colours, error_limit, judged, drawn))
+    return figure
+
+
+def _shares(
+    colour_by: ColourBy, scores: np.ndarray, shown: dict[str, np.ndarray | None], limit: float
+) -> np.ndarray:
+    """(K,) places on the scale of colours; unknown errors are at the limit."""
+    if colour_by == "error":
+        return np.nan_to_num(as_column(shown["error"], len(scores), "errors", scores) / limit, nan=1.0)
+    if colour_by == "planes":
+        planes = as_column(shown["planes"], len(scores), "planes", scores)
+        return planes % len(_PLANES) / (len(_PLANES) - 1)
+    return scores
+
+
+def _draw_keypoints(
+    axes: Axes, placed: Sequence[Placed], keypoints: tuple[np.ndarray | None, np.ndarray | None]
+) -> None:
+    for side, points in zip(placed, keypoints, strict=True):
+        if points is not None:
+            draw_dots(axes, side.points(as_points(points, "keypoints")), "white", 2.0, 0.35)
+
+
+def match_errors(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    *,
+    H_1_from_0: np.ndarray | None = None,
+    fundamental: np.ndarray | None = None,
+) -> np.ndarray:
+    """(K,) how far matches are, in pixels, from what is known of the two views.
+
+    Args:
+        points0, points1: (K, 2) stored pixels.
+        H_1_from_0: (3, 3) homography; the error is the distance in image 1, infinite beyond the horizon.
+        fundamental: (3, 3), of a pose by `geometry.fundamental_from_pose`; symmetric epipolar distance.
+
+    Raises:
+        UsageError: not exactly one of the two.
+    """
+    if (H_1_from_0 is None) == (fundamental is None):
+        raise UsageError("match errors need either H_1_from_0 or fundamental")
+    if fundamental is not None:
+        return epipolar_distance(points0, points1, fundamental)
+    return np.nan_to_num(np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=1), nan=np.inf)
+
+
+def _check(
+    other: int, count: int, colour_by: str, shown: dict[str, np.ndarray | None], limit: float, max_lines: int
+) -> None:
+    if other != count:
+        raise UsageError(f"points0 and points1 must be of one length, not {count} and {other}")
+    if max_lines < 0:
+        raise UsageError(f"max_lines must not be negative, got {max_lines}")
+    if colour_by not in get_args(ColourBy):
+        raise UsageError(f"colour_by is confidence, inliers, error or planes, not {colour_by!r}")
+    if colour_by in shown and shown[colour_by] is None:
+        needed = "errors, in pixels," if colour_by == "error" else "the planes"
+        raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
+    if not limit > 0:
+        raise UsageError(f"error_limit must be above 0 pixels, not {limit}")
+
+
+def _draw_lines(
+    axes: Axes, ends: np.ndarray, scores: np.ndarray, good: np.ndarray, colours: np.ndarray, max_lines: int
+) -> tuple[int, int, int]:
+    """Lines and end points, (K, 2, 2) ends; returns lines drawn of inliers, of outliers, and matches."""
+    by_score = np.argsort(scores, kind="stable")  # the most confident lie on top
+    inner, outer = by_score[good[by_score]], by_score[~good[by_score]]
+    lines_in = _spread(inner, ends[:, 0], max_lines)
+    lines_out = _spread(outer, ends[:, 0], max_lines // 4)
+    crowd = min(1.0, len(lines_in) / 200)
+    thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
+    alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
+    axes.add_collection(
+        LineCollection(ends[lines_out], colors=[VERMILION], linewidths=0.5, alpha=0.55), autolim=False
+    )
+    draw_dots(axes, ends[outer].reshape(-1, 2), VERMILION, 3.0, 0.8)
+    under = LineCollection(ends[lines_in], colors="black", linewidths=width + 0.8, alpha=0.25 * alpha)
+    axes.add_collection(under, autolim=False)
+    over = LineCollection(ends[lines_in], colors=colours[lines_in], linewidths=width, alpha=alpha)
+    axes.add_collection(over, autolim=False)
+    draw_dots(axes, ends[inner].reshape(-1, 2), np.repeat(colours[inner], 2, axis=0), 6.0, 0.95)
+    return len(lines_in), len(lines_out), len(ends)
+
+
+def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` of `order` (best last), spread over the image: the best of each cell come first."""
+    best_first = order[::-1]
+    cells = np.floor(points[best_first] / _CELL).astype(np.int64) @ np.array([1, 1 << 20])
+    by_cell = np.argsort(cells, kind="stable")
+    starts = np.flatnonzero(np.diff(cells[by_cell], prepend=np.nan))
+    rank = np.empty(len(order), np.int64)
+    rank[by_cell] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    chosen = np.argsort(rank, kind="stable")[:limit]
+    return best_first[np.sort(chosen)][::-1]
+
+
+def _scale(colour_by: ColourBy) -> Colormap:
+    if colour_by == "error":
+        return LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
+    if colour_by == "inliers":
+        return ListedColormap([SKY])
+    if colour_by == "planes":
+        return ListedColormap(_PLANES)
+    return ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
+
+
+def _legend(
+    colour_by: ColourBy,
+    scale: Colormap,
+    limit: float,
+    good: np.ndarray | None,
+    drawn: tuple[int, int, int],
+) -> Legend:
+    """What the colours of the lines mean."""
+    texts = []
+    if good is not None:
+        inner = SKY if colour_by == "inliers" else "none"
+        each = ", a colour for each plane" * (colour_by == "planes")
+        texts.append((f"inliers{each}: {int(good.sum())}", inner))
+        texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
+    if drawn[0] + drawn[1] < drawn[2]:
+        texts.append((f"lines drawn: {drawn[0] + drawn[1]} of {drawn[2]}", "none"))
+    if colour_by in ("inliers", "planes"):
+        return Legend(tuple(texts))
+    ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{limit:g} px or more")
+    return Legend(tuple(texts), scale, ends)
+
+
+# --- instances: A template beside an image, with the outline of each of its instances there.
+
+
+def draw_instances(
+    template: Image | np.ndarray | str | Path,
+    image: Image | np.ndarray | str | Path,
+    corners: Sequence[np.ndarray],
+    *,
+    labels: Sequence[str] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """The template on the left, the image on the right, upright, each instance outlined in a colour.
+
+    A dot marks the template's first corner in both, so that the turn shows.
+
+    Args:
+        template, image: an Image, a path, or an array as `images.image_from_array` takes it.
+        corners: (4, 2) of each instance, stored pixels of the image; the first is that of the template's
+            first pixel.
+        labels: a text for each instance; numbers from 1 when absent.
+        title: one line above; how many instances there are when absent.
+
+    Raises:
+        UsageError: corners of another shape, or images that cannot be used.
+    """
+    placed, figure, axes = two_images(template, image, stacked=False)
+    width, height = placed[0].image.size
+    whole = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
+    _outline(axes, placed[0], whole, "white", "")
+    colours = matplotlib.colormaps["tab10"]
+    texts = labels or [str(number) for number in range(1, len(corners) + 1)]
+    for number, (quad, text) in enumerate(zip(corners, texts, strict=True)):
+        _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), text)
+    count = "1 instance" if len(corners) == 1 else f"{len(corners)} instances"
+    legend = Legend((("the dot is the template's first corner", "none"),))
+    draw_header(figure, count if title is None else title, legend)
+    return figure
+
+
+def _outline(axes: Axes, side: Placed, quad: np.ndarray, colour: object, text: str) -> None:
+    edge = [withStroke(linewidth=4.5, foreground="black")]
+    points = side.points(quad)
+    closed = np.vstack([points, points[:1]])
+    axes.plot(closed[:, 0], closed[:, 1], color=colour, linewidth=2.5, path_effects=edge)
+    axes.plot(*points[0], "o", color=colour, markersize=8, markeredgecolor="black")
+    if text:
+        middle = points.mean(axis=0)
+        style = {"ha": "center", "va": "center", "fontsize": 14, "weight": "bold", "parse_math": False}
+        axes.text(*middle, text, color="white", path_effects=edge, clip_on=True, **style)

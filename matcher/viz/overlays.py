@@ -1,0 +1,238 @@
+"""Two images as one: image 0 warped onto image 1, and pictures of both in which misalignment shows."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import cv2
+import matplotlib
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from matcher.errors import UsageError
+from matcher.geometry import upright_matrix
+from matcher.types import Image
+from matcher.viz.drawings import Legend, Placed, as_image, as_points, blank_figure, draw_header, two_images
+
+# --- composites: Two images as one: image 0 warped onto image 1, and pictures of both in which misalignment
+# shows.
+
+LARGEST_SIDE = 32_000  # pixels; OpenCV warps no image whose side needs more than 15 bits
+
+
+class Laid(NamedTuple):
+    """Two images on the pixels of the second."""
+
+    below: np.ndarray  # (H, W, 3) uint8 RGB, image 1
+    above: np.ndarray  # (H, W, 3) uint8 RGB, image 0 warped; beyond its edge undefined
+    covered: np.ndarray  # (H, W) bool, where image 0 lies
+
+
+def lay_over(
+    first: Image, second: Image, H_1_from_0: np.ndarray, shape: tuple[int, int] | None = None
+) -> Laid:
+    """Warp image 0 onto image 1, both upright.
+
+    Args:
+        first, second: image 0 and 1.
+        H_1_from_0: (3, 3), stored pixels of image 0 → stored pixels of image 1.
+        shape: (width, height) of the result; that of `second.pixels` when absent.
+
+    Raises:
+        UsageError: a matrix of another shape, not finite or singular, or images too large to warp.
+    """
+    matrix = np.asarray(H_1_from_0, dtype=np.float64)
+    if matrix.shape != (3, 3) or not np.isfinite(matrix).all() or np.linalg.matrix_rank(matrix) < 3:
+        raise UsageError("H_1_from_0 must be an invertible (3, 3) matrix of finite numbers")
+    height, width = second.pixels.shape[:2]
+    shape = shape or (width, height)
+    if max(*shape, *first.pixels.shape[:2]) > LARGEST_SIDE:
+        raise UsageError(f"images of more than {LARGEST_SIDE} pixels a side cannot be warped; shrink them")
+    to_shown = resizing((shape[0] / width, shape[1] / height)) @ stored_to_pixels(second)
+    warp = _facing(to_shown @ matrix @ np.linalg.inv(stored_to_pixels(first)), first.pixels)
+    pixels, warp = _shrunk(as_colour(first.pixels), warp, shape)
+    below = as_colour(second.pixels)
+    if shape != (width, height):
+        below = cv2.resize(below, shape, interpolation=cv2.INTER_AREA)
+    above = cv2.warpPerspective(pixels, warp, shape, borderMode=cv2.BORDER_REPLICATE)
+    covered = cv2.warpPerspective(np.full(pixels.shape[:2], 255, np.uint8), warp, shape) > 127
+    return Laid(below, above, covered & _before_horizon(warp, shape))
+
+
+def checkerboard(laid: Laid, squares: int = 8) -> np.ndarray:
+    """(H, W, 3): squares that alternate between the two, `squares` of them along the longer side."""
+    below, above, covered = laid
+    side = max(1.0, max(covered.shape) / squares)
+    rows, columns = (np.arange(length) // side for length in covered.shape)
+    board = (rows[:, None] + columns) % 2 == 0
+    canvas = np.where((board & covered)[..., None], above, below)
+    edges = np.diff(board, axis=0, append=board[-1:]) | np.diff(board, axis=1, append=board[:, -1:])
+    edges &= covered
+    canvas[edges] = canvas[edges] // 2 + 127  # where the two agree no square could be seen
+    return canvas
+
+
+def blend(laid: Laid) -> np.ndarray:
+    """(H, W, 3): red from image 0, blue from image 1, green from both, so grey where they agree."""
+    grey0, grey1 = (cv2.cvtColor(x, cv2.COLOR_RGB2GRAY) for x in (laid.above, laid.below))
+    both = np.stack([grey0, (grey0.astype(np.uint16) + grey1) // 2, grey1], axis=-1).astype(np.uint8)
+    return np.where(laid.covered[..., None], both, grey1[..., None] // 2)
+
+
+def difference(laid: Laid) -> np.ndarray:
+    """(H, W, 3): the absolute difference of each channel; black where the two agree or only one lies."""
+    return cv2.absdiff(laid.above, laid.below) * laid.covered[..., None]
+
+
+def stored_to_pixels(image: Image) -> np.ndarray:
+    """(3, 3) stored pixels → pixels of `image.pixels`, which is upright and resized."""
+    return resizing(image.scale) @ upright_matrix(image.size, image.orientation)
+
+
+def resizing(scale: tuple[float, float]) -> np.ndarray:
+    """(3, 3) that maps points of an image to those of the resized one."""
+    shift = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
+    return np.linalg.inv(shift) @ np.diag([*scale, 1.0]) @ shift
+
+
+def as_colour(pixels: np.ndarray) -> np.ndarray:
+    """(H, W, 3) of a grey or RGB image."""
+    return cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB) if pixels.ndim == 2 else pixels
+
+
+def _facing(warp: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """The matrix with the sign that puts the middle of the image before its horizon."""
+    return -warp if warp[2] @ _middle(pixels) < 0 else warp
+
+
+def _middle(pixels: np.ndarray) -> np.ndarray:
+    return np.array([(pixels.shape[1] - 1) / 2, (pixels.shape[0] - 1) / 2, 1.0])
+
+
+def _shrunk(pixels: np.ndarray, warp: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The image at about the size at which it is shown, so that warping it does not alias, and its warp."""
+    lifted = warp @ _middle(pixels)
+    if abs(lifted[2]) < 1e-9:
+        return pixels, warp
+    jacobian = (warp[:2, :2] - np.outer(lifted[:2] / lifted[2], warp[2, :2])) / lifted[2]
+    factor = float(np.sqrt(abs(np.linalg.det(jacobian))))
+    if factor > 0.7:
+        return pixels, warp
+    height, width = pixels.shape[:2]
+    size = (max(1, round(width * factor)), max(1, round(height * factor)))
+    small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    return small, warp @ np.linalg.inv(resizing((size[0] / width, size[1] / height)))
+
+
+def _before_horizon(warp: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """(H, W) bool: pixels that show what lies before the warp's horizon; the rest would be its mirror."""
+    back = np.linalg.inv(warp)
+    columns, rows = np.arange(shape[0]), np.arange(shape[1])
+    return back[2, 0] * columns + back[2, 1] * rows[:, None] + back[2, 2] > 0
+
+
+# --- overlay: One view over the other: drawings that show whether a known geometry is right.
+
+_LONGER = 960  # pixels, of an overlay
+
+
+def draw_overlay(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    H_1_from_0: np.ndarray,
+    *,
+    kind: Literal["checkerboard", "blend"] = "checkerboard",
+    squares: int = 8,
+    title: str | None = None,
+) -> Figure:
+    """Image 0, warped by a homography, over image 1: edges that run on show that the homography is right.
+
+    Args:
+        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        H_1_from_0: (3, 3), stored pixels of image 0 → stored pixels of image 1.
+        kind: alternating squares, or both at once, image 0 in vermilion and image 1 in blue (grey where the
+            two agree).
+        squares: of the checkerboard, along the longer side.
+        title: one line above the image.
+
+    Raises:
+        UsageError: a matrix of another shape, not finite or singular, another kind, or no squares.
+    """
+    if kind not in ("checkerboard", "blend") or squares < 1:
+        raise UsageError("an overlay is a checkerboard of at least 1 square, or a blend")
+    first, second = as_image(image0), as_image(image1)
+    height, width = second.pixels.shape[:2]
+    factor = _LONGER / max(width, height)
+    shape = (max(1, round(width * factor)), max(1, round(height * factor)))
+    laid = lay_over(first, second, H_1_from_0, shape)
+    if kind == "blend":
+        canvas, text = blend(laid), "image 0 red to orange, image 1 blue, grey: they agree"
+    else:
+        canvas, text = checkerboard(laid, squares), "squares alternate between image 0, warped, and image 1"
+    figure, _ = blank_figure(canvas)
+    name = f"image 0 over image 1, {laid.covered.mean():.0%} covered" if title is None else title
+    draw_header(figure, name, Legend(((text, "none"),)))
+    return figure
+
+
+def draw_epipolar_lines(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    fundamental: np.ndarray,
+    *,
+    max_lines: int = 20,
+    stacked: bool = False,
+    title: str | None = None,
+) -> Figure:
+    """Matched points, each with the epipolar line that its partner draws in the other image.
+
+    Args:
+        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        points0, points1: (K, 2) matched points, stored pixels, best first.
+        fundamental: (3, 3) with x1ᵀ F x0 = 0 in stored pixels.
+        max_lines: matches drawn, spread evenly over all of them.
+        stacked, title: as in `matches.draw_matches`.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit.
+    """
+    points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
+    fundamental = np.asarray(fundamental, dtype=np.float64)
+    if len(points0) != len(points1) or fundamental.shape != (3, 3) or not np.isfinite(fundamental).all():
+        raise UsageError("epipolar lines need as many points0 as points1 and a finite (3, 3) matrix")
+    chosen = np.unique(np.linspace(0, len(points0) - 1, min(max_lines, len(points0))).astype(int))
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
+    sides = (points0, points1)
+    for side, here, there, matrix in zip(
+        placed, sides, sides[::-1], (fundamental.T, fundamental), strict=True
+    ):
+        lines = np.c_[there[chosen], np.ones(len(chosen))] @ matrix.T
+        pieces = [(c, p) for c, line in zip(colours, lines, strict=True) if len(p := _visible(side, line))]
+        segments = LineCollection([p for _, p in pieces], colors=[c for c, _ in pieces], linewidths=1.2)
+        axes.add_collection(segments, autolim=False)
+        ends = side.points(here[chosen])
+        axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
+    text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
+    draw_header(figure, "epipolar lines" if title is None else title, Legend(((text, "none"),)))
+    return figure
+
+
+def _visible(side: Placed, line: np.ndarray) -> np.ndarray:
+    """The part (2, 2), canvas pixels, of a line a·x + b·y + c = 0 of stored pixels that its image shows."""
+    width, height = side.image.size
+    a, b, c = line
+    x, y = np.array([-0.5, width - 0.5]), np.array([-0.5, height - 0.5])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ends = np.concatenate([np.stack([x, -(a * x + c) / b], 1), np.stack([-(b * y + c) / a, y], 1)])
+    inside = (
+        np.isfinite(ends).all(1) & (ends >= -0.501).all(1) & (ends <= [width - 0.499, height - 0.499]).all(1)
+    )
+    ends = ends[inside]
+    if len(ends) < 2:
+        return np.zeros((0, 2))
+    far = np.linalg.norm(ends - ends[0], axis=1).argmax()
+    return side.points(ends[[0, far]])

@@ -1,0 +1,139 @@
+"""Files and live views of the rerun viewer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+import numpy as np
+
+from matcher.cameras import Camera
+from matcher.errors import UsageError, install_command
+
+
+class RecordingFile:
+    """A recording that appears whole when it is closed, or the viewer, which shows it as it grows."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        """Open.
+
+        Args:
+            path: an .rrd file, which is replaced when the recording is closed; None starts the viewer.
+
+        Raises:
+            UsageError: rerun is not installed, or there is no display for the viewer.
+        """
+        self.rr: Any = import_rerun()
+        self._path = None if path is None else Path(path)
+        self._part: Path | None = None
+        self.stream = self.rr.RecordingStream("matcher")
+        if self._path is None:
+            _need_display()
+            self.stream.spawn()
+        else:
+            self._part = self._path.with_name(f".{self._path.name[:80]}.{secrets.token_hex(4)}.part")
+            self.stream.save(self._part)
+        self.stream.log("world", self.rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
+
+    def log_camera(
+        self,
+        entity: str | list[str],
+        world_from_cam: np.ndarray,
+        camera: Camera,
+        *,
+        scale: np.ndarray | None = None,
+        size: Sequence[int] | None = None,
+        static: bool = False,
+        **look: Any,
+    ) -> None:
+        """A pose at the entity, and a camera at its child `image`.
+
+        Args:
+            entity: a path, or its parts.
+            world_from_cam: (4, 4).
+            camera: in stored pixels.
+            scale: (2,) of the drawn image, for one pixel of the stored one.
+            size: of the drawn image; by default the camera's.
+            static: at all times.
+            look: of rerun's `Pinhole`.
+        """
+        pose = dict(translation=world_from_cam[:3, 3], mat3x3=world_from_cam[:3, :3])
+        self.stream.log(entity, self.rr.Transform3D(**pose), static=static)
+        K = camera.K.copy()
+        K[:2, 2] += 0.5  # an image is drawn with the centre of its first pixel at (0.5, 0.5)
+        if scale is not None:
+            K[:2] *= scale[:, None]
+        pinhole = self.rr.Pinhole(image_from_camera=K, resolution=size or camera.size, **look)
+        image = f"{entity}/image" if isinstance(entity, str) else [*entity, "image"]
+        self.stream.log(image, pinhole, static=static)
+
+    def lay_out(self, scene: str, *beside: Any) -> None:
+        """Open with the scene large, under this name, and the other views beside it.
+
+        Otherwise the viewer gives every curve as much room as the scene.
+        """
+        views = self.views
+        shown = views.Spatial3DView(origin="world", name=scene)
+        columns = views.Horizontal(shown, views.Vertical(*beside), column_shares=[3, 2])
+        self.stream.send_blueprint(views.Blueprint(columns, collapse_panels=True))
+
+    @property
+    def views(self) -> Any:
+        """The kinds of views that there are: `rerun.blueprint`."""
+        return self.rr.blueprint
+
+    def close(self) -> None:
+        """Finish the file.
+
+        Raises:
+            OSError: it could not be written, because the disk is full.
+        """
+        try:
+            self.stream.flush()
+            self.stream.disconnect()
+        except RuntimeError as error:  # of a thread that writes, which does not say why it ended
+            self.discard()
+            raise OSError(errno.ENOSPC, f"{self._path}: cannot be written whole ({error})") from error
+        if self._part is not None and self._part.exists():
+            self._part.replace(self._path)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        with suppress(RuntimeError):
+            self.stream.disconnect()
+        if self._part is not None:
+            self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def import_rerun() -> ModuleType:
+    """The module, so that a command can refuse before it makes anything.
+
+    Raises:
+        UsageError: rerun is not installed.
+    """
+    try:
+        import rerun
+    except ModuleNotFoundError as error:
+        raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun')}") from error
+    return rerun
+
+
+def _need_display() -> None:
+    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
+        raise UsageError("there is no display for the viewer; write a recording (FILE.rrd) instead")

@@ -1,0 +1,458 @@
+"""One file over HTTP, whole or not at all: resumed where it broke, checked while it streams."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.error import HTTPError
+from urllib.request import Request, build_opener
+
+from matcher.config import ExtractorConfig
+from matcher.errors import IntegrityError, UsageError
+from matcher.files import open_given, write_whole
+from matcher.weights.conversion import import_checkpoint, import_front_end, page_fault
+from matcher.weights.files import LARGEST_WEIGHTS, WeightsRow
+from matcher.weights.published import Published, PublishedFile, find_published, locate
+
+# --- download: One file over HTTP, whole or not at all: resumed where it broke, checked while it streams.
+
+Report = Callable[[int, int], None]  # bytes so far, bytes in all or 0
+
+_MOST = 4 << 30  # bytes of a file whose size nobody states
+_CHUNK = 1 << 18
+_TIMEOUT = 60.0  # seconds without a byte
+_ATTEMPTS = 3  # at one address, each of which resumes
+
+
+class _Refused(Exception):
+    """What an address gave cannot be used; the next one may."""
+
+
+class _Broken(Exception):
+    """The connection ended early; what came is kept for the next attempt."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a file must be, as far as it is known."""
+
+    sha256: str = ""
+    bytes: int = 0
+
+
+def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | None = None) -> str:
+    """Fetch a file; proxies are taken from the environment, as `urllib` does.
+
+    What has arrived lies beside `path` in a `.part` file until it is complete; a later call continues there.
+
+    Args:
+        urls: addresses of one and the same file, tried in turn.
+        path: of the finished file; an existing one is replaced.
+        wanted: its size and hash, if known.
+        report: called as bytes arrive.
+
+    Returns:
+        The sha256 of the file.
+
+    Raises:
+        IntegrityError: no address provided the file; the message gives the reason for each.
+        OSError: the file cannot be written.
+    """
+    failures = []
+    for url in urls:
+        part = path.with_name(f"{path.name}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part")
+        for attempt in range(_ATTEMPTS):
+            try:
+                digest = _transfer(url, part, wanted, report)
+            except _Broken as error:
+                if attempt == _ATTEMPTS - 1:
+                    kept = "; what came is kept, run the command again" if part.is_file() else ""
+                    failures.append(f"{url}: {error}{kept}")
+            except _Refused as error:
+                _discard(part)
+                failures.append(f"{url}: {error}")
+                break
+            else:
+                part.replace(path)
+                for rest in (*path.parent.glob(f"{path.name}.*.part"), part):
+                    _discard(rest)
+                return digest
+    raise IntegrityError(f"{path.name} could not be fetched. " + "; ".join(failures))
+
+
+def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> str:
+    """Append what is missing to `part`, check the whole, and return its sha256."""
+    have, request = _resume(url, part, wanted)
+    try:
+        # A new opener reads the proxy variables as they are now.
+        response = build_opener().open(request, timeout=_TIMEOUT)
+    except HTTPError as error:
+        error.close()
+        if error.code == 416:  # what is here is not the beginning of what is there
+            _discard(part)
+            raise _Broken("the file there has changed") from error
+        raise _Refused(f"the server answered {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _Broken(f"no connection ({getattr(error, 'reason', None) or error})") from error
+    with response, part.open("r+b" if part.exists() else "w+b") as file:
+        if "text/html" in response.headers.get("Content-Type", ""):
+            raise _Refused("the server answered with a web page instead of the file")
+        goes_on = response.status == 206 and _range_start(response) == have
+        if response.status == 206 and not goes_on:
+            raise _Refused("the server sent another part than requested")
+        have = have if goes_on else 0
+        file.truncate(have)
+        if not goes_on:
+            _tag(part).write_text(_validator(response), encoding="utf-8")
+        length = response.headers.get("Content-Length", "")
+        total = have + int(length) if length.isdigit() else 0
+        if wanted.bytes and total and total != wanted.bytes:
+            raise _Refused(f"the file there has {total} bytes instead of {wanted.bytes}")
+        digest = _receive(response, file, total, wanted.bytes or total or _MOST, report)
+    return _check(part, digest, wanted)
+
+
+def _resume(url: str, part: Path, wanted: Wanted) -> tuple[int, Request]:
+    """How many bytes are here already, and the request for the rest.
+
+    Without a hash to check, two halves may only be joined if the server vouches that they are of one
+    file, by the validator that it gave with the first.
+    """
+    request = Request(url, headers={"User-Agent": "matcher", "Accept-Encoding": "identity"})
+    have = part.stat().st_size if part.is_file() else 0
+    validator = _tag(part).read_text(encoding="utf-8") if _tag(part).is_file() else ""
+    if not have or not (validator or wanted.sha256):
+        return 0, request
+    request.add_header("Range", f"bytes={have}-")
+    if validator:
+        request.add_header("If-Range", validator)
+    return have, request
+
+
+def _validator(response: Any) -> str:
+    tag = response.headers.get("ETag", "")
+    return response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
+
+
+def _range_start(response: Any) -> int:
+    start = response.headers.get("Content-Range", "").removeprefix("bytes ").split("-")[0]
+    return int(start) if start.isdigit() else -1
+
+
+def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Report | None) -> str:
+    """Stream to the file and the disk; the sha256 of all of it, the beginning included.
+
+    More than `most` bytes are refused at once: a server may send without an end.
+    """
+    digest, have = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+        have += len(chunk)
+    try:
+        while chunk := _read(response):
+            file.write(chunk)
+            digest.update(chunk)
+            have += len(chunk)
+            if have > most:
+                raise _Refused(f"what comes has more than {most} bytes")
+            if report is not None:
+                report(have, total)
+    finally:
+        file.flush()
+        os.fsync(file.fileno())
+    if total and have < total:
+        raise _Broken(f"the connection ended after {have} of {total} bytes")
+    return digest.hexdigest()
+
+
+def _read(response: Any) -> bytes:
+    try:
+        return response.read(_CHUNK)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Broken(f"the connection broke ({error})") from error
+
+
+def _check(part: Path, digest: str, wanted: Wanted) -> str:
+    with part.open("rb") as file:
+        fault = page_fault(file.read(512))
+    if fault:
+        raise _Refused(f"what came {fault}")
+    size = part.stat().st_size
+    if wanted.bytes and size != wanted.bytes:
+        raise _Refused(f"what came has {size} bytes instead of {wanted.bytes}")
+    if wanted.sha256 and digest != wanted.sha256:
+        raise _Refused(f"what came has sha256 {digest} instead of {wanted.sha256}")
+    return digest
+
+
+def _tag(part: Path) -> Path:
+    return part.with_suffix(".tag")
+
+
+def _discard(part: Path) -> None:
+    part.unlink(missing_ok=True)
+    _tag(part).unlink(missing_ok=True)
+
+
+# --- first_download: The hash of a published file at its first download, which later downloads must have
+# too.
+
+RECORD = "first-download.json"
+_LARGEST = 1 << 16  # bytes; a record has a line for each file
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def read_first(folder: Path) -> dict[str, str]:
+    """SHA-256 by file name; empty where nothing was downloaded yet.
+
+    Raises:
+        IntegrityError: the record is damaged.
+    """
+    path = folder / RECORD
+    if not path.exists():
+        return {}
+    fault = f"{path} is damaged: remove it to accept another first download"
+    if not path.is_file() or path.stat().st_size > _LARGEST:
+        raise IntegrityError(fault)
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(fault) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in found.values()
+    ):
+        raise IntegrityError(fault)
+    return found
+
+
+def write_first(folder: Path, digests: Mapping[str, str]) -> None:
+    """Keep the hashes of what came; those that are kept already stay.
+
+    Raises:
+        IntegrityError: the record is damaged.
+        OSError: the folder cannot be written.
+    """
+    known = read_first(folder)
+    wanted = {**digests, **known}
+    if wanted != known:
+        write_whole(folder / RECORD, json.dumps(wanted, indent=1, sort_keys=True).encode())
+
+
+# --- fetching: Published weights from the network, or from a file that the user has, into the user's cache.
+
+OFFLINE = "MATCHER_OFFLINE"
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Published weights on this machine."""
+
+    path: Path  # what `load(weights=…)` or `load(frontend_weights=…)` takes
+    sha256: dict[str, str]  # of the published files by name; empty when the weights were here already
+    expected: dict[str, str] = field(default_factory=dict)  # those that were known before, by name
+
+
+def fetch(
+    row: Published,
+    *,
+    accept_licence: bool = False,
+    accept_unverified: bool = False,
+    report: Report | None = None,
+) -> Fetched:
+    """Download published weights to the cache, check them, and convert them.
+
+    Several processes may ask for the same weights at once: one fetches, the others wait for it. A file whose
+    hash the catalogue does not know is downloaded only if that is accepted, and must be the same one later.
+
+    Args:
+        row: from `find_published`.
+        accept_licence: needed for weights that are not for commercial use.
+        accept_unverified: needed for the first download of files whose SHA-256 nobody states.
+        report: called as bytes arrive.
+
+    Raises:
+        UsageError: the licence or unverified files are not accepted, or MATCHER_OFFLINE forbids the network.
+        IntegrityError: a file cannot be had, or is not what it should be; nothing half-made is left in use.
+    """
+    if found := _already_here(row):
+        return found
+    if os.environ.get(OFFLINE, "0") not in ("", "0"):
+        raise UsageError(
+            f"{OFFLINE} is set, so {row.name} is not fetched: unset it, or import a file you have"
+        )
+    if not row.commercial and not accept_licence:
+        raise UsageError(
+            f"{row.name} is not for commercial use ({row.licence}; {row.source}): if that suits you, run"
+            f" `{row.command}`"
+        )
+    with locked(row):
+        if found := _already_here(row):
+            return found
+        known = {file.name: file.sha256 for file in row.files if file.sha256}
+        expected = {**read_first(row.folder), **known}
+        if not accept_unverified:
+            _check_known(row, expected)
+        paths = [row.folder / file.name for file in row.files]
+        digests = [_obtain(row, file, expected.get(file.name, ""), report) for file in row.files]
+        try:
+            path = _make_ready(row, paths, digests)
+        except IntegrityError:
+            _remove(paths)  # they would fail again in the same way
+            raise
+        came = dict(zip((p.name for p in paths), digests, strict=True))
+        write_first(row.folder, {name: digest for name, digest in came.items() if name not in known})
+    return Fetched(path, came, {name: expected[name] for name in came if name in expected})
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _check_known(row: Published, expected: Mapping[str, str]) -> None:
+    if unknown := [file for file in row.files if file.name not in expected]:
+        raise UsageError(
+            f"{' and '.join(file.name for file in unknown)} cannot be verified: no SHA-256 is known that the"
+            f" download from {', '.join(file.urls[0] for file in unknown)} should have, so nothing was"
+            f" downloaded. If you trust it, run `{row.command} --accept-unverified`; or download it yourself,"
+            f" check it, and run `matcher weights import FILE --preset {row.name}`"
+        )
+
+
+def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:
+    """Convert checkpoints that the user has.
+
+    Args:
+        paths: one file, or those of a front end of several networks in the catalogue's order.
+        name: of the preset, or of the front end, in the catalogue.
+        output: of the weights file; when absent, the place in the cache where `load` looks.
+
+    Returns:
+        Where the weights file lies.
+
+    Raises:
+        UsageError: a name without published weights, too many or few files, or a suffix that is not known.
+        IntegrityError: a file cannot be read or its tensors are not those of the network.
+    """
+    row = find_published(name)
+    if len(paths) != len(row.files):
+        wanted = ", ".join(file.name for file in row.files)
+        raise UsageError(f"{name} is made of {len(row.files)} files ({wanted}), not of {len(paths)}")
+    if output is not None:
+        _convert(row, paths, output)
+        return output
+    with locked(row):
+        return _make_ready(row, paths, [_sha256(path) if path.is_file() else "" for path in paths])
+
+
+def _already_here(row: Published) -> Fetched | None:
+    try:
+        return Fetched(locate(row), {})
+    except IntegrityError:
+        return None
+
+
+def _obtain(row: Published, file: PublishedFile, expected: str, report: Report | None) -> str:
+    """The sha256 of a published file, fetched unless an earlier call has."""
+    path = row.folder / file.name
+    digest = _sha256(path) if path.is_file() else ""
+    if digest and digest == (expected or digest):
+        return digest
+    try:
+        return download(file.urls, path, Wanted(expected, file.bytes), report)
+    except IntegrityError as error:
+        if not expected or expected not in str(error):
+            raise
+        if file.sha256:
+            remedy = (
+                "which is the published one; if another version is what you want, download it yourself and"
+                f" run `matcher weights import FILE --preset {row.name}`"
+            )
+        else:
+            remedy = (
+                "as its first download had; if another version is what you want, remove"
+                f" {path.with_name(RECORD)}"
+            )
+        raise IntegrityError(f"{error}, {remedy}") from error
+
+
+def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
+    """Convert, and write the manifest last: it marks the files as complete."""
+    path = row.folder / f"{row.name}.safetensors"
+    made = _convert(row, paths, path)
+    origin = (f"{p.name} sha256 {digest}" for p, digest in zip(paths, digests, strict=True))
+    entry = WeightsRow(
+        name=row.name,
+        file=path.name,
+        sha256=made,
+        bytes=path.stat().st_size,
+        preset=row.preset,
+        licence=row.licence,
+        source=f"{row.source}; {', '.join(origin)}",
+        trained_on=row.paper,
+        metrics="none measured here",
+    )
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(entry).items()]
+    write_whole(row.folder / "manifest.toml", "\n".join(["[[weights]]", *lines, ""]).encode())
+    return path
+
+
+def _convert(row: Published, paths: Sequence[Path], output: Path) -> str:
+    metadata = {"licence": row.licence, "source": row.source}
+    if row.preset:
+        return import_checkpoint(paths[0], row.preset, output, metadata)
+    parts = [(path, file.part) for path, file in zip(paths, row.files, strict=True)]
+    config = ExtractorConfig(kind=row.frontend, variant=row.variant or None)
+    return import_front_end(parts, config, output, constants=row.constants, metadata=metadata)
+
+
+def _sha256(path: Path) -> str:
+    with open_given(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_WEIGHTS:
+            raise IntegrityError(f"{path} is larger than {LARGEST_WEIGHTS >> 30} GB: it is no checkpoint")
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(row: Published) -> Iterator[None]:
+    """Wait for, hold and release a lock between processes on a row's folder; it ends with its process.
+
+    Raises:
+        UsageError: the folder cannot be made or written.
+    """
+    try:
+        row.folder.mkdir(parents=True, exist_ok=True)
+        file = (row.folder / ".lock").open("a+b")
+    except OSError as error:
+        raise UsageError(
+            f"{row.folder} cannot be written ({error.strerror}): name another cache in MATCHER_CACHE"
+        ) from error
+    with file:
+        while not _try_lock(file):
+            time.sleep(0.2)
+        yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

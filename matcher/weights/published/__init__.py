@@ -1,1 +1,0 @@
-"""The field's published checkpoints: where they are, how to fetch them, which tensor is which of ours."""
