@@ -35,7 +35,6 @@ _PUBLIC = {
     "TemplateFinder": "matcher.alignment.find",
     "TwoViewGeometry": "matcher.types",
     "read_image": "matcher.images",
-    "plot_result": "matcher.deprecated",
     "MatcherError": "matcher.errors",
     "UsageError": "matcher.errors",
     "ImageError": "matcher.errors",
@@ -43,19 +42,11 @@ _PUBLIC = {
     "IntegrityError": "matcher.errors",
 }
 
-_RENAMED = {"Sequence": "Tracker"}  # old → new; the old name goes with the next version
-
 __version__ = "0.1.0"
 __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
-    if name in _RENAMED:
-        from warnings import warn
-
-        new = _RENAMED[name]
-        warn(f"matcher.{name} is now matcher.{new}; use that name", DeprecationWarning, stacklevel=2)
-        name = new
     if name not in _PUBLIC:
         raise AttributeError(
             f"module 'matcher' has no attribute {name!r}; public names: {', '.join(_PUBLIC)}"

@@ -147,12 +147,16 @@ class Camera:
 def as_camera(value: Any, name: str = "camera") -> Camera:
     """A camera from what users have: a `Camera`, four numbers fx, fy, cx, cy, or a (3, 3) matrix K.
 
+    A dictionary may hold either: {"fx": …, "fy": …, "cx": …, "cy": …} or {"K": …}.
+
     Raises:
         UsageError: anything else; `name` is the argument's in the message.
     """
     if isinstance(value, Camera):
         return value
     wanted = f"{name} must be a Camera, four numbers fx, fy, cx, cy in stored pixels, or a (3, 3) matrix K"
+    if isinstance(value, Mapping) and ("K" in value or {"fx", "fy", "cx", "cy"} <= value.keys()):
+        value = value["K"] if "K" in value else [value[key] for key in ("fx", "fy", "cx", "cy")]
     try:
         numbers = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):

@@ -290,7 +290,6 @@ def depth(config: PipelineConfig) -> int:
 
 # --- config_tables: Configurations to and from plain dictionaries (TOML, JSON), strictly.
 
-_RENAMED = {"opposite_turn_below": "other_turns_below"}  # keys of former versions, in runs and recipes
 T = TypeVar("T")
 
 
@@ -300,7 +299,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """A configuration from plain dictionaries; keys of former versions are understood.
+    """A configuration from plain dictionaries.
 
     Raises:
         ValueError: an unknown key (the known ones are listed), a value of the wrong type or a missing one.
@@ -310,8 +309,6 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
         raise ValueError(f"{name}: expected a table, got {values!r}")
     hints = typing.get_type_hints(cls)
     known = [f.name for f in fields(cls)]
-    now = {old: new for old, new in _RENAMED.items() if new in known and new not in values}
-    values = {now.get(key, key): value for key, value in values.items()}
     if unknown := sorted(str(key) for key in set(values) - set(known)):
         raise ValueError(f"{name}: unknown key {', '.join(unknown)}; known keys: {', '.join(known)}")
     required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}

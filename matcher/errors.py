@@ -52,14 +52,15 @@ class IntegrityError(MatcherError):
     exit_code = 5
 
 
-def check_number(value: object, name: str, least: float, most: float) -> None:
-    """Refuse what is no number from `least` to `most`; `name` is the argument's.
+def check_number(value: object, name: str, least: float, most: float) -> float:
+    """The value, if it is a number from `least` to `most`; `name` is the argument's.
 
     Raises:
         UsageError: something else, NaN included.
     """
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(f"{name} must be a positive number, from {least:g} to {most:g}, not {value!r}")
+        raise UsageError(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
+    return value
 
 
 def install_command(extra: str) -> str:

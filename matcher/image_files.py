@@ -1,4 +1,4 @@
-"""How many scans a JPEG has: a decoder goes over the whole picture for each, and 20 bytes can be a scan."""
+"""What an image file holds: samples as stored, where they are opaque, EXIF orientation, GPS position."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
+import cv2
 import numpy as np
 import PIL.Image
 from PIL.BmpImagePlugin import BmpImageFile
@@ -24,18 +25,13 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from matcher.arrays import is_deep, read_deep
 from matcher.errors import ImageError, ImageWarning, MatcherError, UsageError, install_command
 from matcher.geometry import UPRIGHT
 
-# --- jpeg: How many scans a JPEG has: a decoder goes over the whole picture for each, and 20 bytes can be a
-# scan.
-
-# A baseline JPEG has 1 to 4, encoders of progressive ones write about 10.
-MOST_SCANS = 64
+MOST_SCANS = 64  # of a JPEG: a decoder goes over the whole picture for each; encoders write at most about 10
 _SCAN, _END, _WITHOUT_LENGTH = 0xDA, 0xD9, (0x01, 0xD8)
 # In the samples of a scan, a zero follows each 0xFF that is no marker; restarts lie between them.
-_AFTER_SCAN = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
+_MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
 
 
 def check_scans(file: BinaryIO) -> None:
@@ -49,123 +45,13 @@ def check_scans(file: BinaryIO) -> None:
     if data.count(b"\xff\xda") <= MOST_SCANS:  # the bytes may also lie in a profile or a thumbnail
         return
     at, scans = 2, 0
-    while (marker := _marker(data, at)) is not None:
-        at, kind = marker
-        if kind == _END:
-            return
-        if kind in _WITHOUT_LENGTH:
-            continue
-        at += max(2, int.from_bytes(data[at : at + 2], "big"))
-        if kind == _SCAN:
-            scans += 1
-            if scans > MOST_SCANS:
-                raise ValueError(f"it has more than {MOST_SCANS} scans")
-            after = _AFTER_SCAN.search(data, at)
-            at = len(data) if after is None else after.start()
-
-
-def _marker(data: bytes, at: int) -> tuple[int, int] | None:
-    """Where the next marker ends, and its second byte; bytes before it are passed over, as decoders do."""
-    found = _AFTER_SCAN.search(data, at)
-    return None if found is None else (found.end(), data[found.end() - 1])
-
-
-# --- netpbm: PBM, PGM, PPM and PFM files → samples in their depth.
-
-_HEADER = 1 << 16  # bytes; comments belong to it
-_CHANNELS = {b"P1": 1, b"P2": 1, b"P3": 3, b"P4": 1, b"P5": 1, b"P6": 3, b"Pf": 1, b"PF": 3}
-_PLAIN = (b"P1", b"P2", b"P3")
-_BITS, _FLOATS = (b"P1", b"P4"), (b"Pf", b"PF")
-
-
-def read_header(file: BinaryIO) -> tuple[bytes, int, int, float]:
-    """Kind, width, height and the largest value (of PFM, its scale); the file is then at its samples.
-
-    Raises:
-        ValueError: no such header.
-    """
-    head = file.read(_HEADER)
-    kind, place, values = head[:2], 2, []
-    if kind not in _CHANNELS:
-        raise ValueError("it begins with no known kind")
-    wanted = 2 if kind in _BITS else 3
-    while len(values) < wanted:
-        start = place
-        while head[place : place + 1].isspace():
-            place += 1
-        if head[place : place + 1] == b"#":
-            while place < len(head) and head[place] not in b"\r\n":
-                place += 1
-            continue
-        stop = place
-        while stop < len(head) and not head[stop : stop + 1].isspace():
-            stop += 1
-        if start == place or stop == len(head):
-            raise ValueError(f"its header does not end within {_HEADER} bytes")
-        values.append(head[place:stop])
-        place = stop
-    width, height = (_whole(text) for text in values[:2])
-    top = 1.0 if kind in _BITS else float(values[2]) if kind in _FLOATS else float(_whole(values[2]))
-    valid = top != 0 and np.isfinite(top) if kind in _FLOATS else 0 < top < 65536
-    if not (width > 0 and height > 0 and valid):
-        raise ValueError(f"its header holds {width} x {height} and {top:g}")
-    file.seek(place + 1)
-    return kind, width, height, top
-
-
-def _whole(text: bytes) -> int:
-    if not (text.isdigit() and len(text) < 10):
-        raise ValueError(f"its header holds {text[:20]!r}")
-    return int(text)
-
-
-def read_samples(file: BinaryIO, kind: bytes, width: int, height: int, top: float) -> np.ndarray:
-    """(H, W) or (H, W, 3) uint8, uint16 or float32; bits, and depths between 8 and 16, by their full range.
-
-    Raises:
-        ValueError: fewer samples than the header promises, or larger ones.
-    """
-    channels = _CHANNELS[kind]
-    shape = (height, width) if channels == 1 else (height, width, channels)
-    if kind in _FLOATS:
-        values = _binary(file, shape, "<f4" if top < 0 else ">f4")
-        return values[::-1].astype(np.float32)  # its rows go from the bottom up
-    if kind == b"P4":
-        rows = _binary(file, (height, -(-width // 8)), "u1")
-        return (1 - np.unpackbits(rows, axis=1, count=width)) * np.uint8(255)  # 1 is black
-    if kind in _PLAIN:
-        values = _plain(file, shape, bits=kind == b"P1")
-    else:
-        values = _binary(file, shape, "u1" if top < 256 else ">u2")
-    if kind == b"P1":
-        return ((1 - np.minimum(values, 1)) * 255).astype(np.uint8)
-    if values.max() > top:
-        raise ValueError(f"a sample of {values.max()} is larger than its {top:g}")
-    full = 255 if top < 256 else 65535
-    if top == full:
-        return values.astype(np.uint8 if full == 255 else np.uint16)
-    scaled = np.rint(values * np.float64(full / top))
-    return scaled.astype(np.uint8 if full == 255 else np.uint16)
-
-
-def _binary(file: BinaryIO, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    wanted = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
-    data = file.read(wanted)
-    if len(data) < wanted:
-        raise ValueError(f"{wanted - len(data)} bytes are missing")
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _plain(file: BinaryIO, shape: tuple[int, ...], *, bits: bool) -> np.ndarray:
-    """Numbers as text; the bits of a PBM need no spaces between them. A comment may follow any line."""
-    count = int(np.prod(shape, dtype=object))
-    text = b"\n".join(line.partition(b"#")[0] for line in file.read(16 * count + _HEADER).splitlines())
-    words = [bytes([word]) for word in b"".join(text.split())] if bits else text.split(None, count)
-    if len(words) < count:
-        raise ValueError(f"{count - len(words)} samples are missing")
-    if not all(word.isdigit() and len(word) < 10 for word in words[:count]):
-        raise ValueError("a sample is no number")
-    return np.array([int(word) for word in words[:count]], dtype=np.int64).reshape(shape)
+    while (marker := _MARKER.search(data, at)) is not None and (kind := marker[0][-1]) != _END:
+        at = marker.end()
+        if kind not in _WITHOUT_LENGTH:
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))
+        scans += kind == _SCAN
+        if scans > MOST_SCANS:
+            raise ValueError(f"it has more than {MOST_SCANS} scans")
 
 
 # --- probe: What a file is before it is decoded: a regular file, and which image format by its first bytes.
@@ -184,6 +70,9 @@ def as_path(path: PathLike) -> Path:
     """
     try:
         found = Path(path)
+        found = found if found.exists() else found.expanduser()
+    except RuntimeError:  # a home that nobody has
+        return Path(path)
     except TypeError:
         raise UsageError(f"an image is given by its path, not by {type(path).__name__}") from None
     if _URL.match(os.fspath(path)) and not found.exists():
@@ -213,7 +102,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
-    """Name and Pillow class of the image format, from the file's first bytes; None: `netpbm` reads it.
+    """Name and Pillow class of the image format, from the file's first bytes; None: OpenCV reads it.
 
     Raises:
         ImageError: a format that is not known.
@@ -247,13 +136,14 @@ def _open_avif(file: BinaryIO) -> PIL.Image.Image:
     return AvifImageFile(file)
 
 
-_FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (  # None: `netpbm`
+_FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (
     ("JPEG", rb"\xff\xd8\xff", JpegImageFile),
     ("PNG", rb"\x89PNG\r\n\x1a\n", PngImageFile),
     ("TIFF", rb"II[*+]\0|MM\0[*+]", TiffImageFile),
     ("WebP", rb"RIFF.{4}WEBP", WebPImageFile),
     ("BMP", rb"BM", BmpImageFile),
-    ("PGM, PPM, PBM or PFM", rb"P[1-6Ff]\s", None),
+    ("PGM, PPM, PBM or PFM", rb"P[1-6f]\s", PpmImageFile),
+    ("PFM", rb"PF\s", None),  # of colour, which Pillow does not read
     ("GIF", rb"GIF8[79]a", GifImageFile),
     ("JPEG 2000", rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51", Jpeg2KImageFile),
     ("AVIF", rb".{4}ftypavi[fs]", _open_avif),
@@ -285,32 +175,59 @@ def decode(path: Path, max_pixels: int) -> Decoded:
         ImageError: missing, not a known image, larger than `max_pixels`, cut short or damaged.
     """
     with open_regular(path) as file:
-        name, opener = find_format(file, path)
-        if opener is None:
-            with _decoding(path, name):
-                kind, *size, top = read_header(file)
-            _check_size(path, *size, max_pixels)
-            with _decoding(path, name):
-                return Decoded(read_samples(file, kind, *size, top), None, 1)
+        return decode_open(file, path, max_pixels)
+
+
+def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
+    """As `decode`, of an open file; `path` is its name in messages."""
+    name, opener = find_format(file, path)
+    if opener is None:
         with _decoding(path, name):
-            if name == "JPEG":
-                check_scans(file)
-            image = opener(file)
-        width, height = image.size
-        _check_size(path, width, height, max_pixels)
-        _warn_of_pages(image, path, name)
-        with _decoding(path, name), _quiet(width * height):
-            turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
-            deep = is_deep(image, file)
-            image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
-            if turned != 1 or not deep or (found := read_deep(file, path, image.size)) is None:
-                found = samples_of(image)
-            raw, opaque = found
-            orientation = _orientation(image.getexif()) if turned == 1 else turned
+            return Decoded(_colour_pfm(file, path, max_pixels), None, 1)
+    with _decoding(path, name):
+        if name == "JPEG":
+            check_scans(file)
+        elif opener is PpmImageFile:
+            _check_header(file)
+        image = opener(file)
+    width, height = image.size
+    _check_size(path, width, height, max_pixels)
+    _warn_of_pages(image, path, name)
+    with _decoding(path, name), _quiet(width * height):
+        turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
+        deep = is_deep(image, file)
+        image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
+        if turned != 1 or not deep or (found := read_deep(file, path, image.size)) is None:
+            found = samples_of(image)
+        raw, opaque = found
+        orientation = _orientation(image.getexif()) if turned == 1 else turned
     if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
         back = _INVERSE_TURN.get(turned, turned)
         raw, opaque = turned_by(raw, back), None if opaque is None else turned_by(opaque, back)
     return Decoded(raw, opaque, orientation)
+
+
+def _check_header(file: BinaryIO) -> None:
+    """Refuse a header without end, such as of comments, which Pillow reads byte by byte."""
+    head = re.sub(rb"#[^\r\n]*[\r\n]", b" ", file.read(_LONGEST_HEADER))
+    file.seek(0)
+    kind, *values = [*head.split(None, 4), b""]
+    values = values[: 2 if kind in (b"P1", b"P4") else 3]
+    if any(not value or value.startswith(b"#") for value in values):
+        raise ValueError(f"its header does not end within {_LONGEST_HEADER} bytes")
+
+
+def _colour_pfm(file: BinaryIO, path: Path, max_pixels: int) -> np.ndarray:
+    """(H, W, 3) float32 RGB."""
+    header = re.match(rb"PF\s+(\d{1,9})\s+(\d{1,9})\s", file.read(64))
+    if header is None:
+        raise ValueError("its header has no size")
+    _check_size(path, int(header[1]), int(header[2]), max_pixels)
+    file.seek(0)
+    samples = cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
+    if samples is None:
+        raise ValueError("samples are missing")
+    return np.ascontiguousarray(samples[..., ::-1])
 
 
 def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
@@ -332,6 +249,58 @@ def from_pillow(image: PIL.Image.Image) -> Decoded:
         image.load()
         turned = isinstance(image, TiffImageFile)  # by Pillow, whatever its tags are
         return Decoded(*samples_of(image), 1 if turned else _orientation(image.getexif()))
+
+
+_BITS_PER_SAMPLE = 258  # TIFF
+_LONGEST_HEADER = 1 << 16  # bytes of a PGM or PPM; comments belong to it
+_PNG_DEPTH = 24  # byte of the file
+_DEEP_PPM = 65535  # its largest value
+
+
+def is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
+    """Whether a PNG, TIFF or PPM that Pillow opened has colour of 16 bits, which Pillow reads as 8."""
+    if isinstance(image, PpmImageFile):
+        tile = image.tile[0]
+        return image.mode == "RGB" and tile[0] == "ppm" and tile[3][-1] == _DEEP_PPM
+    if image.format == "TIFF":
+        return image.mode in ("RGB", "RGBA", "RGBX") and set(_tag(image)) == {16}
+    if image.format != "PNG" or image.mode not in ("RGB", "RGBA"):
+        return False
+    place = file.tell()
+    file.seek(_PNG_DEPTH)
+    depth = file.read(1)
+    file.seek(place)
+    return depth == b"\x10"
+
+
+def _tag(image: PIL.Image.Image) -> tuple[int, ...]:
+    found = image.tag_v2.get(_BITS_PER_SAMPLE, ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def read_deep(
+    file: BinaryIO, path: Path, size: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """(H, W, 3) uint16 RGB in stored pixels, and where alpha is not 0.
+
+    Args:
+        file: a PNG or TIFF that was decoded without an error, so it is whole.
+        path: for the warning.
+        size: its (width, height).
+
+    Returns:
+        None, with an `ImageWarning`, for a file that OpenCV reads otherwise: then its 8 bits have to do.
+    """
+    file.seek(0)
+    found = cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
+    fits = found is not None and found.dtype == np.uint16 and found.ndim == 3
+    if not fits or found.shape[:2] != size[::-1] or found.shape[2] not in (3, 4):
+        warnings.warn(
+            f"{path}: its 16 bits a sample are read as 8; a 16-bit PNG keeps them", ImageWarning, stacklevel=5
+        )
+        return None
+    opaque = found[..., 3] != 0 if found.shape[2] == 4 else None
+    return np.ascontiguousarray(found[..., 2::-1]), opaque
 
 
 def _warn_of_pages(image: PIL.Image.Image, path: Path, name: str) -> None:

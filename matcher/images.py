@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -19,7 +20,7 @@ import PIL.Image
 from matcher.arrays import ACCEPTED, as_array, is_tensor, split_alpha, to_grey, to_numpy, to_uint8
 from matcher.errors import ImageError, ImageWarning, UsageError
 from matcher.geometry import LONGEST_ASPECT, resized, upright_size
-from matcher.image_files import Decoded, PathLike, as_path, decode, from_pillow, turned_by
+from matcher.image_files import Decoded, PathLike, as_path, decode, decode_open, from_pillow, turned_by
 from matcher.processes import at_once
 from matcher.types import Image
 
@@ -109,6 +110,8 @@ def _in_memory(mask: Any) -> np.ndarray:
     if isinstance(mask, PIL.Image.Image):
         mask = mask.convert("L")
     array = to_numpy(mask) if is_tensor(mask) else np.asarray(mask)
+    if array.ndim == 3:
+        array = array.any(axis=0 if array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4) else 2)
     if array.dtype.kind not in "biuf":
         kind = type(mask).__name__
         raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
@@ -277,15 +280,8 @@ def read_image(
     """
     path = as_path(path)
     _check_limits(resize, soft_resize, max_pixels)
-    decoded = decode(path, max_pixels)
-    try:
-        pixels = to_uint8(decoded.samples)
-    except ValueError as error:
-        raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
-    opaque = _opaque(decoded, alpha_mask, str(path))
-    keep = combined(opaque, mask, pixels.shape[:2], max_pixels)
-    image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), path, upright=upright)
-    return _with_stored(image, decoded.samples, keep) if keep_stored else image
+    decoded, sizes = decode(path, max_pixels), (resize, soft_resize)
+    return _prepared(decoded, path, sizes, upright, mask, alpha_mask, keep_stored, max_pixels)
 
 
 def image_from_array(
@@ -302,7 +298,8 @@ def image_from_array(
 
     Args:
         array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
-            tensor may have its channels first. A PIL image may be of any mode.
+            tensor may have its channels first. A PIL image may be of any mode. Also an encoded image file as
+            `bytes`, or an open one.
         resize, soft_resize, mask, alpha_mask, keep_stored: as in `read_image`.
         upright: apply the EXIF orientation of a PIL image.
 
@@ -311,18 +308,15 @@ def image_from_array(
         UsageError: another shape or dtype, values outside the range, NaN, or a mask of another size.
     """
     _check_limits(resize, soft_resize, MAX_PIXELS)
+    if hasattr(array, "read"):
+        array = array.read()
     if isinstance(array, PIL.Image.Image):
         decoded = from_pillow(array)
+    elif isinstance(array, (bytes, bytearray, memoryview)):
+        decoded = decode_open(io.BytesIO(array), Path("the image in memory"), MAX_PIXELS)
     else:
         decoded = Decoded(*split_alpha(as_array(array)), orientation=1)
-    try:
-        pixels = to_uint8(decoded.samples)
-    except ValueError as error:
-        raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
-    opaque = _opaque(decoded, alpha_mask, "the image")
-    keep = combined(opaque, mask, pixels.shape[:2], MAX_PIXELS)
-    image = _finish(pixels, keep, decoded.orientation, (resize, soft_resize), None, upright=upright)
-    return _with_stored(image, decoded.samples, keep) if keep_stored else image
+    return _prepared(decoded, None, (resize, soft_resize), upright, mask, alpha_mask, keep_stored, MAX_PIXELS)
 
 
 def read_input(
@@ -365,20 +359,34 @@ def read_both(
     return calls[0](), calls[1]()
 
 
-def _opaque(decoded: Decoded, alpha_mask: bool, name: str) -> np.ndarray | None:
-    """(H, W) bool where alpha is not 0, if it is a mask; None: everywhere."""
+def _prepared(
+    decoded: Decoded,
+    path: Path | None,
+    sizes: tuple[int | None, int | None],
+    upright: bool,
+    mask: PathLike | np.ndarray | None,
+    alpha_mask: bool,
+    keep_stored: bool,
+    max_pixels: int,
+) -> Image:
+    """What was decoded as an `Image`; without a path it was given in memory. `sizes`: see `_finish`."""
+    try:
+        pixels = to_uint8(decoded.samples)
+    except ValueError as error:
+        if path is None:
+            raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
+        raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
     opaque = decoded.opaque if alpha_mask else None
     if opaque is not None and not opaque.any():
         warnings.warn(
-            f"{name}: alpha is 0 everywhere, so there are no keypoints; alpha_mask=False ignores it",
+            f"{path or 'the image'}: alpha is 0 everywhere, so there are no keypoints; alpha_mask=False "
+            "ignores it",
             ImageWarning,
             stacklevel=4,
         )
-    return opaque
-
-
-def _with_stored(image: Image, samples: np.ndarray, keep: np.ndarray | None) -> Image:
-    return replace(image, stored=to_grey(samples), stored_mask=keep)
+    keep = combined(opaque, mask, pixels.shape[:2], max_pixels)
+    image = _finish(pixels, keep, decoded.orientation, sizes, path, upright=upright)
+    return replace(image, stored=to_grey(decoded.samples), stored_mask=keep) if keep_stored else image
 
 
 def _check_limits(resize: int | None, soft_resize: int | None, max_pixels: int) -> None:

@@ -30,7 +30,7 @@ from matcher.config import (
     from_dict,
     to_dict,
 )
-from matcher.errors import UsageError, unknown_name
+from matcher.errors import UsageError, check_number, unknown_name
 
 # --- presets: Named configurations, each written as its difference from another.
 
@@ -368,22 +368,31 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in LoadOptions.__annotations__:
             raise UsageError(unknown_name("option", name, LoadOptions.__annotations__))
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: _plain(name, value) for name, value in options.items() if value is not None}
     for name in ("max_keypoints", "resize", "max_pixels"):
         if name in given and (type(given[name]) is not int or given[name] < 1):
             raise UsageError(f"{name} must be a whole number of at least 1, not {given[name]!r}")
-    threshold = given.get("match_threshold", 0.0)
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-        raise UsageError(f"match_threshold must be a number from 0 to 1, not {threshold!r}")
-    ratio = given.get("ratio", 1.0)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-        raise UsageError(f"ratio must be a number above 0 and at most 1, not {ratio!r}")
+    check_number(given.get("match_threshold", 0.0), "match_threshold", 0, 1)
+    if check_number(given.get("ratio", 1.0), "ratio", 0, 1) == 0:
+        raise UsageError("ratio must be above 0, not 0")
     if given.get("engine", "torch") not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {given['engine']!r}")
     for name in ("upright", "alpha_mask", "second_pass", "refine", "cuda_graphs"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given
+
+
+_PRECISIONS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}  # as users say
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An option's value without NumPy's scalar type, and devices and precisions as torch names them."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if name == "device":
+        return str(value).lower()
+    return _PRECISIONS.get(value, value) if name == "precision" and isinstance(value, str) else value
 
 
 def _check_for_nearest(given: dict[str, Any], front_end: str) -> None:

@@ -141,8 +141,6 @@ def test_a_result_is_drawn(result, pictures, tmp_path):
         result.plot(tmp_path / "pair.png")
     path = result.plot(tmp_path / "pair.png", *pictures)
     assert cv2.imread(str(path)).shape[1] > 900
-    with pytest.warns(DeprecationWarning, match=r"result\.plot"):
-        matcher.plot_result(result, *pictures, tmp_path / "old.png")
 
 
 def test_reprs_are_one_informative_line(result, pictures):

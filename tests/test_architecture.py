@@ -13,7 +13,6 @@ from source_rules import (
     LAYERS,
     ROOT,
     circles,
-    definitions,
     import_time_faults,
     imports,
     layer_faults,
@@ -55,7 +54,6 @@ PUBLIC_NAMES = [
     "find",
     "load",
     "match_set",
-    "plot_result",
     "read_image",
     "tiled",
 ]

@@ -107,12 +107,3 @@ def test_all_parts_are_frozen_and_comparable() -> None:
             assert hash(part) == hash(replace(part))
             with pytest.raises(FrozenInstanceError):
                 setattr(part, fields(part)[0].name, None)
-
-
-def test_a_key_of_a_former_version_is_understood():
-    """Runs and exported files of before have it; both names at once are a mistake."""
-    old = {"opposite_turn_below": 0.02, "match_threshold": 0.3}
-    assert from_dict(MatchingPolicy, old) == MatchingPolicy(match_threshold=0.3, other_turns_below=0.02)
-    assert "opposite_turn_below" in old
-    with pytest.raises(ValueError, match="unknown key opposite_turn_below"):
-        from_dict(MatchingPolicy, {"opposite_turn_below": 0.02, "other_turns_below": 0.03})

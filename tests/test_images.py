@@ -17,7 +17,7 @@ from PIL import ImageOps
 
 from matcher.errors import ImageError, ImageWarning, UsageError
 from matcher.geometry import resize_points, resized, upright_to_stored
-from matcher.images import MAX_PIXELS, image_from_array, read_image
+from matcher.images import MAX_PIXELS, image_from_array, read_image, read_input
 from matcher.images import read_mask as read_mask_file
 
 
@@ -495,7 +495,26 @@ def test_mask_of_another_size_names_both(tmp_path, noise):
     with pytest.raises(UsageError, match=r"m\.png is 45 x 61 pixels, its image 61 x 45"):
         read_image(save(tmp_path / "a.png", noise), mask=mask)
     with pytest.raises(UsageError, match="61 x 45"):
-        image_from_array(noise, mask=np.ones((3, 45, 61), bool))
+        image_from_array(noise, mask=np.ones((3, 45, 60), bool))
+
+
+def test_images_and_masks_in_the_forms_that_people_hold(tmp_path, noise):
+    image = read_image(save(tmp_path / "a.png", noise))
+    encoded = (tmp_path / "a.png").read_bytes()
+    for same in (encoded, io.BytesIO(encoded), torch.from_numpy(noise).permute(2, 0, 1)[None]):
+        assert np.array_equal(read_input(same, resize=None).pixels, image.pixels)
+    keep = np.zeros(noise.shape[:2], bool)
+    keep[5:20, 7:30] = True
+    for mask in (keep[..., None], np.stack([keep] * 3, -1), keep * 255.0, torch.from_numpy(keep)[None]):
+        assert np.array_equal(image_from_array(noise, mask=mask).mask, keep)
+    with pytest.raises(ImageError, match="in memory"):
+        read_input(b"no image")
+
+
+def test_a_home_folder_is_found(tmp_path, noise, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(tmp_path / "a.png", noise)
+    assert read_image("~/a.png").size == noise.shape[1::-1]
 
 
 # --- arrays ---

@@ -7,7 +7,7 @@ import pytest
 
 import matcher
 
-# Exceptions and constants, and names that tests of their own follow; old names of renamed things.
+# Exceptions and constants, and names that tests of their own follow.
 WITHOUT_EXAMPLE = {
     "ImageError",
     "ImageWarning",
@@ -15,9 +15,7 @@ WITHOUT_EXAMPLE = {
     "MatcherError",
     "UsageError",
     "PRESETS",
-    "Sequence",
     "__version__",
-    "plot_result",
 }
 
 

@@ -100,12 +100,6 @@ def test_everything_at_the_boundary_is_contiguous_numpy():
     assert sum(parts[:-1]) == pytest.approx(parts[-1])
 
 
-def test_the_old_name_still_works_and_names_the_new_one():
-    with pytest.warns(DeprecationWarning, match="matcher.Tracker") as caught:
-        assert matcher.Sequence is matcher.Tracker
-    assert caught[0].filename == __file__
-
-
 @pytest.mark.parametrize("size", [(320, 240), (960, 720)])
 def test_depths_stay_metric_after_the_frame_size_changes(size):
     world = World(noise=0.05)

@@ -139,9 +139,7 @@ def frames_to_begin_with(pycolmap: Any, database: Any) -> list[str]:
         pairs = [(i, j) for i in own for j in own if i < j and database.exists_two_view_geometry(i, j)]
         count = sum(len(database.read_two_view_geometry(i, j).inlier_matches) for i, j in pairs)
         found.append((count, names[own[0]]))
-    found = sorted(
-        (row for row in found if row[0] >= _FEWEST_MATCHES), key=lambda row: (-row[0], row[1])
-    )
+    found = sorted((row for row in found if row[0] >= _FEWEST_MATCHES), key=lambda row: (-row[0], row[1]))
     return [name for _, name in found[:_TRIED]]
 
 
