@@ -107,25 +107,14 @@ def test_no_circles():
 
 
 def test_the_rules_of_layers_see_every_kind_of_import():
-    assert (
-        layer_faults(made_up(data__image="import torch", verify__distances="from matcher.types import Image"))
-        == []
-    )
-    assert layer_faults(made_up(pipeline="", sequence="from matcher import pipeline")) == []
-    assert layer_faults(made_up(match__model="from .context import Layer", match__context="")) == []
+    assert layer_faults(made_up(images="import torch", verify__planes="from matcher.images import x")) == []
+    assert layer_faults(made_up(match__network="from .blocks import Layer", match__blocks="")) == []
     for bad in (
-        made_up(data__image="from matcher.verify.adjustment import sampson", verify__distances=""),  # up
-        made_up(
-            data__geometry="def f():\n    from matcher.pipeline import load", pipeline=""
-        ),  # up, in a function
-        made_up(attention="import matcher.extract", extract=""),  # sideways
-        made_up(match__model="from ..verify import degeneracy", verify__degeneracy=""),  # sideways, relative
-        made_up(data="from . import pipeline", pipeline=""),  # up, relative
+        made_up(images="from matcher.verify.planes import x", verify__planes=""),  # up
+        made_up(images="def f():\n    from matcher.pipeline import load", pipeline=""),  # up, in a function
+        made_up(match="from . import pipeline", pipeline=""),  # up, relative
         made_up(pipeline="import matcher"),  # the facade from below
-        {
-            **made_up(pipeline=""),
-            "matcher": ast.parse("from matcher.pipeline import load"),
-        },  # a facade not lazy
+        {**made_up(pipeline=""), "matcher": ast.parse("from matcher.pipeline import load")},  # not lazy
     ):
         assert len(layer_faults(bad)) == 1
     turn = made_up(match__a="from .b import x", match__b="def f():\n    from matcher.match import a")
