@@ -1,14 +1,12 @@
-"""Frozen configuration of every part; `config_tables.py` reads it from tables and writes it to them."""
+"""Frozen configuration of every part, to and from plain tables (TOML, JSON)."""
 
 from __future__ import annotations
 
+import inspect
 import types as pytypes
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
-
-# --- config: Frozen configuration of every part; `config_tables.py` reads it from tables and writes it to
-# them.
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["torch", "onnx"]  # the library that runs front ends and networks
@@ -283,12 +281,31 @@ class PipelineConfig:
     second_pass: SecondPassConfig | None = None  # None: one pass decides
 
 
+def described(config: Any, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """Every value of a configuration: its dotted name, the value, and what the comment beside it says."""
+    rows, comment = [], []
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    for line in inspect.getsource(type(config)).splitlines():
+        text = line.strip()
+        if text.startswith("# "):
+            comment.append(text[2:])
+            continue
+        name = text.partition(":")[0]
+        if name in values and line.startswith(f"    {name}:"):
+            value = values.pop(name)
+            meaning = " ".join([*comment, text.partition("  # ")[2]]).strip()
+            if is_dataclass(value):
+                rows += described(value, f"{prefix}{name}.")
+            else:
+                rows.append((f"{prefix}{name}", value, meaning))
+        comment = []
+    return rows
+
+
 def depth(config: PipelineConfig) -> int:
     """Depth of the network of a configuration, 0 without one."""
     return config.matcher.context.depth if isinstance(config.matcher, NetworkConfig) else 0
 
-
-# --- config_tables: Configurations to and from plain dictionaries (TOML, JSON), strictly.
 
 T = TypeVar("T")
 

@@ -41,7 +41,9 @@ PURE_CALLS = {
     "dict",
     "frozenset",
     "namedtuple",
+    "argument",  # of the command line: an annotation
     "np.array",
+    "option",
     "range",
     "re.compile",
     "replace",

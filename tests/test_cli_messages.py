@@ -1,7 +1,6 @@
 """Help, messages and what the shell sees: `-h`, `-v`, `-q`, `--log`, completion, `matcher env`."""
 
 import ast
-import inspect
 import os
 import re
 import subprocess
@@ -15,8 +14,7 @@ import typer
 
 import matcher
 from matcher.cli import COMMANDS, GROUPS, build, main
-from matcher.cli.options import in_options, option_names, preset_defaults, runnable
-from matcher.cli.weights import VARIABLES
+from matcher.cli.machine import VARIABLES
 from matcher.presets import DEFAULT_PRESET, find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +63,6 @@ def test_help_shows_the_defaults_of_the_preset(capfd):
         config.estimation.kind,
     ):
         assert f"[default: ({value})]" in text
-    assert set(preset_defaults()) >= {"max_keypoints", "resize", "threshold", "geometry"}
 
 
 def test_help_shows_what_a_command_has_instead(capfd):
@@ -135,38 +132,32 @@ def test_messages_leave_no_handlers_behind(capfd):
     assert logging.getLogger("matcher").handlers == before
 
 
-def test_messages_name_the_options_that_were_typed():
-    command = runnable(resolve_name(COMMANDS["match"]), "match")
-    options = option_names(list(inspect.signature(command).parameters.values()))
-    assert options["match_threshold"] == "--threshold"
-    assert options["upright"] == "--no-upright"
-    assert options["camera0"] == "--camera0"
-    assert options["as_json"] == "--json"
-    for text, expected in {
-        "match_threshold must be from 0 to 1": "--threshold must be from 0 to 1",
-        "resize must be at least 1": "--resize must be at least 1",
-        "'essential' needs camera0": "'essential' needs --camera0",
-        "give --max-keypoints": "give --max-keypoints",
-        "my_max_keypoints/max_keypoints.jpg": "my_max_keypoints/max_keypoints.jpg",
-        "the weights hybrid are absent": "the weights hybrid are absent",
-        "a.png exists; replace it with overwrite=True": "a.png exists; replace it with --overwrite",
-        "load it with geometry='homography'": "load it with --geometry homography",
-        "changed: resize: 640 in the run, 480 now": "changed: --resize: 640 in the run, 480 now",
-    }.items():
-        assert in_options(text, options) == expected
+def test_messages_name_the_options_that_were_typed(views, tmp_path, capfd):
+    (tmp_path / "r.json").write_text("somebody's")
+    for arguments, words in (
+        (["--threshold", 7], "--match-threshold must be a number from 0 to 1"),
+        (["--output", tmp_path / "r.json"], "--overwrite"),
+        (["--geometry", "essential"], "--camera0"),
+    ):
+        assert run("match", *views, "--preset", "nearest", *arguments) == 2
+        assert words in capfd.readouterr().err
 
 
-def test_messages_name_an_option_that_says_no():
-    text = "these were not refined (refine=False), and refine=True was not asked for"
-    assert in_options(text, {"refine": "--no-refine"}).startswith(
-        "these were not refined (--no-refine), and "
-    )
+def test_a_preset_is_shown_whole(capfd):
+    assert run("presets", "--show", DEFAULT_PRESET) == 0
+    rows = [line.split(None, 2) for line in capfd.readouterr().out.splitlines()]
+    assert len(rows) > 60
+    values = {row[0]: row[1] for row in rows}
+    assert values["extractor.max_keypoints"] == "2048"
+    assert values["matcher.policy.match_threshold"] == "0.05"
+    assert run("presets", "--show", "hybird") == 2
+    assert "hybrid" in capfd.readouterr().err
 
 
 def test_the_library_names_arguments_not_options():
     """Whole commands, between backticks, are the same for all; a lone option means nothing in Python."""
     for path in sorted((ROOT / "matcher").rglob("*.py")):
-        if {"cli", "lab"} & set(path.relative_to(ROOT).parts):
+        if {"cli", "evaluate", "train", "benchmark"} & set(path.relative_to(ROOT).parts):
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Raise):

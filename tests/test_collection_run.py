@@ -10,7 +10,7 @@ from collection_runs import QUICK, contents, photos
 import matcher
 from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.options import ProgressLines
+from matcher.cli.output import ProgressLines
 from matcher.collection.collection import Collection
 from matcher.collection.runner import StageProgress
 from matcher.collection.schema import Counts

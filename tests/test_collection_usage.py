@@ -10,7 +10,7 @@ from collection_runs import QUICK, contents, photos
 
 from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.collection import suggestion
+from matcher.cli.runs import suggestion
 from matcher.collection.collection import Collection
 from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import Store

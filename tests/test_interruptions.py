@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from matcher.cli.options import messages, stop_signals, whole_step
+from matcher.cli.output import messages, stop_signals, whole_step
 
 
 @pytest.fixture(autouse=True)

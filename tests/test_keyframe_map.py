@@ -19,7 +19,7 @@ from sequence_walls import make_walls, picture
 import matcher
 from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.track import closing_of
+from matcher.cli.track import _closing as closing_of
 from matcher.errors import UsageError
 from matcher.sequence import frames as kept_frames
 from matcher.sequence.background import OrderedWork

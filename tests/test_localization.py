@@ -14,7 +14,7 @@ from collection_scene import render_photos, texture
 
 import matcher
 from matcher.cameras import Camera
-from matcher.cli import main, options
+from matcher.cli import main
 from matcher.collection.store import Store
 from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.folders import PosedPhotos
@@ -423,7 +423,7 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
     for arguments, message in (
         ((folder / "model", tmp_path / "empty"), "no images here"),
         ((folder / "model", folder / "queries", "--output", tmp_path / "a.csv"), "must end in"),
-        ((folder / "model", folder / "queries", "--camera", "1,2"), "four numbers"),
+        ((folder / "model", folder / "queries", "--camera", "1,2"), "must be numbers"),
         ((tmp_path / "empty", folder / "queries"), "holds no COLMAP model"),
         ((tmp_path / "foreign", folder / "queries"), "give --run RUN_DIR"),
     ):
@@ -554,10 +554,8 @@ def test_runs_with_the_same_features_share_a_map(made, tmp_path):
 def test_a_model_of_another_program_is_mapped_once(made, tmp_path, monkeypatch, capfd):
     import pycolmap
 
-    import matcher.cli.sfm  # it keeps the default preset when it is imported
-
     folder, truth = made
-    monkeypatch.setattr(options, "DEFAULT_PRESET", "nearest")  # is faster
+    monkeypatch.setattr("matcher.cli.sfm.DEFAULT_PRESET", "nearest")  # is faster
     model = pycolmap.Reconstruction(find_model(folder / "model"))
     (tmp_path / "theirs").mkdir()
     model.write(tmp_path / "theirs")

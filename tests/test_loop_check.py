@@ -10,7 +10,7 @@ import pytest
 from collection_scene import render_photos, synthetic_store
 from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
 
-from matcher.cli.track import closing_of
+from matcher.cli.track import _closing as closing_of
 from matcher.export.colmap import write_colmap
 from matcher.sequence import loops as pose_graph
 from matcher.sequence.keyframe_map import KeyframeMap

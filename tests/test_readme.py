@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from matcher.cli import build
-from matcher.cli.weights import VARIABLES
+from matcher.cli.machine import VARIABLES
 from matcher.presets import DEFAULT_PRESET, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from sequence_walls import CAMERA as CAMERA_TEXT
 import matcher
 from matcher.cameras import Camera
 from matcher.cli import main
-from matcher.cli.track import leave_a_core
+from matcher.cli.track import _leave_a_core as leave_a_core
 from matcher.errors import MatcherError, UsageError
 from matcher.processes import thread_environment
 from matcher.sequence.background import LatePoses, LocalizedFrame, start

@@ -17,7 +17,7 @@ import torch
 from training_data import TINY, with_steps, write_photos
 
 from matcher.cli import main
-from matcher.cli.train import enlarged, limited
+from matcher.cli.laboratory import enlarged, limited
 from matcher.config import ALL_LAYERS, to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.evaluate.protocols import split_photos

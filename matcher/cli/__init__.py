@@ -1,7 +1,7 @@
 """The command line: parse, make one library call, print.
 
-Each command is a function in a file of its own that imports what it needs when it runs, so `--help` is fast;
-of the files only that of the command that was typed is imported. A new command is one line in `COMMANDS`.
+Each command is a function that imports what it needs when it runs, so `--help` is fast; only the file of the
+command that was typed is imported. A new command is one line in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -18,37 +18,31 @@ from typing import Annotated
 import typer
 
 import matcher
-from matcher.cli.options import (
-    complain,
-    detail,
-    exit_code_of,
-    messages,
-    open_standard_streams,
-    runnable,
-    survive_odd_names,
-)
+from matcher.cli.options import runnable
+from matcher.cli.output import complain, detail, exit_code_of, messages, open_standard_streams
 from matcher.processes import bound_primitives
 
 COMMANDS = {  # where their functions are
-    "match": "matcher.cli.match:match",
-    "align": "matcher.cli.align:align",
-    "find": "matcher.cli.align:find",
-    "explain": "matcher.cli.match:explain",
-    "collection": "matcher.cli.collection:collection",
-    "status": "matcher.cli.collection:status",
-    "merge": "matcher.cli.collection:merge",
-    "report": "matcher.cli.collection:report",
-    "export": "matcher.cli.collection:export",
+    "match": "matcher.cli.pair:match",
+    "align": "matcher.cli.pair:align",
+    "find": "matcher.cli.pair:find",
+    "explain": "matcher.cli.pair:explain",
+    "collection": "matcher.cli.runs:collection",
+    "status": "matcher.cli.runs:status",
+    "merge": "matcher.cli.runs:merge",
+    "report": "matcher.cli.runs:report",
+    "export": "matcher.cli.runs:export",
     "sfm": "matcher.cli.sfm:sfm",
     "localize": "matcher.cli.localize:localize",
     "track": "matcher.cli.track:track",
-    "serve": "matcher.cli.weights:serve",
-    "evaluate": "matcher.cli.train:evaluate",
-    "presets": "matcher.cli.weights:presets",
-    "train": "matcher.cli.train:train",
-    "env": "matcher.cli.weights:environment",
+    "serve": "matcher.cli.machine:serve",
+    "evaluate": "matcher.cli.laboratory:evaluate",
+    "presets": "matcher.cli.machine:presets",
+    "train": "matcher.cli.laboratory:train",
+    "env": "matcher.cli.machine:environment",
 }
-GROUPS = {"weights": ("List, check, download, convert and export weights.", "matcher.cli.weights:COMMANDS")}
+WEIGHTS = "matcher.cli.machine:WEIGHTS_COMMANDS"
+GROUPS = {"weights": ("List, check, download, convert and export weights.", WEIGHTS)}
 
 
 def _version(wanted: bool) -> None:
@@ -98,7 +92,6 @@ def _typed(arguments: Sequence[str] | None) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
     open_standard_streams()
-    survive_odd_names()
     bound_primitives()
     with_signals = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminate) if with_signals else None

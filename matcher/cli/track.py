@@ -1,29 +1,308 @@
-"""`matcher track`."""
+"""`matcher track`: keypoints, poses and maps of frames in order."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from matcher.cli import options
-from matcher.cli.options import DEFAULT_PRESET, PARTIAL, complain, limit_threads, say, show
+from matcher.cli.options import (
+    DEFAULT_PRESET,
+    AsJson,
+    Overwrite,
+    argument,
+    limit_threads,
+    option,
+    parse_camera,
+)
+from matcher.cli.output import PARTIAL, complain, exit_code_of, say, show, whole_step
+from matcher.errors import ImageError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from matcher.cameras import Camera
-    from matcher.localization.sparse_map import SparseMap
-    from matcher.sequence.capture import TrackingLog
+    from matcher.sequence.capture import FrameSource, TrackingLog
     from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.loops import ClosedTrajectory
     from matcher.sequence.plot import Recording
     from matcher.sequence.tracker import Tracker
 
+SUFFIXES = (".npz", ".tum", ".kitti", ".rrd")
 
-# --- tracked: What `matcher track` prints.
+
+def track(
+    source: argument(
+        str, "VIDEO|FOLDER|CAMERA_INDEX", "Video file, folder of frames, or index of a live camera."
+    ),
+    # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
+    given: Annotated[dict[str, Any], ("geometry", "second_pass"), {"match_threshold": 0.2}],
+    camera: option(
+        str | None, metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels; needed for poses."
+    ) = None,
+    right: option(
+        Path | None, metavar="DIR", help="Folder of the right images of rectified stereo pairs."
+    ) = None,
+    masks: option(
+        Path | None, metavar="FILE|DIR", help="A mask for all frames, or masks named like them."
+    ) = None,
+    baseline: option(float | None, metavar="METRES", help="Distance between the two stereo cameras.") = None,
+    epipolar_window: option(
+        float | None, metavar="PX", help="Largest row difference of a stereo match."
+    ) = None,
+    budget_ms: option(
+        float | None, metavar="MS", help="Choose keypoints and layers to fit this time per frame."
+    ) = None,
+    fps: option(
+        float | None,
+        metavar="FPS",
+        help="Frame rate of a folder; by default from the timestamps in its file names, else 10.",
+    ) = None,
+    frames: option(int | None, metavar="N", min=1, help="Stop after N frames.") = None,
+    output: option(
+        list[Path] | None,
+        metavar="FILE.npz|.tum|.kitti|.rrd",
+        help="Save tracks (.npz), a trajectory (.tum, .kitti) or a rerun recording (.rrd; with --map also of "
+        "the path before and after loops, DIR/trajectory.rrd); repeatable.",
+    ) = None,
+    ground_truth: option(
+        Path | None, metavar="FILE", help="Ground-truth poses in KITTI or TUM format to compare with."
+    ) = None,
+    plot: option(Path | None, metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.") = None,
+    map_dir: option(
+        Path | None,
+        "--map",
+        metavar="DIR",
+        help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
+        "PHOTOS` and --load-map DIR then localise in it. Needs the sfm extra.",
+    ) = None,
+    loops: option(
+        Literal["end", "background", "inline"] | None,
+        help="When loops of --map are looked for: at the end, or also before, in a process beside tracking "
+        "or while it waits; by default in the background with --budget-ms, else at the end.",
+    ) = None,
+    load_map: option(
+        Path | None,
+        metavar="DIR",
+        help="Map of an earlier run, or a model: trajectories, plots and ground truth are then in its "
+        "coordinates.",
+    ) = None,
+    lookup: option(
+        Literal["background", "inline"] | None,
+        help="Where frames are localised in --load-map: beside tracking, or while it waits.  [default: "
+        "background]",
+    ) = None,
+    show_live: option(bool, "--show", help="Show the tracking live in the rerun viewer.") = False,
+    threads: option(
+        int | None,
+        metavar="N",
+        min=1,
+        help="Number of CPU threads.  [default: all cores, but one while a process works on a map beside "
+        "tracking]",
+    ) = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> int:
+    """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
+
+    Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
+    live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
+    """
+    asked, outputs, stereo = {**locals()}, output or [], right is not None
+    limit_threads(threads)
+    when = loops or ("end" if budget_ms is None else "background")
+    beside = (map_dir is not None and when == "background") or (load_map is not None and lookup != "inline")
+    if beside:
+        _leave_a_core(given.get("engine"))
+    from matcher.sequence.capture import open_frames
+    from matcher.sequence.tracker import Tracker
+
+    if _is_unfinished(source, map_dir):
+        return _finish_map(map_dir, asked)
+    pinhole = parse_camera(camera, "--camera")
+    needing = {"--right": right, "--ground-truth": ground_truth, "--plot": plot, "--map": map_dir}
+    needing |= {"--load-map": load_map}
+    needing |= {"a trajectory": next((p for p in outputs if p.suffix.lower() in (".tum", ".kitti")), None)}
+    for option_name, value, other, needed in (
+        ("--loops", loops, "--map DIR, the folder of the map", map_dir),
+        ("--lookup", lookup, "--load-map DIR, the map in which frames are localised", load_map),
+        ("--epipolar-window", epipolar_window, "--right and --baseline, for it is of rectified pairs", right),
+        ("--right", right, "--baseline METRES, the distance of the cameras of rectified pairs", baseline),
+        ("--baseline", baseline, "--right, the folder of the right images", right),
+    ):
+        if value is not None and needed is None:
+            raise UsageError(f"{option_name} needs {other}")
+    truth = _check(outputs, plot, ground_truth, needing if camera is None else {}, overwrite)
+    keyframes = None
+    if map_dir is not None:
+        keyframes = _keyframe_map(map_dir, pinhole, given, when, overwrite)
+    frames_in = open_frames(source, right, fps, masks)
+    how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
+    tracker = Tracker(keyframe_map=keyframes, **how, **given)
+    with _maps(tracker, load_map, lookup), _recordings(outputs, show_live, load_map) as recordings:
+        log, failures, ended = _follow(frames_in, tracker, frames, stereo, recordings)
+        _finish_in_map(tracker, log, recordings, in_map=load_map is not None, wait=ended is None)
+    try:
+        _finish(log, tracker, truth, stereo, outputs, plot, as_json)
+    except OSError:  # a full disk
+        if tracker.keyframe_map is not None:
+            _say_kept(tracker.keyframe_map)
+        raise
+    _save_map(tracker, terminated=ended is not None, outputs=outputs)
+    return ended if ended is not None else PARTIAL if failures else 0
+
+
+def _leave_a_core(engine: str | None) -> None:
+    """Where a process will work on a map beside tracking, see that it has a core; before torch is imported.
+
+    The tracker does so frame by frame; ONNX Runtime keeps the number of threads that it begins with. A number
+    that the user gave is kept, and what it does is said.
+    """
+    from matcher.processes import compute_threads, threads_are_given, usable_cores
+
+    cores = usable_cores()
+    if not threads_are_given():
+        if engine == "onnx":
+            limit_threads(max(1, cores - 1))
+    elif (given := compute_threads()) >= cores > 1:
+        say(
+            f"note: {given} threads on {cores} cores leave none to the process beside tracking, so single "
+            f"frames may take several times as long; --threads {cores - 1} leaves it one"
+        )
+
+
+def _check(
+    outputs: list[Path], plot: Path | None, truth: Path | None, needing: dict[str, Any], overwrite: bool
+) -> tuple[Any, Any] | None:
+    """The true poses; refuses, before any work, outputs that cannot be written and what needs a camera."""
+    from matcher.files import check_output
+    from matcher.sequence.capture import read_poses
+    from matcher.sequence.plot import PLOT_SUFFIXES
+
+    for path in outputs:
+        check_output(path, SUFFIXES, overwrite=overwrite)
+    if plot is not None:
+        check_output(plot, PLOT_SUFFIXES, overwrite=overwrite)
+    for name, value in needing.items():
+        if value is not None:
+            raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
+    return None if truth is None else read_poses(truth)
+
+
+def _follow(
+    source: FrameSource, tracker: Tracker, limit: int | None, stereo: bool, recordings: list[Recording]
+) -> tuple[TrackingLog, int, int | None]:
+    """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run.
+
+    Returns:
+        What was tracked, frames that could not be read, and the exit code where tracking was ended.
+    """
+    from matcher.sequence.capture import TrackingLog
+
+    log, failures, ended = TrackingLog(), 0, None
+    try:
+        for shot in source:
+            with whole_step():  # a frame is in all that is kept, or in nothing
+                try:
+                    if stereo:
+                        result = tracker.push_stereo(shot.image, shot.right, shot.timestamp, mask=shot.mask)
+                    else:
+                        result = tracker.push(shot.image, shot.timestamp, mask=shot.mask)
+                except ImageError as error:
+                    complain(f"{error}; the frame is skipped")
+                    failures += 1
+                    result = tracker.push(None, shot.timestamp)
+                log.add(result)
+                for recording in recordings:
+                    image = None if result.passed_over else tracker.pipeline.read(shot.image)
+                    recording.add(result, image)
+            if limit is not None and len(log) >= limit:
+                break
+    except KeyboardInterrupt:
+        say("stopped")
+    except SystemExit as stop:  # SIGTERM
+        say("terminated")
+        ended = int(stop.code or 0)
+    except OSError as error:  # a full disk ends tracking, and what was tracked is written all the same
+        ended = exit_code_of(error)
+    if source.problem is not None:
+        complain(str(source.problem))
+        failures += 1
+    if not any(log.counts().get(status) for status in ("first", "tracked", "lost", "blank")):
+        if ended is not None:
+            sys.exit(ended)
+        raise ImageError(f"{source.name}: no frame could be read")
+    return log, failures, ended
+
+
+@contextmanager
+def _recordings(outputs: list[Path], show: bool, load_map: Path | None) -> Iterator[list[Recording]]:
+    """Recordings that are written or shown, with the loaded map; files appear only if all goes well."""
+    from matcher.localization.map import Map
+
+    paths: list[Path | None] = [path for path in outputs if path.suffix.lower() == ".rrd"]
+    paths += [None] if show else []
+    recordings: list[Recording] = []
+    try:
+        if paths:
+            from matcher.sequence.plot import Recording
+
+            loaded = None
+            if load_map is not None:
+                with Map.open(load_map) as place:
+                    loaded = place.model
+            recordings += [Recording(path, loaded) for path in paths]
+        yield recordings
+    except BaseException:
+        for recording in recordings:
+            recording.discard()
+        raise
+    for recording in recordings:
+        recording.close()
+
+
+def _finish(
+    log: TrackingLog,
+    tracker: Tracker,
+    truth: tuple[Any, Any] | None,
+    stereo: bool,
+    outputs: list[Path],
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure, write and print."""
+    from matcher.files import write_output
+    from matcher.sequence.capture import write_trajectory
+    from matcher.sequence.plot import plot_trajectory
+
+    rows, stamps, poses = log.trajectory()
+    compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
+    for path in outputs:
+        if path.suffix.lower() == ".npz":
+            write_output(path, log.as_npz())
+        elif path.suffix.lower() != ".rrd":
+            _need_poses(log, poses)
+            write_trajectory(path, stamps, poses, frames=len(log))
+    facts = as_object(log, tracker, len(rows), compared)
+    if plot is not None:
+        _need_poses(log, poses)
+        found, true = (poses, None) if compared is None else compared[:2]
+        marked = log.keyframe_rows() if len(found) == len(poses) else []
+        unit = "m" if stereo or compared is not None else "first baselines"
+        errors = ", ".join(
+            f"{100 * e['translation']:.2f} % and {e['rotation']:.4f} °/m over {e['length']:.0f} m"
+            for e in facts["segments"] or []
+        )
+        title = f"{facts['preset']}, {facts['frames']} frames" + (f": {errors}" if errors else "")
+        plot_trajectory(plot, found, true, keyframes=marked, unit=unit, title=title)
+    if as_json:
+        show(json.dumps(facts, allow_nan=False), always=True)
+    else:
+        show(summary_of(facts))
+        for path in filter(None, (*outputs, plot)):
+            show(f"wrote {path}")
 
 
 def as_object(
@@ -47,181 +326,68 @@ def as_object(
     }
 
 
-def title_of(found: dict[str, Any]) -> str:
-    """The line above a plot."""
-    errors = ", ".join(
-        f"{100 * e['translation']:.2f} % and {e['rotation']:.4f} °/m over {e['length']:.0f} m"
-        for e in found["segments"] or []
-    )
-    return f"{found['preset']}, {found['frames']} frames" + (f": {errors}" if errors else "")
-
-
-def summary_of(found: dict[str, Any]) -> str:
+def summary_of(facts: dict[str, Any]) -> str:
     """The same as readable lines."""
-    statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found["statuses"].items())
+    statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in facts["statuses"].items())
     lines = [
-        f"{found['frames']} frames ({statuses}), {found['poses']} with a pose",
-        f"mean length of tracks over two or more frames: {found['mean_track_length']:.2f} frames",
+        f"{facts['frames']} frames ({statuses}), {facts['poses']} with a pose",
+        f"mean length of tracks over two or more frames: {facts['mean_track_length']:.2f} frames",
     ]
-    if found.get("in_map"):
-        lines.append(f"{found['poses']} of {found['frames']} frames have a pose in the map")
-    if found["choice"]:
-        lines.append(found["choice"]["text"])
+    if facts.get("in_map"):
+        lines.append(f"{facts['poses']} of {facts['frames']} frames have a pose in the map")
+    if facts["choice"]:
+        lines.append(facts["choice"]["text"])
     lines += [
         f"{e['count']} segments of {e['length']:.0f} m: {100 * e['translation']:.2f} % translation, "
         f"{e['rotation']:.4f} degrees per metre"
-        for e in found["segments"] or []
+        for e in facts["segments"] or []
     ]
     lines += [
         f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile"
-        for stage, row in found["milliseconds"].items()
+        for stage, row in facts["milliseconds"].items()
     ]
     return "\n".join(lines)
 
 
-def closing_of(closed: ClosedTrajectory) -> str:
-    """What the map of the keyframes says, in a line."""
-    moved = closed.moved()
-    loops = f"{len(closed.loops)} pairs of keyframes close loops" if closed.loops else "no loop was found"
-    if closed.alike:
-        loops += f", {closed.alike} pairs only look alike and are left out, as the path says"
-    loops += "" if closed.problem is None else f" ({closed.problem})"
-    return (
-        f"map of the keyframes: {closed.folder}; {loops}; poses moved by {moved.mean():.3f} on average, "
-        f"{moved.max():.3f} at most ({closed.folder.parent / 'trajectory.tum'})"
-    )
+def _need_poses(log: TrackingLog, poses: Any) -> None:
+    if len(poses) > 0:
+        return
+    if log.in_map and log.problem is not None:
+        raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
+    if log.in_map and log.localized:
+        raise ImageError(
+            f"too few frames were localised ({log.localized}) or too near each other to say the map's unit: "
+            "give more frames, of a camera that moves further, or stereo pairs (--right)"
+        )
+    if log.in_map:
+        raise ImageError("no frame has a pose in the map: is it of another place, or --camera a wrong one?")
+    raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
 
 
-# --- track_maps: `matcher track` with maps: one that it makes, and one that it is localised in.
-
-MapFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--map",
-        metavar="DIR",
-        help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
-        "PHOTOS` and --load-map DIR then localise in it. Needs the sfm extra.",
-    ),
-]
-LoopTimes = Annotated[
-    Literal["end", "background", "inline"] | None,
-    typer.Option(
-        "--loops",
-        help="When loops of --map are looked for: at the end, or also before, in a process beside tracking "
-        "or while it waits; by default in the background with --budget-ms, else at the end.",
-    ),
-]
-LoadedMap = Annotated[
-    Path | None,
-    typer.Option(
-        "--load-map",
-        metavar="DIR",
-        help="Map of an earlier run, or a model: trajectories, plots and ground truth are then in its "
-        "coordinates.",
-    ),
-]
-Lookup = Annotated[
-    Literal["background", "inline"] | None,
-    typer.Option(
-        "--lookup",
-        help="Where frames are localised in --load-map: beside tracking, or while it waits.  [default: "
-        "background]",
-    ),
-]
-
-_ALWAYS = {"preset": DEFAULT_PRESET, "device": "auto", "upright": True}  # where nothing is given
-_NAMED = {"rate": "fps", "show_live": "show", "as_json": "json", "match_threshold": "threshold"}
-_FINISHING = {"source", "map_dir", "threads", "given"}  # what the command needs to finish a map
-
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        metavar="N",
-        min=1,
-        help="Number of CPU threads.  [default: all cores, but one while a process works on a map beside "
-        "tracking]",
-    ),
-]
+# Maps: one that the command makes, and one that it is localised in.
 
 
-def keyframe_map(
-    folder: Path | None,
-    camera: Camera | None,
-    given: dict[str, Any],
-    *,
-    loops: str | None,
-    budget_ms: float | None,
-    overwrite: bool,
-) -> KeyframeMap | None:
-    """What collects the keyframes of a map, where one is wanted."""
-    from matcher.errors import UsageError
+def _keyframe_map(
+    folder: Path, camera: Camera, given: dict[str, Any], when: str, overwrite: bool
+) -> KeyframeMap:
+    """What collects the keyframes of a map."""
+    from matcher.export.colmap import import_pycolmap
     from matcher.sequence.frames import KEPT
+    from matcher.sequence.keyframe_map import KeyframeMap
 
-    if folder is None:
-        if loops is not None:
-            raise UsageError("--loops needs --map DIR, the folder of the map")
-        return None
     if (folder / KEPT).is_file() and not overwrite:
         raise UsageError(
             f"{folder} holds the keyframes of a run that was interrupted: `matcher track {folder} --map "
             f"{folder}` makes the map of them, and --overwrite starts anew"
         )
-    if camera is None:
-        raise UsageError("--map needs poses, and poses need --camera fx,fy,cx,cy")
-    from matcher.export.colmap import import_pycolmap
-    from matcher.sequence.keyframe_map import KeyframeMap
-
     import_pycolmap()
     options = {name: value for name, value in given.items() if name != "match_threshold"}
-    when = loops or _default_loops(budget_ms)
     return KeyframeMap(folder, camera, loops=when, overwrite=overwrite, **options)
 
 
-def _default_loops(budget_ms: float | None) -> str:
-    return "end" if budget_ms is None else "background"
-
-
-def leave_a_core(
-    folder: Path | None,
-    loops: str | None,
-    load_map: Path | None,
-    lookup: str | None,
-    *,
-    budget_ms: float | None,
-    engine: str | None,
-) -> None:
-    """Where a process will work on a map beside tracking, see that it has a core; before torch is imported.
-
-    The tracker does so frame by frame; ONNX Runtime keeps the number of threads that it begins with. A number
-    that the user gave is kept, and what it does is said.
-    """
-    from matcher.processes import compute_threads, threads_are_given, usable_cores
-
-    mapped = folder is not None and (loops or _default_loops(budget_ms)) == "background"
-    if not mapped and (load_map is None or lookup == "inline"):
-        return
-    cores = usable_cores()
-    if not threads_are_given():
-        if engine == "onnx":
-            limit_threads(max(1, cores - 1))
-        return
-    if (given := compute_threads()) >= cores > 1:
-        say(
-            f"note: {given} threads on {cores} cores leave none to the process beside tracking, so single "
-            f"frames may take several times as long; --threads {cores - 1} leaves it one"
-        )
-
-
 @contextmanager
-def maps_of(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iterator[None]:
+def _maps(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iterator[None]:
     """Load a map where one is given; end what runs beside tracking."""
-    from matcher.errors import UsageError
-
-    if load_map is None and lookup is not None:
-        raise UsageError("--lookup needs --load-map DIR, the map in which frames are localised")
-    if load_map is not None and tracker.camera is None:
-        raise UsageError("--load-map needs poses, and poses need --camera fx,fy,cx,cy")
     try:
         if load_map is not None:
             tracker.load_map(load_map, timing=lookup or "background")
@@ -234,16 +400,8 @@ def maps_of(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iter
             tracker.keyframe_map.close()
 
 
-def sparse_map_of(folder: Path) -> SparseMap:
-    """Images, poses and points of a map that is loaded; errors as of `Map.open`."""
-    from matcher.localization.map import Map
-
-    with Map.open(folder) as place:
-        return place.model
-
-
-def finish_in_map(
-    tracker: Tracker, log: TrackingLog, recordings: Sequence[Recording], *, in_map: bool, wait: bool
+def _finish_in_map(
+    tracker: Tracker, log: TrackingLog, recordings: list[Recording], *, in_map: bool, wait: bool
 ) -> None:
     """Wait for frames that are still to be localised, and take their poses in; Ctrl-C keeps what is known."""
     if wait and (waiting := tracker.waiting_in_map):
@@ -261,7 +419,7 @@ def finish_in_map(
     log.localized, log.problem = tracker.localized_in_map, tracker.problem
 
 
-def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:
+def _save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:
     """Make the map, where one is wanted, and print what it holds; poses are kept if that is interrupted.
 
     `terminated`: the program was asked to end at once, so the map is left to be finished later;
@@ -274,7 +432,7 @@ def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None
         return
     try:
         closed = tracker.save_map()
-        say(closing_of(closed))
+        say(_closing(closed))
         if any(path.suffix.lower() == ".rrd" for path in outputs):
             say(f"wrote {closed.record(tracker.keyframe_map.folder / 'trajectory.rrd')}")
     except (KeyboardInterrupt, SystemExit):
@@ -282,42 +440,29 @@ def save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None
         raise
 
 
-@contextmanager
-def kept_if_full(tracker: Tracker) -> Iterator[None]:
-    """Where other outputs cannot be written, keyframes and their poses are kept."""
-    try:
-        yield
-    except OSError:
-        if tracker.keyframe_map is not None:
-            _say_kept(tracker.keyframe_map)
-        raise
-
-
 def _say_kept(keyframes: KeyframeMap) -> None:
     from matcher.sequence.frames import KEPT
 
+    again = f"`matcher track {keyframes.folder} --map {keyframes.folder}`"
     try:
         frames, count = keyframes.keep()
     except OSError as error:
         complain(
             f"{keyframes.folder}: the last poses and keyframes could not be kept there ({error}); make room, "
-            f"and if {keyframes.folder / KEPT} exists, `matcher track {keyframes.folder} --map "
-            f"{keyframes.folder}` makes a map of those before"
+            f"and if {keyframes.folder / KEPT} exists, {again} makes a map of those before"
         )
         return
     complain(
-        f"kept in {keyframes.folder}: {frames} poses and {count} keyframes, without a map: `matcher track "
-        f"{keyframes.folder} --map {keyframes.folder}` makes it"
+        f"kept in {keyframes.folder}: {frames} poses and {count} keyframes, without a map: {again} makes it"
     )
 
 
-def is_unfinished(source: str, folder: Path | None) -> bool:
+def _is_unfinished(source: str, folder: Path | None) -> bool:
     """Whether the source is a map that a run left unfinished, to be finished.
 
     Raises:
         UsageError: it is the map that is to be made, and nothing is left to do in it or nothing was kept.
     """
-    from matcher.errors import UsageError
     from matcher.sequence.frames import KEPT
     from matcher.sequence.loops import MODEL
 
@@ -332,257 +477,40 @@ def is_unfinished(source: str, folder: Path | None) -> bool:
     return True
 
 
-def finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
+def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
     """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command."""
-    from matcher.errors import UsageError
     from matcher.sequence.keyframe_map import KeyframeMap
 
-    others = {name: value for name, value in asked.items() if name not in _FINISHING} | asked["given"]
-    named = {_NAMED.get(name, name): value for name, value in others.items() if value != _ALWAYS.get(name)}
-    idle = [f"--{name.replace('_', '-')}" for name in sorted(named) if named[name] not in (None, False, [])]
+    needed, named = {"source", "map_dir", "threads", "given"}, {"show_live": "show", "as_json": "json"}
+    others = {name: value for name, value in asked.items() if name not in needed} | asked["given"]
+    always = (("preset", DEFAULT_PRESET), ("device", "auto"))
+    idle = [
+        name
+        for name, value in others.items()
+        if value not in (None, False, []) and (name, value) not in always
+    ]
     if idle:
+        options = ", ".join(f"--{named.get(name, name).replace('_', '-')}" for name in sorted(idle))
         raise UsageError(
-            f"{folder} is finished with the camera and the options that it was begun with: leave out "
-            f"{', '.join(idle)}"
+            f"{folder} is finished with the camera and options that it was begun with: leave out {options}"
         )
     keyframes = KeyframeMap.resume(folder)
     try:
-        say(closing_of(keyframes.finish()))
+        say(_closing(keyframes.finish()))
     except (KeyboardInterrupt, SystemExit):
         _say_kept(keyframes)
         raise
     return 0
 
 
-# --- track: `matcher track`.
-
-SUFFIXES = (".npz", ".tum", ".kitti", ".rrd")
-
-Where = Annotated[
-    str,
-    typer.Argument(
-        metavar="VIDEO|FOLDER|CAMERA_INDEX",
-        show_default=False,
-        help="Video file, folder of frames, or index of a live camera.",
-    ),
-]
-CameraText = Annotated[
-    str | None, typer.Option(metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels; needed for poses.")
-]
-Right = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the right images of rectified stereo pairs.")
-]
-MaskFiles = Annotated[
-    Path | None,
-    typer.Option("--masks", metavar="FILE|DIR", help="A mask for all frames, or masks named like them."),
-]
-Baseline = Annotated[
-    float | None, typer.Option(metavar="METRES", help="Distance between the two stereo cameras.")
-]
-Window = Annotated[float | None, typer.Option(metavar="PX", help="Largest row difference of a stereo match.")]
-Budget = Annotated[
-    float | None, typer.Option(metavar="MS", help="Choose keypoints and layers to fit this time per frame.")
-]
-Rate = Annotated[
-    float | None,
-    typer.Option(
-        "--fps",
-        metavar="FPS",
-        help="Frame rate of a folder; by default from the timestamps in its file names, else 10.",
-    ),
-]
-Frames = Annotated[int | None, typer.Option("--frames", metavar="N", min=1, help="Stop after N frames.")]
-Outputs = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--output",
-        metavar="FILE.npz|.tum|.kitti|.rrd",
-        help="Save tracks (.npz), a trajectory (.tum, .kitti) or a rerun recording (.rrd; with --map also of "
-        "the path before and after loops, DIR/trajectory.rrd); repeatable.",
-    ),
-]
-Truth = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Ground-truth poses in KITTI or TUM format to compare with."),
-]
-Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.")
-]
-Show = Annotated[bool, typer.Option("--show", help="Show the tracking live in the rerun viewer.")]
-
-# Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
-TrackerOptions = Annotated[dict[str, Any], ("geometry", "second_pass"), {"threshold": 0.2}]
-
-
-def track(
-    source: Where,
-    given: TrackerOptions,
-    camera: CameraText = None,
-    right: Right = None,
-    masks: MaskFiles = None,
-    baseline: Baseline = None,
-    epipolar_window: Window = None,
-    budget_ms: Budget = None,
-    rate: Rate = None,
-    frames: Frames = None,
-    output: Outputs = None,
-    ground_truth: Truth = None,
-    plot: Plot = None,
-    map_dir: MapFolder = None,
-    loops: LoopTimes = None,
-    load_map: LoadedMap = None,
-    lookup: Lookup = None,
-    show_live: Show = False,
-    threads: Threads = None,
-    overwrite: options.Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> int:
-    """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
-
-    Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
-    live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
-    """
-    asked = {**locals()}
-    options.limit_threads(threads)
-    leave_a_core(map_dir, loops, load_map, lookup, budget_ms=budget_ms, engine=given.get("engine"))
-    from matcher.cli.collection import follow
-    from matcher.sequence.capture import open_frames
-    from matcher.sequence.tracker import Tracker
-
-    if is_unfinished(source, map_dir):
-        return finish_map(map_dir, asked)
-    pinhole = options.parse_camera(camera, "--camera")
-    truth = _check(output or [], plot, ground_truth, pinhole, right, baseline, epipolar_window, overwrite)
-    keyframes = keyframe_map(map_dir, pinhole, given, loops=loops, budget_ms=budget_ms, overwrite=overwrite)
-    frames_in = open_frames(source, right, rate, masks)
-    how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
-    tracker = Tracker(keyframe_map=keyframes, **how, **given)
-    with maps_of(tracker, load_map, lookup), _recordings(output or [], show_live, load_map) as recordings:
-        log, failures, ended = follow(frames_in, tracker, frames, right is not None, recordings)
-        finish_in_map(tracker, log, recordings, in_map=load_map is not None, wait=ended is None)
-    with kept_if_full(tracker):
-        code = _finish(log, tracker, failures, truth, right is not None, output or [], plot, as_json)
-    save_map(tracker, terminated=ended is not None, outputs=output or [])
-    return code if ended is None else ended
-
-
-def _check(
-    outputs: list[Path],
-    plot: Path | None,
-    truth: Path | None,
-    camera: Camera | None,
-    right: Path | None,
-    baseline: float | None,
-    epipolar_window: float | None,
-    overwrite: bool,
-) -> tuple[Any, Any] | None:
-    """The true poses; refuses, before any work, outputs that cannot be written and options without others."""
-    from matcher.errors import UsageError
-    from matcher.files import check_output
-    from matcher.sequence.capture import read_poses
-
-    for path in outputs:
-        check_output(path, SUFFIXES, overwrite=overwrite)
-    if plot is not None:
-        from matcher.sequence.plot import PLOT_SUFFIXES
-
-        check_output(plot, PLOT_SUFFIXES, overwrite=overwrite)
-    if epipolar_window is not None and right is None:
-        raise UsageError("--epipolar-window is of rectified pairs: give --right and --baseline, too")
-    if (right is None) != (baseline is None):
-        raise UsageError(
-            "--right and --baseline must be given together: rectified pairs and the cameras' distance"
-        )
-    needing = {"--right": right, "--ground-truth": truth, "--plot": plot}
-    trajectories = (path for path in outputs if path.suffix.lower() in (".tum", ".kitti"))
-    needing["a trajectory"] = next(trajectories, None)
-    for name, value in needing.items():
-        if value is not None and camera is None:
-            raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
-    return None if truth is None else read_poses(truth)
-
-
-@contextmanager
-def _recordings(outputs: list[Path], show: bool, load_map: Path | None) -> Iterator[list[Recording]]:
-    """Recordings that are written or shown, with the loaded map; files appear only if all goes well."""
-    paths: list[Path | None] = [path for path in outputs if path.suffix.lower() == ".rrd"]
-    paths += [None] if show else []
-    recordings: list[Recording] = []
-    try:
-        if paths:
-            from matcher.sequence.plot import Recording
-
-            loaded = None if load_map is None else sparse_map_of(load_map)
-            recordings += [Recording(path, loaded) for path in paths]
-        yield recordings
-    except BaseException:
-        for recording in recordings:
-            recording.discard()
-        raise
-    for recording in recordings:
-        recording.close()
-
-
-def _finish(
-    log: TrackingLog,
-    tracker: Tracker,
-    failures: int,
-    truth: tuple[Any, Any] | None,
-    stereo: bool,
-    outputs: list[Path],
-    plot: Path | None,
-    as_json: bool,
-) -> int:
-    """Measure, write and print; the exit code."""
-    import json
-
-    from matcher.files import write_output
-    from matcher.sequence.capture import write_trajectory
-
-    rows, stamps, poses = log.trajectory()
-    compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
-    for path in outputs:
-        if path.suffix.lower() == ".npz":
-            write_output(path, log.as_npz())
-        elif path.suffix.lower() != ".rrd":
-            _need_poses(log, poses)
-            write_trajectory(path, stamps, poses, frames=len(log))
-    found = as_object(log, tracker, len(rows), compared)
-    if plot is not None:
-        _draw(plot, log, compared, poses, stereo, title_of(found))
-    if as_json:
-        show(json.dumps(found, allow_nan=False), always=True)
-    else:
-        show(summary_of(found))
-        for path in [*outputs, *([plot] if plot is not None else [])]:
-            show(f"wrote {path}")
-    return PARTIAL if failures else 0
-
-
-def _draw(
-    path: Path, log: TrackingLog, compared: tuple[Any, Any, Any] | None, poses: Any, stereo: bool, title: str
-) -> None:
-    from matcher.sequence.plot import plot_trajectory
-
-    _need_poses(log, poses)
-    found, true = (poses, None) if compared is None else compared[:2]
-    marked = log.keyframe_rows() if len(found) == len(poses) else []
-    unit = "m" if stereo or compared is not None else "first baselines"
-    plot_trajectory(path, found, true, keyframes=marked, unit=unit, title=title)
-
-
-def _need_poses(log: TrackingLog, poses: Any) -> None:
-    from matcher.errors import ImageError, IntegrityError
-
-    if len(poses) > 0:
-        return
-    if log.in_map and log.problem is not None:
-        raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
-    if log.in_map and log.localized:
-        raise ImageError(
-            f"too few frames were localised ({log.localized}) or too near each other to say the map's unit: "
-            "give more frames, of a camera that moves further, or stereo pairs (--right)"
-        )
-    if log.in_map:
-        raise ImageError("no frame has a pose in the map: is it of another place, or --camera a wrong one?")
-    raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
+def _closing(closed: ClosedTrajectory) -> str:
+    """What the map of the keyframes says, in a line."""
+    moved = closed.moved()
+    loops = f"{len(closed.loops)} pairs of keyframes close loops" if closed.loops else "no loop was found"
+    if closed.alike:
+        loops += f", {closed.alike} pairs only look alike and are left out, as the path says"
+    loops += "" if closed.problem is None else f" ({closed.problem})"
+    return (
+        f"map of the keyframes: {closed.folder}; {loops}; poses moved by {moved.mean():.3f} on average, "
+        f"{moved.max():.3f} at most ({closed.folder.parent / 'trajectory.tum'})"
+    )

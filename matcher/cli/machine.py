@@ -1,4 +1,4 @@
-"""Shipped and published weights: `matcher weights list`, `verify`, `fetch`, `import`, `export`."""
+"""Commands about what is installed: `weights`, `presets`, `env`, `serve`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,18 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 import matcher
-from matcher.cli import options
-from matcher.cli.options import complain, show, wants_progress
-
-if TYPE_CHECKING:
-    from matcher.weights.published import PublishedFile
-
-
-# --- weights: Shipped and published weights: `matcher weights list`, `verify`, `fetch`, `import`, `export`.
+from matcher.cli.options import Overwrite, complete_preset, of_preset, option
+from matcher.cli.output import complain, show, wants_progress
+from matcher.errors import IntegrityError, UsageError, unknown_name
 
 
 def list_weights() -> None:
     """List shipped and published weights: licence, size, source, and whether they are installed."""
-    from matcher.errors import IntegrityError
     from matcher.weights.files import read_manifest
     from matcher.weights.published import read_catalogue
 
@@ -41,24 +35,19 @@ def list_weights() -> None:
         show(f"  trained on  {row.trained_on}")
         show(f"  measured    {' '.join(row.metrics.split())}")
     show("\nPublished by others and not shipped; download with `matcher weights fetch NAME`")
-    for published in read_catalogue().values():
-        here = "installed" if (published.folder / "manifest.toml").is_file() else "not installed"
-        use = "yes" if published.commercial else "no"
-        what = f"preset {published.preset}" if published.preset else "front end"
-        show(f"{published.name}  {published.megabytes:.1f} MB  {what}  {here}  commercial use: {use}")
-        show(f"  licence     {published.licence}")
-        show(f"  source      {published.source} ({published.paper})")
-        for file in published.files:
-            show(f"  sha256      {_hash_remark(file)}")
-        if published.note:
-            show(f"  note        {published.note}")
-
-
-def _hash_remark(file: PublishedFile) -> str:
-    if not file.sha256:
-        needs = "its first download needs --accept-unverified, later ones must be the same"
-        return f"{file.name} is not pinned: {needs}"
-    return f"{file.name} is pinned ({file.sha256_from}): {file.sha256}"
+    for row in read_catalogue().values():
+        here = "installed" if (row.folder / "manifest.toml").is_file() else "not installed"
+        use = "yes" if row.commercial else "no"
+        what = f"preset {row.preset}" if row.preset else "front end"
+        show(f"{row.name}  {row.megabytes:.1f} MB  {what}  {here}  commercial use: {use}")
+        show(f"  licence     {row.licence}")
+        show(f"  source      {row.source} ({row.paper})")
+        for file in row.files:
+            pinned = f"{file.name} is pinned ({file.sha256_from}): {file.sha256}"
+            unknown = "its first download needs --accept-unverified, later ones must be the same"
+            show(f"  sha256      {pinned if file.sha256 else f'{file.name} is not pinned: {unknown}'}")
+        if row.note:
+            show(f"  note        {row.note}")
 
 
 def verify_weights(
@@ -67,7 +56,6 @@ def verify_weights(
     ] = None,
 ) -> None:
     """Check weights files against their checksums; exit with code 5 if one is missing or damaged."""
-    from matcher.errors import IntegrityError, UsageError, unknown_name
     from matcher.weights.files import read_manifest, verify
     from matcher.weights.published import locate, read_catalogue
 
@@ -76,12 +64,10 @@ def verify_weights(
         if name not in rows and name not in published:
             raise UsageError(unknown_name("weights", name, rows | published))
     here = [row.name for row in published.values() if (row.folder / "manifest.toml").is_file()]
-    chosen = names or [*rows, *here]
-    failed = 0
+    chosen, failed = names or [*rows, *here], 0
     for name in chosen:
         try:
-            path = verify(rows[name]) if name in rows else locate(published[name])
-            show(f"ok       {name}  {path}")
+            show(f"ok       {name}  {verify(rows[name]) if name in rows else locate(published[name])}")
         except IntegrityError as error:
             complain(f"damaged  {name}  {error}")
             failed += 1
@@ -91,30 +77,29 @@ def verify_weights(
 
 def fetch_weights(
     names: Annotated[list[str], typer.Argument(help="Names from `matcher weights list`.")],
-    accept_licence: Annotated[
-        bool, typer.Option("--accept-licence", help="Accept licences that do not allow commercial use.")
-    ] = False,
-    accept_unverified: Annotated[
+    accept_licence: option(
+        bool, "--accept-licence", help="Accept licences that do not allow commercial use."
+    ) = False,
+    accept_unverified: option(
         bool,
-        typer.Option(
-            "--accept-unverified",
-            help="Accept files whose SHA-256 is not known; what comes first must come later too.",
-        ),
-    ] = False,
+        "--accept-unverified",
+        help="Accept files whose SHA-256 is not known; what comes first must come later too.",
+    ) = False,
 ) -> None:
     """Download published weights to the cache (MATCHER_CACHE), verify and convert them."""
     from matcher.weights.download import fetch
     from matcher.weights.published import find_published
 
-    rows = [find_published(name) for name in names]
-    for row in rows:
+    def report(have: int, total: int) -> None:
+        if sys.stderr.isatty() and wants_progress():
+            share = f"{100 * have // total:3d} %" if total else ""
+            sys.stderr.write(f"\r  {have / 1e6:8.1f} MB {share}{chr(10) if have == total else ''}")
+            sys.stderr.flush()
+
+    accepted = dict(accept_licence=accept_licence, accept_unverified=accept_unverified)
+    for row in [find_published(name) for name in names]:
         show(f"{row.name}: {row.licence}; commercial use: {'yes' if row.commercial else 'no'}; {row.source}")
-        found = fetch(
-            row,
-            accept_licence=accept_licence,
-            accept_unverified=accept_unverified,
-            report=_show_progress,
-        )
+        found = fetch(row, **accepted, report=report)
         for file in row.files if found.sha256 else ():
             remark = "not checked, since no expected value is known; kept, later downloads must have it"
             if file.name in found.expected:
@@ -127,19 +112,13 @@ def import_weights(
     files: Annotated[
         list[Path], typer.Argument(help="Published checkpoint, a .pth, .pt, .ckpt or .safetensors file.")
     ],
-    preset: Annotated[
-        str,
-        typer.Option("--preset", metavar="NAME", help="Preset or front end that the checkpoint belongs to."),
-    ],
-    output: Annotated[
+    preset: option(str, metavar="NAME", help="Preset or front end that the checkpoint belongs to."),
+    output: option(
         Path | None,
-        typer.Option(
-            "--output",
-            metavar="FILE.safetensors",
-            help="File to create; by default in the cache, where the preset finds it.",
-        ),
-    ] = None,
-    overwrite: options.Overwrite = False,
+        metavar="FILE.safetensors",
+        help="File to create; by default in the cache, where the preset finds it.",
+    ) = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert a downloaded checkpoint into a weights file, without running any code in it."""
     from matcher.files import check_output
@@ -152,42 +131,37 @@ def import_weights(
 
 def export_weights(
     preset: Annotated[
-        str, typer.Argument(metavar="PRESET", autocompletion=options.complete_preset, help="Whose networks.")
+        str, typer.Argument(metavar="PRESET", autocompletion=complete_preset, help="Whose networks.")
     ],
-    onnx: Annotated[
-        Path, typer.Option("--onnx", metavar="FOLDER", help="Folder to write the ONNX files to.")
-    ],
-    numbers: Annotated[
+    onnx: option(Path, metavar="FOLDER", help="Folder to write the ONNX files to."),
+    numbers: option(
         Literal["float32", "float16", "int8"],
-        typer.Option("--numbers", help="What weights are written in; float16 and int8 make smaller files."),
-    ] = "float32",
-    opencv: Annotated[
+        help="What weights are written in; float16 and int8 make smaller files.",
+    ) = "float32",
+    opencv: option(
         str | None,
-        typer.Option(
-            "--opencv",
-            metavar="WxH",
-            help="Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.",
-        ),
-    ] = None,
-    colmap: Annotated[
-        bool, typer.Option("--colmap", help="Write files for COLMAP's ALIKED and LightGlue instead.")
-    ] = False,
-    weights: options.Weights = None,
-    frontend_weights: options.FrontEndWeights = None,
-    overwrite: options.Overwrite = False,
+        metavar="WxH",
+        help="Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.",
+    ) = None,
+    colmap: option(bool, "--colmap", help="Write files for COLMAP's ALIKED and LightGlue instead.") = False,
+    weights: of_preset("weights") = None,
+    frontend_weights: of_preset("frontend_weights") = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write front end, matcher and refinement of a preset as ONNX files, for other programs and languages."""
     from matcher.onnx.export import export_for_colmap, export_for_opencv, export_preset
     from matcher.presets import find_preset
 
-    config = find_preset(preset)
-    given = {"weights": weights, "frontend_weights": frontend_weights}
+    config, given = find_preset(preset), {"weights": weights, "frontend_weights": frontend_weights}
     if opencv is not None and colmap:
         raise typer.BadParameter("--opencv and --colmap write different files; give one of them")
     if opencv is not None:
         if numbers != "float32" or any(given.values()):
             raise typer.BadParameter("--opencv writes the shipped weights in float32; leave the others out")
-        files = export_for_opencv(preset, config, onnx, _size(opencv), overwrite=overwrite)
+        width, _, height = opencv.partition("x")
+        if not (width.isdecimal() and height.isdecimal()):
+            raise typer.BadParameter(f"--opencv must be a size such as 640x480, not {opencv!r}")
+        files = export_for_opencv(preset, config, onnx, (int(width), int(height)), overwrite=overwrite)
     else:
         export = export_for_colmap if colmap else export_preset
         files = export(preset, config, onnx, numbers=numbers, overwrite=overwrite, **given)
@@ -195,22 +169,7 @@ def export_weights(
         show(f"written  {file.path}  {file.bytes / 1e6:.1f} MB")
 
 
-def _size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    if not (width.isdecimal() and height.isdecimal()):
-        raise typer.BadParameter(f"--opencv must be a size such as 640x480, not {text!r}")
-    return int(width), int(height)
-
-
-def _show_progress(have: int, total: int) -> None:
-    if sys.stderr.isatty() and wants_progress():
-        share = f"{100 * have // total:3d} %" if total else ""
-        end = "\n" if have == total else ""
-        sys.stderr.write(f"\r  {have / 1e6:8.1f} MB {share}{end}")
-        sys.stderr.flush()
-
-
-COMMANDS = {
+WEIGHTS_COMMANDS = {
     "list": list_weights,
     "verify": verify_weights,
     "fetch": fetch_weights,
@@ -219,35 +178,40 @@ COMMANDS = {
 }
 
 
-# --- presets: `matcher presets`.
-
-
-def presets() -> None:
+def presets(
+    show_preset: option(
+        str | None,
+        "--show",
+        metavar="NAME",
+        autocompletion=complete_preset,
+        help="Print every value of this preset, with what it means.",
+    ) = None,
+) -> None:
     """List the presets: front end, matcher and weights."""
-    from matcher.config import NearestConfig, NetworkConfig
-    from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, package_of, plugin_names
+    from matcher.config import NearestConfig, NetworkConfig, described
+    from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, find_preset, package_of, plugin_names
 
+    if show_preset is not None:
+        for name, value, meaning in described(find_preset(show_preset)):
+            show(f"{name:<36} {value!s:<24} {meaning}".rstrip(), always=True)
+        return
     for name, config in PRESETS.items():
-        if isinstance(config.matcher, NetworkConfig):
+        source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
+        if isinstance(config.matcher, NearestConfig):
+            how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
+        elif isinstance(config.matcher, NetworkConfig):
             context = config.matcher.context
             heads = f"{context.heads} head{'' if context.heads == 1 else 's'}"
             how = f"{context.depth} layers of {context.dim}-d, {heads}; weights {config.weights}"
-        elif isinstance(config.matcher, NearestConfig):
-            how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
+            if config.matcher.backbone is not None:
+                source = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
         else:
             how = type(config.matcher).__name__.removesuffix("Config")
-        if isinstance(config.matcher, NetworkConfig) and config.matcher.backbone is not None:
-            source = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
-        else:
-            source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
-        default = " (default)" if name == DEFAULT_PRESET else ""
-        show(f"{name + default:<24} {source}; {how}")
+        show(f"{name + ' (default)' * (name == DEFAULT_PRESET):<24} {source}; {how}")
     for name in plugin_names():
         if name not in PRESETS:
             show(f"{name:<24} added by {package_of(find_plugin(name))}")
 
-
-# --- environment: `matcher env`.
 
 VARIABLES = {
     "MATCHER_DATA": "Folder with photos/ and bench/ for `train` and `evaluate`; ../shared if not set.",
@@ -262,7 +226,7 @@ VARIABLES = {
 }
 _PACKAGES = (
     "torch", "numpy", "opencv-python-headless", "kornia", "pillow", "poselib", "safetensors",
-    "pycolmap", "h5py", "pillow-heif", "ray", "rerun-sdk", "gradio",
+    "pycolmap", "h5py", "pillow-heif", "ray", "rerun-sdk", "gradio", "onnxruntime",
 )  # fmt: skip
 
 
@@ -273,8 +237,14 @@ def environment() -> None:
     """
     from matcher.files import cache_folder
 
+    def installed(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
     show(f"matcher {matcher.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    show(", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    show(", ".join(f"{name} {installed(name)}" for name in _PACKAGES))
     for line in _machine():
         show(line)
     show(f"cache: {cache_folder()}\n")
@@ -285,17 +255,12 @@ def environment() -> None:
             show(f"{'':<{width}}  set to {os.environ[name]!r}")
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _machine() -> list[str]:
     """Device, precision and kernels that `auto` chooses."""
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return ["device: cpu, by ONNX Runtime; torch is not installed"]
     from matcher.kernels import kernels
     from matcher.kernels.loader import library_in_use
     from matcher.match.network import resolve_precision
@@ -303,26 +268,20 @@ def _machine() -> list[str]:
 
     device = resolve_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    compiled = "not compiled; run `python scripts/build_kernels.py`"
+    if kernels() is not None:
+        compiled = f"compiled for {library_in_use().split('-')[0]}"
+    precision = resolve_precision("auto", device)
     return [
-        f"device: {device} ({name}), {torch.get_num_threads()} threads, "
-        f"precision auto is {resolve_precision('auto', device)}",
-        f"kernels: compiled for {library_in_use().split('-')[0]}"
-        if kernels() is not None
-        else "kernels: not compiled; run `python scripts/build_kernels.py`",
+        f"device: {device} ({name}), {torch.get_num_threads()} threads, precision auto is {precision}",
+        f"kernels: {compiled}",
     ]
 
 
-# --- serve: `matcher serve`.
-
-
 def serve(
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="First port to try; 0 takes any free one.")
-    ] = 7860,
-    device: options.Device = "auto",
-    max_upload: Annotated[
-        int, typer.Option(metavar="MB", min=1, help="Refuse photos larger than MB megabytes.")
-    ] = 50,
+    port: option(int, metavar="N", min=0, max=65535, help="First port to try; 0 takes any free one.") = 7860,
+    device: of_preset("device") = "auto",
+    max_upload: option(int, metavar="MB", min=1, help="Refuse photos larger than MB megabytes.") = 50,
 ) -> None:
     """Serve a local web page that matches two photos (needs the extra [app])."""
     from matcher.serve.server import serve as run

@@ -1,0 +1,355 @@
+"""`matcher train` and `matcher evaluate`."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+import matcher
+from matcher.cli.options import (
+    DEFAULT_PRESET,
+    Overwrite,
+    Threads,
+    argument,
+    complete_preset,
+    limit_threads,
+    of_preset,
+    option,
+)
+from matcher.cli.output import PARTIAL, complain, pair_progress, say, show, stop_signals
+from matcher.errors import UsageError
+
+if TYPE_CHECKING:
+    from matcher.evaluate.protocols import PairSet
+    from matcher.evaluate.run import Method
+
+
+def train(
+    recipe: option(
+        Path | None,
+        metavar="FILE.toml",
+        help="What to train and how; by default the recipe of the default preset's weights.",
+    ) = None,
+    photos: option(
+        Path | None,
+        metavar="DIR",
+        help="Photos to train on; by default $MATCHER_DATA/photos/train.",
+    ) = None,
+    validation: option(
+        Path | None,
+        metavar="DIR",
+        help="Other photos to validate on; by default a tenth of --photos.",
+    ) = None,
+    rendered: option(
+        Path | None, metavar="DIR", help="Folder of rendered views, for recipes that use them."
+    ) = None,
+    real: option(
+        Path | None,
+        metavar="DIR",
+        help="Folder of real photos with depth and poses, for recipes that use them.",
+    ) = None,
+    run: option(
+        Path | None,
+        metavar="DIR",
+        help="Folder for checkpoint, log, curve and weights; by default runs/NAME, named after the recipe.",
+    ) = None,
+    device: option(Literal["cpu", "cuda"], help="Device to train on.") = "cpu",
+    threads: Threads = None,
+    view_workers: option(int, metavar="N", min=1, help="Processes that render training views.") = 1,
+    steps: option(
+        int | None,
+        metavar="N",
+        min=1,
+        help="Train for N steps instead of the recipe's number; its second stage has at most N too.",
+    ) = None,
+    batch_scale: option(
+        int,
+        min=1,
+        metavar="N",
+        help="Make batches N times as large as the recipe's, for a GPU; recorded in the run and the weights.",
+    ) = 1,
+) -> None:
+    """Train a matcher or a front end on views rendered from your photos.
+
+    Run the same command again to continue after an interruption. Rendered views are kept in the cache
+    (MATCHER_CACHE) for later runs.
+    """
+    limit_threads(threads)
+    import torch
+
+    from matcher.images import data_folder
+    from matcher.train.cached_pairs import read_recipe, shipped_recipe
+    from matcher.train.front_end_training import train_front_end
+    from matcher.train.matcher_training import RunOptions
+    from matcher.train.matcher_training import train as train_matcher
+    from matcher.train.recipe import Recipe
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+    chosen = read_recipe(recipe or shipped_recipe(DEFAULT_PRESET))
+    chosen = enlarged(chosen if steps is None else limited(chosen, steps), batch_scale)
+    if photos is None:  # the shared ones, which come split
+        photos = data_folder() / "photos" / "train"
+        validation = validation or data_folder() / "photos" / "val"
+    run = run or Path("runs") / chosen.name
+    with stop_signals() as received:
+        weights = (train_matcher if isinstance(chosen, Recipe) else train_front_end)(
+            chosen,
+            RunOptions(photos, validation, run, device, rendered, real, view_workers),
+            lambda line: show(f"{time.strftime('%H:%M:%S')} {line}"),
+            stopped=lambda: bool(received),
+            on_validation=lambda rows: write_curve(rows, run / "curve.png", chosen.name),
+        )
+    if weights is None:
+        raise typer.Exit(128 + received[0])
+
+
+def limited(recipe: Any, steps: int) -> Any:
+    """The recipe with this number of steps, whatever its minutes, and at most as many in later stages."""
+    part = "matcher" if hasattr(recipe, "matcher") else "optimiser"
+    later = getattr(recipe, part)
+    later = replace(later, confidence_steps=min(steps, later.confidence_steps))
+    recipe = replace(recipe, **{part: later})
+    return replace(recipe, optimiser=replace(recipe.optimiser, steps=steps, minutes=0.0))
+
+
+def enlarged(recipe: Any, scale: int) -> Any:
+    """The recipe with batches `scale` times as large."""
+    if hasattr(recipe, "batch"):
+        matching = replace(recipe.matcher, points_per_batch=scale * recipe.matcher.points_per_batch)
+        batch = replace(recipe.batch, pairs=scale * recipe.batch.pairs)
+        return replace(recipe, batch=batch, matcher=matching)
+    points = scale * recipe.pair.points_per_batch
+    return replace(recipe, pair=replace(recipe.pair, points_per_batch=points))
+
+
+def write_curve(rows: Sequence[dict[str, float]], path: Path, title: str) -> None:
+    """Draw the rows of `log.jsonl` (step, pairs, seconds, and loss or precision and recall) as a PNG.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    from matcher.files import write_output
+
+    figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    for column, (key, unit, label) in enumerate(
+        (("pairs", 1000, "training pairs / 1000"), ("seconds", 3600, "hours of training"))
+    ):
+        for row, names in enumerate((("loss",), ("precision", "recall"))):
+            for name in names:
+                known = [entry for entry in rows if name in entry]
+                x, y = [entry[key] / unit for entry in known], [entry[name] for entry in known]
+                axes[row, column].plot(x, y, marker="." if len(x) < 100 else "", linewidth=1.2, label=name)
+            axes[row, column].grid(alpha=0.3)
+        axes[1, column].legend()
+        axes[1, column].set_xlabel(label)
+    axes[0, 0].set_ylabel("training loss")
+    axes[1, 0].set_ylabel("validation")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_output(path, buffer.getvalue())
+
+
+LEVELS = "1,2,3,4"
+
+
+def evaluate(
+    where: argument(str, "SET|DIR|FILE", "Name of a set, a folder, or a list of pairs."),
+    preset: option(
+        list[str] | None,
+        metavar="NAME",
+        autocompletion=complete_preset,
+        help=f"Preset to measure; repeatable.  [default: {DEFAULT_PRESET}]",
+    ) = None,
+    weights: option(
+        list[Path] | None,
+        metavar="FILE",
+        help="Matcher weights to measure; repeatable, each adds a row.",
+    ) = None,
+    frontend_weights: option(
+        list[str] | None,
+        metavar="FILE",
+        help="Weights of the learned front end, or `shipped`; repeatable, each adds a row.",
+    ) = None,
+    compare: option(
+        list[str] | None,
+        metavar="PRESET|FILE",
+        help="Measure only these presets, matcher weights or front-end weights (repeat for at least two) and "
+        "report the paired differences from the first.",
+    ) = None,
+    full_depth: option(
+        bool, "--full-depth", help="Add a row per network without early exit and pruning."
+    ) = False,
+    max_keypoints: of_preset("max_keypoints") = None,
+    resize: of_preset("resize") = None,
+    match_threshold: of_preset("match_threshold") = None,
+    second_pass: of_preset("second_pass") = None,
+    refine: of_preset("refine") = None,
+    pairs: option(
+        int | None, metavar="N", help="Measure at most N pairs, evenly spread over the set."
+    ) = None,
+    levels: option(
+        str,
+        metavar="LIST",
+        help="Difficulty levels of synthetic pairs, from 0 (lighting only) to 4.",
+    ) = LEVELS,
+    seed: option(int, min=0, metavar="N", help="Seed of synthetic pairs and of the bootstrap.") = 0,
+    estimator_seeds: option(int, min=1, metavar="N", help="Estimate each pose with N seeds and average.") = 3,
+    images: option(
+        Path | None, metavar="DIR", help="Folder of the images that a list of pairs names."
+    ) = None,
+    calibration: option(
+        bool,
+        "--calibration",
+        help="Measure how often match probabilities hold (within 3 px), and the verdicts.",
+    ) = False,
+    output: option(
+        Path | None, metavar="DIR", help="Write the tables to this folder as SET.md and SET.json."
+    ) = None,
+    overwrite: Overwrite = False,
+    engine: of_preset("engine") = None,
+    precision: of_preset("precision") = None,
+    device: of_preset("device") = "auto",
+    threads: Threads = None,
+) -> int:
+    """Measure the accuracy of presets on image pairs with ground truth.
+
+    Without --compare, nearest-neighbour matching is always measured as the baseline of the other rows.
+
+    SET is one of the sets in $MATCHER_DATA: synthetic, zoom, sensors, unrelated, oxford_graf, opencv_pairs,
+    iguazu, multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore,
+    multiview (the last two), kitchen_angles (240 other pairs of the kitchen, by angle).
+
+    DIR is a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above,
+    or any folder of photos, from which synthetic pairs are made. FILE is a list of image pairs with
+    intrinsics and poses, in the format of SuperGlue and glue-factory.
+    """
+    limit_threads(threads)
+    from matcher.evaluate.run import BASELINE, MethodOptions, build_methods, compared_methods
+
+    sets = _sets(where, pairs, levels, seed, images)
+    ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
+    suffixes = (".md", ".json", ".png") if calibration else (".md", ".json")
+    if output is not None:
+        _check_output(
+            output, [f"{pair_set.name}{ending}{s}" for pair_set in sets for s in suffixes], overwrite
+        )
+    own = {"max_keypoints": max_keypoints, "resize": resize, "second_pass": second_pass, "engine": engine}
+    own |= {"device": device} | ({} if refine is None else {"refine": refine})
+    network = {"match_threshold": match_threshold, "precision": precision}
+    shared = MethodOptions(own, network, full_depth)
+    presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []
+    if compare:
+        several = {"--preset": presets, "--weights": weights, "--frontend-weights": front_ends}
+        for name, given in several.items():
+            if len(given) > 1:
+                raise UsageError(f"with --compare, {name} can be given only once; repeat --compare instead")
+        front_end = next((name for name in front_ends if name != "shipped"), None)
+        methods = compared_methods(compare, presets[0], next(iter(weights), None), front_end, shared)
+    else:
+        methods = build_methods(presets, weights, front_ends, shared)
+    skipped, baseline = 0, methods[0].name if compare else BASELINE
+    for pair_set in sets:
+        if calibration:
+            skipped += _calibration(pair_set, methods, output)
+        else:
+            skipped += _accuracy(pair_set, methods, estimator_seeds, baseline, seed, output)
+    if skipped:
+        complain(f"{skipped} pairs were skipped; the tables give the reasons")
+    return PARTIAL if skipped else 0
+
+
+def _sets(where: str, pairs: int | None, levels: str, seed: int, images: Path | None) -> list[PairSet]:
+    """What is measured; refuses options of other sets."""
+    from matcher.evaluate.sets import SetOptions, find_sets
+
+    try:
+        chosen = tuple(dict.fromkeys(int(part) for part in levels.split(",")))
+    except ValueError as error:
+        raise UsageError(f"--levels must be a list of numbers such as 1,2,3,4, not {levels!r}") from error
+    sets = find_sets(where, SetOptions(pairs, chosen, seed, images))
+    names = [pair_set.name for pair_set in sets]
+    if levels != LEVELS and "synthetic" not in names:
+        raise typer.BadParameter(f"{where} has no synthetic pairs, so --levels has no effect; leave it out")
+    if images is not None and (not Path(where).exists() or "synthetic" in names):
+        raise typer.BadParameter(f"{where} is no list of pairs, so --images has no effect; leave it out")
+    if Path(where).is_dir() and names == ["synthetic"]:  # which a user may not expect
+        complain(
+            f"{where} has no ground truth: measuring on {len(sets[0])} synthetic warps of its photos "
+            "(--pairs N for fewer)"
+        )
+    return sets
+
+
+def _check_output(folder: Path, names: list[str], overwrite: bool) -> None:
+    """Make the folder, and refuse at once if a file in it may not be overwritten."""
+    from matcher.files import check_output
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
+    for name in names:
+        check_output(folder / name, (Path(name).suffix,), overwrite=overwrite)
+
+
+def _accuracy(
+    pair_set: PairSet,
+    methods: list[Method],
+    estimator_seeds: int,
+    baseline: str,
+    seed: int,
+    folder: Path | None,
+) -> int:
+    """Measure one set, print its table, write its files; the number of pairs that were skipped."""
+    from matcher.evaluate.run import as_markdown, as_object
+    from matcher.evaluate.run import evaluate as run
+
+    with pair_progress(pair_set.name) as progress:
+        found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
+    table = as_object(found, baseline=baseline, seed=seed)
+    table["version"] = matcher.__version__
+    _publish(folder, pair_set.name, as_markdown(table), table)
+    return len(found.skipped)
+
+
+def _calibration(pair_set: PairSet, methods: list[Method], folder: Path | None) -> int:
+    """How often match probabilities hold, as a table and a diagram; the number of pairs that were skipped."""
+    from matcher.evaluate.calibration import as_markdown, as_object, predictions
+    from matcher.viz.drawings import save_figure
+    from matcher.viz.plots import draw_reliability
+
+    skipped: list[str] = []
+    with pair_progress(pair_set.name) as progress:
+        found = predictions(pair_set, methods, progress=progress, skipped=skipped)
+    table = as_object(pair_set, found, skipped)
+    name = f"{pair_set.name}-calibration"
+    _publish(folder, name, as_markdown(table), table)
+    if folder is not None:
+        curves = {row["name"]: (row["confidence"], row["accuracy"], row["count"]) for row in table["rows"]}
+        title = f"reliability of match probabilities: {pair_set.name}"
+        say(f"wrote {save_figure(draw_reliability(curves, title=title), folder / f'{name}.png')}")
+    return len(skipped)
+
+
+def _publish(folder: Path | None, name: str, text: str, table: dict[str, Any]) -> None:
+    """Print a table and, where a folder is given, write it as Markdown and JSON."""
+    from matcher.files import write_output
+
+    show(text, always=True)
+    if folder is None:
+        return
+    for suffix, content in ((".md", text), (".json", json.dumps(table, indent=1, allow_nan=False))):
+        write_output(folder / f"{name}{suffix}", content.encode())
+        say(f"wrote {folder / f'{name}{suffix}'}")

@@ -1,0 +1,368 @@
+"""What the command line prints and returns: results, notices, a log file, progress, exit codes, signals."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import SequenceMatcher
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from matcher.errors import MatcherError, UsageError
+from matcher.files import MARK, is_ours
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from matcher.collection.runner import StageProgress
+
+LOGGER = "matcher"
+INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
+_DEBUG = "MATCHER_DEBUG"
+
+
+def show(text: str, *, always: bool = False) -> None:
+    """Print a result on standard output; `-q` silences it unless it was asked for (`always`)."""
+    level = logging.WARNING if always else logging.INFO
+    logging.getLogger(LOGGER).log(level, "%s", text, extra={"is_result": True})
+
+
+def say(text: str) -> None:
+    """Print a notice on standard error; `-q` silences it."""
+    logging.getLogger(LOGGER).info("%s", text)
+
+
+def detail(text: str) -> None:
+    """Print a detail on standard error, only with `-v`; a log file gets it too."""
+    logging.getLogger(LOGGER).debug("%s", text)
+
+
+def complain(text: str) -> None:
+    """Print a failure on standard error, even with `-q`."""
+    logging.getLogger(LOGGER).error("%s", text)
+
+
+@contextmanager
+def results_as_notices() -> Iterator[None]:
+    """Print results of a step on the way as notices, so that standard output holds those of the command."""
+    logger = logging.getLogger(LOGGER)
+
+    def note(record: logging.LogRecord) -> bool:
+        record.is_result = False
+        return True
+
+    logger.addFilter(note)
+    try:
+        yield
+    finally:
+        logger.removeFilter(note)
+
+
+class _Console(logging.Handler):
+    """Results on standard output as they are, the rest on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message; a closed pipe raises in the caller."""
+        text = record.getMessage()
+        if record.exc_info:
+            typer.echo(f"{text}\n{logging.Formatter().formatException(record.exc_info)}", err=True)
+        elif getattr(record, "is_result", False):
+            typer.echo(text)
+        else:
+            with suppress(OSError):  # nobody can be told, and the work goes on
+                typer.echo(f"matcher: {text}", err=True)
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose disk may be full: that is said once, and the work goes on."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say that a message is missing."""
+        self._say(sys.exc_info()[1])
+
+    def close(self) -> None:
+        """Close the file, as far as it can be written."""
+        try:
+            super().close()
+        except OSError as error:
+            self._say(error)
+
+    def _say(self, error: BaseException | None) -> None:
+        if not self.said:
+            self.said = True
+            typer.echo(f"matcher: --log {self.baseFilename} is incomplete: {error}", err=True)
+
+
+@contextmanager
+def messages() -> Iterator[None]:
+    """Print messages to the terminal within this context; `set_messages` adjusts which ones."""
+    logger = logging.getLogger(LOGGER)
+    before = logger.level, logger.propagate, list(logger.handlers)
+    logger.addHandler(_Console(logging.INFO))
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in logger.handlers if handler not in before[2]]:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.level, logger.propagate = before[:2]
+
+
+def set_messages(*, verbose: bool = False, quiet: bool = False, log: Path | None = None) -> None:
+    """Print more or less than usual, and append everything to a log file.
+
+    Raises:
+        UsageError: both `verbose` and `quiet`, or a file that cannot be written or is not a log of matcher.
+    """
+    if verbose and quiet:
+        raise UsageError("-v and -q contradict each other; give one of them")
+    logger = logging.getLogger(LOGGER)
+    for handler in logger.handlers:
+        if isinstance(handler, _Console) and (verbose or quiet):
+            handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    if log is None:
+        return
+    try:
+        if log.is_fifo():
+            raise UsageError(f"--log {log}: it is a pipe; name a file")
+        begun = log.exists() and log.stat().st_size > 0
+        if begun and not is_ours(log):
+            raise UsageError(f"--log {log}: the file exists and is not a log of matcher; choose another file")
+        handler = _LogFile(log, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--log {log}: the file cannot be written ({error.strerror})") from error
+    if not begun:
+        handler.stream.write(f"# {MARK.decode()}\n")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logger.addHandler(handler)
+
+
+def open_standard_streams() -> None:
+    """Open what the caller has closed (`>&-`): files must not get the numbers that libraries print to.
+
+    Characters that the terminal's encoding lacks are escaped.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+# From an exception to a message on standard error and an exit code.
+
+
+class Interrupted(Exception):
+    """Ctrl-C during a command; the message explains how to continue."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Print a readable message for an exception and return its exit code."""
+    from_parser = hasattr(error, "show")
+    if not (from_parser or isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted))):
+        logging.getLogger(LOGGER).debug("traceback:", exc_info=error)
+    if os.environ.get(_DEBUG):
+        traceback.print_exception(error)
+    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+        complain(str(error) or "interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output has gone; Python must not flush to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERNAL
+    if from_parser:
+        if getattr(error, "possibilities", None):  # it counts equal dashes as similarity, too
+            typed = error.option_name.strip("-")
+            near = [name for name in error.possibilities if _similarity(name.strip("-"), typed) >= 0.6]
+            error.possibilities = near
+        error.show()
+        return USAGE
+    text = " ".join(str(error).split())[:300]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if _out_of_resources(error):
+        complain(f"out of memory or disk space: {line}")
+        return RESOURCES
+    if isinstance(error, MatcherError):
+        complain(str(error))
+        return error.exit_code
+    refused = (errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP)
+    if isinstance(error, OSError) and error.errno in refused:  # by the system, wherever it was met
+        complain(f"{error.filename}: {error.strerror}; name another file or folder")
+        return USAGE
+    complain(f"internal error: {line}")
+    complain(f"Set {_DEBUG}=1 or use -v to see the traceback.")
+    return INTERNAL
+
+
+def _similarity(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
+
+
+def _out_of_resources(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+    # A refused allocation is torch's RuntimeError (CPU) or OutOfMemoryError (GPU), or OpenCV's cv2.error.
+    refused = any(words in str(error) for words in ("not enough memory", "Insufficient memory"))
+    return isinstance(error, MemoryError) or refused or type(error).__name__ == "OutOfMemoryError"
+
+
+# Signals that end a program, held until a step is whole.
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Signals received: the first stops a run after the current step, a second one ends the process."""
+    with _held(lambda: say("stopping after this step")) as received:
+        yield received
+
+
+@contextmanager
+def whole_step() -> Iterator[None]:
+    """A step that Ctrl-C or SIGTERM does not cut in two: it ends first; a second signal does not wait.
+
+    Raises:
+        KeyboardInterrupt: after the step, for Ctrl-C.
+        SystemExit: after the step, for SIGTERM.
+    """
+    with _held() as received:
+        yield
+    if received:
+        _end(received[0])
+
+
+@contextmanager
+def _held(at_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Ending signals received, of which the second ends; threads other than the first get none."""
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            _end(number)
+        at_first()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int) -> NoReturn:
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+# Progress of long commands: bars on a terminal, lines elsewhere; on standard error.
+
+_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+_DOING = {"extract": "extracting images", "choose": "comparing images", "match": "matching pairs"}
+
+
+def wants_progress() -> bool:
+    """Whether to show progress: not with `-q`."""
+    handlers = logging.getLogger(LOGGER).handlers
+    return any(isinstance(handler, _Console) and handler.level <= logging.INFO for handler in handlers)
+
+
+@contextmanager
+def stage_progress() -> Iterator[Callable[[StageProgress], None]]:
+    """A callback for the `on_progress` of `Collection.run`."""
+    progress = _terminal_progress("{task.fields[note]}")
+    if progress is None:
+        yield ProgressLines(say)
+        return
+    with progress as bars:
+        tasks: dict[str, int] = {}
+
+        def update(now: StageProgress) -> None:
+            if now.done == 0 or now.stage not in tasks:
+                tasks[now.stage] = bars.add_task(_DOING[now.stage], total=now.total, note="")
+            note = f"{now.failed} failed" if now.failed else ""
+            bars.update(tasks[now.stage], completed=now.done, total=now.total, note=note)
+
+        yield update
+
+
+@contextmanager
+def pair_progress(name: str) -> Iterator[Callable[[int, int], object]]:
+    """A callback for the `progress` of an evaluation of the set `name`: pairs done, and their total."""
+
+    def say_tenths(done: int, total: int) -> None:
+        if done == total or (done * 10) // total > ((done - 1) * 10) // total:
+            say(f"{name}: {done} of {total} pairs")
+
+    progress = _terminal_progress(transient=True)
+    if progress is None:
+        yield say_tenths
+        return
+    with progress as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _terminal_progress(*texts: str, transient: bool = False) -> Progress | None:
+    """Bars with these texts before the remaining time; None without a terminal or with `-q`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not (console.is_terminal and wants_progress()):
+        return None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *map(TextColumn, texts))
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=transient)
+
+
+class ProgressLines:
+    """Progress as lines: the first, the last, and one every ten seconds."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._stage, self._start, self._last = "", 0.0, 0.0
+
+    def __call__(self, now: StageProgress) -> None:
+        """Print the progress if a line is due."""
+        time = self._clock()
+        if now.stage != self._stage or now.done == 0:
+            self._stage, self._start, self._last = now.stage, time, time
+            self._say(f"{_DOING[now.stage]}: {now.total}")
+        elif now.done == now.total or time - self._last >= _LINE_SECONDS:
+            self._last, elapsed = time, time - self._start
+            rate = now.done / max(elapsed, 1e-9)
+            left = f"{duration((now.total - now.done) / max(rate, 1e-9))} left"
+            left = left if now.done < now.total else f"done in {duration(elapsed)}"
+            speed = f"{rate:.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min"
+            counts = f"{now.done} of {now.total}, {now.failed} failed"
+            self._say(f"{_DOING[now.stage]}: {counts}, {speed}, {left}")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.1):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
