@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 
 from matcher.config import GeometryKind
-from matcher.errors import UsageError
+from matcher.errors import MALFORMED, UsageError
 from matcher.files import read_given
 from matcher.geometry import as_quaternion, as_rotation, check_poses
 
@@ -242,20 +245,65 @@ def _size(size: Any) -> tuple[int, int]:
     return width, height
 
 
-# --- camera_lists: Cameras of images by name, in the lines of hloc's query lists.
+# Cameras as users write them: as text, or in the files of COLMAP, hloc, nerfstudio and OpenCV.
+
+CAMERA_FORMS = (
+    "fx,fy,cx,cy (the centre of the first pixel is (0, 0)); MODEL,width,height,params… with a model of "
+    "COLMAP's (whose first pixel has its centre at (0.5, 0.5)); or a file: lines NAME MODEL WIDTH HEIGHT "
+    "PARAMS…, COLMAP's cameras.txt or cameras.bin, nerfstudio's transforms.json, or OpenCV's .yml"
+)
+_LARGEST_LIST = 1 << 26  # bytes
 
 
-def read_camera_list(path: str | Path) -> dict[str, Camera]:
-    """Cameras by name of image, from lines `NAME MODEL WIDTH HEIGHT PARAMS…` with COLMAP's models.
+def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]:
+    """What a user gives as cameras: `CAMERA_FORMS`.
+
+        >>> parse_cameras("SIMPLE_RADIAL,640,480,500,320,240,0.1").cx
+        319.5
+
+    Returns:
+        One for all images, or cameras by name of image.
 
     Raises:
-        UsageError: the file cannot be read, or a line is something else.
+        UsageError: something else, or a file that cannot be read; `name` is the argument's.
     """
-    path = Path(path)
+    if Path(text).expanduser().is_file():
+        return read_cameras(Path(text).expanduser())
+    words = re.split(r"[\s,]+", text.strip())
     try:
-        lines = read_given(path).decode("utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as a list of cameras ({error})") from error
+        if words[0] in CAMERA_MODELS:
+            model, width, height, *params = words
+            return Camera.from_colmap(model, [float(value) for value in params], (int(width), int(height)))
+        numbers = [float(word) for word in words]
+    except ValueError as error:
+        raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r} ({error})") from None
+    if len(numbers) != 4:
+        raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r}")
+    return Camera(*numbers)
+
+
+def read_cameras(path: Path) -> Camera | dict[str, Camera]:
+    """Cameras of a file in one of the forms of `CAMERA_FORMS`; errors as of `parse_cameras`."""
+    try:
+        data = read_given(path, _LARGEST_LIST)
+        suffix = path.suffix.lower()
+        if suffix == ".bin":
+            found = _from_binary(data)
+        elif suffix in (".yml", ".yaml", ".xml") or (suffix == ".json" and b"frames" not in data):
+            found = _from_opencv(data.decode("utf-8"))
+        elif suffix == ".json":
+            found = _from_nerfstudio(json.loads(data))
+        else:
+            found = _from_lines(data.decode("utf-8").splitlines())
+    except (*MALFORMED, struct.error, cv2.error) as error:  # a UsageError is one
+        raise UsageError(f"{path}: cannot be read as cameras ({error}); wanted: {CAMERA_FORMS}") from error
+    if not found:
+        raise UsageError(f"{path} names no camera")
+    return found
+
+
+def _from_lines(lines: list[str]) -> Camera | dict[str, Camera]:
+    """hloc's lines, or those of COLMAP's cameras.txt, which begin with a number and hold one camera."""
     found = {}
     for number, line in enumerate(lines, start=1):
         words = line.split()
@@ -265,14 +313,79 @@ def read_camera_list(path: str | Path) -> dict[str, Camera]:
             name, model, width, height, *params = words
             size = int(width), int(height)
             found[name] = Camera.from_colmap(model, [float(value) for value in params], size)
-        except ValueError as error:  # a UsageError is one
-            raise UsageError(
-                f"{path}, line {number}: NAME MODEL WIDTH HEIGHT PARAMS… with a model of COLMAP's is needed "
-                f"({error})"
-            ) from error
-    if not found:
-        raise UsageError(f"{path} names no camera")
-    return found
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    return _only(found) if all(name.isdecimal() for name in found) else found
+
+
+def _only(numbered: dict[str, Camera]) -> Camera | dict[str, Camera]:
+    """The one camera of a file that numbers its cameras: which image has which is not said there."""
+    if len(numbered) > 1:
+        raise ValueError(f"it holds {len(numbered)} cameras and does not say of which images; give one")
+    return next(iter(numbered.values()), {})
+
+
+def _from_binary(data: bytes) -> Camera | dict[str, Camera]:
+    """COLMAP's cameras.bin (its documentation, Output Format)."""
+    order = (
+        "SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "OPENCV_FISHEYE", "FULL_OPENCV",
+        "FOV", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
+    )  # fmt: skip
+    (count,), at, found = struct.unpack_from("<Q", data), 8, {}
+    for _ in range(count):
+        number, model, width, height = struct.unpack_from("<iiQQ", data, at)
+        focals, more = CAMERA_MODELS[order[model]]
+        params = struct.unpack_from(f"<{focals + 2 + more}d", data, at + 24)
+        at += 24 + 8 * len(params)
+        found[str(number)] = Camera.from_colmap(order[model], params, (width, height))
+    return _only(found)
+
+
+def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
+    """transforms.json: intrinsics of all frames, or of each; their pixel origin is COLMAP's."""
+
+    def camera(row: Mapping[str, Any]) -> Camera | None:
+        if "fl_x" not in row:
+            return None
+        params = [row["fl_x"], row.get("fl_y", row["fl_x"]), row["cx"], row["cy"]]
+        params += [row.get(key, 0.0) for key in ("k1", "k2", "p1", "p2")]
+        model = "OPENCV_FISHEYE" if row.get("camera_model") == "OPENCV_FISHEYE" else "OPENCV"
+        if model == "OPENCV_FISHEYE":
+            params[6:] = [row.get("k3", 0.0), row.get("k4", 0.0)]
+        return Camera.from_colmap(model, params, (int(row["w"]), int(row["h"])))
+
+    shared = camera(values)
+    of_frames = {
+        frame["file_path"].removeprefix("./").removeprefix("images/"): camera(values | frame)
+        for frame in values["frames"]
+        if "fl_x" in frame
+    }
+    return of_frames or shared or {}
+
+
+def _from_opencv(text: str) -> Camera:
+    """What OpenCV's calibration writes; its pixel origin is ours."""
+    storage = cv2.FileStorage(text, cv2.FILE_STORAGE_READ | cv2.FILE_STORAGE_MEMORY)
+
+    def first(*names: str) -> Any:
+        return next((node for name in names if not (node := storage.getNode(name)).empty()), None)
+
+    matrix = first("camera_matrix", "cameraMatrix", "Camera_Matrix", "K")
+    if matrix is None:
+        raise ValueError("it has no camera_matrix")
+    K, node = matrix.mat(), first("distortion_coefficients", "dist_coeffs", "distCoeffs", "D")
+    values = [] if node is None else node.mat().ravel().tolist()
+    width, height = first("image_width", "width"), first("image_height", "height")
+    size = None if width is None or height is None else (int(width.real()), int(height.real()))
+    plain = Camera.from_K(K, size=size)
+    while values and values[-1] == 0:
+        values.pop()
+    if not values:
+        return plain
+    if len(values) > 8:
+        raise ValueError("more than eight distortion coefficients are not supported")
+    model, count = ("OPENCV", 4) if len(values) <= 4 else ("FULL_OPENCV", 8)
+    return replace(plain, model=model, distortion=tuple(values + [0.0] * (count - len(values))))
 
 
 # --- rig_config: Cameras that are fixed to each other, such as a stereo pair, from COLMAP's

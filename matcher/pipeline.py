@@ -208,7 +208,7 @@ class Pipeline:
         matches = calibrated_by_geometry(result.matches, result.geometry, calibration_of(self.matcher))
         matches, geometry = best_first(matches, result.geometry)
         first = result.first and self._calibrated(result.first)
-        return replace(result, matches=matches, geometry=geometry, first=first)
+        return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
         """An image with more of its pixels, where these show more than those that were matched."""

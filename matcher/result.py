@@ -99,7 +99,8 @@ class Result:
     @property
     def verdict(self) -> Verdict | None:
         """Whether the images show the same place, with a probability; None without geometry."""
-        return verdict_of(self.matches, self.geometry, self.features0.image_size, self.features1.image_size)
+        estimated = self.geometry.rejected or self.geometry
+        return verdict_of(self.matches, estimated, self.features0.image_size, self.features1.image_size)
 
     @property
     def inliers(self) -> np.ndarray:
@@ -150,8 +151,11 @@ class Result:
         model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
         if not len(self.matches):
             lines.append("no match: the images share nothing that was recognised")
-        elif status in _REASONS:
+        elif status in _REASONS and (self.verdict is None or self.verdict.word == "not"):
             lines.append(f"no match: the matches fit no {model} ({_REASONS[status]})")
+        elif status in _REASONS:
+            agreeing = int(self.geometry.rejected.inliers.sum())
+            lines.append(f"{agreeing} agree on one {model}, too few to rely on it: it is not used")
         elif kind != "none":
             count = 1 if self.geometry.matrices is None else len(self.geometry.matrices)
             models = f"one {model}" if count == 1 else f"{count} homographies"
@@ -177,6 +181,9 @@ class Result:
         parts = [self.preset, f"{len(self.matches)} matches"]
         if self.geometry.kind != "none":
             parts.append(f"{int(self.inliers.sum())} inliers ({self.geometry.kind})")
+        if self.verdict is not None:
+            word = {"same": "same place", "unsure": "unsure", "not": "different places"}[self.verdict.word]
+            parts.append(f"{word} ({self.verdict.probability:.2f})")
         if self.layers:
             parts.append(f"{self.matches.layers_run} of {self.layers} layers")
         if "total" in self.seconds:

@@ -579,8 +579,8 @@ class TwoViewGeometry:
     `status` is whether to use the model:
 
     - `ok`: use it.
-    - `low_inliers`: a model with fewer inliers than required, or no more than chance gives, also among the
-      matches of several passes.
+    - `low_inliers`: fewer inliers than required, or no more than chance gives, also among the matches of
+      several passes; in a `Result` the model is then in `rejected` alone.
     - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line or (for
       essential) views that only rotate, or nothing that fits.
     - `not_estimated`: no geometry was requested.
@@ -601,6 +601,13 @@ class TwoViewGeometry:
     # Of homographies only, where `matrix` is that of the plane with most inliers:
     planes: np.ndarray | None = None  # (K,) int64 index into `matrices`, −1 for outliers
     matrices: np.ndarray | None = None  # (P, 3, 3) float64, most inliers first
+    rejected: TwoViewGeometry | None = None  # what was estimated and is not to be used, for explanations
+
+    def without_rejected(self) -> TwoViewGeometry:
+        """The same where the status is `ok`; else without model and inliers, which move to `rejected`."""
+        if self.status in ("ok", "not_estimated") or self.rejected is not None:
+            return self
+        return TwoViewGeometry(self.kind, self.status, np.zeros_like(self.inliers), rejected=self)
 
     def __repr__(self) -> str:
         count = int(np.count_nonzero(self.inliers))
@@ -613,6 +620,7 @@ class TwoViewGeometry:
             "kind": self.kind,
             "status": self.status,
             "inliers": int(np.count_nonzero(self.inliers)),
+            "rejected_inliers": None if self.rejected is None else int(self.rejected.inliers.sum()),
             **{name: None if model is None else model.tolist() for name, model in models.items()},
         }
 

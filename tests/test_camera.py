@@ -1,10 +1,13 @@
 """Cameras: what is accepted, COLMAP's parameters and pixel origin."""
 
+import json
+
+import cv2
 import numpy as np
 import pytest
 
 import matcher
-from matcher.cameras import CAMERA_MODELS, Camera, as_camera
+from matcher.cameras import CAMERA_MODELS, Camera, as_camera, parse_cameras
 from matcher.errors import UsageError
 
 K = np.array([[800.0, 0, 511.5], [0, 820.0, 383.5], [0, 0, 1]])
@@ -109,3 +112,46 @@ def test_one_camera_is_of_images_of_one_size(views):
     result = pipeline.match(large, half, camera0=(350, 350, 200, 150), camera1=(175, 175, 100, 75))
     with pytest.raises(matcher.UsageError, match="give camera1, too"):
         pipeline.verify(result.features0, result.features1, result.matches, camera0=(350, 350, 200, 150))
+
+
+def write_opencv(path):
+    storage = cv2.FileStorage(str(path), cv2.FILE_STORAGE_WRITE)
+    storage.write("image_width", 640)
+    storage.write("image_height", 480)
+    storage.write("camera_matrix", np.array([[500, 0, 319.5], [0, 510, 239.5], [0, 0, 1.0]]))
+    storage.write("distortion_coefficients", np.array([[0.1, 0.02, 0.001, 0.002, 0.0]]))
+    storage.release()
+
+
+def test_one_camera_in_every_form(tmp_path):
+    """Each says the same in the pixel origin of its program."""
+    pycolmap = pytest.importorskip("pycolmap")
+    numbers = [500, 510, 320, 240, 0.1, 0.02, 0.001, 0.002]
+    wanted = Camera(500, 510, 319.5, 239.5, (640, 480), "OPENCV", (0.1, 0.02, 0.001, 0.002))
+    model = pycolmap.Reconstruction()
+    model.add_camera(pycolmap.Camera(model="OPENCV", width=640, height=480, params=numbers, camera_id=7))
+    model.write_binary(tmp_path)
+    model.write_text(tmp_path)
+    names = ("fl_x", "fl_y", "cx", "cy", "k1", "k2", "p1", "p2")
+    shared = dict(zip(names, numbers, strict=True), w=640, h=480)
+    frames = [{"file_path": "images/a.jpg"}]
+    (tmp_path / "transforms.json").write_text(json.dumps({**shared, "frames": frames}))
+    write_opencv(tmp_path / "c.yml")
+    files = (tmp_path / name for name in ("cameras.txt", "cameras.bin", "transforms.json", "c.yml"))
+    for given in ("OPENCV,640,480," + ",".join(map(str, numbers)), *files):
+        assert parse_cameras(str(given)) == wanted, given
+    assert parse_cameras("500, 510, 319.5, 239.5") == Camera(500, 510, 319.5, 239.5)
+
+
+def test_cameras_by_name(tmp_path):
+    intrinsics = {"cx": 320, "cy": 240, "w": 640, "h": 480}
+    frames = [{"file_path": f"images/{n}.jpg", "fl_x": 500 + n, **intrinsics} for n in (1, 2)]
+    (tmp_path / "transforms.json").write_text(json.dumps({"frames": frames}))
+    found = parse_cameras(str(tmp_path / "transforms.json"))
+    assert {name: camera.fx for name, camera in found.items()} == {"1.jpg": 501, "2.jpg": 502}
+    (tmp_path / "list.txt").write_text("a.jpg PINHOLE 640 480 500 500 320 240\n")
+    assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg"]
+    (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
+    for given in ("1,2,3", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):
+        with pytest.raises(UsageError, match=r"camera|cameras\.txt"):
+            parse_cameras(str(given))

@@ -423,7 +423,7 @@ def test_mistakes_name_their_remedy(made, tmp_path, capfd):
     for arguments, message in (
         ((folder / "model", tmp_path / "empty"), "no images here"),
         ((folder / "model", folder / "queries", "--output", tmp_path / "a.csv"), "must end in"),
-        ((folder / "model", folder / "queries", "--camera", "1,2"), "must be numbers"),
+        ((folder / "model", folder / "queries", "--camera", "1,2"), "camera must be"),
         ((tmp_path / "empty", folder / "queries"), "holds no COLMAP model"),
         ((tmp_path / "foreign", folder / "queries"), "give --run RUN_DIR"),
     ):

@@ -337,3 +337,18 @@ def test_a_panorama_is_matched(rng):
     assert result.features0.scale.tolist() == pytest.approx([0.5725] * 2, rel=0.01)
     assert len(result.matches) > 300
     assert np.abs(np.median(result.points0 - result.points1, axis=0) - [200, 0]).max() < 1
+
+
+def test_a_rejected_model_is_shown_nowhere(tmp_path):
+    """Unrelated noise: what was estimated is no model, but the verdict says how improbable it is."""
+    rng = np.random.default_rng(4)
+    images = [cv2.GaussianBlur(rng.integers(0, 255, (300, 400), np.uint8), (0, 0), 1.5) for _ in range(2)]
+    result = matcher.load("nearest", geometry="homography", ratio=1.0).match(*images)
+    assert result.geometry.status == "low_inliers" and result.geometry.rejected.matrix is not None
+    assert result.geometry.matrix is None and not result.inliers.any()
+    assert result.to_dict()["geometry"]["matrix"] is None
+    assert result.to_dict()["geometry"]["rejected_inliers"] == result.geometry.rejected.inliers.sum()
+    assert result.verdict.word == "not" and "no match" in result.summary()
+    assert "different places" in result.heading()
+    with np.load(result.save(tmp_path / "r.npz")) as saved:
+        assert saved["matrix"].size == 0 and not saved["inliers"].any()

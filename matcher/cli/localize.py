@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matcher.cli.options import (
+    CAMERA_FORMS,
+    CAMERA_HELP,
     AsJson,
     Masks,
     Overwrite,
@@ -16,7 +18,6 @@ from matcher.cli.options import (
     expand_images,
     of_preset,
     option,
-    parse_camera,
 )
 from matcher.cli.output import PARTIAL, complain, show
 from matcher.errors import ImageError, UsageError
@@ -54,9 +55,9 @@ def localize(
     ) = None,
     camera: option(
         str | None,
-        metavar="fx,fy,cx,cy|FILE",
-        help="Intrinsics in stored pixels, of all photos or, in a FILE of lines NAME MODEL WIDTH HEIGHT "
-        "PARAMS, of each; those of others come from EXIF, from the map, or are estimated.",
+        metavar=CAMERA_FORMS,
+        help="Intrinsics in stored pixels, of all photos or by name; those of others come from EXIF, from "
+        f"the map, or are estimated. {CAMERA_HELP}",
     ) = None,
     rig: option(
         Path | None,
@@ -180,13 +181,12 @@ def _poses(
 
 def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
     """The cameras by name of photo."""
-    from matcher.cameras import read_camera_list
+    from matcher.cameras import Camera, parse_cameras
 
     if text is None:
         return {}
-    if not Path(text).is_file():
-        return dict.fromkeys(named, parse_camera(text, "--camera"))
-    found = read_camera_list(text)
+    if isinstance(found := parse_cameras(text, "--camera"), Camera):
+        return dict.fromkeys(named, found)
     if not found.keys() & named.keys():
         raise UsageError(f"{text} has the camera of none of the photos, such as {next(iter(named))}")
     return found

@@ -148,7 +148,12 @@ Masks = option(
     metavar="DIR",
     help="Masks named like the images; black pixels yield no keypoints.",
 )
-CAMERA_FORMS = "fx,fy,cx,cy"
+CAMERA_FORMS = "fx,fy,cx,cy|MODEL,w,h,…|FILE"
+CAMERA_HELP = (
+    "In fx,fy,cx,cy the centre of the first pixel is (0, 0); COLMAP's MODEL,width,height,params have it at "
+    "(0.5, 0.5). A FILE is COLMAP's cameras.txt or .bin, lines NAME MODEL WIDTH HEIGHT PARAMS, nerfstudio's "
+    "transforms.json or OpenCV's YAML."
+)
 First = argument(Path, "IMAGE0", "First image.")
 Second = argument(Path, "IMAGE1", "Second image.")
 RunArgument = argument(Path, "RUN_DIR", "Folder of a run.")
@@ -270,10 +275,17 @@ def numbers(text: str, count: int, name: str) -> tuple[float, ...]:
 
 
 def parse_camera(text: str | None, name: str) -> Camera | None:
-    """`fx,fy,cx,cy` in stored pixels as a camera; None stays None. Errors as of `numbers`."""
-    from matcher.cameras import Camera
+    """One camera for all images, in the forms of `matcher.cameras.CAMERA_FORMS`; None stays None.
 
-    return None if text is None else Camera(*numbers(text, 4, name))
+    Raises:
+        UsageError: something else, or cameras by name of image; `name` is the option's.
+    """
+    from matcher.cameras import Camera, parse_cameras
+
+    found = None if text is None else parse_cameras(text, name)
+    if found is not None and not isinstance(found, Camera):
+        raise UsageError(f"{name} {text} holds cameras by name of image, and one for all is needed")
+    return found
 
 
 def check_outputs(

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from matcher.cli.options import CAMERA_FORMS, Masks, Overwrite, RunArgument, argument, option, parse_camera
+from matcher.cli.options import (
+    CAMERA_FORMS,
+    CAMERA_HELP,
+    Masks,
+    Overwrite,
+    RunArgument,
+    argument,
+    option,
+    parse_camera,
+)
 from matcher.cli.output import PARTIAL, complain, say, show, stage_progress
 from matcher.errors import IntegrityError, UsageError
 
@@ -71,7 +80,7 @@ Restart = option(bool, "--restart", help="Delete the contents of RUN_DIR and sta
 GivenCamera = option(
     str | None,
     metavar=CAMERA_FORMS,
-    help="Known intrinsics of every photo, in stored pixels; they are not refined.",
+    help=f"Known intrinsics of the photos, in stored pixels; they are not refined. {CAMERA_HELP}",
 )
 CameraModel = option(
     str,
@@ -253,11 +262,14 @@ def camera_choice(
     camera: str | None, camera_model: str, cameras: Literal["auto", "single", "each"], rig: Path | None
 ) -> CameraChoice:
     """The camera choice that the options describe; `UsageError` where a camera or a rig cannot be read."""
-    from matcher.cameras import read_rig_config
+    from matcher.cameras import Camera, parse_cameras, read_rig_config
     from matcher.export.colmap import CameraChoice
 
     fixed = None if rig is None else read_rig_config(rig)
-    return CameraChoice(parse_camera(camera, "--camera"), cameras, camera_model, rig=fixed)
+    found = None if camera is None else parse_cameras(camera, "--camera")
+    if found is None or isinstance(found, Camera):
+        return CameraChoice(found, cameras, camera_model, rig=fixed)
+    return CameraChoice(None, cameras, camera_model, known=found, rig=fixed)
 
 
 def enter_images(opened: Collection, images: Path, **how: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from matcher.cli.options import (
+    CAMERA_FORMS,
     DEFAULT_PRESET,
     AsJson,
     Overwrite,
@@ -40,7 +41,7 @@ def track(
     # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
     given: Annotated[dict[str, Any], ("geometry", "second_pass"), {"match_threshold": 0.2}],
     camera: option(
-        str | None, metavar="fx,fy,cx,cy", help="Intrinsics in stored pixels; needed for poses."
+        str | None, metavar=CAMERA_FORMS, help="Intrinsics in stored pixels; needed for poses."
     ) = None,
     right: option(
         Path | None, metavar="DIR", help="Folder of the right images of rectified stereo pairs."
