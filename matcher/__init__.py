@@ -16,6 +16,7 @@ _PUBLIC = {
     "align": "matcher.alignment.align",
     "match_set": "matcher.collection.collection",
     "find": "matcher.alignment.find",
+    "stitch": "matcher.alignment.stitch",
     "Pipeline": "matcher.pipeline",
     "Collection": "matcher.collection.collection",
     "PRESETS": "matcher.presets",

@@ -5,6 +5,7 @@ from matcher.alignment.align import align as align
 from matcher.alignment.find import Detections as Detections
 from matcher.alignment.find import TemplateFinder as TemplateFinder
 from matcher.alignment.find import find as find
+from matcher.alignment.stitch import stitch as stitch
 from matcher.cameras import Camera as Camera
 from matcher.collection.collection import Collection as Collection
 from matcher.collection.collection import MatchedSet as MatchedSet

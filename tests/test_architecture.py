@@ -55,6 +55,7 @@ PUBLIC_NAMES = [
     "load",
     "match_set",
     "read_image",
+    "stitch",
     "tiled",
 ]
 

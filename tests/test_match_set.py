@@ -1,12 +1,9 @@
 """A few images matched in memory: tracks agree all the way round, and the panorama is the scene."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import cv2
 import numpy as np
-import PIL.Image
 import pytest
 
 import matcher
@@ -84,27 +81,3 @@ def test_arguments_that_do_not_fit_are_refused(crops):
     found = matcher.match_set(images[:2], matcher.load("nearest", **QUICK))
     with pytest.raises(matcher.UsageError, match="not two of the images"):
         found.matches(0, 0)
-
-
-def test_the_panorama_shows_the_scene(scene, crops, tmp_path, monkeypatch, capsys):
-    paths = [tmp_path / f"{number}.png" for number in range(3)]
-    for path, (image, _) in zip(paths, crops, strict=True):
-        PIL.Image.fromarray(image).save(path)
-    source = importlib.util.spec_from_file_location("stitch", ROOT / "scripts" / "stitch.py")
-    stitch = importlib.util.module_from_spec(source)
-    source.loader.exec_module(stitch)
-    out = tmp_path / "panorama.png"
-    monkeypatch.setattr(sys, "argv", ["stitch.py", *map(str, paths), str(out), "--preset", "nearest"])
-    stitch.main()
-    assert "3 of 3 images" in capsys.readouterr().out
-    panorama = np.asarray(PIL.Image.open(out))
-    assert panorama.shape[1] > 380, "wider than any of the images"
-    again = matcher.align(panorama, scene, "nearest", model="similarity", max_keypoints=500)
-    assert again.found and abs(np.linalg.det(again.matrix[:2, :2]) - 1) < 0.05
-    moved = again.image()
-    inner = cv2.erode(moved[..., 3], np.ones((25, 25))) > 0
-    assert np.median(np.abs(moved[..., :3].astype(int) - scene)[inner]) < 25
-    out.write_bytes(b"mine")
-    with pytest.raises(SystemExit) as stop:
-        stitch.main()
-    assert stop.value.code == 2 and out.read_bytes() == b"mine"

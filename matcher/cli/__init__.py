@@ -26,6 +26,7 @@ COMMANDS = {  # where their functions are
     "match": "matcher.cli.pair:match",
     "align": "matcher.cli.pair:align",
     "find": "matcher.cli.pair:find",
+    "stitch": "matcher.cli.pair:stitch",
     "explain": "matcher.cli.pair:explain",
     "collection": "matcher.cli.runs:collection",
     "status": "matcher.cli.runs:status",

@@ -239,8 +239,10 @@ def _shown(name: str, defaults: dict[str, Any]) -> Any:
 
 def _as_options(text: str, parameters: Iterable[str]) -> str:
     """A message of the library with the names of arguments as the options that the user typed."""
-    for name in parameters:
-        flag = f"--{name.replace('_', '-')}"
+    flags = {name: f"--{name.replace('_', '-')}" for name in parameters}
+    if "run" in flags:
+        flags["run_dir"] = flags.pop("run")
+    for name, flag in flags.items():
         text = re.sub(rf"(?<![\w./-]){name}=True\b", flag, text)
         text = re.sub(rf"(?<![\w./-]){name}=False\b", f"--no-{flag[2:]}", text)
         text = re.sub(rf"(?<![\w./-]){name}='?([^\s;:)']+)'?", rf"{flag} \g<1>", text)

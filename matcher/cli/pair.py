@@ -1,4 +1,4 @@
-"""Commands for two images: `match`, `explain`, `align`, and `find`, which looks for one in many."""
+"""Commands for a few images: `match`, `explain`, `align`, `find` and `stitch`."""
 
 from __future__ import annotations
 
@@ -278,6 +278,42 @@ def find(
         show(text, always=True)
     unmatched = fail_if_unmatched and not any(len(detections) for detections in found)
     return PARTIAL if len(found) < len(paths) or unmatched else 0
+
+
+def stitch(
+    images: argument(list[Path], "IMAGES...", "Images, or folders of images."),
+    output: option(Path, metavar=Picture, help="Picture to create."),
+    given: Annotated[dict[str, Any], ("geometry",), {}],
+    projection: option(
+        Literal["auto", "plane", "cylindrical", "spherical"],
+        help="Surface of the picture; auto: a plane up to 70 degrees of view, else a sphere.",
+    ) = "auto",
+    model: option(
+        Literal["auto", "translation", "similarity", "homography"],
+        help="How images move on a plane; auto: the simplest that explains the matches.",
+    ) = "auto",
+    crop: option(bool, "--crop", help="Cut off what no image covers.") = False,
+    overwrite: Overwrite = False,
+) -> int:
+    """Join overlapping photos of a flat scene, or of any scene from one viewpoint, to one picture.
+
+    Images that overlap with none of the others are left out; then the exit code is 4.
+    """
+    from matcher.alignment.stitch import PICTURE_SUFFIXES
+    from matcher.alignment.stitch import stitch as run
+
+    paths = list(expand_images(images).values())
+    check_outputs([(output, PICTURE_SUFFIXES)], paths, overwrite=overwrite)
+    preset = given.pop("preset")
+    made = run(paths, preset, projection=projection, model=model, crop=crop, **given)
+    made.save(output, overwrite=True)  # check_outputs has refused files of others
+    lost = [path for number, path in enumerate(paths) if number not in made.used]
+    for path in lost:
+        complain(f"{path}: overlaps with none of the others and is left out")
+    height, width = made.pixels.shape[:2]
+    how = f"{made.projection}{f', {made.model}' if made.model else ''}"
+    show(f"wrote {output}: {len(made.used)} of {len(paths)} images, {width} x {height} pixels ({how})")
+    return PARTIAL if lost else 0
 
 
 def _plot_suffixes() -> tuple[str, ...]:

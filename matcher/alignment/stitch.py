@@ -1,0 +1,349 @@
+"""Several photos as one picture: of a flat scene, or from one viewpoint; the stages are OpenCV's `detail`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Unpack, get_args
+
+import cv2
+import numpy as np
+
+from matcher.arrays import to_numpy
+from matcher.collection.collection import MatchedSet, match_set
+from matcher.errors import ImageError, UsageError
+from matcher.files import check_output, write_output
+from matcher.geometry import upright_matrix, warp_points
+from matcher.images import ImageInput, read_input
+from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.types import Image
+
+Projection = Literal["auto", "plane", "cylindrical", "spherical"]
+PlaneModel = Literal["auto", "translation", "similarity", "homography"]
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
+LARGEST_SIDE = 20_000  # pixels of the panorama
+MAX_PLANE_ANGLE = 70.0  # degrees of view; beyond, a plane stretches its edges to more than twice their width
+_GOOD_ENOUGH = 1.2  # a simpler map is taken if its residuals are at most so many times the homography's
+_WHOLE_PIXEL = (
+    0.2  # by which a shift may differ from a whole number and is taken for one: nothing is resampled
+)
+_FEWEST = 12  # points of an image that its map is fitted to
+
+
+@dataclass(frozen=True, eq=False)
+class Panorama:
+    """What `stitch` made."""
+
+    pixels: np.ndarray  # (H, W, 3) uint8 RGB
+    covered: np.ndarray  # (H, W) bool, where some image lies
+    used: tuple[int, ...]  # the images that it shows, by their number
+    projection: Projection
+    model: PlaneModel | None  # of planes
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the picture, which appears whole or not at all; `.png`, `.jpg` or `.tif`.
+
+        Raises:
+            UsageError: another suffix, a folder that is absent, or a foreign file.
+        """
+        path = check_output(path, PICTURE_SUFFIXES, overwrite=overwrite)
+        write_output(path, cv2.imencode(path.suffix.lower(), self.pixels[..., ::-1])[1].tobytes())
+        return path
+
+
+def stitch(
+    images: Sequence[ImageInput],
+    preset: str = DEFAULT_PRESET,
+    *,
+    projection: Projection = "auto",
+    model: PlaneModel = "auto",
+    crop: bool = False,
+    **options: Unpack[LoadOptions],
+) -> Panorama:
+    """Join overlapping photos of a flat scene, or of any scene from one viewpoint.
+
+    Exposure is evened out by a gain for each image, seams go where the images agree, and frequencies are
+    blended in bands (Burt and Adelson 1983; Brown and Lowe 2007).
+
+    >>> import matcher, numpy as np
+    >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
+    >>> parts = [scene[:, :300], scene[:, 100:]]
+    >>> made = matcher.stitch(parts, "nearest", max_keypoints=500)
+    >>> made.pixels.shape, made.model
+    ((240, 400, 3), 'translation')
+
+    Args:
+        images: two or more, in any order, as `matcher.load(…).match` takes them.
+        preset: that matches them.
+        projection: the surface. `auto` is a plane up to 70 degrees of view, else a sphere.
+        model: how images move on a plane; `auto` is the simplest that explains the matches.
+        crop: cut off what is not covered.
+        options: of `matcher.load`.
+
+    Raises:
+        UsageError: an unknown projection or model, or too wide a view for one plane.
+        ImageError: an image cannot be read, or no two overlap.
+    """
+    if projection not in get_args(Projection) or model not in get_args(PlaneModel):
+        raise UsageError(
+            f"projection is one of {', '.join(get_args(Projection))} and model one of "
+            f"{', '.join(get_args(PlaneModel))}, not {projection!r} and {model!r}"
+        )
+    found = match_set(images, preset, geometry="homography", **options)
+    group = found.groups()[0]
+    if len(group) < 2:
+        raise ImageError("no two of these images overlap; give more of them, or photos that share more")
+    read = [read_input(images[number], resize=None) for number in group]
+    turns = [upright_matrix(image.size, image.orientation) for image in read]
+    pixels = [np.dstack([p] * 3) if p.ndim == 2 else p for p in (image.pixels for image in read)]
+    cameras = None if projection == "plane" else _cameras(found, group, read, turns)
+    if projection == "auto":
+        wide = cameras is not None and _angle_of_view(cameras, read) > MAX_PLANE_ANGLE
+        projection = "spherical" if wide else "plane"
+    if projection == "plane":
+        chosen, placed = _on_plane(found, group, model)
+        reference = turns[group.index(next(iter(placed)))]
+        maps = [reference @ placed[n] @ np.linalg.inv(t) for n, t in zip(group, turns, strict=True)]
+        pieces = _warped(pixels, _rounded(maps) if chosen == "translation" else maps)
+    elif cameras is None:
+        raise ImageError("the images do not determine a focal length; use projection='plane'")
+    else:
+        chosen, pieces = None, _projected(pixels, cameras, projection)
+    panorama, covered = _blended(*pieces)
+    if crop:
+        top, bottom, left, right = _inner_rectangle(covered)
+        panorama, covered = panorama[top:bottom, left:right], covered[top:bottom, left:right]
+    return Panorama(panorama, covered, tuple(group), projection, chosen)
+
+
+# On a plane.
+
+
+def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarray | None:
+    """(3, 3) the least-squares map of a kind from points (K, 2) to targets (K, 2)."""
+    if model == "homography":
+        return cv2.findHomography(points, targets, 0)[0]
+    matrix = np.eye(3)
+    if model == "similarity":
+        found, _ = cv2.estimateAffinePartial2D(points, targets, method=cv2.LMEDS)
+        if found is None:
+            return None
+        matrix[:2] = found
+    else:
+        matrix[:2, 2] = np.median(targets - points, axis=0)
+    return matrix
+
+
+def _on_plane(
+    found: MatchedSet, group: list[int], model: PlaneModel
+) -> tuple[PlaneModel, dict[int, np.ndarray]]:
+    """The model, and (3, 3) from stored pixels of each image to those of one in the middle, the first."""
+    candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
+    tried = {name: _adjusted(found, _chained(found, group, name), name) for name in candidates}
+    most = _GOOD_ENOUGH * min(residual for _, residual in tried.values()) + 0.1
+    chosen = next(name for name, (_, residual) in tried.items() if residual <= most)
+    return chosen, tried[chosen][0]
+
+
+def _chained(found: MatchedSet, group: list[int], model: PlaneModel) -> dict[int, np.ndarray]:
+    """First maps, along the pairs with most inliers."""
+    pairs = {pair: both for pair, both in found.pairs.items() if both[1].status == "ok"}
+    inliers = {pair: int(geometry.inliers.sum()) for pair, (_, geometry) in pairs.items()}
+    strength = {image: sum(n for pair, n in inliers.items() if image in pair) for image in group}
+    placed = {max(group, key=strength.get): np.eye(3)}
+    while len(placed) < len(group):
+        edges = [pair for pair in pairs if len(placed.keys() & set(pair)) == 1]
+        first, second = max(edges, key=inliers.get)
+        matches, geometry = pairs[first, second]
+        points = matches.points0[geometry.inliers], matches.points1[geometry.inliers]
+        if first in placed:
+            placed[second] = placed[first] @ _fit(model, *points[::-1])
+        else:
+            placed[first] = placed[second] @ _fit(model, *points)
+    return placed
+
+
+def _adjusted(
+    found: MatchedSet, placed: dict[int, np.ndarray], model: PlaneModel, rounds: int = 40
+) -> tuple[dict[int, np.ndarray], float]:
+    """The maps, moved so that the points of each track meet, and the median distance from the meeting points.
+
+    The mean of each track and the maps are found in turns; points far from their track's mean, fewer pixels
+    from round to round, are of wrong matches and left out.
+    """
+    track, image, keypoint = np.array([row for row in found.tracks.table() if row[1] in placed]).T
+    keypoints = {number: to_numpy(found.features[number].keypoints) for number in placed}
+    points = np.array([keypoints[i][k] for i, k in zip(image, keypoint, strict=True)])
+    reference, distance = next(iter(placed)), np.zeros(len(points))
+    good = np.ones(len(points), dtype=bool)
+    for limit in np.geomspace(40, 3, rounds):
+        moved = np.full(points.shape, np.nan)
+        for number, matrix in placed.items():
+            moved[image == number] = warp_points(points[image == number], matrix)
+        good &= np.isfinite(moved).all(axis=1)
+        count = np.bincount(track[good], minlength=len(found.tracks))
+        sums = [np.bincount(track[good], side[good], minlength=len(count)) for side in moved.T]
+        mean = (np.stack(sums, axis=1) / np.maximum(count, 1)[:, None])[track]
+        distance = np.where(count[track] > 1, np.linalg.norm(moved - mean, axis=1), np.inf)
+        good = distance < limit
+        for number in placed.keys() - {reference}:
+            own = good & (image == number)
+            if own.sum() >= _FEWEST and (matrix := _fit(model, points[own], mean[own])) is not None:
+                placed[number] = matrix
+    finite = distance[np.isfinite(distance)]
+    return placed, float(np.median(finite)) if len(finite) else np.inf
+
+
+def _rounded(maps: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Shifts by whole pixels, where all are nearly so."""
+    shifts = np.array([matrix[:2, 2] for matrix in maps]) - maps[0][:2, 2]
+    if np.abs(shifts - np.rint(shifts)).max() > _WHOLE_PIXEL:
+        return list(maps)
+    rounded = [np.eye(3) for _ in maps]
+    for matrix, shift in zip(rounded, np.rint(shifts), strict=True):
+        matrix[:2, 2] = shift
+    return rounded
+
+
+Pieces = tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]  # corners, pixels, masks (0 or 255)
+
+
+def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> Pieces:
+    """The images on one plane.
+
+    Raises:
+        UsageError: it would be larger than `LARGEST_SIDE`.
+    """
+    outlines = []
+    for image, matrix in zip(images, maps, strict=True):
+        height, width = image.shape[:2]
+        corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], np.float64)
+        outlines.append(warp_points(corners, matrix))
+    extent = np.ptp(np.vstack(outlines), axis=0)
+    if not np.isfinite(extent).all() or extent.max() > LARGEST_SIDE:
+        raise UsageError("these images span too wide an angle for one plane; use projection='spherical'")
+    corners, pieces, masks = [], [], []
+    for image, outline, matrix in zip(images, outlines, maps, strict=True):
+        start = np.floor(outline.min(axis=0) + 1e-6).astype(int)
+        width, height = (np.ceil(outline.max(axis=0) - 1e-6).astype(int) - start + 1).tolist()
+        warp = np.array([[1, 0, -start[0]], [0, 1, -start[1]], [0, 0, 1]]) @ matrix
+        whole = np.full(image.shape[:2], 255, np.uint8)
+        corners.append((int(start[0]), int(start[1])))
+        pieces.append(cv2.warpPerspective(image, warp, (width, height), borderMode=cv2.BORDER_REFLECT))
+        masks.append(cv2.warpPerspective(whole, warp, (width, height), flags=cv2.INTER_NEAREST))
+    return corners, pieces, masks
+
+
+# From one viewpoint.
+
+
+def _cameras(
+    found: MatchedSet, group: list[int], images: Sequence[Image], turns: Sequence[np.ndarray]
+) -> list[Any] | None:
+    """OpenCV's `CameraParams` of images that only turn, after bundle adjustment; None where it fails."""
+    features, centres = [], {}
+    for index, (number, image, turn) in enumerate(zip(group, images, turns, strict=True)):
+        height, width = image.pixels.shape[:2]
+        points = warp_points(to_numpy(found.features[number].keypoints).astype(np.float64), turn)
+        one = cv2.detail.ImageFeatures()
+        one.img_idx, one.img_size = index, (width, height)
+        one.keypoints = [cv2.KeyPoint(float(x), float(y), 1.0) for x, y in points]
+        features.append(one)
+        centres[index] = points - [width / 2, height / 2]
+    infos = []
+    for i in range(len(group)):
+        for j in range(len(group)):
+            info = cv2.detail.MatchesInfo()
+            info.src_img_idx, info.dst_img_idx = i, j
+            pair = found.pairs.get((group[min(i, j)], group[max(i, j)]))
+            if i != j and pair is not None and pair[1].status == "ok":
+                rows = pair[0].indices[pair[1].inliers][:, :: 1 if i < j else -1]
+                info.matches = [cv2.DMatch(int(a), int(b), 0.0) for a, b in rows]
+                info.inliers_mask = np.ones(len(rows), np.uint8)
+                info.num_inliers, info.confidence = len(rows), 2.0
+                # between points seen from the centres of the images, as OpenCV's estimator expects
+                info.H = cv2.findHomography(centres[i][rows[:, 0]], centres[j][rows[:, 1]], 0)[0]
+            infos.append(info)
+    try:
+        right, cameras = cv2.detail_HomographyBasedEstimator().apply(features, infos, None)
+        for camera in cameras if right else ():
+            camera.R = camera.R.astype(np.float32)
+        adjuster = cv2.detail_BundleAdjusterRay()
+        adjuster.setConfThresh(1.0)
+        right, cameras = adjuster.apply(features, infos, cameras) if right else (False, [])
+        if not right:
+            return None
+        turned = cv2.detail.waveCorrect([np.copy(c.R) for c in cameras], cv2.detail.WAVE_CORRECT_HORIZ)
+    except cv2.error:
+        return None
+    for camera, rotation in zip(cameras, turned, strict=True):
+        camera.R = rotation
+    return list(cameras) if all(np.isfinite(c.focal) and c.focal > 1 for c in cameras) else None
+
+
+def _angle_of_view(cameras: Sequence[Any], images: Sequence[Image]) -> float:
+    """Degrees between the directions of the image corners that are farthest apart."""
+    rays = []
+    for camera, image in zip(cameras, images, strict=True):
+        height, width = image.pixels.shape[:2]
+        corners = np.array([[0, 0, 1], [width, 0, 1], [width, height, 1], [0, height, 1]], np.float64)
+        directions = corners @ np.linalg.inv(camera.K().astype(np.float64)).T @ np.asarray(camera.R).T
+        rays.append(directions / np.linalg.norm(directions, axis=1, keepdims=True))
+    rays = np.vstack(rays)
+    return float(np.degrees(np.arccos(np.clip(rays @ rays.T, -1, 1)).max()))
+
+
+def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection: Projection) -> Pieces:
+    """The images on a cylinder or a sphere."""
+    scale = float(np.median([camera.focal for camera in cameras]))
+    warper = cv2.PyRotationWarper(projection, scale)
+    corners, pieces, masks = [], [], []
+    for image, camera in zip(images, cameras, strict=True):
+        K, R = camera.K().astype(np.float32), np.asarray(camera.R, np.float32)
+        corner, piece = warper.warp(image, K, R, cv2.INTER_LINEAR, cv2.BORDER_REFLECT)
+        whole = np.full(image.shape[:2], 255, np.uint8)
+        corners.append(corner)
+        pieces.append(piece)
+        masks.append(warper.warp(whole, K, R, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT)[1])
+    return corners, pieces, masks
+
+
+def _blended(
+    corners: list[tuple[int, int]], pieces: list[np.ndarray], masks: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Panorama (H, W, 3) and where it is covered (H, W): gains, seams, bands of frequencies."""
+    gains = cv2.detail.ExposureCompensator_createDefault(cv2.detail.ExposureCompensator_GAIN)
+    gains.feed(corners, pieces, masks)
+    seams = cv2.detail.SeamFinder_createDefault(cv2.detail.SeamFinder_DP_SEAM)
+    cut = seams.find([piece.astype(np.float32) for piece in pieces], corners, [mask.copy() for mask in masks])
+    blender = cv2.detail.MultiBandBlender()
+    blender.prepare(cv2.detail.resultRoi(corners, [piece.shape[1::-1] for piece in pieces]))
+    for number, (corner, piece, mask) in enumerate(zip(corners, pieces, cut, strict=True)):
+        gains.apply(number, corner, piece, masks[number])
+        blender.feed(piece.astype(np.int16), mask, corner)
+    panorama, covered = blender.blend(None, None)
+    return np.clip(panorama, 0, 255).astype(np.uint8), np.asarray(covered) > 0
+
+
+def _inner_rectangle(covered: np.ndarray) -> tuple[int, int, int, int]:
+    """top, bottom, left, right of the largest rectangle without a hole, to some 1/200 of the picture."""
+    step = max(1, max(covered.shape) // 200)
+    rows, columns = (n // step for n in covered.shape)
+    blocks = covered[: rows * step, : columns * step].reshape(rows, step, columns, step).all(axis=(1, 3))
+    height, best, found = np.zeros(columns, int), 0, (0, covered.shape[0], 0, covered.shape[1])
+    for row in range(rows):
+        height = np.where(blocks[row], height + 1, 0)
+        for left in range(columns):
+            lowest = np.minimum.accumulate(height[left:])
+            areas = lowest * np.arange(1, columns - left + 1)
+            if (widest := int(areas.argmax())) is not None and areas[widest] > best:
+                best = int(areas[widest])
+                found = (row + 1 - int(lowest[widest]), row + 1, left, left + widest + 1)
+    if not best:
+        return found
+    top, bottom, left, right = (value * step for value in found)
+    # the last blocks may have a remainder
+    bottom = covered.shape[0] if bottom == rows * step and covered[bottom:, left:right].all() else bottom
+    right = covered.shape[1] if right == columns * step and covered[top:bottom, right:].all() else right
+    return top, bottom, left, right
